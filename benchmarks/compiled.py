@@ -37,7 +37,7 @@ from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
 from kernels.dense.screened_head import ScreenedHead
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear, MlpWeights
+from kernels.formats.matrix import Linear, MlpWeights, Rows
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc2, sparse_mlp
 from kernels.mlp.predictor import Predictor, PredictorWeights
@@ -149,6 +149,10 @@ def loops(code: list[tuple[int, str, str]]) -> list[list[tuple[str, str]]]:
     return [[(name, rest) for at, name, rest in code if low <= at <= high] for low, high in inner]
 
 
+def half_rows(*shape: int) -> Rows:
+    return Rows(halves(*shape))
+
+
 def halves(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.float16)
 
@@ -166,7 +170,7 @@ def pair(rank: int, d: int, n: int, kind: torch.dtype, share: int = 1) -> Predic
 
 
 class Layer:
-    """Tensors of one layer of width d, its matrices as `matrix` makes them: halves or int4_rows."""
+    """Tensors of one layer of width d, its matrices as `matrix` makes them: half_rows or int4_rows."""
 
     def __init__(self, d: int, matrix: Callable[..., Any]) -> None:
         self.d, self.n, self.rank, hd = d, 4 * d, d // 16, 64 if d <= 2048 else 128
@@ -214,15 +218,15 @@ class Layer:
 
 def cases_of(d: int) -> Iterator[Case]:
     """Calls with fp16 weights, and with int8 predictors, as the decode engine makes them, of one width."""
-    own = Layer(d, halves)
+    own = Layer(d, half_rows)
     x, ln, w, n, rank = own.x, own.ln, own.w, own.n, own.rank
     predictors = {str(kind): pair(rank, d, n, kind) for kind in (torch.float16, torch.int8)}
-    yield from own.shared_cases(x, halves(d, d), predictors)
+    yield from own.shared_cases(x, half_rows(d, d), predictors)
     yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", own.hidden, True)
     state = TokenState.empty(1, 64, "cpu")
     yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), state, pdl=True)
     head = ScreenedHead(
-        w, ln, x, x, torch.empty(n, d // 4, dtype=torch.int32), torch.empty(n, 2), 0.1, 0.1, torch.empty(n),
+        w.numbers, ln, x, x, torch.empty(n, d // 4, dtype=torch.int32), torch.empty(n, 2), 0.1, 0.1, torch.empty(n),
         torch.empty(396), screened_head.Chosen.empty(264, "cpu"), screened_head.screen_settings(d),
     )  # fmt: skip
     stops = (state.position, state.least, state.stops)
@@ -261,13 +265,13 @@ def int4_cases(d: int) -> Iterator[Case]:
         yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, policy="always", pdl=True)
         yield f"site {d} {kind}", own.site(predictor.down, predictor.down_scale)
     norm = LateNorm(ln, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2))
-    first_half = int4_rows(rank, d) if d >= mlp_ahead.TILED_FROM else nibbles.down
+    first_half = int4_rows(rank, d).parts() if d >= mlp_ahead.TILED_FROM else (nibbles.down, None)
     heads = HeadPredictor(halves(h, d), torch.empty(h), own.limit, own.heads)
     ahead = mlp_ahead.HeadsAhead(heads, ln, own.sums()[0], own.ones)
     scratch = flash_decode.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
     for policy, selected, cache in (("backfill", ahead, own.cache), ("always", None, own.every)):
         late = mlp_ahead.LateSite(
-            norm, cache.attn_in, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, first_half,
+            norm, cache.attn_in, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, *first_half,
             *(torch.empty(rank) for _ in range(3)), False, own.ones,
         )  # fmt: skip
         given = (own.qkv, cache, own.heads, own.ones, own.q, own.predictor(nibbles), own.ones)

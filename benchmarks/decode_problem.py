@@ -16,7 +16,6 @@ from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
 from dejavu_train.families import ModelDims
 from kernels.common.layer_norm import layer_norm_reference
-from kernels.formats.linear import numbers
 from kernels.mlp.predictor import PredictorWeights
 from kernels.mlp.select import predict_reference
 
@@ -175,7 +174,7 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             n = alive = int(chosen["mlp"].any(0).sum())
             if (number, "mlp") in engine.predictors:
                 x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.fc1.bias.dtype)
-                fc1 = numbers(layer.fc1.weight, x.dtype)
+                fc1 = layer.fc1.weight.dense(x.dtype)
                 active = torch.nn.functional.linear(x, fc1, layer.fc1.bias) > 0
                 alive = int((active & chosen["mlp"]).any(0).sum())
                 live = [live[0] + alive, live[1] + n]

@@ -6,6 +6,7 @@ import torch
 
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.dense_gemv import RowSettings, dense_rows
+from kernels.formats.matrix import Rows
 
 N, D = 49152, 12288
 SETS, REPEATS = 12, 10  # a dozen steps share what a graph takes to start
@@ -40,7 +41,7 @@ def best_read() -> float:
         ln = LayerNormWeights(*norm[:, :width].contiguous())
         out = torch.empty(1, len(view), device="cuda")
         step = lambda v=view, x=x, ln=ln, out=out, s=settings: dense_rows(  # noqa: E731
-            x, ln, v, None, "none", out, False, RowSettings(*s)
+            x, ln, Rows(v), None, "none", out, False, RowSettings(*s)
         )
         found.append(measure(step))
     return weight.nbytes / min(found) / 1e6

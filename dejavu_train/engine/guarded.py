@@ -21,7 +21,6 @@ from dejavu_train.engine.mlp import (
     select_of_several_rows,
 )
 from dejavu_train.families import Target, UnitKey
-from kernels.formats.linear import numbers
 
 
 class GuardedAttention:
@@ -54,7 +53,7 @@ class GuardedMlp:
     def __init__(self, body: SparseMlp | CascadeMlp | BatchMlp | ListedMlp | MaskedMlp, guard: GuardState) -> None:
         self.body, self.guard, self.own = body, guard, reads_own_site(body.mlp)
         # Rows of fc2 are neurons here.
-        self.norms = torch.linalg.vector_norm(numbers(body.weights.fc2.weight, torch.float32), dim=1)
+        self.norms = torch.linalg.vector_norm(body.weights.fc2.weight.dense(), dim=1)
 
     def run(self, x: Tensor, out: Tensor) -> None:
         body, mlp, weights, work = self.body, self.body.mlp, self.body.weights, self.body.work

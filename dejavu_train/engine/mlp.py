@@ -10,7 +10,7 @@ from torch import Tensor
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from kernels.common.limits import takes_down
-from kernels.formats.int4 import Int4Rows
+from kernels.formats.format import Format
 from kernels.lookahead.mlp_ahead import LateSite
 
 
@@ -24,7 +24,7 @@ def dense_fc2(weights: LayerWeights, work: Workspace, hidden: Tensor, x: Tensor,
     """out = x + fc2(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
     fc2 = weights.fc2.weight
     rows = (fc2, weights.fc2.bias, x, out)
-    if isinstance(fc2, Int4Rows) and takes_down(fc2.group, fc2.shape[-1], len(x)):
+    if fc2.format is Format.INT4 and takes_down(fc2.group, fc2.shape[-1], len(x)):
         work.ops.int4_fc2(hidden.float() if len(x) == 1 else hidden, *rows, work.partials, pdl=work.pdl)
     else:
         work.ops.dense_add(hidden, *rows, transposed=weights.fc2_transposed, pdl=work.pdl)

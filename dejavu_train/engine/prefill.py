@@ -15,7 +15,6 @@ from torch import Tensor
 from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights, LayerWeights
 from dejavu_train.families.block import forward_block
 from kernels.common.layer_norm import layer_norm_reference
-from kernels.formats.linear import numbers
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
 
@@ -69,12 +68,12 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
     h, hd, dtype = weights.shape.n_heads, weights.shape.head_dim, weights.embedding.dtype
 
     def project(n: Tensor, _positions: Tensor | None) -> tuple[Tensor, ...]:
-        qkv = numbers(layer.qkv.weight, dtype).view(3 * h * hd, -1)
+        qkv = layer.qkv.weight.dense(dtype).view(3 * h * hd, -1)
         heads = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, (h, 3, hd))
         return tuple(heads[..., part, :].transpose(-2, -3) for part in range(3))
 
     def down(neurons: Tensor) -> Tensor:
-        fc2 = numbers(layer.fc2.weight, dtype)
+        fc2 = layer.fc2.weight.dense(dtype)
         product = neurons @ fc2 if layer.fc2_transposed else F.linear(neurons, fc2)
         return product.float() + layer.fc2.bias.float()
 
@@ -84,6 +83,6 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float(),
         norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
-        neurons=lambda n: F.linear(n, numbers(layer.whole_fc1().weight, dtype), layer.fc1.bias).relu_(),
+        neurons=lambda n: F.linear(n, layer.whole_fc1().weight.dense(dtype), layer.fc1.bias).relu_(),
         down=down,
     )

@@ -11,8 +11,9 @@ from torch import Tensor
 from kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
 from kernels.common.kv_cache import KvCache
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.dense.dense_gemv import operands_reference
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear, MlpWeights
+from kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference
 from kernels.mlp.cascade import CascadeWeights, cascade_reference
 from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
@@ -33,8 +34,8 @@ def of_numbers(operation: Callable[..., Any]) -> Callable[..., Any]:
             return MlpWeights(numbers(given.fc1), numbers(given.fc2))
         if not isinstance(given, Int4Rows):
             return given
-        whole = given.dequantised()
-        return whole.transpose(0, 1).flatten(1) if whole.dim() == 3 else whole
+        whole = given.dense()
+        return Rows(whole.transpose(0, 1).flatten(1) if whole.dim() == 3 else whole)
 
     @functools.wraps(operation)
     def call(*given: Any, **options: Any) -> Any:
@@ -107,8 +108,7 @@ def sparse_mlp(
 ) -> None:
     """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
     ids = rows.ids[: int(rows.count)].long()
-    w1, w2 = weights.fc1.weight, weights.fc2.weight
-    assert isinstance(w1, Tensor) and isinstance(w2, Tensor)
+    w1, w2 = (fc.weight.parts()[0] for fc in (weights.fc1, weights.fc2))
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
     h = (F.linear(n.float(), w1[ids].float()) + weights.fc1.bias[ids].float()).relu()
     out.copy_(h @ w2[ids].float() + weights.fc2.bias.float() + residual)
@@ -147,7 +147,7 @@ def cascade(
 
 def sparse_fc2(
     rows: PackedSelection,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
@@ -155,7 +155,7 @@ def sparse_fc2(
     pdl: bool = False,
 ) -> None:
     """See `kernels.mlp.sparse_fc2.sparse_fc2`."""
-    out.copy_(rows.to_dense() @ weight.float() + bias.float() + residual)
+    out.copy_(rows.to_dense() @ weight.dense() + bias.float() + residual)
 
 
 def cascade_test(
@@ -171,7 +171,7 @@ def cascade_test(
 
 
 def fc1_batch(
-    x: Tensor, weight: Tensor, bias: Tensor, selection: Selection, out: BatchActivations, pdl: bool = False
+    x: Tensor, weight: Matrix, bias: Tensor, selection: Selection, out: BatchActivations, pdl: bool = False
 ) -> None:
     """See `kernels.mlp.sparse_mlp_batch.fc1_batch`."""
     h = fc1_batch_reference(x, weight, bias, selection.to_mask(len(x))).to(out.values.dtype)
@@ -182,14 +182,14 @@ def fc1_batch(
 
 
 def fc2_batch(
-    rows: BatchActivations, weight_t: Tensor, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
+    rows: BatchActivations, weight_t: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
 ) -> None:
     """See `kernels.mlp.sparse_mlp_batch.fc2_batch`."""
     out.copy_(fc2_batch_reference(rows.to_dense(len(out)), weight_t, bias, residual))
 
 
 def int4_listed(
-    x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor, count: Tensor, row_bits: Tensor, pdl: bool = False
+    x: Tensor, weight: Matrix, bias: Tensor, ids: Tensor, count: Tensor, row_bits: Tensor, pdl: bool = False
 ) -> Tensor:
     """See `kernels.dense.int4_batch.int4_listed`."""
     mask = (row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1 != 0
@@ -197,16 +197,17 @@ def int4_listed(
 
 
 def dense_hidden(
-    x: Tensor, ln: LayerNormWeights, weight: Tensor, bias: Tensor, activation: str, pdl: bool = False
+    x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor, activation: str, pdl: bool = False
 ) -> Tensor:
     """See `kernels.dense.dense_batch.dense_hidden`."""
-    y = F.linear(layer_norm_reference(x, ln, weight.dtype), weight, bias.to(weight.dtype))
+    numbers, n = operands_reference(x, ln, weight)
+    y = F.linear(n, numbers, bias.to(numbers.dtype))
     return y.relu() if activation == "relu" else y
 
 
 def dense_add(
     y: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
@@ -214,5 +215,6 @@ def dense_add(
     pdl: bool = False,
 ) -> None:
     """See `kernels.dense.dense_batch.dense_add`."""
-    product = y.to(weight.dtype) @ weight if transposed else F.linear(y.to(weight.dtype), weight)
+    (numbers,) = weight.parts()
+    product = y.to(numbers.dtype) @ numbers if transposed else F.linear(y.to(numbers.dtype), numbers)
     out.copy_(product.float() + bias.float() + residual)

@@ -93,8 +93,8 @@ class DecodeStep:
         self.logits = torch.zeros(plan.batch, shape.vocab_size, device=device, dtype=torch.float32)
         self.screen: ScreenedHead | None = None
         if plan.screened:
-            assert isinstance(weights.lm_head, torch.Tensor)
-            self.screen = ScreenedHead.of(weights.lm_head, weights.final_norm)
+            (head,) = weights.lm_head.parts()
+            self.screen = ScreenedHead.of(head, weights.final_norm)
         self.watermark = torch.zeros(shape.n_layers, plan.batch, shape.n_heads, dtype=torch.int32, device=device)
         chosen = {key: self._choose(key) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}

@@ -33,17 +33,13 @@ from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
 from dejavu_train.predictors.bit_planes import BitPlanes
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.formats.format import Format
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear, Matrix, MlpWeights, numbers
+from kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from kernels.mlp.cascade import CascadeWeights
 
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
-
-
-def parts_of(matrix: Matrix) -> tuple[Tensor, ...]:
-    """The tensors that a matrix consists of."""
-    return (matrix.words, matrix.scales) if isinstance(matrix, Int4Rows) else (matrix,)
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class LayerWeights:
     @property
     def packed(self) -> bool:
         """Whether the matrices lie in 4 bits."""
-        return isinstance(self.fc1.weight, Int4Rows)
+        return self.fc1.weight.format is Format.INT4
 
     @property
     def mlp(self) -> MlpWeights:
@@ -71,16 +67,16 @@ class LayerWeights:
 
     def whole_out(self, dtype: torch.dtype) -> Tensor:
         """The out-projection (d, h * head_dim) as numbers."""
-        whole = numbers(self.out.weight, dtype)
+        whole = self.out.weight.dense(dtype)
         return whole.transpose(0, 1).flatten(1) if self.packed else whole
 
     def whole_fc1(self) -> Linear:
         """fc1 (ffn, d) for dense products, out of its planes where it is stored so."""
         stored = self.fc1.weight
-        if self.cascade is None or isinstance(stored, Int4Rows) or stored.numel():
+        if self.cascade is None or stored.format is Format.INT4 or stored.numbers.numel():
             return self.fc1
         upper, lower = self.cascade.parts()
-        return Linear(upper.add_(lower).to(stored.dtype), self.fc1.bias)
+        return Linear.of(upper.add_(lower).to(stored.numbers.dtype), self.fc1.bias)
 
     def arranged(self, transposed: bool, grid: Grid | None, batch: int) -> "LayerWeights":
         """This layer for an engine of `batch` rows; tensors that need no other layout are shared.
@@ -93,18 +89,17 @@ class LayerWeights:
             return self
         layer = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
         if transposed != self.fc2_transposed:
-            assert isinstance(self.fc2.weight, Tensor)
-            turned = Linear(self.fc2.weight.T.contiguous(), self.fc2.bias)
+            (stored,) = self.fc2.weight.parts()
+            turned = Linear.of(stored.T.contiguous(), self.fc2.bias)
             layer = dataclasses.replace(layer, fc2=turned, fc2_transposed=transposed)
         if grid is None:
             return layer
-        stored, bias = layer.fc1.weight, layer.fc1.bias
-        assert isinstance(stored, Tensor)
+        (stored,), bias = layer.fc1.weight.parts(), layer.fc1.bias
         planes = BitPlanes.of(stored, *grid[:2])
         cascade = CascadeWeights(
             planes.upper, planes.rest, planes.step, planes.scale, bias.float(), grid[2].to(stored.device)
         )
-        nothing = Linear(stored.new_empty(0, stored.shape[1]), bias)
+        nothing = Linear.of(stored.new_empty(0, stored.shape[1]), bias)
         layer = dataclasses.replace(layer, fc1=nothing, cascade=cascade)
         if batch == 1:
             return layer
@@ -151,13 +146,13 @@ class DecodeWeights:
         def own(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device=device, dtype=dtype, copy=not share).contiguous()
 
-        def matrix(linear: Any, turned: bool = False) -> Tensor:
+        def matrix(linear: Any, turned: bool = False) -> Rows:
             """The weight, or its transpose; shared with the module where that is asked for."""
             stored = linear.weight.detach()
             tensor = own(stored.T if turned else stored)
             if share:
                 linear.weight.data = tensor.T if turned else tensor
-            return tensor
+            return Rows(tensor)
 
         def rows(linear: CodedLinear, *leading: int) -> Int4Rows:
             assert linear.layout.sizes.bits == 4
@@ -207,7 +202,7 @@ class DecodeWeights:
                         if getattr(attention, name) is parts[i] and not is_parametrized(parts[i]):
                             setattr(attention, name, GroupedProjection(numbers[:, i], parts[i].bias))
                 matrices = {
-                    "qkv": numbers,
+                    "qkv": Rows(numbers),
                     "out": matrix(block.out),
                     "fc1": matrix(block.up),
                     "fc2": matrix(block.down, turned=number in transposed),
@@ -227,11 +222,11 @@ class DecodeWeights:
         table = plain_table("embed_tokens", decoder.embed_tokens)
         embedding = own(table)
         head = plain_linear("lm_head", model.lm_head)
-        lm_head: Matrix = embedding
+        lm_head: Matrix = Rows(embedding)
         if isinstance(head, CodedLinear):
             lm_head = rows(head, shape.vocab_size)
         elif head.weight.data_ptr() != table.data_ptr():
-            lm_head = own(head.weight)
+            lm_head = Rows(own(head.weight))
         return cls(
             shape=shape,
             embedding=embedding,
@@ -283,7 +278,7 @@ class DecodeWeights:
             return torch.empty(*sizes, dtype=dtype, device=device).normal_(0, std, generator=generator)
 
         def matrix(part: str, *sizes: int) -> Matrix:
-            return words_of(row_sizes(shape)[part].group, *sizes) if packed else normal(*sizes)
+            return words_of(row_sizes(shape)[part].group, *sizes) if packed else Rows(normal(*sizes))
 
         def words_of(group: int, *sizes: int) -> Int4Rows:
             *leading, columns = sizes
@@ -303,10 +298,10 @@ class DecodeWeights:
             LayerWeights(
                 norm1=norm(),
                 qkv=Linear(matrix("self_attn.q_proj", h, 3, hd, d), zeros(h, 3, hd)),
-                out=Linear(matrix("self_attn.out_proj", h, d, hd) if packed else normal(d, h * hd), zeros(d)),
+                out=Linear(matrix("self_attn.out_proj", h, d, hd) if packed else Rows(normal(d, h * hd)), zeros(d)),
                 norm2=norm(),
                 fc1=Linear(matrix("fc1", ffn, d), zeros(ffn)),
-                fc2=Linear(matrix("fc2", ffn, d) if packed else normal(d, ffn), zeros(d)),
+                fc2=Linear(matrix("fc2", ffn, d) if packed else Rows(normal(d, ffn)), zeros(d)),
                 fc2_transposed=packed,
             )
             for _ in range(shape.n_layers)
@@ -314,7 +309,7 @@ class DecodeWeights:
         embedding = normal(shape.vocab_size, d)
         positions = normal(shape.max_positions + POSITION_ROWS, d)
         head = head_sizes(shape, "int4") if packed_head else None
-        lm_head = embedding if head is None else words_of(head.group, shape.vocab_size, d)
+        lm_head: Matrix = Rows(embedding) if head is None else words_of(head.group, shape.vocab_size, d)
         return cls(shape, embedding, positions, layers, norm(), lm_head)
 
     @property
@@ -324,19 +319,19 @@ class DecodeWeights:
 
     @property
     def formats(self) -> Formats:
-        dtype, down = dtype_name(self.embedding.dtype), self.layers[0].fc2 if self.layers else None
-        head = "int4" if isinstance(self.lm_head, Int4Rows) else dtype_name(self.lm_head.dtype)
-        packed = isinstance(down, Int4Rows)
-        return Formats("int4" if packed else dtype, head, dtype, down.group if isinstance(down, Int4Rows) else 0)
+        own = Rows(self.embedding)
+        down = self.layers[0].fc2.weight if self.layers else own
+        group = down.group if down.format is Format.INT4 else 0
+        return Formats(down.format, self.lm_head.format, own.format, group)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
             for linear in (layer.qkv, layer.out, layer.fc1, layer.fc2):
-                yield from parts_of(linear.weight)
+                yield from linear.weight.parts()
             if layer.cascade is not None:
                 yield from (layer.cascade.upper, layer.cascade.rest)
-        yield from parts_of(self.lm_head)
+        yield from self.lm_head.parts()
 
 
 def engine_dtype(model: Any, ops: str) -> torch.dtype:

@@ -68,7 +68,11 @@ class Int8Rows:
         """Of codes (n, d) int8 and scales (n, groups), which must be fp16 numbers."""
         return cls(codes, scales.half())
 
-    def dequantised(self) -> Tensor:
+    @property
+    def codes(self) -> Tensor:
+        return self.words
+
+    def dense(self) -> Tensor:
         """(n, d) fp32, exactly code * scale."""
         groups = self.words.unflatten(1, (self.scales.shape[1], -1))
         return (groups * self.scales.float()[..., None]).flatten(1)
@@ -115,7 +119,7 @@ class CodedLinear(RowLinear):
         found = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (self.words, self.scales)]
         if self._kept is not None and self._kept[0] == found:
             return self._kept[1]
-        made = self.layout.from_rows(self.rows.dequantised())
+        made = self.layout.from_rows(self.rows.dense())
         if self.words.device.type == "cpu":
             self._kept = found, made
         return made

@@ -81,7 +81,7 @@ def export(config: ExportConfig) -> dict[str, float]:
         folder.add({source.stored_name(name): source[name] for name in kept})
         if head is not None:
             rows = (Int4Rows if head.bits == 4 else Int8Rows)(*(source[name] for name in coded))
-            folder.add({HEAD: rows.dequantised().to(source[EMBEDDING].dtype)})
+            folder.add({HEAD: rows.dense().to(source[EMBEDDING].dtype)})
         for layer in range(shape.n_layers):
             prefix = layer_prefix(layer)
             names = {name.removeprefix(prefix): name for name in source if name.startswith(prefix)}

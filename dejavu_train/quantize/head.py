@@ -50,7 +50,7 @@ def quantised_head(
     else:
         rows = Int4Rows.of(*round_nearest(weight, sizes.group))
     products = moments.products() if batches else None
-    return rows, MatrixErrors.of(rows.dequantised() - weight, weight, products)
+    return rows, MatrixErrors.of(rows.dense() - weight, weight, products)
 
 
 def _final_norm(source: StoredTensors, values: Mapping[str, Any], d: int) -> nn.Module:

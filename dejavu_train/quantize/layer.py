@@ -117,7 +117,7 @@ class LayerQuantizer:
         for part in parts:
             linear = self.block.get_submodule(part)
             rows = self.given.get(part) or solved[part]
-            made = self.layouts[part].from_rows(rows.dequantised())
+            made = self.layouts[part].from_rows(rows.dense())
             lost = made - linear.weight
             errors = MatrixErrors.of(lost, linear.weight, spread, part in self.given)
             if moments is not None and corrects and part not in self.given:

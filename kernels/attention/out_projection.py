@@ -20,10 +20,11 @@ from torch import Tensor
 
 from kernels.attention.head_select import selected_heads
 from kernels.attention.out_projection_int4 import HeadRowSettings, project_head_rows, project_head_rows_reference
-from kernels.common.checks import check_device, check_shape, require
+from kernels.common.checks import check_device, check_numbers, check_shape, require
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
-from kernels.formats.int4 import Int4Rows
+from kernels.formats.format import Format
+from kernels.formats.matrix import Matrix
 from kernels.mlp.selection import Selection
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own
@@ -56,12 +57,21 @@ def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSetti
     return ProjectSettings(16 if d <= 7168 else 8, 512, 4)
 
 
-def project_heads_reference(mixed, weight, bias, residual, selection, out, pdl=False) -> None:
+def project_heads_reference(
+    mixed: Tensor,
+    weight: Matrix,
+    bias: Tensor,
+    residual: Tensor,
+    selection: Selection | None,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
     """Plain torch."""
-    if isinstance(weight, Int4Rows):
+    if weight.format is Format.INT4:
         project_head_rows_reference(mixed, weight, bias, residual, selection, out)
         return
-    out.copy_(torch.nn.functional.linear(mixed.to(weight.dtype), weight).float() + bias.float() + residual)
+    numbers = weight.numbers
+    out.copy_(torch.nn.functional.linear(mixed.to(numbers.dtype), numbers).float() + bias.float() + residual)
 
 
 @triton.jit
@@ -170,7 +180,7 @@ def _project_tiles_kernel(
 
 def project_heads(
     mixed: Tensor,
-    weight: Tensor | Int4Rows,
+    weight: Matrix,
     bias: Tensor,
     residual: Tensor,
     selection: Selection | None,
@@ -185,7 +195,7 @@ def project_heads(
     4-bit rows lie head by head, Int4Rows (h, d, head_dim), and take mixed in fp16: see `out_projection_int4`. Errors:
     shapes, a CPU tensor.
     """
-    if isinstance(weight, Int4Rows):
+    if weight.format is Format.INT4:
         if settings is not None and not isinstance(settings, HeadRowSettings):
             raise ValueError("4-bit rows need HeadRowSettings")
         project_head_rows(mixed, weight, bias, residual, selection, out, pdl, settings)
@@ -195,7 +205,7 @@ def project_heads(
     check_device("mixed", mixed)
     batch, width = mixed.shape
     d = weight.shape[0]
-    check_shape("weight", weight, d, width)
+    numbers = check_numbers("weight", weight, d, width)
     check_shape("residual", residual, batch, d)
     check_shape("out", out, batch, d)
     if batch > 1:
@@ -211,7 +221,7 @@ def project_heads(
     if isinstance(settings, HeadTileSettings):
         _project_tiles_kernel[(triton.cdiv(d, settings.rows),)](
             mixed,
-            weight,
+            numbers,
             bias,
             residual,
             selection.row_bits,
@@ -231,7 +241,7 @@ def project_heads(
     block = min(settings.width, triton.next_power_of_2(width))
     _project_kernel[(triton.cdiv(d, settings.rows),)](
         mixed,
-        weight,
+        numbers,
         bias,
         residual,
         mixed if selection is None else selection.row_bits,

@@ -32,6 +32,7 @@ from kernels.common.limits import MOST_TOKENS
 from kernels.dense.dense_batch import dense_add
 from kernels.dense.int4_batch import int4_by_head
 from kernels.formats.int4 import Int4Rows
+from kernels.formats.matrix import Rows
 from kernels.mlp.selection import Selection
 
 ROWS = tl.constexpr(8)
@@ -66,12 +67,20 @@ def by_head(weight: Tensor, n_heads: int) -> Tensor:
     return weight.view(len(weight), n_heads, -1).transpose(0, 1).contiguous()
 
 
-def project_head_rows_reference(mixed, weight, bias, residual, selection, out, pdl=False) -> None:
+def project_head_rows_reference(
+    mixed: Tensor,
+    weight: Int4Rows,
+    bias: Tensor,
+    residual: Tensor,
+    selection: Selection | None,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
     """Plain torch; mixed is zero in heads that are not selected. fp64 where mixed is."""
     wide = torch.float64 if mixed.dtype == torch.float64 else torch.float32
     n_heads, _, head_dim = weight.shape
     x = mixed.half().to(wide).view(-1, n_heads, head_dim)
-    out.copy_(torch.einsum("bhj,hij->bi", x, weight.dequantised(wide)) + bias.to(wide) + residual)
+    out.copy_(torch.einsum("bhj,hij->bi", x, weight.dense(wide)) + bias.to(wide) + residual)
 
 
 @triton.constexpr_function
@@ -261,7 +270,7 @@ def project_head_rows(
         if batch <= MOST_TOKENS:
             int4_by_head(mixed, weight, bias, residual, out, pdl)
         else:
-            dense_add(mixed, written_out_by_output(weight, pdl), bias, residual, out, pdl=pdl)
+            dense_add(mixed, Rows(written_out_by_output(weight, pdl)), bias, residual, out, pdl=pdl)
         return
     settings = settings or head_row_settings(d, selection is None)
     require(settings.span in (2, 4, 8), f"a span is of 2, 4 or 8 heads, not {settings.span}")

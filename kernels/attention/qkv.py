@@ -29,8 +29,8 @@ from kernels.attention.qkv_pairs import places, store_rows
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
 from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear
+from kernels.formats.format import Format
+from kernels.formats.matrix import Linear
 from kernels.mlp.selection import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
@@ -96,9 +96,7 @@ def qkv_reference(
     """Plain torch, one (row, head) at a time."""
     batch, n_heads, _ = q.shape
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    weight, bias = weights.weight, weights.bias
-    if isinstance(weight, Int4Rows):
-        weight = weight.dequantised(wide)
+    weight, bias = weights.weight.dense(wide), weights.bias
     mask = selection.to_mask(batch)
     for b in range(batch):
         t = int(position[b])
@@ -111,7 +109,7 @@ def qkv_reference(
                 assert cache.watermark is not None
                 first = int(cache.watermark[b, head])
             n = cache.attn_in[b, first : t + 1].to(wide)
-            rows = n @ weight[head].to(wide).transpose(1, 2) + bias[head].to(wide)[:, None]
+            rows = n @ weight[head].transpose(1, 2) + bias[head].to(wide)[:, None]
             cache.k[b, head, first : t + 1] = rows[1].to(cache.k.dtype)
             cache.v[b, head, first : t + 1] = rows[2].to(cache.v.dtype)
             if chosen:
@@ -360,7 +358,8 @@ def qkv_launch(
         raise ValueError('the policy "stale" needs the tensor of valid positions')
     if policy == "backfill" and cache.watermark is None:
         raise ValueError('the policy "backfill" needs the tensor of watermarks')
-    if isinstance(weight, Int4Rows):
+    rows: tuple[Tensor, Tensor, Tensor | None]
+    if weight.format is Format.INT4:
         check_dtype("attn_in", attn_in, (torch.float16,))
         settings = settings or int4_qkv_settings(d, policy)
         require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
@@ -368,10 +367,10 @@ def qkv_launch(
             (settings.rows, settings.pairs) == (16, 2) and settings.wide in (4, 8),
             "4-bit rows need rows 16, pairs 2 and wide 4 or 8",
         )
-        rows = (attn_in.view(torch.int32), weight.words, weight.scales)
+        rows, group = (attn_in.view(torch.int32), weight.words, weight.scales), weight.group
     else:
-        settings = settings or qkv_settings(batch, head_dim, d, weight.element_size())
-        rows = (attn_in, weight, None)
+        settings = settings or qkv_settings(batch, head_dim, d, weight.numbers.element_size())
+        rows, group = (attn_in, weight.numbers, None), 0
     watermark = row_or(cache.watermark, position)
     arguments = (
         *rows,
@@ -397,7 +396,7 @@ def qkv_launch(
         "WIDE": max(settings.wide, settings.pairs, triton.next_power_of_2(batch)),
         "BLOCK": settings.block,
         "STAGES": settings.stages,
-        "GROUP": weight.group if isinstance(weight, Int4Rows) else 0,
+        "GROUP": group,
         "ROOM": settings.room,
         "POLICY": POLICIES[policy],
         "PDL": pdl,

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from kernels.common.kv_cache import KvCache
 from kernels.common.limits import HEAD_DIMS
+from kernels.formats.format import Format
 from kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
-from kernels.formats.linear import Linear, Matrix
+from kernels.formats.matrix import Linear, Matrix
 
 # As Triton reads it; whoever loads 4-bit weights imports this module, and needs no Triton for that.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
@@ -57,8 +58,10 @@ def check_tensor(
         raise ValueError(f"{name} is on {tensor.device}, the input on {like.device}")
 
 
-def check_int4(name: str, rows: Int4Rows, shape: tuple[int, ...], like: Tensor) -> None:
-    """Refuses another shape, dtype or device, and groups that do not divide the columns."""
+def check_int4(name: str, rows: Matrix, shape: tuple[int, ...], like: Tensor) -> Int4Rows:
+    """The matrix, if it has 4 bits. Refuses another format, shape, dtype or device, and groups that do not divide d."""
+    if rows.format is not Format.INT4:
+        raise ValueError(f"{name}: expected a matrix of int4, got {rows.format}")
     *leading, d = shape
     require(d % COLUMNS_PER_WORD == 0, f"{name}: {d} columns are no multiple of {COLUMNS_PER_WORD}, a word's")
     check_tensor(f"{name}.words", rows.words, (*leading, d // COLUMNS_PER_WORD), (torch.int32,), like)
@@ -70,14 +73,23 @@ def check_int4(name: str, rows: Int4Rows, shape: tuple[int, ...], like: Tensor) 
         rows.group % whole == 0 or groups == 1,
         f"{name}: groups of {rows.group} columns; expected a multiple of {whole}, or one group a row",
     )
+    return rows
+
+
+def check_numbers(name: str, weight: Matrix, *shape: int) -> Tensor:
+    """The numbers of a matrix. Refuses another shape, and a matrix of codes."""
+    if weight.format is Format.INT4:
+        raise ValueError(f"{name}: expected a matrix of numbers, got {weight.format}")
+    check_shape(name, weight.numbers, *shape)
+    return weight.numbers
 
 
 def check_rows(name: str, weight: Matrix, shape: tuple[int, ...], like: Tensor) -> None:
-    """Rows of either format have this shape."""
-    if isinstance(weight, Int4Rows):
+    """Rows of any format have this shape."""
+    if weight.format is Format.INT4:
         check_int4(name, weight, shape, like)
     else:
-        check_shape(name, weight, *shape)
+        check_shape(name, weight.numbers, *shape)
 
 
 def check_input(name: str, x: Tensor) -> tuple[int, int]:

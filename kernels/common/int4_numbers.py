@@ -14,7 +14,9 @@ from torch import Tensor
 from kernels.common.checks import check_device
 from kernels.common.int4_tiles import codes_of
 from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.formats.format import Format
 from kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
+from kernels.formats.matrix import Matrix
 
 BLOCK = 1024  # words of a program
 
@@ -44,9 +46,9 @@ def _write_out_kernel(
     tl.store(at[:, None] + tl.arange(0, 8)[None, :], (codes * scale[:, None]).to(tl.float16), mask=inside[:, None])
 
 
-def numbers_of(weight: Tensor | Int4Rows, pdl: bool = False) -> Tensor:
-    """A matrix of either format as numbers."""
-    return written_out(weight, pdl) if isinstance(weight, Int4Rows) else weight
+def numbers_of(weight: Matrix, pdl: bool = False) -> Tensor:
+    """A matrix of any format as numbers."""
+    return written_out(weight, pdl) if weight.format is Format.INT4 else weight.numbers
 
 
 def written_out(weight: Int4Rows, pdl: bool = False) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.common.launch import sums_together
 from kernels.common.layer_norm import LayerNormWeights
-from kernels.formats.int4 import Int4Rows
+from kernels.formats.matrix import Matrix
 
 FIRST_UNIT = tl.constexpr(2.0**32)  # of the sum of z as a whole number: up to 2e9
 SECOND_UNIT = tl.constexpr(2.0**24)  # of that of z^2: up to 5e11
@@ -42,16 +42,10 @@ class LateNorm:
         return cls(ln, estimate, moments, torch.zeros(positions, 2, device=moments.device, dtype=torch.float32))
 
 
-def late_sums(weight: Tensor | Int4Rows, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
+def late_sums(weight: Matrix, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
     """W gain and W shift of rows (h, ..., d): (h, ...) fp32 each. A head's rows at a time are written out."""
     both = torch.stack([ln.weight.float(), ln.bias.float()], dim=1)
-    parts = []
-    for head in range(weight.shape[0]):
-        if isinstance(weight, Int4Rows):
-            rows = Int4Rows(weight.words[head], weight.scales[head]).dequantised()
-        else:
-            rows = weight[head].float()
-        parts.append(rows @ both)
+    parts = [weight[head].dense() @ both for head in range(weight.shape[0])]
     gains, shifts = torch.stack(parts).movedim(-1, 0).contiguous()
     return gains, shifts
 

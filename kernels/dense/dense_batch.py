@@ -19,7 +19,7 @@ from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm
 from kernels.dense.int4_batch import int4_linear, int4_qkv, takes
-from kernels.formats.linear import Linear, Matrix
+from kernels.formats.matrix import Linear, Matrix
 
 BLOCK = 1024
 
@@ -105,8 +105,8 @@ def dense_hidden(
     """(B, n) in the weight's dtype, of 4-bit rows fp16: act(LayerNorm(x) W^T + b), weight (..., d) of n rows."""
     if takes(weight, len(x)):
         return int4_linear(_normalised(x, ln, torch.float16, pdl), weight, bias, activation, pdl)
-    weight = numbers_of(weight, pdl)
-    y = F.linear(_normalised(x, ln, weight.dtype, pdl), weight.view(-1, weight.shape[-1]), bias)
+    numbers = numbers_of(weight, pdl)
+    y = F.linear(_normalised(x, ln, numbers.dtype, pdl), numbers.view(-1, numbers.shape[-1]), bias)
     return y.relu_() if activation == "relu" else y
 
 
@@ -123,9 +123,9 @@ def dense_add(
 
     Codes are written out as numbers: for fc2 of few rows see `int4_fc2`, for heads `int4_by_head`.
     """
-    weight = numbers_of(weight, pdl)
-    y = y.to(weight.dtype)
-    product = y @ weight if transposed else F.linear(y, weight)
+    numbers = numbers_of(weight, pdl)
+    y = y.to(numbers.dtype)
+    product = y @ numbers if transposed else F.linear(y, numbers)
     batch, d = out.shape
     pdl = use_pdl(pdl, out.device)
     _add_kernel[(batch, triton.cdiv(d, BLOCK))](

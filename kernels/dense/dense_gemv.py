@@ -25,7 +25,8 @@ from kernels.common.lane_queue import MOST_BYTES, even_room
 from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_batch import dense_hidden
-from kernels.formats.int4 import Int4Rows
+from kernels.formats.format import Format
+from kernels.formats.matrix import Matrix
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,26 @@ def int4_row_settings(d: int) -> Int4RowSettings:
     return Int4RowSettings(3 if d <= 4096 else 2, 4, 5, 288)
 
 
-def dense_rows_reference(x, ln, weight, bias, activation, out, pdl=False) -> None:
-    """Plain torch, any batch."""
-    if isinstance(weight, Int4Rows):
+def operands_reference(x: Tensor, ln: LayerNormWeights, weight: Matrix) -> tuple[Tensor, Tensor]:
+    """(numbers, LayerNorm(x)) whose product is meant: 4-bit rows meet n in fp16, in fp64 where x is."""
+    if weight.format is Format.INT4:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        y = layer_norm_reference(x, ln, torch.float16).to(wide) @ weight.dequantised(wide).T
-    else:
-        y = torch.nn.functional.linear(layer_norm_reference(x, ln, weight.dtype), weight)
+        return weight.dense(wide), layer_norm_reference(x, ln, torch.float16).to(wide)
+    return weight.numbers, layer_norm_reference(x, ln, weight.numbers.dtype)
+
+
+def dense_rows_reference(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weight: Matrix,
+    bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
+    """Plain torch, any batch."""
+    numbers, n = operands_reference(x, ln, weight)
+    y = torch.nn.functional.linear(n, numbers)
     if bias is not None:
         y = y + bias
     out.copy_(y.relu() if activation == "relu" else y)
@@ -224,18 +238,18 @@ def _dense_rows_kernel(
 
 
 def row_launch(
-    weight: Tensor | Int4Rows, n: int, settings: RowSettings | Int4RowSettings | None, device: torch.device
+    weight: Matrix, n: int, settings: RowSettings | Int4RowSettings | None, device: torch.device
 ) -> tuple[int, Tensor, Tensor | None, dict[str, int], int]:
     """(grid size, numbers or words, scales, constants, warps) of a kernel that walks over n rows."""
     d = weight.shape[-1]
-    if not isinstance(weight, Int4Rows):
+    if weight.format is not Format.INT4:
         settings = settings or row_settings(d)
         if isinstance(settings, Int4RowSettings):
             raise ValueError("Int4RowSettings are for 4-bit rows")
         grid = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
         constants = {"BLOCK": settings.block(d), "ROWS": settings.rows}
         constants |= {"GROUP": 0, "WHOLE": 0, "FETCHED": 0, "ROOM": 0}
-        return grid, weight, None, constants, settings.warps_for(d)
+        return grid, weight.numbers, None, constants, settings.warps_for(d)
     chosen = settings or int4_row_settings(d)
     if not isinstance(chosen, Int4RowSettings):
         raise ValueError("4-bit rows need Int4RowSettings")
@@ -253,7 +267,7 @@ def row_launch(
 def dense_rows(
     x: Tensor,
     ln: LayerNormWeights,
-    weight: Tensor | Int4Rows,
+    weight: Matrix,
     bias: Tensor | None,
     activation: str,
     out: Tensor,

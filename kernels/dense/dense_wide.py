@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_shape
+from kernels.common.checks import check_device, check_numbers, check_shape
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
+from kernels.formats.matrix import Matrix
 
 
 def wide_settings(d: int) -> tuple[int, int, int]:
@@ -20,9 +21,11 @@ def wide_settings(d: int) -> tuple[int, int, int]:
     return (16, 512, 8) if d <= 4096 else (4, 1024, 4)
 
 
-def dense_wide_reference(y, weight, bias, residual, out, pdl=False) -> None:
+def dense_wide_reference(
+    y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
+) -> None:
     """Plain torch, any batch."""
-    out.copy_(torch.nn.functional.linear(y.float(), weight.float()) + bias.float() + residual)
+    out.copy_(torch.nn.functional.linear(y.float(), weight.dense()) + bias.float() + residual)
 
 
 @triton.jit
@@ -61,7 +64,7 @@ def _dense_wide_kernel(
 
 def dense_wide(
     y: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
@@ -75,7 +78,7 @@ def dense_wide(
     check_device("y", y)
     batch, n = y.shape
     d = weight.shape[0]
-    check_shape("weight", weight, d, n)
+    numbers = check_numbers("weight", weight, d, n)
     check_shape("residual", residual, batch, d)
     check_shape("out", out, batch, d)
     if batch > 1:
@@ -85,7 +88,7 @@ def dense_wide(
     pdl = use_pdl(pdl, y.device)
     _dense_wide_kernel[(triton.cdiv(d, rows),)](
         y,
-        weight,
+        numbers,
         bias,
         residual,
         out,

@@ -47,8 +47,9 @@ from kernels.common.kv_cache import KvCache
 from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
 from kernels.common.launch import n_sms, next_power_of_two, registers_for, use_pdl, wait_for_predecessor
 from kernels.common.limits import MOST_TOKENS
+from kernels.formats.format import Format
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear, Matrix
+from kernels.formats.matrix import Linear, Matrix
 
 ROWS = 16  # of a step
 
@@ -84,7 +85,7 @@ def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:
 def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
     """Plain torch, in fp64 where x is."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = x.to(wide) @ weight.dequantised(wide).flatten(0, -2).T
+    y = x.to(wide) @ weight.dense(wide).flatten(0, -2).T
     if bias is not None:
         y = y + bias
     return y.relu() if activation == "relu" else y
@@ -100,13 +101,13 @@ def int4_by_head_reference(x: Tensor, weight: Int4Rows, bias: Tensor, residual: 
     """Plain torch, in fp64 where x is."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     n_heads, _, head_dim = weight.shape
-    y = torch.einsum("bhj,hij->bi", x.to(wide).view(-1, n_heads, head_dim), weight.dequantised(wide))
+    y = torch.einsum("bhj,hij->bi", x.to(wide).view(-1, n_heads, head_dim), weight.dense(wide))
     return y + bias.to(wide) + residual.to(wide)
 
 
 def takes(weight: Matrix, batch: int) -> TypeGuard[Int4Rows]:
     """Whether these kernels multiply so many tokens with this matrix."""
-    return isinstance(weight, Int4Rows) and batch <= MOST_TOKENS
+    return weight.format is Format.INT4 and batch <= MOST_TOKENS
 
 
 @triton.jit
@@ -369,15 +370,15 @@ def int4_qkv(
     """
     batch, d = x.shape
     _, n_heads, head_dim = check_projection(x, weights, q, cache, position)
-    assert isinstance(weights.weight, Int4Rows)
+    weight = check_int4("weight", weights.weight, (n_heads, 3, head_dim, d), x)
     _check_tokens(x, batch, d)
     check_tensor("q", q, (batch, n_heads, head_dim), (torch.float32,), x)
-    _launch(x, weights.weight, weights.bias, _Epilogue(q, cache=cache, position=position), pdl, settings)
+    _launch(x, weight, weights.bias, _Epilogue(q, cache=cache, position=position), pdl, settings)
 
 
 def int4_listed(
     x: Tensor,
-    weight: Int4Rows,
+    weight: Matrix,
     bias: Tensor,
     ids: Tensor,
     count: Tensor,
@@ -394,13 +395,13 @@ def int4_listed(
     check_device("x", x)
     batch, d = x.shape
     n = weight.shape[0]
-    check_int4("weight", weight, (n, d), x)
+    rows = check_int4("weight", weight, (n, d), x)
     _check_tokens(x, batch, d)
     check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     for name, tensor, size in (("ids", ids, n), ("count", count, 1), ("row_bits", row_bits, n)):
         check_tensor(name, tensor, (size,), (torch.int32,), x)
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    _launch(x, weight, bias, _Epilogue(y, True, listed=(ids, count, row_bits)), pdl, settings)
+    _launch(x, rows, bias, _Epilogue(y, True, listed=(ids, count, row_bits)), pdl, settings)
     return y
 
 

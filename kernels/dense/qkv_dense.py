@@ -17,18 +17,18 @@ from kernels.common.int4_norm import normalised_units, unit_norms
 from kernels.common.int4_row_step import first_rows, int4_rows_step
 from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.dense_batch import qkv_batch
 from kernels.dense.dense_gemv import (
     Int4RowSettings,
     RowSettings,
     normalised_vector,
+    operands_reference,
     row_launch,
     row_pieces,
     row_product,
 )
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 
 
 def qkv_dense_reference(
@@ -36,12 +36,7 @@ def qkv_dense_reference(
 ) -> None:
     """Plain torch; also several rows on the GPU, where cuBLAS does the matrix product. No host synchronisation."""
     batch, n_heads, head_dim = q.shape
-    weight = weights.weight
-    if isinstance(weight, Int4Rows):
-        weight = weight.dequantised()
-        n = layer_norm_reference(x, ln, torch.float16).float()
-    else:
-        n = layer_norm_reference(x, ln, weight.dtype)
+    weight, n = operands_reference(x, ln, weights.weight)
     rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + weights.bias.float().flatten()
     rows = rows.view(batch, n_heads, 3, head_dim)
     q.copy_(rows[:, :, 0])

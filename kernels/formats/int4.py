@@ -9,9 +9,12 @@ This module imports torch alone: `dejavu_train.models.int4`, which loads such mo
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from kernels.formats.format import Format
 
 COLUMNS_PER_WORD = 8
 SHIFTS = tuple(4 * (column // 2) + 16 * (column % 2) for column in range(COLUMNS_PER_WORD))
@@ -33,6 +36,10 @@ class Int4Rows:
         return cls(pack_int4(codes), scales.half())
 
     @property
+    def format(self) -> Literal[Format.INT4]:
+        return Format.INT4
+
+    @property
     def codes(self) -> Tensor:
         """(n, d) int8 of rows with one leading dimension."""
         return unpack_int4(self.words)
@@ -51,11 +58,19 @@ class Int4Rows:
     def nbytes(self) -> int:
         return self.words.nbytes + self.scales.nbytes
 
+    def __getitem__(self, index: int) -> "Int4Rows":
+        """One of the leading dimension."""
+        return Int4Rows(self.words[index], self.scales[index])
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the matrix."""
+        return self.words, self.scales
+
     def view(self, *shape: int) -> "Int4Rows":
         """The same rows under other leading dimensions; shape ends with the columns."""
         return Int4Rows(self.words.view(*shape[:-1], -1), self.scales.view(*shape[:-1], -1))
 
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix in plain torch: exact in fp32 and fp64."""
         words, scales = self.words.flatten(0, -2), self.scales.flatten(0, -2)
         return dequantise(words, scales).to(dtype).view(self.shape)

@@ -27,8 +27,9 @@ from kernels.common.launch import start_dependents, start_dependents_and_wait, s
 from kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
 from kernels.common.limits import TILE_ROWS, TILED_FROM
 from kernels.common.row_state import by_state
+from kernels.formats.format import Format
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear, Matrix, MlpWeights
+from kernels.formats.matrix import Linear, Matrix, MlpWeights
 from kernels.mlp.codes import nibble_codes, stored_width
 from kernels.mlp.int4_mlp import int4_mlp_partials
 from kernels.mlp.predict import norm_sums
@@ -64,10 +65,10 @@ class LateSite:
 
     norm: its LayerNorm; attn_in (1, T, d) fp16, which keeps u; position (1,) int32. gains, shifts (h, 3, head_dim)
     fp32: W gain, and W shift + bias, of q/k/v. heads: or None.
-    The first half of the MLP's predictor: down, its nibbles (rank, ceil(d / 2)), or, where `tiled`, codes (rows, d) in
-    4 bits, rank rows and zeros up to a multiple of 16, in groups of q/k/v's columns whose scales are all one; scale, of
-    its rows, down_gains and down_shifts fp32: down's sums with gain and shift, without scale; arrived (1,) int32: how
-    many programs have made hidden values.
+    The first half of the MLP's predictor: down, its nibbles (rank, ceil(d / 2)), and scale, of its rows. With
+    tile_scales, all one, down has words of 4-bit codes instead, rank rows and zeros up to a multiple of 16. Their
+    groups are those of q/k/v's columns. down_gains, down_shifts: fp32, down's sums with gain and shift, without scale.
+    arrived: (1,) int32, how many programs have made hidden values.
     """
 
     norm: LateNorm
@@ -76,7 +77,8 @@ class LateSite:
     gains: Tensor
     shifts: Tensor
     heads: HeadsAhead | None
-    down: Tensor | Int4Rows
+    down: Tensor
+    tile_scales: Tensor | None
     scale: Tensor
     down_gains: Tensor
     down_shifts: Tensor
@@ -90,22 +92,24 @@ class LateSite:
     ) -> "LateSite":  # fmt: skip
         """Of q/k/v's rows (h, 3, head_dim, d) in 4 bits, and a predictor of nibbles, whose first half is copied."""
         weight = qkv.weight
-        assert isinstance(weight, Int4Rows)
         gains, shifts = late_sums(weight, norm.ln)
         down, scale, sums = mlp.down, mlp.down_scale, norm_sums(mlp.down, norm.ln)
+        tile_scales = None
         assert scale is not None
-        if attn_in.shape[2] >= TILED_FROM:
+        if attn_in.shape[2] >= TILED_FROM and weight.format is Format.INT4:
             missing = -len(down) % TILE_ROWS
             codes = torch.nn.functional.pad(nibble_codes(down, attn_in.shape[2]), (0, 0, 0, missing))
-            down = Int4Rows.of(codes, torch.ones(len(codes), weight.scales.shape[-1], device=codes.device))
+            ones = torch.ones(len(codes), weight.scales.shape[-1], device=codes.device)
+            down, tile_scales = Int4Rows.of(codes, ones).parts()
             scale, *sums = (torch.nn.functional.pad(each, (0, missing)) for each in (scale, *sums))
         return cls(
-            norm, attn_in, position, gains, shifts + qkv.bias.float(), heads, down, scale, *sums, mlp.relu, arrived
+            norm, attn_in, position, gains, shifts + qkv.bias.float(), heads, down, tile_scales, scale, *sums,
+            mlp.relu, arrived,
         )  # fmt: skip
 
     @property
     def tiled(self) -> bool:
-        return isinstance(self.down, Int4Rows)
+        return self.tile_scales is not None
 
     def programs(self, rank: int) -> int:
         """Of a grid, that make hidden values."""
@@ -113,8 +117,8 @@ class LateSite:
 
     def numbers(self) -> Tensor:
         """down without scales, (rank or more, d) fp32."""
-        if isinstance(self.down, Int4Rows):
-            return self.down.dequantised()
+        if self.tile_scales is not None:
+            return Int4Rows(self.down, self.tile_scales).dense()
         return nibble_codes(self.down, self.attn_in.shape[2]).float()
 
     def check(self, q: Tensor, rank: int, weight: Matrix) -> None:
@@ -124,13 +128,13 @@ class LateSite:
         check_shape("gains", self.gains, *q.shape[1:2], 3, *q.shape[2:])
         check_shape("moments", self.norm.moments, 2)
         check_shape("factors", self.norm.factors, self.attn_in.shape[1], 2)
-        if not isinstance(weight, Int4Rows):
+        if weight.format is not Format.INT4:
             raise ValueError("a LayerNorm comes late for 4-bit rows")
         padded = rank
-        if isinstance(self.down, Int4Rows):
+        if self.tile_scales is not None:
             padded += -rank % TILE_ROWS
-            check_int4("down", self.down, (padded, d), q)
-            require(self.down.group == weight.group, "down must have groups of q/k/v's columns")
+            down = check_int4("down", Int4Rows(self.down, self.tile_scales), (padded, d), q)
+            require(down.group == weight.group, "down must have groups of q/k/v's columns")
         else:
             check_shape("down", self.down, rank, stored_width(self.down, d))
         for name in ("scale", "down_gains", "down_shifts"):
@@ -138,11 +142,10 @@ class LateSite:
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         """Those of the kernel of `qkv_select`."""
-        norm, down = self.norm, self.down
-        rows = (down.words, down.scales) if isinstance(down, Int4Rows) else (down, None)
+        norm = self.norm
         return (
-            self.gains, norm.moments, norm.estimate, norm.factors, *rows, self.down_gains, self.down_shifts, self.scale,
-            self.arrived,
+            self.gains, norm.moments, norm.estimate, norm.factors, self.down, self.tile_scales, self.down_gains,
+            self.down_shifts, self.scale, self.arrived,
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from kernels.common.checks import check_shape
 from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import late_factors_reference, late_sums
 from kernels.common.launch import dot_type, use_pdl, wait_for_count, wait_for_predecessor
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 from kernels.lookahead.late_rows import late_rows
 from kernels.lookahead.mlp_ahead import ROWS, LateSite
 from kernels.lookahead.select_nibbles import select_nibbles, takes

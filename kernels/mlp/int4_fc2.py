@@ -47,6 +47,7 @@ from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predece
 from kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
 from kernels.common.shared_list import list_bytes, list_four, write_list
 from kernels.formats.int4 import Int4Rows
+from kernels.formats.matrix import Matrix
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
 MOST_ROUNDS = 20  # rows of each thread, of which a list holds those to be read
@@ -74,10 +75,10 @@ def int4_fc2_settings(tokens: int = 1) -> Int4Fc2Settings:
     return Int4Fc2Settings(4, 2, 396, 128, 32) if tokens <= 4 else Int4Fc2Settings(4, 2, 264, 248, 32)
 
 
-def int4_fc2_reference(h, weight, bias, residual, out, partials=None, pdl=False) -> None:
+def int4_fc2_reference(h: Tensor, weight: Int4Rows, bias: Tensor, residual: Tensor, out: Tensor) -> None:
     """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-    out.copy_(h.to(wide) @ weight.dequantised(wide) + bias.to(wide) + residual)
+    out.copy_(h.to(wide) @ weight.dense(wide) + bias.to(wide) + residual)
 
 
 @triton.constexpr_function
@@ -277,7 +278,7 @@ def _int4_fc2_kernel(
 
 def int4_fc2(
     h: Tensor,
-    weight: Int4Rows,
+    weight: Matrix,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
@@ -295,14 +296,14 @@ def int4_fc2(
     n, d = weight.shape
     check_shape("h", h, batch, n)
     check_dtype("h", h, (torch.float32 if batch == 1 else torch.float16,))
-    check_int4("weight", weight, (n, d), h)
+    rows = check_int4("weight", weight, (n, d), h)
     check_shape("residual", residual, batch, d)
     check_shape("out", out, batch, d)
     require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")
     tokens = tokens_at_once(batch)
-    if not takes_down(weight.group, d, batch):
+    if not takes_down(rows.group, d, batch):
         raise ValueError(
-            f"groups of {weight.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
+            f"groups of {rows.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
         )
     settings = settings or int4_fc2_settings(batch)
     lanes = 32 * settings.warps
@@ -323,14 +324,14 @@ def int4_fc2(
     needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)
     _int4_fc2_kernel[(stripes, splits)](
         h,
-        weight.words,
-        weight.scales,
+        rows.words,
+        rows.scales,
         partials,
         n,
         n_own,
         batch,
         D=d,
-        GROUP=weight.group,
+        GROUP=rows.group,
         L=lanes,
         AHEAD=settings.ahead,
         TOKENS=tokens,

@@ -40,8 +40,7 @@ from kernels.common.late_norm import LateNorm
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.common.shared_rows import append_rows, four_rows, rows_list
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import MlpWeights
+from kernels.formats.matrix import MlpWeights
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
 from kernels.mlp.sparse_mlp import check_mlp
 
@@ -317,13 +316,11 @@ def int4_mlp_partials(
     of x, with a LayerNorm, and its moments are set to zero.
     """
     n, d = check_mlp(x, ln, weights, rows, early)
-    w1, w2 = weights.fc1.weight, weights.fc2.weight
-    assert isinstance(w1, Int4Rows) and isinstance(w2, Int4Rows)
     check_dtype("x", x, (torch.float16 if ln is None else torch.float32,))
+    w1 = check_int4("fc1.weight", weights.fc1.weight, (n, d), x)
+    w2 = check_int4("fc2.weight", weights.fc2.weight, (n, d), x)
     require(w1.group == w2.group, f"fc1 and fc2 must have groups of one size, not {w1.group} and {w2.group}")
     require(late is None or ln is not None, "there is nothing to estimate where x is normalised already")
-    check_int4("fc1.weight", w1, (n, d), x)
-    check_int4("fc2.weight", w2, (n, d), x)
     settings = settings or int4_mlp_settings(d)
     programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
     if partials is None:

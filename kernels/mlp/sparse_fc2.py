@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.checks import INTERPRET, check_device, check_numbers, check_shape
 from kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
+from kernels.formats.matrix import Matrix
 from kernels.mlp.selection import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
@@ -289,7 +290,7 @@ def partial_sums(d: int, device: torch.device | str) -> Tensor:
 
 def sparse_fc2(
     rows: PackedSelection,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
@@ -300,6 +301,7 @@ def sparse_fc2(
     """weight (n, d), bias (d), residual and out (1, d) fp32; bitwise deterministic. Errors: shapes, a CPU tensor."""
     check_device("rows.ids", rows.ids)
     n, d = weight.shape
+    numbers = check_numbers("weight", weight, n, d)
     check_shape("rows.ids", rows.ids, n)
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
@@ -313,7 +315,7 @@ def sparse_fc2(
         rows.ids,
         rows.values,
         rows.count,
-        weight,
+        numbers,
         partials,
         D=d,
         STRIPE=settings.stripe,
@@ -327,7 +329,13 @@ def sparse_fc2(
 
 
 def sparse_fc2_reference(
-    h: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, out: Tensor, partials=None, pdl=False
+    h: Tensor,
+    weight: Matrix,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    partials: Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """Plain torch from dense h (B, n)."""
-    out.copy_(h.float() @ weight.float() + bias.float() + residual)
+    out.copy_(h.float() @ weight.dense() + bias.float() + residual)

@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_shape
+from kernels.common.checks import INTERPRET, check_device, check_numbers, check_shape
 from kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
-from kernels.formats.linear import MlpWeights, numbers
+from kernels.formats.format import Format
+from kernels.formats.matrix import MlpWeights
 from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, gathered_tiles, partial_sums
 
 
@@ -57,10 +58,10 @@ def sparse_mlp_reference(
     """Plain torch over a selection, mask (B, n) bool, in fp64 where x is. 4-bit weights meet x in fp16."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     fc1, fc2 = weights.fc1, weights.fc2
-    dtype = fc1.weight.dtype if isinstance(fc1.weight, Tensor) else torch.float16
+    dtype = torch.float16 if fc1.weight.format is Format.INT4 else fc1.weight.numbers.dtype
     n = x.to(dtype) if ln is None else layer_norm_reference(x, ln, dtype)
-    h = (n.to(wide) @ numbers(fc1.weight, wide).T + fc1.bias.to(wide)).relu()
-    out.copy_(torch.where(mask, h, 0.0) @ numbers(fc2.weight, wide) + fc2.bias.to(wide) + residual)
+    h = (n.to(wide) @ fc1.weight.dense(wide).T + fc1.bias.to(wide)).relu()
+    out.copy_(torch.where(mask, h, 0.0) @ fc2.weight.dense(wide) + fc2.bias.to(wide) + residual)
 
 
 @triton.jit
@@ -225,9 +226,8 @@ def sparse_mlp(
     Errors: shapes, a CPU tensor.
     """
     n, d = check_mlp(x, ln, weights, rows, early)
-    w1, w2 = weights.fc1.weight, weights.fc2.weight
-    assert isinstance(w1, Tensor) and isinstance(w2, Tensor)
-    check_shape("fc2.weight", w2, n, d)
+    w1 = check_numbers("fc1.weight", weights.fc1.weight, n, d)
+    w2 = check_numbers("fc2.weight", weights.fc2.weight, n, d)
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
     settings = settings or mlp_settings(d, ln is not None)

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
+from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_numbers, check_tensor, require
 from kernels.common.launch import list_slots_wide, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
+from kernels.formats.matrix import Matrix
 from kernels.mlp.selection import Selection
 
 
@@ -187,7 +188,7 @@ def fc1_batch_settings(d: int) -> BatchSettings:
 
 def fc1_batch(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor,
     selection: Selection,
     out: BatchActivations,
@@ -197,17 +198,18 @@ def fc1_batch(
     batch, d = check_input("x", x)
     n = weight.shape[0]
     require(batch > 1, "one batch row has a kernel of its own: sparse_mlp")
-    check_tensor("weight", weight, (n, d), FLOAT_TYPES, x)
-    check_tensor("x", x, (batch, d), (weight.dtype,), x)
+    numbers = check_numbers("weight", weight, n, d)
+    check_tensor("weight", numbers, (n, d), FLOAT_TYPES, x)
+    check_tensor("x", x, (batch, d), (numbers.dtype,), x)
     check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
-    check_tensor("out.values", out.values, (n, padded_batch(batch)), (weight.dtype,), x)
+    check_tensor("out.values", out.values, (n, padded_batch(batch)), (numbers.dtype,), x)
     require(selection.n == n, f"a selection of {selection.n} rows does not fit a weight of {n}")
     settings = fc1_batch_settings(d)
     blocks = selection.counts.numel()
     has_pdl, use_pdl = programmatic(x, pdl)
     _fc1_batch_kernel[(min(settings.programs, n),)](
         x,
-        weight,
+        numbers,
         bias,
         selection.ids,
         selection.counts,
@@ -232,7 +234,7 @@ def fc1_batch(
 
 def fc2_batch(
     rows: BatchActivations,
-    weight_t: Tensor,
+    weight_t: Matrix,
     bias: Tensor,
     residual: Tensor,
     out: Tensor,
@@ -241,20 +243,21 @@ def fc2_batch(
     """weight_t (n, d), bias (d), residual and out (B, d) fp32; bitwise deterministic. Errors: shapes, dtypes."""
     batch, d = check_input("residual", residual)
     n = weight_t.shape[0]
-    check_tensor("weight_t", weight_t, (n, d), FLOAT_TYPES, residual)
-    check_tensor("rows.values", rows.values, (n, padded_batch(batch)), (weight_t.dtype,), residual)
+    numbers = check_numbers("weight_t", weight_t, n, d)
+    check_tensor("weight_t", numbers, (n, d), FLOAT_TYPES, residual)
+    check_tensor("rows.values", rows.values, (n, padded_batch(batch)), (numbers.dtype,), residual)
     check_tensor("rows.partials", rows.partials, (SPLITS, batch, d), (torch.float32,), residual)
     check_tensor("bias", bias, (d,), FLOAT_TYPES, residual)
     check_tensor("residual", residual, (batch, d), (torch.float32,), residual)
     check_tensor("out", out, (batch, d), (torch.float32,), residual)
     has_pdl, use_pdl = programmatic(residual, pdl)
     stripe = 16 if INTERPRET else 64
-    wide = weight_t.element_size() > 2
+    wide = numbers.element_size() > 2
     _fc2_batch_kernel[(-(-d // stripe), SPLITS)](
         rows.values,
         rows.ids,
         rows.count,
-        weight_t,
+        numbers,
         bias,
         residual,
         out,
@@ -273,12 +276,12 @@ def fc2_batch(
     )
 
 
-def fc1_batch_reference(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+def fc1_batch_reference(x: Tensor, weight: Matrix, bias: Tensor, mask: Tensor) -> Tensor:
     """(B, n) fp32 in plain torch, zero where mask (B, n) is False."""
-    y = (x.float() @ weight.float().T + bias.float()).relu()
+    y = (x.float() @ weight.dense().T + bias.float()).relu()
     return torch.where(mask, y, torch.zeros_like(y))
 
 
-def fc2_batch_reference(h: Tensor, weight_t: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+def fc2_batch_reference(h: Tensor, weight_t: Matrix, bias: Tensor, residual: Tensor) -> Tensor:
     """(B, d) fp32 in plain torch from dense h (B, n)."""
-    return residual + bias.float() + h.float() @ weight_t.float()
+    return residual + bias.float() + h.float() @ weight_t.dense()

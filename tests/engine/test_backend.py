@@ -330,7 +330,7 @@ def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, 
     for held in model._runtime.engines.engines.values():
         for layer in held.weights.layers:
             for name in ("qkv", "out", "fc1", "fc2"):
-                assert getattr(layer, name).weight.untyped_storage().data_ptr() in own, f"{name} exists twice"
+                assert getattr(layer, name).weight.numbers.untyped_storage().data_ptr() in own, f"{name} exists twice"
         assert held.weights.embedding.data_ptr() == dense.model.decoder.embed_tokens.weight.data_ptr()
     total = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in dense.parameters()}.values())
     plain = sum(p.nbytes for p in load_opt(folder).parameters())

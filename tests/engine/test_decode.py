@@ -14,7 +14,7 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 
 
 @pytest.fixture(scope="module")
@@ -100,24 +100,24 @@ def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
     weights = DecodeWeights.from_model(model, torch.float32, "cpu")
     bundle, rows = random_bundle(model), rows_of(9)
     linears = {name: each for name, each in vars(weights.layers[0]).items() if isinstance(each, Linear)}
-    before = {name: (each.weight.data_ptr(), each.bias.data_ptr()) for name, each in linears.items()}
+    before = {name: (each.weight.numbers.data_ptr(), each.bias.data_ptr()) for name, each in linears.items()}
     assert set(before) == {"qkv", "out", "fc1", "fc2"}
     sparse = engine(weights, bundle)
-    held = [body.weights.fc2.weight for body in (half.body for half in sparse.core.halves[1::2])]
+    held = [body.weights.fc2.weight.numbers for body in (half.body for half in sparse.core.halves[1::2])]
     copies = [tensor.clone() for tensor in held]
     tested, dense = engine(weights, random_bundle(model, cascade=True)), engine(weights)
     for name, pointers in before.items():
         each = getattr(weights.layers[0], name)
-        assert (each.weight.data_ptr(), each.bias.data_ptr()) == pointers, f"{name} of the given weights was replaced"
-    now = [half.body.weights.fc2.weight for half in sparse.core.halves[1::2]]
+        found = each.weight.numbers.data_ptr(), each.bias.data_ptr()
+        assert found == pointers, f"{name} of the given weights was replaced"
+    now = [half.body.weights.fc2.weight.numbers for half in sparse.core.halves[1::2]]
     assert [t.data_ptr() for t in now] == [t.data_ptr() for t in held]
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
-    assert sparse.weights.layers[0].fc1.weight.data_ptr() == dense.weights.layers[0].fc1.weight.data_ptr(), (
-        "the same layout is shared"
-    )
+    one, other = (each.weights.layers[0].fc1.weight.numbers for each in (sparse, dense))
+    assert one.data_ptr() == other.data_ptr(), "the same layout is shared"
     torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(sparse.score(rows)[0], masked_nll(model, bundle, rows[0]), atol=2e-5, rtol=1e-5)
-    assert tested.weights.layers[0].fc1.weight.numel() == 0, "one row reads planes only"
+    assert tested.weights.layers[0].fc1.weight.numbers.numel() == 0, "one row reads planes only"
 
 
 def test_weights_that_are_released_exist_once(model):
@@ -128,16 +128,17 @@ def test_weights_that_are_released_exist_once(model):
     assert not weights.layers
     torch.testing.assert_close(second.score(row)[0], masked_nll(model, None, row[0]), atol=2e-5, rtol=1e-5)
     assert torch.equal(first.score(row)[0], expected)
-    assert second.weights.layers[0].fc1.weight.data_ptr() == first.weights.layers[0].fc1.weight.data_ptr()
+    one, other = (each.weights.layers[0].fc1.weight.numbers for each in (second, first))
+    assert one.data_ptr() == other.data_ptr()
 
 
 def test_weights_come_back_from_planes(model):
     """Weights arranged for a cascade, given to a dense engine: fc1 as its planes hold it, in the same dtype."""
-    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].fc1.weight
+    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].fc1.weight.numbers
     for batch in (1, 2):
         arranged = engine(model, random_bundle(model, cascade=True), batch=batch).weights
         limit = arranged.layers[0].cascade.scale[:, None] * 0.51
-        assert ((arranged.layers[0].whole_fc1().weight - exact).abs() <= limit).all()
+        assert ((arranged.layers[0].whole_fc1().weight.numbers - exact).abs() <= limit).all()
         rows, dense = rows_of(9), engine(arranged)
         assert dense.weights.layers[0].cascade is None
         torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=1e-2, rtol=1e-2)

@@ -5,6 +5,7 @@ import torch
 
 from kernels.attention.out_projection import project_heads
 from kernels.dense.dense_gemv import dense_rows
+from kernels.formats.matrix import Rows
 from kernels.mlp.predictor import Predictor, PredictorWeights
 from kernels.mlp.select import predict_select
 from kernels.mlp.selection import Selection
@@ -20,8 +21,11 @@ def run_select(x, w):
     ("run", "part"),
     [
         (run_select, "x: expected a CUDA tensor, got one on cpu"),
-        (lambda x, w: dense_rows(x, None, w, None, "none", torch.empty(1, 4)), "x: expected a CUDA tensor, got one on"),
-        (lambda x, w: project_heads(x, w, x, x, None, x), "mixed: expected a CUDA tensor, got one on cpu"),
+        (
+            lambda x, w: dense_rows(x, None, Rows(w), None, "none", torch.empty(1, 4)),
+            "x: expected a CUDA tensor, got one on",
+        ),
+        (lambda x, w: project_heads(x, Rows(w), x, x, None, x), "mixed: expected a CUDA tensor, got one on cpu"),
     ],
 )
 def test_a_cpu_tensor_given_to_a_kernel_is_one_line(run, part, monkeypatch):

@@ -23,7 +23,7 @@ from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 from kernels.mlp.sparse_fc2 import partial_sums
 
 
@@ -37,10 +37,10 @@ def test_codes_and_scales_are_the_models_own(model):
     block = model.model.decoder.layers[1]
     assert all(isinstance(each.weight, Int4Rows) for each in (layer.qkv, layer.out, layer.fc1, layer.fc2))
     exact = torch.stack([getattr(block.self_attn, f"{name}_proj").weight.view(2, 32, 64) for name in "qkv"], 1)
-    assert torch.equal(layer.qkv.weight.dequantised(), exact)
+    assert torch.equal(layer.qkv.weight.dense(), exact)
     assert torch.equal(layer.whole_out(torch.float32), block.self_attn.out_proj.weight)
-    assert torch.equal(layer.fc1.weight.dequantised(), block.fc1.weight)
-    assert torch.equal(layer.fc2.weight.dequantised(), block.fc2.weight.T)
+    assert torch.equal(layer.fc1.weight.dense(), block.fc1.weight)
+    assert torch.equal(layer.fc2.weight.dense(), block.fc2.weight.T)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, r
     ops = SimpleNamespace(**{name: noted(name) for name in ("int4_fc2", "dense_add")})
     out = torch.empty_like(x)
     dense_fc2(weights, SimpleNamespace(ops=ops, partials=partial_sums(256, device), pdl=False), hidden, x, out)
-    want = x + bias + hidden.float() @ codes.dequantised(torch.float32)
+    want = x + bias + hidden.float() @ codes.dense(torch.float32)
     torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
     assert called == [op]
 
@@ -191,8 +191,8 @@ def test_random_layers_lie_as_those_of_a_model(model):
     made = DecodeWeights.random(given.shape, torch.float16, "cpu", packed=True)
     for mine, other in zip(made.tensors(), given.tensors(), strict=True):
         assert mine.shape == other.shape and mine.dtype == other.dtype
-    assert 0.018 < made.layers[0].fc1.weight.dequantised().std() < 0.022
-    assert abs(made.layers[0].fc1.weight.dequantised().mean()) < 1e-3
+    assert 0.018 < made.layers[0].fc1.weight.dense().std() < 0.022
+    assert abs(made.layers[0].fc1.weight.dense().mean()) < 1e-3
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

@@ -75,7 +75,7 @@ def test_codes_of_eight_bits_are_the_nearest():
     rows[2] = 0
     made = Int8Rows.of(*round_nearest_8(rows, 32))
     step = rows.unflatten(1, (2, 32)).abs().amax(-1, keepdim=True) / 127
-    assert bool(((made.dequantised() - rows).unflatten(1, (2, 32)).abs() <= 0.56 * step + 1e-7).all())
+    assert bool(((made.dense() - rows).unflatten(1, (2, 32)).abs() <= 0.56 * step + 1e-7).all())
     assert made.words.dtype == torch.int8 and made.words.abs().max() == 127
 
 

@@ -56,7 +56,7 @@ def test_gptq(v2):
     decoded = decode(gptq(stored, scales, v2=v2))
     torch.testing.assert_close(decoded.weight, expected, rtol=0, atol=0)
     rows = foreign.exact_rows(decoded, LAYOUT)
-    torch.testing.assert_close(rows.dequantised(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(rows.dense(), expected, rtol=0, atol=0)
     order = torch.randperm(M) // GROUP  # activation order: no group of ours has one scale
     decoded = decode(gptq(stored, scales, v2=v2, g_idx=order))
     torch.testing.assert_close(decoded.weight, (stored - 8) * scales.float()[:, order], rtol=0, atol=0)
@@ -79,7 +79,7 @@ def test_compressed_tensors():
     stored, scales, expected = weights()
     parts = {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": torch.tensor([N, M])}
     decoded = foreign.DECODERS["compressed-tensors"]({"format": "pack-quantized"})(parts)
-    torch.testing.assert_close(foreign.exact_rows(decoded, LAYOUT).dequantised(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(foreign.exact_rows(decoded, LAYOUT).dense(), expected, rtol=0, atol=0)
     with pytest.raises(UserError, match="symmetric integers"):
         groups = {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}}
         foreign.DECODERS["compressed-tensors"]({"format": "pack-quantized", "config_groups": groups})
@@ -171,7 +171,7 @@ def test_an_exported_folder_is_read_back(tmp_path, capsys, v2, heads):
         weight, rows = reader.read(f"decoder.layers.1.{part}", layout)
         assert torch.equal(weight, exact.weight) == (part not in inexact)
         if part not in inexact:
-            assert torch.equal(rows.dequantised(), exact.rows.dequantised())
+            assert torch.equal(rows.dense(), exact.rows.dense())
             negative += int((exact.rows.scales < 0).sum())
             assert bool((exact.rows.codes == -8).any())
     assert negative and bool((load_file(tmp_path / "theirs" / "model-00002.safetensors")[

@@ -162,7 +162,7 @@ def test_layers_see_what_the_quantised_model_computes(settings):
     for block, (others, made) in zip(model.model.decoder.layers, layers, strict=True):
         for part, result in made.items():
             linear = block.get_submodule(part)
-            linear.weight.data = run.row_layouts(shape)[part].from_rows(result.rows.dequantised())
+            linear.weight.data = run.row_layouts(shape)[part].from_rows(result.rows.dense())
             linear.bias.data = others[f"{part}.bias"].float()
     expected = {}
     ids = torch.tensor([windows[0].tolist()])

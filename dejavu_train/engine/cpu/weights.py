@@ -156,7 +156,7 @@ class CpuWeights:
 
     def put_codes(self, first: int, rows: Int4Rows | Int8Rows) -> None:
         """Store codes and scales of rows (n, d) as they are, from number ``first`` on."""
-        codes = rows.codes if isinstance(rows, Int4Rows) else rows.words
+        codes = rows.codes
         place, d = slice(int(first), int(first) + len(codes)), self.shape.d_model
         self.check_finite(int(first), rows.scales)
         scales = rows.scales.float().repeat_interleave(self.model.scales.shape[1] // rows.scales.shape[1], dim=1)

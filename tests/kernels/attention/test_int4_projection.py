@@ -34,7 +34,7 @@ def check(out, mixed, weight, bias, residual, selection):
     want = torch.empty(out.shape, dtype=torch.float64, device=out.device)
     project_head_rows_reference(mixed.double(), weight, bias, residual, selection, want)
     sums = torch.empty_like(want)
-    size = Int4Rows(weight.words, weight.scales).dequantised(torch.float64).abs()
+    size = Int4Rows(weight.words, weight.scales).dense(torch.float64).abs()
     x = mixed.double().abs().view(1, *weight.shape[::2])
     sums = torch.einsum("bhj,hij->bi", x, size)
     assert_rounded_products(out, want, sums)

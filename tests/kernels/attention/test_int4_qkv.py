@@ -11,7 +11,7 @@ from kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from kernels.common.int4_mma import int4_mma
 from kernels.common.kv_cache import KvCache
 from kernels.formats.int4 import unpack_int4
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from kernels.mlp.predictor import Predictor, PredictorWeights
 from kernels.mlp.selection import Selection

@@ -5,6 +5,7 @@ import torch
 
 from kernels.attention.head_select import head_selection
 from kernels.attention.out_projection import HeadTileSettings, ProjectSettings, project_heads, project_heads_reference
+from kernels.formats.matrix import Rows
 
 NAN = float("nan")
 
@@ -36,8 +37,8 @@ ROWS, TILES = ProjectSettings(4, 16, 4), HeadTileSettings(16, 3, 1)
 def test_project_heads(device, batch, n_heads, head_dim, d, density, settings):
     mixed, weight, *rest = case(device, batch, n_heads, head_dim, d, density)
     out, expected = (torch.full((batch, d), NAN, device=device) for _ in range(2))
-    project_heads(mixed, weight, *rest, out, settings=settings)
-    project_heads_reference(mixed, weight.nan_to_num(), *rest, expected)
+    project_heads(mixed, Rows(weight), *rest, out, settings=settings)
+    project_heads_reference(mixed, Rows(weight.nan_to_num()), *rest, expected)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -50,9 +51,9 @@ def test_project_heads(device, batch, n_heads, head_dim, d, density, settings):
 def test_at_true_shapes(device, dtype, batch, n_heads, d, density):
     mixed, weight, *rest = case(device, batch, n_heads, 128, d, density, dtype)
     out, again, expected = (torch.full((batch, d), NAN, device=device) for _ in range(3))
-    project_heads(mixed, weight, *rest, out)
-    project_heads(mixed, weight, *rest, again, pdl=True)
-    project_heads_reference(mixed, weight.nan_to_num(), *rest, expected)
+    project_heads(mixed, Rows(weight), *rest, out)
+    project_heads(mixed, Rows(weight), *rest, again, pdl=True)
+    project_heads_reference(mixed, Rows(weight.nan_to_num()), *rest, expected)
     assert torch.equal(out, again)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
@@ -61,4 +62,4 @@ def test_at_true_shapes(device, dtype, batch, n_heads, d, density):
 def test_mistakes_are_one_line(device):
     mixed, weight, bias, residual, selection = case(device, 1, 3, 16, 40, 0.5)
     with pytest.raises(ValueError, match=r"weight: expected shape \(40, 32\), got \(40, 48\)"):
-        project_heads(mixed[:, :32].contiguous(), weight, bias, residual, selection, residual.clone())
+        project_heads(mixed[:, :32].contiguous(), Rows(weight), bias, residual, selection, residual.clone())

@@ -11,7 +11,7 @@ from kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from kernels.common.kv_cache import KvCache
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 
 NAN = float("nan")
 
@@ -52,7 +52,7 @@ def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.fl
     watermark = (torch.rand(batch, n_heads, device=device) * (position[:, None] + 1)).to(torch.int32)
     selection = head_selection(n_heads, device)
     selection.set_mask(torch.rand(batch, n_heads, device=device) < density)
-    return Linear(weight, bias), attn_in, position, watermark, selection
+    return Linear.of(weight, bias), attn_in, position, watermark, selection
 
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])

@@ -41,16 +41,16 @@ def test_mistakes_are_named():
 @pytest.mark.parametrize(("shape", "group"), [((5, 64), 32), ((2, 3, 4, 40), 40)])
 def test_rows_written_out_are_the_rounded_matrix(device, shape, group):
     weight = random_rows(device, *shape, group=group)
-    assert torch.equal(written_out(weight), weight.dequantised().half())
+    assert torch.equal(written_out(weight), weight.dense().half())
 
 
 def test_an_out_projection_written_out_has_a_row_an_output(device):
     weight = random_rows(device, 3, 6, 32, group=32)
-    expected = weight.dequantised().half().transpose(0, 1).reshape(6, 96)
+    expected = weight.dense().half().transpose(0, 1).reshape(6, 96)
     assert torch.equal(written_out_by_output(weight), expected)
 
 
 @pytest.mark.gpu
 def test_a_large_matrix_is_written_out():
     weight = random_rows("cuda", 16384, 4096)
-    assert torch.equal(written_out(weight), weight.dequantised().half())
+    assert torch.equal(written_out(weight), weight.dense().half())

@@ -35,7 +35,7 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     """What stands before the wait in the compiled kernels: every layer rewrites the list, x and the residual."""
     from int4_helpers import random_rows
 
-    from kernels.formats.linear import Linear, MlpWeights
+    from kernels.formats.matrix import Linear, MlpWeights
     from kernels.mlp import int4_mlp, sparse_fc2, sparse_mlp
     from kernels.mlp.selection import Selection
 
@@ -47,7 +47,7 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     x, out = torch.randn(1, d, device="cuda"), torch.empty(1, d, device="cuda")
     rows = sparse_fc2.PackedSelection.empty(n, "cuda")
     sparse_fc2.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
-    weights = MlpWeights(Linear(w1, b1), Linear(w2, b2))
+    weights = MlpWeights(Linear.of(w1, b1), Linear.of(w2, b2))
     sparse_mlp.sparse_mlp(x.half(), None, weights, x, rows, out, early=early, pdl=True)
     four_bits = MlpWeights(Linear(random_rows("cuda", n, d), b1), Linear(random_rows("cuda", n, d), b2))
     int4_mlp.int4_mlp(x.half(), None, four_bits, x, rows, out, early=early, pdl=True)

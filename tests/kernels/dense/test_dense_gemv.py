@@ -6,6 +6,7 @@ import torch
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense.dense_gemv import RowSettings, dense_rows, dense_rows_reference
 from kernels.dense.dense_wide import dense_wide, dense_wide_reference
+from kernels.formats.matrix import Rows
 
 NAN = float("nan")
 
@@ -22,8 +23,8 @@ def test_dense_rows(device, n, d, rows, activation, bias):
     x, ln, weight = torch.randn(1, d, device=device) * 2 + 1, norm(d, device), torch.randn(n, d, device=device)
     b = torch.randn(n, device=device) if bias else None
     got, expected = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device)
-    dense_rows(x, ln, weight, b, activation, got, settings=RowSettings(1, rows, 4))
-    dense_rows_reference(x, ln, weight, b, activation, expected)
+    dense_rows(x, ln, Rows(weight), b, activation, got, settings=RowSettings(1, rows, 4))
+    dense_rows_reference(x, ln, Rows(weight), b, activation, expected)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -32,8 +33,8 @@ def test_dense_wide(device, d, n):
     y, residual = torch.randn(1, n, device=device), torch.randn(1, d, device=device)
     weight, bias = torch.randn(d, n, device=device), torch.randn(d, device=device)
     out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    dense_wide(y, weight, bias, residual, out)
-    dense_wide_reference(y, weight, bias, residual, expected)
+    dense_wide(y, Rows(weight), bias, residual, out)
+    dense_wide_reference(y, Rows(weight), bias, residual, expected)
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
 
 
@@ -44,6 +45,6 @@ def test_dense_rows_at_true_shapes(device, d):
     x, ln = torch.randn(1, d, device=device) * 2 + 1, norm(d, device)
     weight, bias = (torch.randn(n, d, device=device) / d**0.5).half(), torch.randn(n, device=device).half()
     got, expected = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device)
-    dense_rows(x, ln, weight, bias, "relu", got, pdl=True)
-    dense_rows_reference(x, ln, weight, bias, "relu", expected)
+    dense_rows(x, ln, Rows(weight), bias, "relu", got, pdl=True)
+    dense_rows_reference(x, ln, Rows(weight), bias, "relu", expected)
     torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)

@@ -18,7 +18,7 @@ from kernels.dense.int4_batch import (
     int4_qkv,
 )
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack
 
@@ -31,7 +31,7 @@ def inputs(device, batch, n):
 
 
 def magnitudes(weight):
-    return Int4Rows(weight.words, weight.scales).dequantised(torch.float64).abs()
+    return Int4Rows(weight.words, weight.scales).dense(torch.float64).abs()
 
 
 def by_head_case(device, n_heads, d, head_dim, batch):

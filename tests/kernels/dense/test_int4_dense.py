@@ -9,7 +9,7 @@ from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import Int4RowSettings, dense_rows, dense_rows_reference
 from kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
 from kernels.formats.int4 import Int4Rows
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 
 NAN = float("nan")
 
@@ -21,7 +21,7 @@ def norm(d, device):
 def rounding(x, ln, weight):
     """Sums of |products| (1, n) in fp64."""
     n = layer_norm_reference(x.double(), ln, torch.float16).double()
-    return n.abs() @ weight.dequantised(torch.float64).abs().T
+    return n.abs() @ weight.dense(torch.float64).abs().T
 
 
 @pytest.mark.parametrize(

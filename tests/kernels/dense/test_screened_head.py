@@ -6,6 +6,7 @@ import torch
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.dense.dense_gemv import dense_rows
 from kernels.dense.screened_head import Chosen, ScreenedHead, screened_head, screened_head_reference
+from kernels.formats.matrix import Rows
 from kernels.sampling import TokenState, advance, advance_reference
 
 NAN = float("nan")
@@ -51,7 +52,7 @@ def test_the_largest_logit_of_all(device, n, d, dtype, outliers):
     for tensor in (head.upper, head.lows, head.best.values):
         tensor.fill_(NAN)
     logits = torch.full((1, n), NAN, device=device)
-    dense_rows(x, ln, weight, None, "none", logits)
+    dense_rows(x, ln, Rows(weight), None, "none", logits)
     screened_head(x, head, *asked(state))
     assert float(head.best.values.max()) == float(logits.max()), "the same sums in the same order"
     assert token_of(head.best, state, logits) == int(logits.argmax())
@@ -71,7 +72,7 @@ def test_ties_go_to_the_lowest_token_and_barred_ones_to_none(device):
         state = state_of(device, least=least, stops=stops + [-1] * (8 - len(stops)))
         screened_head(x, head, *asked(state))
         logits = torch.empty(1, 200, device=device)
-        dense_rows(x, ln, weight, None, "none", logits)
+        dense_rows(x, ln, Rows(weight), None, "none", logits)
         if expected is None:
             expected = int(logits[0].index_fill(0, torch.tensor(stops, device=device), float("-inf")).argmax())
         assert token_of(head.best, state, logits) == expected
@@ -101,7 +102,7 @@ def test_an_input_beyond_fp16_is_that_of_all_logits(device, sign):
     x[0, 3], x[0, 9] = 40.0, 40.0 * sign
     head, state, expected = ScreenedHead.of(weight, ln), state_of(device), state_of(device)
     logits = torch.empty(1, 60, device=device)
-    dense_rows(x, ln, weight, None, "none", logits)
+    dense_rows(x, ln, Rows(weight), None, "none", logits)
     assert not bool(logits.isfinite().all())
     advance(logits, expected)
     screened_head(x, head, *asked(state))
@@ -117,7 +118,7 @@ def test_bounds_hold_where_a_layer_norm_cancels(device, dtype):
     z = torch.nn.functional.layer_norm(x, (d,))[0]
     ln = LayerNormWeights(torch.full((d,), 100.0, device=device), -100 * z + 1e-3 * torch.randn(d, device=device))
     head, state, logits = ScreenedHead.of(weight, ln), state_of(device), torch.empty(1, n, device=device)
-    dense_rows(x, ln, weight, None, "none", logits)
+    dense_rows(x, ln, Rows(weight), None, "none", logits)
     screened_head(x, head, *asked(state))
     assert bool((head.upper >= logits[0]).all()) and float(head.lows.max()) <= float(logits.max())
     assert token_of(head.best, state, logits) == int(logits.argmax())
@@ -126,7 +127,7 @@ def test_bounds_hold_where_a_layer_norm_cancels(device, dtype):
 def test_where_all_tokens_are_barred_the_first_is_taken(device):
     x, ln, weight = case(device, 4, 32, torch.float16)
     head, logits, made = ScreenedHead.of(weight, ln), torch.empty(1, 4, device=device), []
-    dense_rows(x, ln, weight, None, "none", logits)
+    dense_rows(x, ln, Rows(weight), None, "none", logits)
     for chosen in (None, head.best):
         state = state_of(device, least=9, stops=[0, 1, 2, 3, -1, -1, -1, -1])
         screened_head(x, head, *asked(state))
@@ -175,7 +176,7 @@ def test_true_shapes(device, d, dtype):
         torch.manual_seed(seed)
         x, ln, weight = case(device, n, d, dtype, seed == 2)
         head, state, logits = ScreenedHead.of(weight, ln), state_of(device), torch.empty(1, n, device=device)
-        dense_rows(x, ln, weight, None, "none", logits, pdl=True)
+        dense_rows(x, ln, Rows(weight), None, "none", logits, pdl=True)
         screened_head(x, head, *asked(state), pdl=True)
         assert float(head.best.values.max()) == float(logits.max())
         assert token_of(head.best, state, logits) == int(logits.argmax())

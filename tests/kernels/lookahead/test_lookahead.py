@@ -8,7 +8,7 @@ from kernels.attention.flash_decode import AttentionScratch, flash_decode_refere
 from kernels.attention.head_select import HeadPredictor, head_selection
 from kernels.common.kv_cache import KvCache
 from kernels.common.layer_norm import LayerNormWeights
-from kernels.formats.linear import Linear
+from kernels.formats.matrix import Linear
 from kernels.lookahead.attend_pack import attend_pack
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
@@ -51,7 +51,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
     row_state = torch.tensor([state], dtype=torch.int32, device=device)
     kept, mean = torch.randn(1, capacity, d, device=device), torch.randn(n_heads, head_dim, device=device)
     weight = torch.randn(n_heads, 3, head_dim, d, device=device) / d**0.5
-    weights = Linear(weight, torch.randn(n_heads, 3, head_dim, device=device))
+    weights = Linear.of(weight, torch.randn(n_heads, 3, head_dim, device=device))
     caches = [torch.randn(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
     for cache in caches:
         cache[:, :, last - 1 :] = NAN  # not yet valid: must be filled in, or not read
@@ -91,7 +91,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
 
 
 def random_attention(device, h, hd, d):
-    weights = Linear(torch.randn(h, 3, hd, d, device=device), torch.zeros(h, 3, hd, device=device))
+    weights = Linear.of(torch.randn(h, 3, hd, d, device=device), torch.zeros(h, 3, hd, device=device))
     k, v = (torch.zeros(1, h, 4, hd, device=device) for _ in range(2))
     marks = torch.zeros(1, h, dtype=torch.int32, device=device)
     return weights, KvCache(k, v, torch.randn(1, 4, d, device=device), marks)
@@ -148,7 +148,7 @@ def test_all_heads(device, stored):
         neurons, packed = Selection.empty(n, device), PackedSelection.empty(n, device)
         site = (x, ln, SiteRows.of(None, mlp, ln), HeadPredictor(None, zero, zero, every), position, state, inputs)
         cache = KvCache(k, v, inputs)
-        rows = (Linear(weight, bias), cache, every, position, q, Predictor(mlp, zero, neurons, hidden), state)
+        rows = (Linear.of(weight, bias), cache, every, position, q, Predictor(mlp, zero, neurons, hidden), state)
         attention = (q, cache, None, position, out)
         if kernels:
             site_predict(*site, hidden)

@@ -9,7 +9,7 @@ from kernels.attention.head_select import HeadPredictor, head_selection
 from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.formats.linear import Linear, MlpWeights
+from kernels.formats.matrix import Linear, MlpWeights
 from kernels.lookahead import mlp_ahead as module
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
@@ -136,12 +136,12 @@ def test_late_products_equal_those_of_the_layer_norm(device):
     ln, x = norm(d, device), torch.randn(1, d, device=device) * 3 - 2
     late = LateNorm.empty(ln, 1, torch.zeros(2, device=device), torch.zeros(2, device=device).long())
     gains, shifts = late_sums(weight, ln)
-    want = weight.dequantised(torch.float64) @ layer_norm_reference(x.double(), ln, torch.float64)[0]
+    want = weight.dense(torch.float64) @ layer_norm_reference(x.double(), ln, torch.float64)[0]
     for before in (x * 1.01, x + 0.1 * torch.randn_like(x), torch.randn(1, d, device=device) * 0.3 + 1):
         u = torch.empty(1, d, device=device)  # not rounded
         late_store_reference(late, before, x, u)
         a, c = late_factors_reference(late, d)
-        got = a * (weight.dequantised() @ u[0]) + c * gains + shifts
+        got = a * (weight.dense() @ u[0]) + c * gains + shifts
         torch.testing.assert_close(got.double(), want, atol=2e-4, rtol=1e-4)
 
 

@@ -23,7 +23,7 @@ def check(device, n, d, group, batch, live=0.6, pdl=False, settings=None):
     int4_fc2(h, weight, bias, residual, out, partials, pdl, settings)
     want = torch.empty(batch, d, dtype=torch.float64, device=device)
     int4_fc2_reference(h.double(), weight, bias, residual, want)
-    size = h.double() @ weight.dequantised(torch.float64).abs() + bias.abs() + residual.abs()
+    size = h.double() @ weight.dense(torch.float64).abs() + bias.abs() + residual.abs()
     assert ((out - want).abs() <= 2**-10 * size).all()  # h * scale is rounded to fp16, products are exact
     return out
 

@@ -5,7 +5,7 @@ import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.formats.linear import Linear, MlpWeights
+from kernels.formats.matrix import Linear, MlpWeights
 from kernels.mlp import int4_mlp as module
 from kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp
 from kernels.mlp.selection import Selection
@@ -30,7 +30,7 @@ def check(out, selection, n, w1, b1, w2, b2, residual):
     want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=out.device)
     weights = MlpWeights(Linear(w1, b1.double()), Linear(w2, b2.double()))
     sparse_mlp_reference(n.double(), None, weights, residual, selection.to_mask(1), want)
-    one, two = w1.dequantised(torch.float64), w2.dequantised(torch.float64)
+    one, two = w1.dense(torch.float64), w2.dense(torch.float64)
     h = (n.double() @ one.T + b1.double()).relu()
     mask = selection.to_mask(1)
     # fc1's own rounding, through fc2; of each of fc2's products, its factor's, its own, and that of a program's sum
@@ -89,7 +89,7 @@ def test_the_queues_in_assembly(device, queues_in_assembly, n, d, group, warps, 
 def test_rows_of_value_zero_are_not_read(device):
     selection, rows, tensors = make_problem(device, 8, 64, 1.0)
     x, w1, b1, w2, _, _ = tensors
-    dead = (x.double() @ w1.dequantised(torch.float64).T + b1.double())[0] < -0.1
+    dead = (x.double() @ w1.dense(torch.float64).T + b1.double())[0] < -0.1
     assert dead.any() and not dead.all()
     out, again = (torch.full((1, 64), NAN, device=device) for _ in range(2))
     run(x, None, *tensors[1:], rows, out)

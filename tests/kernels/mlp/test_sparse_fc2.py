@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.formats.matrix import Rows
 from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import Fc2Settings, PackedSelection, pack, partial_sums, sparse_fc2, sparse_fc2_reference
 
@@ -37,10 +38,10 @@ def test_sparse_fc2(device, n, d, density):
     weight, bias = torch.randn(n, d, device=device), torch.randn(d, device=device)
     residual = torch.randn(1, d, device=device)
     out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    sparse_fc2_reference(rows.to_dense(), weight, bias, residual, expected)
+    sparse_fc2_reference(rows.to_dense(), Rows(weight), bias, residual, expected)
     weight[rows.to_dense()[0] == 0] = NAN
     partials = partial_sums(d, device).fill_(NAN)
-    sparse_fc2(rows, weight, bias, residual, out, partials)
+    sparse_fc2(rows, Rows(weight), bias, residual, out, partials)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -49,7 +50,7 @@ def test_a_list_of_nothing_gives_the_residual(device):
     rows.count.zero_()
     bias, residual = torch.randn(64, device=device), torch.randn(1, 64, device=device)
     out = torch.full((1, 64), NAN, device=device)
-    sparse_fc2(rows, torch.full((40, 64), NAN, device=device), bias, residual, out)
+    sparse_fc2(rows, Rows(torch.full((40, 64), NAN, device=device)), bias, residual, out)
     torch.testing.assert_close(out, bias + residual)
 
 
@@ -57,7 +58,7 @@ def test_refusals(device):
     rows, x = PackedSelection.empty(40, device), torch.randn(1, 16, device=device)
     weight = torch.randn(40, 16, device=device)
     with pytest.raises(ValueError, match="residual"):
-        sparse_fc2(rows, weight, weight[0], x[:, :8].contiguous(), x)
+        sparse_fc2(rows, Rows(weight), weight[0], x[:, :8].contiguous(), x)
 
 
 @pytest.mark.gpu
@@ -72,13 +73,13 @@ def test_real_widths_replay_bit_for_bit(n, d):
     expected = torch.empty(1, d, device="cuda")
     h = torch.where(mask, torch.randn(1, n, device="cuda").relu(), 0.0)  # half of what is listed is zero
     values = h[mask]
-    sparse_fc2_reference(h, fc2, b2, residual, expected)
+    sparse_fc2_reference(h, Rows(fc2), b2, residual, expected)
     made = []
 
     def run(pdl: bool) -> None:
         pack(selection, rows, pdl)
         rows.values[: len(values)].copy_(values)
-        sparse_fc2(rows, fc2, b2, residual, out, partials, pdl)
+        sparse_fc2(rows, Rows(fc2), b2, residual, out, partials, pdl)
 
     for pdl in (False, True, True):
         out.fill_(NAN)
@@ -101,5 +102,5 @@ def test_settings_do_not_change_the_sum_beyond_rounding(device):
     rows.set_dense(h)
     residual, out = torch.zeros(1, 80, device=device), torch.full((1, 80), NAN, device=device)
     for settings in (Fc2Settings(16, 1, 1), Fc2Settings(64, 5, 4), Fc2Settings(128, 7, 8)):
-        sparse_fc2(rows, weight, residual[0], residual, out, settings=settings)
+        sparse_fc2(rows, Rows(weight), residual[0], residual, out, settings=settings)
         torch.testing.assert_close(out, h @ weight, atol=1e-4, rtol=1e-4)

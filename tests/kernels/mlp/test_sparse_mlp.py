@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.formats.linear import Linear, MlpWeights
+from kernels.formats.matrix import Linear, MlpWeights
 from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection, pack, partial_sums
 from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
@@ -31,7 +31,7 @@ def reference(selection, x, w1, b1, w2, b2, residual):
 
 
 def weights_of(w1, b1, w2, b2):
-    return MlpWeights(Linear(w1, b1), Linear(w2, b2))
+    return MlpWeights(Linear.of(w1, b1), Linear.of(w2, b2))
 
 
 def run(x, ln, w1, b1, w2, b2, *others, **options):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.formats.matrix import Rows
 from kernels.mlp.predict_batch import predict_down_batch
 from kernels.mlp.predictor import quantize_rows
 from kernels.mlp.selection import Selection
@@ -35,15 +36,15 @@ def case(n, d, batch, density, dtype, device):
 def test_against_the_references(n, d, batch, density, dtype, device):
     x, fc1, bias, fc2, b2, mask, rows, residual = case(n, d, batch, density, dtype, device)
     fc1[~mask.any(0)] = NAN  # rows that nobody selected are not read
-    fc1_batch(x, fc1, bias, Selection.from_mask(mask, 32), rows)
+    fc1_batch(x, Rows(fc1), bias, Selection.from_mask(mask, 32), rows)
     h = rows.to_dense(batch)
-    want = fc1_batch_reference(x, fc1.nan_to_num(), bias, mask)
+    want = fc1_batch_reference(x, Rows(fc1.nan_to_num()), bias, mask)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(h, want, atol=tolerance, rtol=tolerance)
     fc2[~(h != 0).any(0)] = NAN
     out = torch.full((batch, d), NAN, device=device)
-    fc2_batch(rows, fc2, b2, residual, out)
-    want = fc2_batch_reference(h, fc2.nan_to_num(), b2, residual)
+    fc2_batch(rows, Rows(fc2), b2, residual, out)
+    want = fc2_batch_reference(h, Rows(fc2.nan_to_num()), b2, residual)
     torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
     assert not rows.tickets.any()  # ready for the next call
 
@@ -66,11 +67,11 @@ def test_predict_down_batch(rank, d, batch, dtype, device):
 def test_refusals(device):
     x, fc1, bias, _, _, mask, rows, _ = case(40, 32, 2, 0.5, torch.float32, device)
     with pytest.raises(ValueError, match="sparse_mlp"):
-        fc1_batch(x[:1].contiguous(), fc1, bias, Selection.from_mask(mask[:1]), rows)
+        fc1_batch(x[:1].contiguous(), Rows(fc1), bias, Selection.from_mask(mask[:1]), rows)
     with pytest.raises(ValueError, match="x: expected float16"):
-        fc1_batch(x, fc1.half(), bias, Selection.from_mask(mask), rows)
+        fc1_batch(x, Rows(fc1.half()), bias, Selection.from_mask(mask), rows)
     with pytest.raises(ValueError, match="does not fit a weight of 40"):
-        fc1_batch(x, fc1, bias, Selection.empty(39, device), rows)
+        fc1_batch(x, Rows(fc1), bias, Selection.empty(39, device), rows)
 
 
 @pytest.mark.gpu
@@ -81,8 +82,8 @@ def test_real_widths_replay_bit_for_bit(n, d, batch, dtype):
     selection, out, made = Selection.from_mask(mask), torch.empty(batch, d, device="cuda"), []
 
     def run(pdl: bool) -> None:
-        fc1_batch(x, fc1, bias, selection, rows, pdl)
-        fc2_batch(rows, fc2, b2, residual, out, pdl)
+        fc1_batch(x, Rows(fc1), bias, selection, rows, pdl)
+        fc2_batch(rows, Rows(fc2), b2, residual, out, pdl)
 
     for pdl in (False, True, True):
         out.fill_(NAN)
@@ -95,6 +96,6 @@ def test_real_widths_replay_bit_for_bit(n, d, batch, dtype):
         run(True)
     out.fill_(NAN)
     graph.replay()
-    want = fc2_batch_reference(fc1_batch_reference(x, fc1, bias, mask).to(dtype), fc2, b2, residual)
+    want = fc2_batch_reference(fc1_batch_reference(x, Rows(fc1), bias, mask).to(dtype), Rows(fc2), b2, residual)
     torch.testing.assert_close(out, want, atol=3e-2, rtol=3e-2)
     assert all(torch.equal(out, other) for other in made)

@@ -1,0 +1,73 @@
+"""A matrix in any format, and what layers are made of: matrices with their biases."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kernels.formats.format import Format
+from kernels.formats.int4 import Int4Rows
+
+_FORMATS: dict[torch.dtype, Literal[Format.FP64, Format.FP32, Format.FP16, Format.BF16]] = {
+    torch.float64: Format.FP64,
+    torch.float32: Format.FP32,
+    torch.float16: Format.FP16,
+    torch.bfloat16: Format.BF16,
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix (..., d) as numbers."""
+
+    numbers: Tensor
+
+    @property
+    def format(self) -> Literal[Format.FP64, Format.FP32, Format.FP16, Format.BF16]:
+        return _FORMATS[self.numbers.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.numbers.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes
+
+    def __getitem__(self, index: int) -> "Rows":
+        """One of the leading dimension."""
+        return Rows(self.numbers[index])
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the matrix."""
+        return (self.numbers,)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix in plain torch."""
+        return self.numbers.to(dtype)
+
+
+Matrix: TypeAlias = Rows | Int4Rows
+"""Told apart by `format`: mypy then knows which of the two it is."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x W^T + b: weight (..., d) and bias (...), leading dimensions as the kernel that reads it says."""
+
+    weight: Matrix
+    bias: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, bias: Tensor) -> "Linear":
+        """Of a weight that is stored as numbers."""
+        return cls(Rows(numbers), bias)
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """Both layers of an MLP, with a neuron as a row of either weight, (n, d). The biases are (n) and (d)."""
+
+    fc1: Linear
+    fc2: Linear
