@@ -1,4 +1,4 @@
-"""A decoding step's operations over lists in plain torch, with the signatures of the kernels; they may ask the host."""
+"""A decoding step's operations over lists in plain torch, with the signatures of the kernels. They may ask the host."""
 
 import functools
 from collections.abc import Callable
