@@ -260,7 +260,8 @@ class _Chooser:
         else:
             kernels = Kernels.ROWS
         if facts is None:
-            return HalfPlan(Target.MLP, Run.ALL, kernels, ("no predictor of its neurons",))
+            early = Early.LIST if kernels is Kernels.LISTED_GRID else None  # of all neurons: it never changes
+            return HalfPlan(Target.MLP, Run.ALL, kernels, ("no predictor of its neurons",), early=early)
         ahead, place = self._site(layer, Target.MLP, facts)
         apart = bool(self.fused[layer]) and self.engine is not Engine.CPU
         why = [f"not in attention's grids: {self.fused[layer]}"] if apart else []

@@ -14,27 +14,19 @@ from typing import Any
 import torch
 
 from dejavu_train.bundle.guard import GuardState
-from dejavu_train.engine.attention import (
-    Attention,
-    DenseAttention,
-    FusedAttention,
-    FusedDenseAttention,
-    MaskedAttention,
-    SparseAttention,
-)
+from dejavu_train.engine.attention import Attention
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
-from dejavu_train.engine.mlp import BatchMlp, CascadeMlp, DenseMlp, ListedMlp, MaskedMlp, Mlp, SparseMlp
+from dejavu_train.engine.mlp import Mlp
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Engine, Kernels, Packer, Place, Run, StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
-from dejavu_train.families import Target, UnitKey
+from dejavu_train.families import LayerInput, Site, Target, UnitKey
 from kernels.attention import head_select
 from kernels.common import launch
 from kernels.common.kv_cache import KvCache
-from kernels.common.late_norm import LateNorm
 from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
 from kernels.mlp import sparse_fc2
@@ -44,11 +36,13 @@ BATCH_BLOCK = 64  # of the selections of several rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Half:
-    """Half a layer: the predictors that read its site, and what then computes x -> out."""
+class Layer:
+    """Both halves of a layer, and the predictors that run as kernels of their own in front of each."""
 
-    sites: tuple[SitePredictor, ...]
-    body: Attention | Mlp | GuardedAttention | GuardedMlp
+    at_attention: tuple[SitePredictor, ...]
+    attention: Attention | GuardedAttention
+    at_mlp: tuple[SitePredictor, ...]
+    mlp: Mlp | GuardedMlp
 
 
 CAPTURING = threading.Lock()
@@ -60,9 +54,9 @@ class DecodeStep:
     """State and kernels of a step, as a plan says.
 
     Attributes:
-        halves: attention and MLP of each layer in turn; half i reads x[i] and writes x[i + 1], (B, d) fp32 each: one
-            buffer a half, because a look-ahead predictor may still read an older one.
-        measured: the same halves in a dense step that a guard measures; None without one.
+        layers: of the model. measured: the same in a dense step that a guard measures; None without one.
+        x: (2 n_layers + 1, B, d) fp32, the residual stream in front of each half and behind the last. One buffer a
+            half, because a look-ahead predictor may still read an older one.
         state: the tokens and all that decides about them, see `kernels.sampling`.
         logits: (B, V) fp32, of the last step that was not screened.
         screen: the LM head with its screen, or None.
@@ -83,11 +77,7 @@ class DecodeStep:
         self._graphed = options.graph and plan.engine is Engine.GPU
         self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
-        ahead = torch.cuda.Stream(device) if plan.streams else None
-        self.work = Workspace.empty(
-            shape, plan.batch, plan.context, dtype, device, operations(options.ops), options.pdl, plan.kv_policy, ahead,
-            plan.formats.packed,
-        )  # fmt: skip
+        self.work = Workspace.empty(plan, operations(options.ops), options.pdl, dtype, device)
         self.state, self.ops = self.work.state, self.work.ops
         self.x = torch.zeros(2 * shape.n_layers + 1, plan.batch, shape.d_model, device=device, dtype=torch.float32)
         self.logits = torch.zeros(plan.batch, shape.vocab_size, device=device, dtype=torch.float32)
@@ -98,18 +88,27 @@ class DecodeStep:
         self.watermark = torch.zeros(shape.n_layers, plan.batch, shape.n_heads, dtype=torch.int32, device=device)
         chosen = {key: self._choose(key) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
-        inputs = plan.context if plan.shares_inputs else 0
-        self.inputs = torch.zeros(plan.batch, inputs, shape.d_model, dtype=dtype, device=device)
         self.caches = [self._cache(layer) for layer in range(shape.n_layers)]
-        sites = self._late_sites(chosen)
-        self.halves: list[Half] = []
-        for layer in range(shape.n_layers):
-            heads, mlp = chosen.get(UnitKey(layer, Target.HEADS)), chosen.get(UnitKey(layer, Target.MLP))
-            attention = self._attention(layer, heads, mlp, sites.get(layer))
-            self.halves.append(Half(_reading(chosen, layer, "attn_in"), attention))
-            body = self._mlp(layer, mlp, sites.get(layer + 1))
-            self.halves.append(Half(_reading(chosen, layer, "mlp_in"), body))
-        self.measured = None if guard is None else [Half(half.sites, self._measured(half.body)) for half in self.halves]
+        self.layers = self._layers(chosen)
+        self.measured = None if guard is None else [self._measured(i, layer) for i, layer in enumerate(self.layers)]
+
+    def _layers(self, chosen: Mapping[UnitKey, TargetSelection]) -> list[Layer]:
+        plan, work, found = self.plan, self.work, []
+        late = {i: self._late_site(i, chosen) for i, half in enumerate(plan.halves[::2]) if half.late}
+        runners = [each.runner for each in chosen.values() if each.runner is not None]
+        for i, (weights, cache) in enumerate(zip(self.weights.layers, self.caches, strict=True)):
+            heads, neurons = chosen.get(UnitKey(i, Target.HEADS)), chosen.get(UnitKey(i, Target.MLP))
+            attention, mlp = plan.half(i, Target.HEADS), plan.half(i, Target.MLP)
+            sites = [tuple(r for r in runners if r.site == Site(i, at)) for at in (LayerInput.ATTN, LayerInput.MLP)]
+            found.append(
+                Layer(
+                    sites[0],
+                    Attention(attention, weights, cache, work, heads, neurons, late.get(i)),
+                    sites[1],
+                    Mlp(mlp, plan.codes_down, weights, work, neurons, late.get(i + 1)),
+                )  # fmt: skip
+            )
+        return found
 
     def _choose(self, key: UnitKey) -> TargetSelection:
         """The selection of a (layer, target), and its predictor where that runs on its own."""
@@ -122,9 +121,10 @@ class DecodeStep:
             return TargetSelection(predictor, selection, None)
         weights = self.weights.layers[predictor.site_layer]
         norm = weights.norm1 if predictor.site == "attn_in" else weights.norm2
-        normalised = self.work.normalised if half.own and half.target == "mlp" else None
+        carried = self.work.carried
+        normalised = carried.normalised if half.own and half.target == Target.MLP else None
         known = dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))
-        listed = self.work.packed if half.packer is Packer.PREDICTOR else None
+        listed = carried.packed if half.packer is Packer.PREDICTOR else None
         runner = SitePredictor(
             known, selection, self.work, norm, half.place is not Place.STREAM, normalised, listed
         )  # fmt: skip
@@ -137,7 +137,7 @@ class DecodeStep:
         half = self.plan.half(layer, Target.HEADS)
         sparse = half.run is Run.SELECTED
         stale = sparse and self.plan.kv_policy == "stale"
-        attn_in = self.inputs
+        attn_in = self.work.carried.inputs
         if sparse or half.kernels is not Kernels.QKV_SELECT:
             attn_in = torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device)
         return KvCache(
@@ -148,59 +148,25 @@ class DecodeStep:
             valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
         )
 
-    def _late_sites(self, chosen: Mapping[UnitKey, TargetSelection]) -> dict[int, LateSite]:
-        """What the MLP before each late layer leaves for it."""
-        device, found = self.device, {}
-        estimate, moments = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-        arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        for layer in [i for i, half in enumerate(self.plan.halves[::2]) if half.late]:
-            weights, cache, ahead = self.weights.layers[layer], self.caches[layer], None
-            heads, mlp = chosen.get(UnitKey(layer, Target.HEADS)), chosen[UnitKey(layer, Target.MLP)].predictor
-            if heads is not None:
-                predictor = head_select.HeadPredictor(
-                    heads.predictor.folded, heads.predictor.bias, heads.predictor.threshold, heads.selection
-                )
-                ahead = HeadsAhead.of(predictor, self.weights.layers[layer - 1].norm2, self.state.row_state)
-            found[layer] = LateSite.of(
-                LateNorm.empty(weights.norm1, self.context, estimate, moments),
-                cache.attn_in, self.state.position, weights.qkv, mlp.weights, arrived, ahead,
-            )  # fmt: skip
-        return found
+    def _late_site(self, layer: int, chosen: Mapping[UnitKey, TargetSelection]) -> LateSite:
+        """What the MLP before a layer leaves for it."""
+        heads, neurons, ahead = chosen.get(UnitKey(layer, Target.HEADS)), chosen[UnitKey(layer, Target.MLP)], None
+        if heads is not None:
+            rows, bias, threshold = heads.predictor.folded, heads.predictor.bias, heads.predictor.threshold
+            predictor = head_select.HeadPredictor(rows, bias, threshold, heads.selection)
+            ahead = HeadsAhead.of(predictor, self.weights.layers[layer - 1].norm2, self.state.row_state)
+        weights, position = self.weights.layers[layer], self.state.position
+        return self.work.carried.late_site(weights, self.caches[layer], position, neurons.predictor, ahead)
 
-    def _attention(
-        self, layer: int, heads: TargetSelection | None, mlp: TargetSelection | None, late: LateSite | None
-    ) -> Attention:
-        weights, cache, half = self.weights.layers[layer], self.caches[layer], self.plan.half(layer, "heads")
-        if half.kernels is Kernels.QKV_SELECT:
-            assert mlp is not None
-            if heads is None:
-                return FusedDenseAttention(weights, cache, self.work, mlp, late)
-            return FusedAttention(weights, cache, self.work, heads, mlp, late)
-        if heads is None:
-            return DenseAttention(weights, cache, self.work)
-        if half.run is Run.MASKED:
-            return MaskedAttention(weights, cache, self.work, heads)
-        return SparseAttention(weights, cache, self.work, heads)
-
-    def _mlp(self, layer: int, mlp: TargetSelection | None, ahead: LateSite | None) -> Mlp:
-        weights, half = self.weights.layers[layer], self.plan.half(layer, "mlp")
-        if mlp is None:
-            return DenseMlp(weights, self.work, half.kernels is Kernels.LISTED_GRID)
-        if half.kernels is Kernels.PRODUCTS:
-            return MaskedMlp(weights, self.work, mlp)
-        if half.kernels in (Kernels.LISTED_CODES, Kernels.LISTED_BATCH):
-            return (ListedMlp if half.kernels is Kernels.LISTED_CODES else BatchMlp)(weights, self.work, mlp)
-        packed = half.packer is Packer.ATTENTION
-        if half.kernels is Kernels.SECOND_STAGE:
-            return CascadeMlp(weights, self.work, mlp, packed)
-        return SparseMlp(weights, self.work, mlp, packed, ahead)
-
-    def _measured(self, body: Any) -> Any:
+    def _measured(self, number: int, layer: Layer) -> Layer:
+        """The layer as a guard measures it: its halves with a predictor compute all units."""
         assert self.guard is not None
-        if isinstance(body, (DenseAttention, FusedDenseAttention, DenseMlp)):
-            return body
-        kind = GuardedMlp if isinstance(body, Mlp) else GuardedAttention
-        return kind(body, self.guard)
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(attention, Attention) and attention.heads is not None:
+            attention = GuardedAttention(attention, self.guard, number)
+        if isinstance(mlp, Mlp) and mlp.neurons is not None:
+            mlp = GuardedMlp(mlp, self.guard, number)
+        return dataclasses.replace(layer, attention=attention, mlp=mlp)
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Within it the engine's device is the current one: kernels launch there, graphs are captured there."""
@@ -218,17 +184,28 @@ class DecodeStep:
             self.ops.advance(self.logits, state, mode, score, pdl=pdl)
 
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:
-        """A step without a graph; `measured`: dense, measured by the guard, which then moves its thresholds."""
+        """A step without a graph; `measured`: dense, measured by the guard, which then moves its thresholds.
+
+        LayerNorms are prologues of the kernels that read them; where a predictor runs, and which kernels a method
+        queues, stands in the plan.
+        """
+        weights, guard = self.weights, self.guard if measured else None
+        layers = self.layers if guard is None or self.measured is None else self.measured
         with self.on_device():
-            weights = self.weights
             self.ops.embed(self.state, weights.embedding, weights.positions, self.x[0], pdl=self.work.pdl)
-            halves = self.measured if measured and self.measured is not None else self.halves
-            for half, x, out in zip(halves, self.x, self.x[1:], strict=False):
-                for site in half.sites:
-                    site.run(x)
-                half.body.run(x, out)
-            if measured and self.guard is not None:
-                self.guard.move(self.state.row_state == 1)
+            for layer, x, between, out in zip(layers, self.x[::2], self.x[1::2], self.x[2::2], strict=False):
+                for predictor in layer.at_attention:
+                    predictor.run(x)
+                layer.attention.select(x)
+                layer.attention.project_in(x)
+                layer.attention.attend()
+                layer.attention.project_out(x, between)
+                for predictor in layer.at_mlp:
+                    predictor.run(between)
+                layer.mlp.select(between)
+                layer.mlp.multiply(between, out)
+            if guard is not None:
+                guard.move(self.state.row_state == 1)
             self.tail(mode, score)
 
     @contextlib.contextmanager
@@ -284,9 +261,3 @@ class DecodeStep:
         for cache in self.caches:
             if cache.valid is not None:
                 cache.valid.zero_()
-
-
-def _reading(chosen: Mapping[UnitKey, TargetSelection], layer: int, site: str) -> tuple[SitePredictor, ...]:
-    """The predictors that run at this site, in the order of their targets."""
-    runners = (each.runner for each in chosen.values() if each.runner is not None)
-    return tuple(r for r in runners if (r.predictor.site_layer, r.predictor.site) == (layer, site))

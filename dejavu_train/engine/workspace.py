@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from dejavu_train.engine.carried import Carried
+from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.families import ModelDims
+from dejavu_train.families import LayerInput, Site
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.attention.head_select import HeadPredictor
 from kernels.common.layer_norm import LayerNormWeights
@@ -24,23 +26,21 @@ from kernels.sampling import TokenState
 class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
-    q (B, h, head_dim), hidden (B, d_ffn) fp32; heads_out (B, d) fp32, before a 4-bit projection fp16; normalised (B, d)
-    in the model's dtype; attention: for partial results; partials: fc2's of up to eight rows. packed: the list of
-    neurons, for one row, and up to eight with 4-bit weights; every_neuron: that of all, for one row; activations and
-    levels: for several. ahead: the stream of look-ahead predictors, or None.
+    q (B, h, head_dim), hidden (B, d_ffn) fp32. heads_out (B, d) fp32, before a 4-bit projection fp16. attention: for
+    partial results. partials: fc2's of up to eight rows. every_neuron: the list of all, for one row. activations and
+    levels: for several. carried: what one half leaves for another. ahead: the stream of look-ahead predictors, or None.
     """
 
     ops: SimpleNamespace
     pdl: bool
     kv_policy: str
     state: TokenState
+    carried: Carried
     ahead: torch.cuda.Stream | None
     q: Tensor
     heads_out: Tensor
     attention: AttentionScratch
-    normalised: Tensor
     hidden: Tensor
-    packed: PackedSelection
     every_neuron: PackedSelection
     partials: Tensor
     activations: BatchActivations
@@ -48,36 +48,25 @@ class Workspace:
 
     @classmethod
     def empty(
-        cls,
-        shape: ModelDims,
-        batch: int,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: SimpleNamespace,
-        pdl: bool,
-        kv_policy: str,
-        ahead: torch.cuda.Stream | None,
-        packed: bool,
+        cls, plan: StepPlan, ops: SimpleNamespace, pdl: bool, dtype: torch.dtype, device: torch.device
     ) -> "Workspace":
-        """packed: the layers' weights have 4 bits, which in a fp16 engine meet fp16 outputs of the heads."""
-        h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
-        mixed = torch.float16 if packed and dtype == torch.float16 else torch.float32
-        one, several = (shape.d_ffn, 0) if batch == 1 else (0, shape.d_ffn)
-        listed = shape.d_ffn if packed and batch <= MOST_TOKENS else one
+        """Of a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads."""
+        dims, batch = plan.dims, plan.batch
+        h, hd, d = dims.n_heads, dims.head_dim, dims.d_model
+        mixed = torch.float16 if plan.formats.packed and dtype == torch.float16 else torch.float32
+        one, several = (dims.d_ffn, 0) if batch == 1 else (0, dims.d_ffn)
         return cls(
             ops=ops,
             pdl=pdl,
-            kv_policy=kv_policy,
+            kv_policy=plan.kv_policy,
             # A column more than the context: scoring the last token of a full context chooses one beyond it.
-            state=TokenState.empty(batch, context + 1, device),
-            ahead=ahead,
+            state=TokenState.empty(batch, plan.context + 1, device),
+            carried=Carried(plan, dtype, device),
+            ahead=torch.cuda.Stream(device) if plan.streams else None,
             q=torch.zeros(batch, h, hd, device=device, dtype=torch.float32),
             heads_out=torch.zeros(batch, h * hd, dtype=mixed, device=device),
-            attention=AttentionScratch.empty(batch, h, hd, context, device),
-            normalised=torch.zeros(batch, d, dtype=dtype, device=device),
-            hidden=torch.zeros(batch, shape.d_ffn, device=device, dtype=torch.float32),
-            packed=PackedSelection.empty(listed, device),
+            attention=AttentionScratch.empty(batch, h, hd, plan.context, device),
+            hidden=torch.zeros(batch, dims.d_ffn, device=device, dtype=torch.float32),
             every_neuron=_list_of_all(one, device),
             partials=partial_sums(d if batch <= MOST_TOKENS else 0, device),
             activations=BatchActivations.empty(several, batch, d, dtype, device),
@@ -89,6 +78,7 @@ class Workspace:
         fresh = TokenState.empty(*self.state.tokens.shape, self.state.tokens.device)
         for name, tensor in vars(fresh).items():
             getattr(self.state, name).copy_(tensor)
+        self.carried.reset()
         self.attention.tickets.zero_()
         self.activations.tickets.zero_()
 
@@ -122,11 +112,12 @@ class SitePredictor:
         normalised_out: Tensor | None,
         listed: PackedSelection | None = None,
     ) -> None:
-        self.predictor, self.selection, self.work, self.norm = predictor, selection, work, norm
+        self.site = Site(predictor.site_layer, LayerInput(predictor.site))
+        self.work, self.norm = work, norm
         self.stream = None if own else work.ahead
-        self.normalised_out, self.listed = normalised_out, listed
+        self.normalised_out = normalised_out
         self.in_use = Predictor.of(
-            predictor.weights, predictor.threshold, selection, len(work.normalised), predictor.top_k,
+            predictor.weights, predictor.threshold, selection, len(work.hidden), predictor.top_k,
             None if listed is None else (listed.ids, listed.count),
         )  # fmt: skip
         self._ready: torch.cuda.Event | None = None

@@ -103,14 +103,14 @@ def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
     before = {name: (each.weight.numbers.data_ptr(), each.bias.data_ptr()) for name, each in linears.items()}
     assert set(before) == {"qkv", "out", "fc1", "fc2"}
     sparse = engine(weights, bundle)
-    held = [body.weights.fc2.weight.numbers for body in (half.body for half in sparse.core.halves[1::2])]
+    held = [layer.mlp.weights.fc2.weight.numbers for layer in sparse.core.layers]
     copies = [tensor.clone() for tensor in held]
     tested, dense = engine(weights, random_bundle(model, cascade=True)), engine(weights)
     for name, pointers in before.items():
         each = getattr(weights.layers[0], name)
         found = each.weight.numbers.data_ptr(), each.bias.data_ptr()
         assert found == pointers, f"{name} of the given weights was replaced"
-    now = [half.body.weights.fc2.weight.numbers for half in sparse.core.halves[1::2]]
+    now = [layer.mlp.weights.fc2.weight.numbers for layer in sparse.core.layers]
     assert [t.data_ptr() for t in now] == [t.data_ptr() for t in held]
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
     one, other = (each.weights.layers[0].fc1.weight.numbers for each in (sparse, dense))

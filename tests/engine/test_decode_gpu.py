@@ -33,7 +33,7 @@ def poison(engine):
     """Caches, scratch and partial sums full of NaN: nothing may be read that was not written."""
     core = engine.core
     kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
-    for tensor in [*kept, core.inputs, core.work.q, core.work.heads_out, core.x, core.logits]:
+    for tensor in [*kept, core.work.carried.inputs, core.work.q, core.work.heads_out, core.x, core.logits]:
         tensor.fill_(float("nan"))
     for tensor in (core.work.attention.partial, core.work.attention.largest, core.work.attention.total):
         tensor.fill_(float("nan"))

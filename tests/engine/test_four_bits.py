@@ -9,19 +9,19 @@ from decode_helpers import reference_engine as engine
 from four_bit_models import four_bits
 from int4_helpers import random_rows
 
-from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import check_room, weight_bytes
-from dejavu_train.engine.mlp import dense_fc2
+from dejavu_train.engine.mlp import Mlp
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
-from dejavu_train.engine.planned import Place
+from dejavu_train.engine.planned import Kernels, Place, Run
 from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.models.int4 import CodedLinear
+from kernels.common.limits import takes_down
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear
 from kernels.mlp.sparse_fc2 import partial_sums
@@ -67,8 +67,8 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
         core = DecodeEngine(own, options=EngineOptions(context=16, **kernels)).core
         x = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).to(device)
         outputs.append(torch.full_like(x, float("nan")))
-        core.halves[1].body.run(x, outputs[-1])
-        assert core.halves[1].body.one_grid == (width == 9216)
+        core.layers[0].mlp.multiply(x, outputs[-1])
+        assert (core.plan.halves[1].kernels is Kernels.LISTED_GRID) == (width == 9216)
     torch.testing.assert_close(*outputs, atol=5e-3, rtol=5e-3)
 
 
@@ -88,7 +88,8 @@ def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, r
 
     ops = SimpleNamespace(**{name: noted(name) for name in ("int4_fc2", "dense_add")})
     out = torch.empty_like(x)
-    dense_fc2(weights, SimpleNamespace(ops=ops, partials=partial_sums(256, device), pdl=False), hidden, x, out)
+    work = SimpleNamespace(ops=ops, partials=partial_sums(256, device), pdl=False, hidden=hidden)
+    Mlp(None, takes_down(128, 256, rows), weights, work, None, None).down(hidden, x, out)
     want = x + bias + hidden.float() @ codes.dense(torch.float32)
     torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
     assert called == [op]
@@ -138,7 +139,7 @@ def test_greedy_tokens_after_a_prompt(model, late):
     if late:  # one row; what a prompt that is run at once leaves behind is never read
         bundle = random_bundle(model, lookahead=1, int4=True)
         made = engine(model, bundle)
-        site = made.core.halves[2].body.late
+        site = made.core.layers[1].attention.late
         site.norm.factors.fill_(float("nan"))
         site.attn_in.fill_(float("nan"))
         got = [made.generate([prompt], 12, stop_tokens=())[0] for prompt in prompts]
@@ -222,13 +223,14 @@ def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model
     """Of selected heads each layer keeps its own; the heads' predictors of this bundle are not folded, so not fused."""
     bundle = random_bundle(model, lookahead=1, targets=targets)
     made = engine(model, bundle, context=40)
-    fused = [half.body for half in made.core.halves if isinstance(half.body, FusedDenseAttention)]
+    inputs, halves = made.core.work.carried.inputs, made.plan.halves[::2]
+    fused = [i for i, half in enumerate(halves) if half.kernels is Kernels.QKV_SELECT and half.run is Run.ALL]
     assert len(fused) == (2 if targets == ("mlp",) else 0)
-    assert all(body.cache.attn_in is made.core.inputs for body in fused)
-    kept = {id(each): each.nbytes for each in (made.core.inputs, *(cache.attn_in for cache in made.core.caches))}
+    assert all(made.core.caches[layer].attn_in is inputs for layer in fused)
+    kept = {id(each): each.nbytes for each in (inputs, *(cache.attn_in for cache in made.core.caches))}
     assert made.memory["kept inputs"] == sum(kept.values()) > 0
     streams = engine(model, bundle, context=40, look_ahead="stream")
-    assert not any(isinstance(half.body, FusedDenseAttention) for half in streams.core.halves)
+    assert not any(half.kernels is Kernels.QKV_SELECT for half in streams.plan.halves)
 
 
 def test_which_layers_are_fused(model):
@@ -250,11 +252,12 @@ def test_layers_whose_input_the_mlp_before_makes(model):
     assert late(int4=True, batch=2) == late(int8=True) == late(int4=True, relu=True) == []
     bundle = random_bundle(model, lookahead=1, int4=True)
     made = engine(model, bundle)
-    assert [getattr(half.body, "late", None) is not None for half in made.core.halves] == [False, False, True, False]
-    assert made.core.halves[1].body.ahead is made.core.halves[2].body.late
-    assert engine(model, bundle, look_ahead="stream").core.halves[1].body.ahead is None
+    first, second = made.core.layers
+    assert first.attention.late is second.mlp.ahead is None
+    assert first.mlp.ahead is second.attention.late is not None
+    assert engine(model, bundle, look_ahead="stream").core.layers[0].mlp.ahead is None
     scratch = made.memory["scratch"] - engine(model, bundle, look_ahead="stream").memory["scratch"]
-    site = made.core.halves[2].body.late
+    site = made.core.layers[1].attention.late
     assert scratch == sum(each.nbytes for each in (site.gains, site.shifts, site.norm.factors))
     bundle.specs[1, "heads"].site, bundle.specs[1, "heads"].site_layer = "attn_in", 1  # heads at their own site
     assert not any(half.late for half in engine(model, bundle).plan.halves)
@@ -267,9 +270,9 @@ def test_layers_of_all_kinds_beside_each_other():
     bundle.specs[2, "heads"].site, bundle.specs[2, "heads"].site_layer = "attn_in", 2
     bundle.specs[3, "heads"].threshold, bundle.specs[3, "heads"].keep_dense = None, True
     made = engine(own, bundle)
-    kinds = [getattr(half.body, "late", None) is not None for half in made.core.halves[::2]]
+    kinds = [layer.attention.late is not None for layer in made.core.layers]
     assert kinds == [False, True, False, True, True]
-    assert isinstance(made.core.halves[6].body, FusedDenseAttention)
+    assert made.plan.half(3, "heads").run is Run.ALL and made.plan.half(3, "heads").kernels is Kernels.QKV_SELECT
     torch.testing.assert_close(made.score([row])[0], masked_nll(own, bundle, row), atol=2e-5, rtol=1e-5)
 
 
@@ -278,7 +281,7 @@ def test_a_guarded_engine_makes_no_input_ahead(model):
     bundle, row = random_bundle(model, lookahead=1, int4=True), rows_of(30)[0]
     never = SimpleNamespace(threshold=lambda key: torch.full((1,), 0.3), due=lambda: False, tensors=lambda: [])
     guarded = engine(model, bundle, guard=never)
-    assert guarded.core.halves[1].body.ahead is None
+    assert guarded.core.layers[0].mlp.ahead is None
     torch.testing.assert_close(guarded.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
 
 

@@ -11,6 +11,7 @@ from four_bit_models import four_bits
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.planned import Packer
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
 
@@ -25,9 +26,10 @@ def poison(engine):
     """Caches and scratch full of NaN: nothing may be read that was not written."""
     core = engine.core
     kept = [tensor for cache in core.caches for tensor in (cache.k, cache.v, cache.attn_in)]
-    sites = [each for half in core.halves if (each := getattr(half.body, "late", None)) is not None]
-    kept += [tensor for each in sites for tensor in (each.norm.factors, each.norm.estimate)]
-    for tensor in [*kept, core.inputs, core.work.q, core.work.heads_out, core.work.partials, core.x, core.logits]:
+    sites = [layer.attention.late for layer in core.layers if layer.attention.late is not None]
+    carried = core.work.carried
+    kept += [carried.inputs, carried.estimate, *(site.norm.factors for site in sites)]
+    for tensor in [*kept, core.work.q, core.work.heads_out, core.work.partials, core.x, core.logits]:
         tensor.fill_(float("nan"))
 
 
@@ -93,7 +95,7 @@ def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
         bundle = random_bundle(model, rank=16, lookahead=1, **options)
         for policy in ("backfill", "stale", "always") if head_dim == 64 and "targets" not in options else ("backfill",):
             engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", dtype=torch.float16, kv_policy=policy))
-            assert all(getattr(each.body, "late", None) is not None for each in engine.core.halves[2::2])
+            assert all(half.late for half in engine.plan.halves[2::2])
             expected = [masked_nll(model, bundle, row, stale=policy == "stale") for row in rows]
             where = f"late {options} {policy} head dim {head_dim}"
             assert_as_close_as_plain_torch(model, bundle, rows, expected, where, kv_policy=policy)
@@ -150,7 +152,7 @@ def test_replay_equals_eager_bit_for_bit(batch):
             for graph, pdl in ((True, True), (False, True), (False, False))
         ]
         if bundle is nibbles and batch > 1:  # their kernels leave a list, by a count that each replay begins anew
-            assert any(getattr(half.body, "listed", False) for half in made[0].core.halves)
+            assert any(half.packer is Packer.PREDICTOR for half in made[0].plan.halves)
         rows = rows_of(*range(90, 90 + batch))
         first, *others = [engine.score(rows) for engine in made]
         for other in others:

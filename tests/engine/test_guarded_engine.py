@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from dejavu_train import Guard, SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine import plan
-from dejavu_train.engine.attention import FusedDenseAttention
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.planned import Kernels, Run
 from dejavu_train.errors import UserError
 from dejavu_train.models.hooks import neuron_contribution
 from dejavu_train.models.opt import load_opt
@@ -195,5 +195,5 @@ def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
             got[backend] = model(ids).logits, thresholds(model)
     for mine, theirs in zip(got["triton"], got["gather"], strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    fused = DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference")).core.halves[0].body
-    assert isinstance(fused, FusedDenseAttention)
+    fused = DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference")).plan.halves[0]
+    assert fused.kernels is Kernels.QKV_SELECT and fused.run is Run.ALL

@@ -11,8 +11,8 @@ from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.mlp import ListedMlp
 from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.planned import Kernels, Packer
 from dejavu_train.evaluation.timing import time_engine
 
 
@@ -68,11 +68,11 @@ def test_several_rows_with_4_bit_weights(device, options):
             model, bundle, EngineOptions(device=device, context=16, batch=2, ops=ops, graph=False, dtype=torch.float16)
         )  # fmt: skip
         found[ops] = engine.score(rows, 1)
-    bodies = [half.body for half in engine.core.halves if isinstance(half.body, ListedMlp)]
+    plans = [half for half in engine.plan.halves if half.kernels is Kernels.LISTED_CODES]
     nibbles = "int4" in options
-    assert {each.mlp.predictor.weights.up.dtype == torch.uint8 for each in bodies} == {nibbles}
-    assert {each.own for each in bodies} == {"lookahead" not in options}
-    assert {each.listed for each in bodies} == {nibbles and "lookahead" not in options}
+    assert {half.format == "int4" for half in plans} == {nibbles}
+    assert {half.own for half in plans} == {"lookahead" not in options}
+    assert {half.packer is Packer.PREDICTOR for half in plans} == {nibbles and "lookahead" not in options}
     for one, other in zip(found["triton"], found["reference"], strict=True):
         torch.testing.assert_close(one, other, atol=0.05, rtol=0.01)
 
