@@ -62,7 +62,7 @@ class Rival:
 def random_weights(shape: ModelDims, stored: str, group: int | None, live_share: float) -> CpuWeights:
     """Random weights whose neurons are active with this probability; see `decode_problem.random_weights`."""
     weights = CpuWeights.random(shape, stored, group, std=STD)
-    weights.model.fc1_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
+    weights.model.up_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
     return weights
 
 

@@ -87,11 +87,11 @@ def overflowing(tiny_opt, name, threads=1):
     def overflow():
         model = engine.weights.model
         {
-            "MLP": model.fc2_bias[1],
+            "MLP": model.down_bias[1],
             "attention": engine.selectors.out_bias[1],
             "embedding": model.positions[5:],
             "LM head": model.norms[-1, 1],
-            "neurons": model.fc1_bias[1],
+            "neurons": model.up_bias[1],
         }[name][:] = math.nan if name == "neurons" else 3e38
 
     return engine, overflow

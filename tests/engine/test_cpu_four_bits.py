@@ -8,7 +8,7 @@ from decode_helpers import random_opt
 from four_bit_models import four_bits
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
-from dejavu_train.engine.cpu.arrays import FC1, FC2, QKV
+from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_UP, QKV
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
@@ -62,8 +62,8 @@ def test_codes_are_kept_exactly(d_model, n_heads, group):
     assert weights.model.rows.dtype.itemsize == 1 and weights.model.group == (group or 64)
     for i, layer in enumerate(model.model.decoder.layers):
         first, attention = weights.model.first[i], layer.self_attn
-        assert torch.equal(weights.rows(first[FC1], 90), layer.fc1.weight)
-        assert torch.equal(weights.rows(first[FC2], 90), layer.fc2.weight.T)
+        assert torch.equal(weights.rows(first[MLP_UP], 90), layer.fc1.weight)
+        assert torch.equal(weights.rows(first[MLP_DOWN], 90), layer.fc2.weight.T)
         assert torch.equal(weights.out_projection(i), attention.out_proj.weight.T)
         qkv = weights.rows(first[QKV], 3 * d_model).view(n_heads, 3, -1, d_model)
         for part, linear in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):

@@ -3,8 +3,8 @@
 Letters: L layers, B batch rows, T context, V vocabulary, d model width, D = d in whole chunks of CHUNK columns, f
 neurons, h heads, e head width, N threads, P predictors, R the largest rank, C layers with a second stage.
 
-A *row* is d weights that are multiplied with one number or summed into one: a row of q, k, v, fc1 or the LM head as
-stored, a column of the output projection or of fc2. All rows of a model lie in one array, so that whatever is selected
+A *row* is d weights that are multiplied with one number or summed into one: a row of q, k, v, up or the LM head as
+stored, a column of the output projection or of down. All rows of a model lie in one array, so that whatever is selected
 is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns; fp32 codes have scale 1.
 Rows of codes of a 4-bit model are int8 rows; those of its output projection have scale 1, and a scale of each head and
 output (``out_scale``) that what a head's rows sum up to is multiplied with: so its groups lie, across a head's rows.
@@ -22,7 +22,7 @@ from dejavu_train.engine.cpu.groups import Group
 from dejavu_train.engine.cpu.row_kernels import CHUNK
 from dejavu_train.families import ModelDims
 
-QKV, OUT, FC1, FC2 = range(4)  # parts of a layer, columns of Model.first
+QKV, OUT, MLP_UP, MLP_DOWN = range(4)  # parts of a layer, columns of Model.first
 HEADS, MLP = range(2)  # targets, columns of Selectors.at
 FLOAT32, FLOAT16, INT8, INT4 = range(4)  # how a predictor is stored
 KIND, RANK, UNITS, RELU, TOP_K, DOWN, UP, DOWN_SCALE, UP_SCALE, BIAS = range(10)  # columns of Selectors.spec
@@ -59,8 +59,8 @@ class Model(Group):
     norms: np.ndarray
     eps: float
     qkv_bias: np.ndarray
-    fc1_bias: np.ndarray
-    fc2_bias: np.ndarray
+    up_bias: np.ndarray
+    down_bias: np.ndarray
     positions: np.ndarray
 
     def __init__(self, **fields: np.ndarray | int | float) -> None:

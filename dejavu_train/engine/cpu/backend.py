@@ -1,4 +1,4 @@
-"""The backend ``cpu`` of SparseOPTForCausalLM: the compiled engine for CPUs behind ``generate()``.
+"""The backend ``cpu`` of sparse models: the compiled engine for CPUs behind ``generate()``.
 
 The engines keep one copy of the weights in their own layout, made when something is first generated.
 """
@@ -15,6 +15,7 @@ from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.engine.generation import EnginePool
 from dejavu_train.errors import Unsupported
+from dejavu_train.families import family_of
 from dejavu_train.machine import free_memory
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class CpuBackend(EnginePool):
                 f"the CPU engine keeps weights in float32, and this model is in {model.dtype}; pass dtype='float32' to"
                 " stay on it"
             )
-        if model.model.decoder.final_layer_norm is None:
+        if family_of(model).final_norm(model) is None:
             raise Unsupported("the CPU engine needs a final LayerNorm")
         self.max_rows, self._owner = MAX_BATCH, os.getpid()
         self._selectors: Selectors | None = None

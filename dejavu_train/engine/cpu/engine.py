@@ -27,6 +27,7 @@ from dejavu_train.engine.inputs import Sampling, check_rows
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import UserError
+from dejavu_train.families import blocks_of
 from dejavu_train.machine import cores
 
 MAX_BATCH = 4
@@ -51,7 +52,7 @@ class CpuEngine(Session):
     K and V of skipped heads are computed when a head is next selected, so decoding equals the masked dense model.
 
     Args:
-        model: a Hugging Face OPTForCausalLM, or `CpuWeights`, which several engines may share.
+        model: a Hugging Face model, or `CpuWeights`, which several engines may share.
         bundle: a `Bundle`, a list of `TargetPredictor`, or the `selectors` of an engine with the same weights. None:
             a dense engine.
         batch: rows, at most 4. Fewer prompts may be given.
@@ -98,11 +99,11 @@ class CpuEngine(Session):
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
         self.batch, self.context = batch, context or limit
         self.threads = threads or usable_cores()
-        fc1 = None if given or stored != "int8" else lambda i: model.model.decoder.layers[i].fc1.weight
-        self.selectors = bundle if made else make_selectors(self.weights, predictors, means, cascades, fc1)
+        up = None if given or stored != "int8" else lambda i: blocks_of(model)[i].up.weight
+        self.selectors = bundle if made else make_selectors(self.weights, predictors, means, cascades, up)
         self.predictors = self.selectors.spec
         if late:
-            for parameter in model.model.decoder.layers.parameters():
+            for parameter in (each for block in blocks_of(model) for each in block.whole.parameters()):
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
         operand = np.float32 if self.weights.model.rows.dtype == np.float32 else np.int16
         kept = int((self.selectors.kept >= 0).sum())

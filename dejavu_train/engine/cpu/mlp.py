@@ -1,10 +1,10 @@
-"""Compiled MLP of one token: fc1, ReLU and fc2, neuron by neuron, over all neurons or over a list."""
+"""Compiled MLP of one token: up, ReLU and down, neuron by neuron, over all neurons or over a list."""
 
 from typing import Any
 
 import numpy as np
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, WEIGHTS
+from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_UP, WEIGHTS
 from dejavu_train.engine.cpu.attention import row_bytes
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu.vector_ops import add_list, dot_list
@@ -14,13 +14,13 @@ from dejavu_train.engine.cpu.vector_ops import add_list, dot_list
 def listed_neurons(model, selectors, work, layer, n, live, thread):
     """work.partial[1] = sum of the outputs of n neurons, work.units with the batch rows in work.unit_rows.
 
-    Of fc2 the rows of neurons are read that are active in some batch row.
+    Of down the rows of neurons are read that are active in some batch row.
     """
-    fine, f = selectors.fine[layer], model.fc1_bias.shape[1]
+    fine, f = selectors.fine[layer], model.up_bias.shape[1]
     units, bits = work.units[thread], work.unit_rows[thread]
     numbers, results = work.numbers[thread], work.results[thread]
     operands, scales_of = work.operand[thread], work.operand_unit[thread]
-    first = fine * f if fine >= 0 else model.first[layer, FC1]
+    first = fine * f if fine >= 0 else model.first[layer, MLP_UP]
     for i in range(n):
         numbers[i] = first + units[i]
     if fine >= 0:
@@ -35,22 +35,22 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
         for b in range(results.shape[0]):
             value = np.float32(0)
             if bits[i] >> b & 1:
-                value = results[b, i] + model.fc1_bias[layer, unit]
+                value = results[b, i] + model.up_bias[layer, unit]
                 value = np.float32(0) if value <= np.float32(0) else value  # NaN stays, unlike with max()
             results[b, active] = value  # active <= i: what is overwritten was read
             found = found or value != np.float32(0)
-        numbers[active] = model.first[layer, FC2] + unit
+        numbers[active] = model.first[layer, MLP_DOWN] + unit
         active += found
     work.partial[1, thread] = 0
     add_list(work.partial[1, thread], model.rows, model.scales, model.group, numbers, results, 0, active, live)
-    of_fc1 = 2 * selectors.whole.shape[1] + 4 if fine >= 0 else row_bytes(model)
-    work.bytes_read[thread, WEIGHTS] += n * of_fc1 + active * row_bytes(model)
+    of_up = 2 * selectors.whole.shape[1] + 4 if fine >= 0 else row_bytes(model)
+    work.bytes_read[thread, WEIGHTS] += n * of_up + active * row_bytes(model)
 
 
 @compiled()
 def take_all(model, work, live, thread, n_threads):
     """List this thread's share of all neurons, consecutive ones; returns how many."""
-    n = model.fc1_bias.shape[1]
+    n = model.up_bias.shape[1]
     start, stop = n * thread // n_threads, n * (thread + 1) // n_threads
     for i in range(stop - start):
         work.units[thread, i] = start + i
@@ -70,7 +70,7 @@ def take_share(model, work, thread, n_threads):
     start, stop = total * thread // n_threads, total * (thread + 1) // n_threads
     before, n = 0, 0
     for other in range(n_threads):
-        count, segment = work.counts[other, 0], model.fc1_bias.shape[1] * other // n_threads
+        count, segment = work.counts[other, 0], model.up_bias.shape[1] * other // n_threads
         for i in range(max(start - before, 0), min(stop - before, count)):
             work.units[thread, n] = work.found[other, i]
             work.unit_rows[thread, n] = work.found_rows[other, segment + i]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, LEVELS, QKV, Selectors, State
+from dejavu_train.engine.cpu.arrays import LEVELS, MLP_DOWN, MLP_UP, QKV, Selectors, State
 from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families.block import forward_block
@@ -86,15 +86,17 @@ def _block(weights: CpuWeights, selectors: Selectors, layer: int, norm: Callable
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: mixed @ weights.out_projection(layer) + torch.from_numpy(selectors.out_bias[layer]),
         norm_mlp=partial(norm, 2 * layer + 1),
-        neurons=lambda n: F.linear(n, _fc1(weights, selectors, layer), torch.from_numpy(model.fc1_bias[layer])).relu_(),
-        down=lambda y: y @ weights.rows(first[FC2], shape.d_ffn) + torch.from_numpy(model.fc2_bias[layer]),
+        neurons=lambda n: F.linear(
+            n, _up_weight(weights, selectors, layer), torch.from_numpy(model.up_bias[layer])
+        ).relu_(),
+        down=lambda y: y @ weights.rows(first[MLP_DOWN], shape.d_ffn) + torch.from_numpy(model.down_bias[layer]),
     )
 
 
-def _fc1(weights: CpuWeights, selectors: Selectors, layer: int) -> Tensor:
+def _up_weight(weights: CpuWeights, selectors: Selectors, layer: int) -> Tensor:
     f, fine = weights.shape.d_ffn, int(selectors.fine[layer])
     if fine < 0:
-        return weights.rows(int(weights.model.first[layer, FC1]), f)
+        return weights.rows(int(weights.model.first[layer, MLP_UP]), f)
     rows = slice(fine * f, (fine + 1) * f)
     whole = torch.from_numpy(selectors.whole[rows, : weights.shape.d_model])
     return whole.float().mul_(torch.from_numpy(selectors.whole_scale[rows]))

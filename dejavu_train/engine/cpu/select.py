@@ -225,15 +225,13 @@ def second_stage(model, selectors, work, layer, unit, coming, bits, sparse, thre
 
     In whole numbers, and in fp32 in the order of `planes.SecondStage.scores`: all executors decide alike.
     """
-    row, tested = selectors.fine[layer] * model.fc1_bias.shape[1] + unit, bits & sparse
+    row, tested = selectors.fine[layer] * model.up_bias.shape[1] + unit, bits & sparse
     if not tested:
         return bits
     for b in range(work.hidden.shape[1]):
         if tested >> b & 1:
             whole = dot_nibbles(selectors.upper, row, coming, work.levels[thread, b]) - 8 * work.level_sum[thread, b]
-            score = (
-                np.float32(whole) * selectors.grid[row, 0] * work.level_unit[thread, b] + model.fc1_bias[layer, unit]
-            )
+            score = np.float32(whole) * selectors.grid[row, 0] * work.level_unit[thread, b] + model.up_bias[layer, unit]
             if not score > selectors.grid[row, 1]:
                 bits &= ~(1 << b)
     return bits

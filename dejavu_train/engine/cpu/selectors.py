@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
-from dejavu_train.engine.cpu.arrays import FC1, FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, Selectors, padded
+from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, MLP_UP, Selectors, padded
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.predictors.bit_planes import BitPlanes
@@ -122,14 +122,14 @@ def make_selectors(
     predictors: list[TargetPredictor],
     means: dict[int, Tensor] | None = None,
     cascades: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
-    fc1: Any = None,
+    up: Any = None,
 ) -> Selectors:
     """The arrays for these predictors; none = a dense engine.
 
     Args:
         means: by layer (h, e) fp32, what stands in for skipped heads.
         cascades: by layer (scale, steps, stage-2 threshold), each (f,).
-        fc1: ``fc1(layer)`` gives the layer's fc1 (f, d) as the model has it, for the planes of cascades.
+        up: ``up(layer)`` gives the layer's up (f, d) as the model has it, for the planes of cascades.
     """
     shape = weights.shape
     n_layers, h, e, f, d = shape.n_layers, shape.n_heads, shape.head_dim, shape.d_ffn, shape.d_model
@@ -160,7 +160,7 @@ def make_selectors(
         assert cascades is not None
         scale, steps, threshold = cascades[layer]
         rows = slice(number * f, (number + 1) * f)
-        weight = weights.rows(int(weights.model.first[layer, FC1]), f) if fc1 is None else fc1(layer)
+        weight = weights.rows(int(weights.model.first[layer, MLP_UP]), f) if up is None else up(layer)
         planes = BitPlanes.of(weight.detach().float().cpu(), scale, steps)
         codes = torch.nn.functional.pad(planes.codes().to(torch.int8), (0, columns - d))
         upper[rows] = pack_nibbles(codes).numpy()

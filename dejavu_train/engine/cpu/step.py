@@ -1,7 +1,7 @@
 """One decoding step of a whole OPT in compiled code, run by every thread of a team at once.
 
 Phases between barriers, in each layer: the head predictor's first half | q, k, v | attention | output projection | the
-neuron predictor's first half | its second half and the second stage | fc1 and fc2. A dense layer has no predictors to
+neuron predictor's first half | its second half and the second stage | up and down. A dense layer has no predictors to
 run; else it is the same code. The residual stream x is private: every thread adds up the same partial sums.
 """
 
@@ -110,7 +110,7 @@ def mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, 
         n = take_all(model, work, live_rows(state), thread, n_threads)
     listed_neurons(model, selectors, work, layer, n, live_rows(state), thread)
     barrier(control, n_threads)
-    add_partials(state, work, 1, model.fc2_bias[layer], thread, n_threads)
+    add_partials(state, work, 1, model.down_bias[layer], thread, n_threads)
 
 
 @compiled()

@@ -1,6 +1,6 @@
 """Reads an OPT model, writes the arrays of the CPU engine: every unit's weights as rows of one array, fp32 or int8.
 
-int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of fc2 or of the output
+int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of down or of the output
 projection is a neuron's or a head's output, not an output dimension: what is selected has scales of its own.
 
 Of a 4-bit model (``models.int4``) the codes are kept as they are, a byte each, with their own scales: nothing of a
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
-from dejavu_train.engine.cpu.arrays import FC1, FC2, OUT, QKV, Model, padded
+from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_UP, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
 from dejavu_train.errors import UserError
-from dejavu_train.families import ModelDims, blocks_of, dims_of
+from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of, family_of
 from dejavu_train.families.plain import NotPlain, check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 
@@ -49,7 +49,7 @@ class CpuWeights:
     def from_model(
         cls, model: Any, stored: str | None = None, group: int | None = None, release: bool = False
     ) -> "CpuWeights":
-        """Copy the weights of a Hugging Face OPTForCausalLM on the CPU.
+        """Copy the weights of a Hugging Face model on the CPU.
 
         Args:
             model: pre-norm OPT, of any floating dtype.
@@ -65,21 +65,20 @@ class CpuWeights:
         """
         shape = dims_of(model.config)
         check_read(model)
-        decoder = model.model.decoder
+        family, blocks = family_of(model), blocks_of(model)
+        tokens, learned = family.embeddings(model)
         stored, note = how_stored(model, stored)
-        head, embedding = plain_linear("lm_head", model.lm_head), plain_table("embed_tokens", decoder.embed_tokens)
-        positions = plain_table("embed_positions", decoder.embed_positions, OPTLearnedPositionalEmbedding)
+        head, embedding = plain_linear("lm_head", model.get_output_embeddings()), plain_table("embed_tokens", tokens)
+        positions = plain_table("embed_positions", learned, OPTLearnedPositionalEmbedding)
         coded_head = isinstance(head, CodedLinear)
         tied = not coded_head and head.weight.data_ptr() == embedding.data_ptr()
-        own = decoder.layers[0].fc1.layout.sizes.group if stored == "codes" else 0
+        own = blocks[0].up.layout.sizes.group if stored == "codes" else 0
         if group is not None and own % group:
             raise UserError(f"codes in groups of {own} columns cannot be kept in groups of {group}")
-        norms = [norm for layer in decoder.layers for norm in (layer.self_attn_layer_norm, layer.final_layer_norm)] + [
-            decoder.final_layer_norm
-        ]
+        norms = [norm for block in blocks for norm in (block.norm_attn, block.norm_mlp)] + [family.final_norm(model)]
         eps = norms[0].eps
         if any(norm.eps != eps for norm in norms):
-            raise NotPlain("model.decoder", "has LayerNorms of several eps, and the CPU engine one for all")
+            raise NotPlain("the model", "has LayerNorms of several eps, and the CPU engine one for all")
         weights = replace(_empty(shape, stored, group, tied, eps), note=note)
         for i, norm in enumerate(norms):  # without learned parameters they are one and zero
             weights.model.norms[i, 0] = 1.0 if norm.weight is None else _array(norm.weight)
@@ -93,21 +92,21 @@ class CpuWeights:
             weights.put(weights.model.lm_head, head.weight)
         weights.screen()
         h = shape.n_heads
-        for i, whole in enumerate(blocks_of(model)):
+        for i, whole in enumerate(blocks):
             block, first = plain_block(whole), weights.model.first[i]
             parts = (block.q, block.k, block.v)
             if stored == "codes":
-                weights.put_coded_layer(i, whole.whole)
+                weights.put_coded_layer(i, block)
             else:
                 weights.put(first[QKV], _by_head([part.weight for part in parts], h))
                 weights.put(first[OUT], block.out.weight.T)
-                weights.put(first[FC1], block.up.weight)
-                weights.put(first[FC2], block.down.weight.T)
+                weights.put(first[MLP_UP], block.up.weight)
+                weights.put(first[MLP_DOWN], block.down.weight.T)
             biases = [_bias(part).reshape(h, -1) for part in parts]
             weights.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
             weights.out_bias[i] = _bias(block.out)
-            weights.model.fc1_bias[i], weights.model.fc2_bias[i] = _bias(block.up), _bias(block.down)
-            small = (weights.model.qkv_bias, weights.out_bias, weights.model.fc1_bias, weights.model.fc2_bias)
+            weights.model.up_bias[i], weights.model.down_bias[i] = _bias(block.up), _bias(block.down)
+            small = (weights.model.qkv_bias, weights.out_bias, weights.model.up_bias, weights.model.down_bias)
             weights.check_finite(int(first[QKV]), *(each[i] for each in small), weights.model.norms[2 * i : 2 * i + 2])
             if release:
                 for tensor in (*whole.whole.parameters(), *whole.whole.buffers()):
@@ -163,16 +162,15 @@ class CpuWeights:
         self.model.rows[place, d:] = 0
         self.model.rows[place, :d], self.model.scales[place] = codes.numpy(), scales.numpy()
 
-    def put_coded_layer(self, number: int, layer: Any) -> None:
+    def put_coded_layer(self, number: int, block: BlockParts) -> None:
         """Store a decoder layer of `CodedLinear`. The output projection is turned: a row is a column of a head."""
         h, d, e = self.shape.n_heads, self.shape.d_model, self.shape.head_dim
-        attention, first = layer.self_attn, self.model.first[number]
-        parts = [part.rows for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        first, parts = self.model.first[number], [part.rows for part in (block.q, block.k, block.v)]
         words, scales = (_by_head([getattr(part, name) for part in parts], h) for name in ("words", "scales"))
         self.put_codes(first[QKV], Int4Rows(words, scales))
-        self.put_codes(first[FC1], layer.fc1.rows)
-        self.put_codes(first[FC2], layer.fc2.rows)
-        out, columns = attention.out_proj.rows, slice(int(first[OUT]), int(first[OUT]) + h * e)
+        self.put_codes(first[MLP_UP], block.up.rows)
+        self.put_codes(first[MLP_DOWN], block.down.rows)
+        out, columns = block.out.rows, slice(int(first[OUT]), int(first[OUT]) + h * e)
         self.check_finite(int(first[OUT]), out.scales)
         self.model.rows[columns, :d] = out.codes.view(h, d, e).transpose(1, 2).reshape(h * e, d).numpy()
         self.model.rows[columns, d:], self.model.scales[columns] = 0, 1
@@ -240,14 +238,14 @@ def how_stored(model: Any, asked: str | None) -> tuple[str, str]:
     Raises:
         UserError: codes of a model that has none, or whose groups are not whole chunks.
     """
-    fc1 = model.model.decoder.layers[0].fc1
-    group = fc1.layout.sizes.group if isinstance(fc1, CodedLinear) else 0
+    up = blocks_of(model)[0].up
+    group = up.layout.sizes.group if isinstance(up, CodedLinear) else 0
     fits = group > 0 and group % CHUNK == 0
     if asked == "codes" and not fits:
         found = f"4-bit codes in groups of {group} columns" if group else "no 4-bit codes"
         raise UserError(f"codes are kept of 4-bit models with groups of {CHUNK} or 128 columns; this one has {found}")
     if asked == "codes" or (asked is None and fits):
-        head = "embeddings" if isinstance(model.lm_head, CodedLinear) else "embeddings and LM head"
+        head = "embeddings" if isinstance(model.get_output_embeddings(), CodedLinear) else "embeddings and LM head"
         return "codes", f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
     odd = f"of 4-bit codes, whose groups of {group} columns do not fit: {CHUNK} or 128 do" if group else ""
     return asked or "float32", odd if asked is None else ""
@@ -284,7 +282,7 @@ def _empty(shape: ModelDims, stored: str, group: int | None, tied: bool, eps: fl
     group = columns if stored == "float32" else min(group or CHUNK, columns)
     per_layer = 4 * d + 2 * f
     first = np.array([0, 3 * d, 4 * d, 4 * d + f]) + per_layer * np.arange(n_layers)[:, None]
-    assert (QKV, OUT, FC1, FC2) == (0, 1, 2, 3)
+    assert (QKV, OUT, MLP_UP, MLP_DOWN) == (0, 1, 2, 3)
     embedding = per_layer * n_layers
     n_rows = embedding + vocab * (1 if tied else 2)
     model = Model(
@@ -303,8 +301,8 @@ def _empty(shape: ModelDims, stored: str, group: int | None, tied: bool, eps: fl
         norms=np.zeros((2 * n_layers + 1, 2, d), np.float32),
         eps=eps,
         qkv_bias=np.zeros((n_layers, 3 * d), np.float32),
-        fc1_bias=np.zeros((n_layers, f), np.float32),
-        fc2_bias=np.zeros((n_layers, d), np.float32),
+        up_bias=np.zeros((n_layers, f), np.float32),
+        down_bias=np.zeros((n_layers, d), np.float32),
         positions=np.zeros((shape.max_positions + POSITION_ROWS, d), np.float32),
     )
     return CpuWeights(shape, model, np.zeros((n_layers, d), np.float32))
