@@ -1,8 +1,11 @@
 """One decoding step of a whole OPT in compiled code, run by every thread of a team at once.
 
-Phases between barriers, in each layer: the head predictor's first half | q, k, v | attention | output projection | the
-neuron predictor's first half | its second half and the second stage | up and down. A dense layer has no predictors to
-run; else it is the same code. The residual stream x is private: every thread adds up the same partial sums.
+Phases of a layer, with a barrier behind each:
+
+    the head predictor's first half | q, k, v | attention | output projection |
+    the neuron predictor's first half | its second half and the second stage | up and down
+
+A dense layer has no predictors to run, else it is the same code. The residual stream x is private: every thread adds up the same partial sums.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Reads an OPT model, writes the arrays of the CPU engine: every unit's weights as rows of one array, fp32 or int8.
 
 int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of down or of the output
-projection is a neuron's or a head's output, not an output dimension: what is selected has scales of its own.
+projection is a neuron's or a head's output, not an output dimension. So what is selected has scales of its own.
 
 Of a 4-bit model (``models.int4``) the codes are kept as they are, a byte each, with their own scales: nothing of a
 layer is rounded again. Embeddings and an LM head that are no codes are rounded as ``int8`` rounds everything.
