@@ -4,10 +4,11 @@ Letters: L layers, B batch rows, T context, V vocabulary, d model width, D = d i
 neurons, h heads, e head width, N threads, P predictors, R the largest rank, C layers with a second stage.
 
 A *row* is d weights that are multiplied with one number or summed into one. It is a row of q, k, v, up or the LM head
-as stored, or a column of the output projection or of down. All rows of a model lie in one array, so that whatever is selected
-is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns; fp32 codes have scale 1.
-Rows of codes of a 4-bit model are int8 rows; those of its output projection have scale 1, and a scale of each head and
-output (``out_scale``) that what a head's rows sum up to is multiplied with: so its groups lie, across a head's rows.
+as stored, or a column of the output projection or of down. All rows of a model lie in one array, so that whatever is
+selected is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns; fp32 codes have
+scale 1. Rows of codes of a 4-bit model are int8 rows; those of its output projection have scale 1, and a scale of each
+head and output (``out_scale``) that what a head's rows sum up to is multiplied with: so its groups lie, across a head's
+rows.
 Columns from d to D are zero, in rows and in vectors.
 
 The *operand* is what rows are multiplied with: an fp32 vector for fp32 rows; for int8 rows whole numbers in
