@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import GOOD_MASS
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
@@ -38,6 +40,7 @@ from dejavu_train.models.weight_format import WeightFormat, stored_format
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
+from dejavu_train.training.callbacks import most_recall
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
     has_predictor,
@@ -143,7 +146,7 @@ def say_what_density_holds(config: RunConfig, activations: Path) -> None:
     if config.mlp.enabled and density is not None and density < mean:
         logger.warning(
             "%.1f %% of the neurons are active, more than mlp.density %g can hold: recall is at most %.3f in the mean;"
-            " what counts is the retained mass, and a higher density keeps more of it",
+            " what counts is the retained mass; raise --mlp.density to keep more of it",
             100 * mean,
             density,
             density / mean,
@@ -229,7 +232,7 @@ def engine_writer(engine: Any, settings: SampleConfig) -> Write:
 
 
 def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stage) -> None:
-    """Calibrate, write the bundle, and show one table of all predictors."""
+    """Calibrate, write the bundle, and show what it has. ``summary.csv`` has what training had."""
     activations = output / "activations"
     windows = ShardReader(activations, 0, "calibration").windows() if config.calibrate.sensitivity_tokens else None
 
@@ -271,7 +274,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
     columns, rows = summary_rows(output, jobs)
     with replacing(output / "predictors" / "summary.csv") as path:
         path.write_text("\n".join(",".join(str(value) for value in row) for row in [columns, *rows]) + "\n")
-    print(table(columns, rows))
+    print(bundle_summary(bundle))
     log_summary(config, jobs)
 
 
@@ -323,6 +326,37 @@ def check_trainer(config: RunConfig, job: UnitKey) -> None:
     with tempfile.TemporaryDirectory() as folder:  # loggers make folders
         build_trainer(dataclasses.replace(config, output=folder), job, Path(folder), [])
     rehearse(config, job)
+
+
+def bundle_summary(bundle: Bundle) -> str:
+    """All predictors as they were calibrated, then their means, and what to do where these are low.
+
+    Measured on documents set aside for calibration. Of a second stage, density is that of the candidates.
+    """
+    columns = ["layer", "target", "active", "density", "selected", "recall", "at most", "retained mass"]
+    rows: list[list[Any]] = []
+    lines = []
+    for target in bundle.targets:
+        specs = [spec for _, spec in sorted(bundle.specs.items()) if spec.target == target]
+        for spec in specs:
+            active = "-" if spec.active_density is None else spec.active_density
+            if spec.dense:
+                rows.append([spec.layer, str(target), active, "dense", *[""] * 4])
+                continue
+            most = most_recall(spec.density, spec.active_density or 0.0)
+            second = spec.curve is not None and "selected" in spec.curve
+            selected = read_curve(spec.curve, spec.density)["selected"] if second else spec.density
+            found = [spec.density, selected, spec.recall, most, spec.retained_mass]
+            rows.append([spec.layer, str(target), active, *found])
+        recall, mass = (sum(getattr(spec, name) for spec in specs) / len(specs) for name in ("recall", "retained_mass"))
+        line = f"{target}: recall {recall:.3f}, retained mass {mass:.3f} at density {bundle.mean_density(target):.3f}"
+        lines.append(line + ", means over the layers")
+        if mass < GOOD_MASS:
+            more = f"--calibrate.{'mlp' if target == Target.MLP else 'head'}_density"
+            lines.append(
+                f"{target}: a retained mass below {GOOD_MASS} costs quality; raise {more}, or --{target}.steps"
+            )
+    return "\n".join([table(columns, rows), *lines])
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

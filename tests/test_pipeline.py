@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from bundles import make_bundle
 from conftest import REPOSITORY, save_tiny_opt
 from small_runs import activations, flags, start_main
 
@@ -63,6 +64,22 @@ def test_from_text_to_bundle(finished, tiny_opt):
     assert len(lines) == 5 and lines[0].startswith("layer,target,rank")
     run = json.loads((finished / "run.json").read_text())
     assert run["train"]["mlp"]["keys"]["mlp.rank"] == 16 and run["train"]["mlp"]["density"] == 0.4
+
+
+def test_the_summary_shows_what_the_bundle_has(tiny_opt):
+    bundle = make_bundle(tiny_opt)
+    for moved in (bundle.at(0.3, 1.0), bundle.at(0.6, 0.5)):
+        heading, *rows = [line.split() for line in pipeline.bundle_summary(moved).splitlines()]
+        assert heading[:4] == ["layer", "target", "active", "density"] and rows[0][:2] == ["0", "mlp"]
+        spec = moved.specs[0, "mlp"]
+        assert [float(cell) for cell in (rows[0][3], rows[0][5], rows[0][-1])] == pytest.approx(
+            [spec.density, spec.recall, spec.retained_mass], abs=1e-3
+        )
+        means = [" ".join(row) for row in rows if row[0].endswith(":")]
+        mass = sum(each.retained_mass for key, each in moved.specs.items() if key[1] == "mlp") / 2
+        assert means[0].startswith("mlp: recall 0.") and f"at density {moved.mean_density('mlp'):.3f}" in means[0]
+        assert any("raise --calibrate.mlp_density" in line for line in means) == (mass < 0.95)
+    assert pipeline.bundle_summary(bundle.at(0.3, 1.0)).count(" dense ") == 2  # the heads of two layers
 
 
 def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished, tiny_opt, text_file, tmp_path):

@@ -16,6 +16,7 @@ from dejavu_train.predictors.quantization import SCALED
 
 KINDS = ("low_rank", "cascade", "custom")
 PREDICTOR_DTYPES = (*DTYPES, *SCALED)
+GOOD_MASS = 0.95  # of the contribution of all units: where a selection keeps less, a text suffers
 CURVE_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
 
 Curve = dict[str, list[float]]

@@ -31,7 +31,7 @@ def warn_if_untrained(model: Any, windows: Sequence[np.ndarray]) -> None:
     if count and lost / count > NEAR_UNIFORM * uniform:
         logger.warning(
             "the model looks untrained: it loses %.2f nats a token on this text, drawing tokens at random %.2f;"
-            " predictors for random weights show nothing of a trained model's",
+            " predictors for random weights show nothing of a trained model's; check --model",
             lost / count,
             uniform,
         )

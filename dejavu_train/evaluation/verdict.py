@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dejavu_train.bundle.spec import GOOD_MASS
+
 Found = dict[str, Any]
 ADVICE = (  # increase of perplexity up to which -> what it means
     (0.01, "The sparse model writes almost as the dense one."),
@@ -10,7 +12,6 @@ ADVICE = (  # increase of perplexity up to which -> what it means
     (0.3, "The sparse model is clearly worse: a higher density loses less (--densities)."),
     (float("inf"), "The predictors do not fit: raise the density, or train them on text like this (--text.source)."),
 )
-NEEDED = 0.95  # of the contribution, below which a selection misses what counts
 
 
 def verdict(found: Found) -> list[str]:
@@ -30,10 +31,9 @@ def _quality(found: Found) -> list[str]:
     worst = max(row["increase"] for row in asked)
     lines.append(next(text for most, text in ADVICE if worst <= most))
     mass = min((row["mlp_retained_mass"] for row in asked if row["mlp_retained_mass"] is not None), default=1.0)
-    if mass < NEEDED:
-        lines.append(
-            f"The selected neurons carry {100 * mass:.0f} % of what all contribute. Below 95 % quality suffers."
-        )
+    if mass < GOOD_MASS:
+        needed = f"Below {100 * GOOD_MASS:.0f} % quality suffers."
+        lines.append(f"The selected neurons carry {100 * mass:.0f} % of what all contribute. {needed}")
     return lines
 
 
