@@ -4,14 +4,15 @@
     python tests/words.py --shrink     takes what is gone out of the baseline
     python tests/words.py --all        every offender with its place, and counts by kind of file
 
-The rule stands in CONTRIBUTING.md. Pages are Markdown files, messages are the texts of errors, warnings and log lines.
-Tables, code and commands are left out: `code` between backticks counts as one word without numbers.
+The rule stands in CONTRIBUTING.md. Pages are Markdown files and notebooks. Messages are the texts of errors, warnings
+and log lines. Tables, code and commands are left out: `code` between backticks counts as one word without numbers.
 """
 
 import argparse
 import ast
 import collections
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = Path("tests/words_baseline.txt")
 GLOSSARY = Path("docs/concepts/glossary.md")
-CLEAN = ("docs/start/", "docs/guides/")  # what the baseline may not excuse
+# What the baseline may not excuse.
+CLEAN = ("README.md", "docs/index.md", "docs/start/", "docs/guides/", "docs/concepts/")
 NUMBERS_FREE = ("docs/results/", "docs/notes/", "benchmarks/")  # reports of measurements
 NOT_OURS = ("tests/earlier/",)  # files that an earlier version wrote
 LONGEST, NUMBERS, NUMBERS_IN_100 = 25, 2, 5
@@ -31,7 +33,8 @@ ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|App|Fig|Sec|Eq|Tab|al|ap
 CLOSES = {"<!-- table": "<!-- end", "<!--": "-->"}  # what begins a part that is skipped -> what ends it
 NUMBER = re.compile(r"(?<![\w.\-/])[-+~]?\d[\d.,]*(?![\w/-]|[.,]\d| bits?\b)")  # not fp16, 6.7B, 4-bit, 4 bits
 ENTRY = re.compile(r"[*`]*[\w.]+[*`]*(, [*`]*[\w.]+[*`]*){0,5}( \([^)]*\))?: ")  # a parameter or field
-SHAPE = re.compile(r"\([^()]*,[^()]*\)|\[[^\[\]]*\]|\([^() ]*\)")
+# Shapes and formulas, whose numbers do not count.
+SHAPE = re.compile(r"\([^()]*,[^()]*\)|\[[^\[\]]*\]|\([^() ]*\)|[\w.]+(?: ?[*^+=|] ?\(?[\w.]+)+|2\^\d+")
 DATE = re.compile(r"\b20\d\d-\d\d(-\d\d)?\b|\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* (\d+, )?20\d\d\b")
 COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 FORBIDDEN = ("the former", "the latter")  # until the glossary stands
@@ -178,6 +181,9 @@ def offenders(root: Path, files: Sequence[str]) -> Iterator[Offender]:
             for prose in python(path, source):
                 yield from broken(prose, avoid)
             continue
+        if path.endswith(".ipynb"):
+            cells = json.loads(source)["cells"]
+            source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
         page = [Prose("page", path, line, text) for line, text in paragraphs(source, 1, entries=False)]
         for prose in page:
             yield from broken(prose, avoid)
@@ -193,7 +199,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--all", action="store_true", help="show old offenders too, and counts")
     parser.add_argument("--shrink", action="store_true", help="take what is gone out of the baseline")
     asked = parser.parse_args(argv)
-    known = subprocess.check_output(["git", "ls-files", "*.md", "*.py"], cwd=root, text=True).splitlines()
+    known = subprocess.check_output(["git", "ls-files", "*.md", "*.py", "*.ipynb"], cwd=root, text=True).splitlines()
     every = list(offenders(root, [n for n in known if not n.startswith(NOT_OURS) and (root / n).is_file()]))
     gone = collections.Counter((root / BASELINE).read_text("utf-8").split())
     new = []

@@ -1,7 +1,7 @@
 """The attention half of a decoding step, x (B, d) -> out (B, d), fp32, as its plan says.
 
 LayerNorms are prologues of the kernels, biases and the residual epilogues. With `Kernels.QKV_SELECT` the grids of one
-row also run the predictor of the layer's MLP: a stream of its own costs two events a layer, and its kernels cannot
+row also run the predictor of the layer's MLP. A stream of its own costs two events a layer, and its kernels cannot
 start while others end.
 """
 
@@ -75,7 +75,7 @@ class Attention:
             )
 
     def project_in(self, x: Tensor) -> None:
-        """Queries, and keys and values into the cache; those that are missing as the policy says."""
+        """Queries, and keys and values into the cache. Those that are missing as the policy says."""
         work, weights, cache, position = self.work, self.weights, self.cache, self.work.state.position
         if self.plan.kernels is Kernels.QKV_ALL:
             work.ops.qkv_dense(x, weights.norm1, weights.qkv, position, work.q, cache, pdl=work.pdl)
@@ -89,7 +89,7 @@ class Attention:
             )  # fmt: skip
 
     def attend(self) -> None:
-        """Every head's output; and the list of neurons, where its predictor ran beside q/k/v."""
+        """Every head's output, and the list of neurons, where its predictor ran beside q/k/v."""
         work, cache, position = self.work, self.cache, self.work.state.position
         mixed = (work.q, cache, self.selection, position, work.heads_out, work.attention)
         if self.plan.kernels is Kernels.QKV_SELECT:

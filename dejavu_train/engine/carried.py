@@ -51,7 +51,7 @@ class Carried:
         mlp: TargetPredictor,
         heads: HeadsAhead | None,
     ) -> LateSite:
-        """What the MLP before a layer writes, and the layer's q/k/v read; its factors are the layer's own."""
+        """What the MLP before a layer writes, and the layer's q/k/v read. Its factors are the layer's own."""
         norm = LateNorm.empty(weights.norm1, cache.capacity, self.estimate, self.moments)
         return LateSite.of(norm, cache.attn_in, position, weights.qkv, mlp.weights, self.arrived, heads)
 

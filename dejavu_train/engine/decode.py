@@ -44,7 +44,7 @@ class DecodeEngine(Session):
             already has its layout.
         bundle: a `Bundle`, or loaded predictors by (layer, target); None = dense.
     Attributes:
-        plan: how a step runs; see `describe`.
+        plan: how a step runs. See `describe`.
         memory: bytes by what they are for.
     Raises:
         UserError: no GPU, a size that does not fit, an uncalibrated bundle, a bundle that cannot be guarded.

@@ -14,7 +14,7 @@ from dejavu_train.families import LayerInput, Site, Target, UnitKey
 
 @dataclass(frozen=True)
 class PredictorFacts:
-    """What a plan needs to know of the predictor of one (layer, target); no tensors.
+    """What a plan needs to know of the predictor of one (layer, target). No tensors.
 
     Attributes:
         site: layer and input that it reads. stored, format: in the bundle, and as the engine's kernels read it.
@@ -86,7 +86,7 @@ def _scaled(frequency: Tensor, density: float) -> Tensor:
 
 
 def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> dict[UnitKey, PredictorFacts]:
-    """Of a bundle's predictors in an engine of so many rows, without loading them; arguments as of `load_predictors`.
+    """Of a bundle's predictors in an engine of so many rows, without loading them. Arguments as of `load_predictors`.
 
     Raises:
         UserError: thresholds that were never calibrated.

@@ -36,7 +36,7 @@ class EngineOptions:
         release: take the layers out of the given `DecodeWeights`, which is left without.
         guard: every N-th step is dense and moves thresholds: settings, or the state that several engines share.
         screen: find the greedy token of one row through an int8 screen of the LM head. It is the token that all logits
-            give, for half of the bytes; the screen takes as many beside the LM head. None = on a GPU where it fits.
+            give, for half of the bytes. The screen takes as many beside the LM head. None = on a GPU where it fits.
             True = also under the interpreter.
     Raises:
         UserError: a value that is not allowed.

@@ -5,7 +5,7 @@ what it selects. Several rows read what they select together, where that leaves 
 layer that computes all of its units masks each row by its own selection, so which units count never depends on a plan.
 
 A second stage is never left out. At one row its kernel is slower than reading all candidates whole
-(`benchmarks/results/cascade.csv`), but what passes it is what is selected, and no other kernel finds that out.
+(`benchmarks/results/cascade.csv`). But what passes it is what is selected, and no other kernel finds that out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ def plan_step(
     """How an engine runs a decoding step.
 
     Args:
-        predictors: of the (layer, target) that select; others compute all units.
+        predictors: of the (layer, target) that select. Others compute all units.
     Raises:
         Unsupported: what the engine has no kernels for. UserError: a context that does not fit the model.
     """
@@ -81,7 +81,7 @@ def with_screen(plan: StepPlan, asked: bool | None, free: int | None) -> StepPla
     """The plan with a screen of the LM head where that is asked for and fits.
 
     Args:
-        free: bytes that the device has left beside weights and predictors; None = nobody looks.
+        free: bytes that the device has left beside weights and predictors. None = nobody looks.
     """
     dims, size = plan.dims, screen_bytes(plan.dims.vocab_size, plan.dims.d_model)
     why = ""
@@ -319,7 +319,7 @@ def dense_from(d: int) -> float:
 
 
 def read_as_codes(bundle: Any, dtype: torch.dtype, rows: int) -> frozenset[UnitKey]:
-    """The (layer, target) of which an engine of so many rows reads codes; others become numbers of the dtype.
+    """The (layer, target) of which an engine of so many rows reads codes. Others become numbers of the dtype.
 
     One row reads codes of int8 and int4. Two to eight rows in fp16 read those of int4 whose widths their kernels take.
     """

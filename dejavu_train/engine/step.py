@@ -54,7 +54,7 @@ class DecodeStep:
     """State and kernels of a step, as a plan says.
 
     Attributes:
-        layers: of the model. measured: the same in a dense step that a guard measures; None without one.
+        layers: of the model. measured: the same in a dense step that a guard measures. None without one.
         x: (2 n_layers + 1, B, d) fp32, the residual stream in front of each half and behind the last. One buffer a
             half, because a look-ahead predictor may still read an older one.
         state: the tokens and all that decides about them, see `kernels.sampling`.
@@ -186,7 +186,7 @@ class DecodeStep:
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:
         """A step without a graph; `measured`: dense, measured by the guard, which then moves its thresholds.
 
-        LayerNorms are prologues of the kernels that read them; where a predictor runs, and which kernels a method
+        LayerNorms are prologues of the kernels that read them. Where a predictor runs, and which kernels a method
         queues, stands in the plan.
         """
         weights, guard = self.weights, self.guard if measured else None

@@ -99,7 +99,7 @@ class SitePredictor:
         norm: the LayerNorm of the site.
         own: whether it runs between other kernels, not on the look-ahead stream.
         normalised_out: (B, d), receives what the predictor read, where fc1 reads the same; or None.
-        listed: receives the list without gaps, where the kernels can leave it; or None.
+        listed: receives the list without gaps, where the kernels can leave it, or None.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
 def build_engine(
     backend: str, model: Any, bundle: Bundle | None = None, rows: int = 1, tokens: int | None = None
 ) -> Any:
-    """A `CpuEngine` for "cpu" and "dense-cpu", else a `DecodeEngine`; tokens: of a row, None = the model's limit."""
+    """A `CpuEngine` for "cpu" and "dense-cpu", else a `DecodeEngine`. `tokens`: of a row, None = the model's limit."""
     if backend in (CPU, DENSE_CPU):
         from dejavu_train.engine.cpu import CpuEngine  # imports numba
 

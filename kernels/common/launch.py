@@ -98,13 +98,12 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
 def share_carveout(percent: int) -> int:
     """Asks for one split of shared memory and L1 for every kernel of this package compiled so far; returns how many.
 
-    percent: of shared memory; `limits.DRIVERS_CARVEOUT` leaves it to the driver (again).
+    percent: of shared memory. `limits.DRIVERS_CARVEOUT` leaves it to the driver (again).
     By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
     can change: where kernels of different needs follow each other, a dependent launch cannot start beside its
-    predecessor. A sparse step at batch 1 (one H200, kernels of an earlier state): 66B 11.16 ms without, 11.11 / 10.66 /
-    11.18 / 11.38 ms at 25 / 50 / 75 / 100 %; 6.7B 1.772 and 1.769 at 50 %. A compromise: the MLP's kernels alone lose
-    5-7 % at 66B's width. Call it after every kernel has run once and before a graph is captured. Without a CUDA driver,
-    or with a triton that keeps its kernels elsewhere, nothing happens.
+    predecessor. One split for all is a compromise: a step gains, the MLP's kernels alone lose. Call it after every
+    kernel has run once and before a graph is captured. Without a CUDA driver, or with a triton that keeps its kernels
+    elsewhere, nothing happens.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -18,13 +18,15 @@ def word_vector(words: int) -> int:
 
 
 def tokens_at_once(batch: int) -> int:
-    """1, 2 or 4: tokens of a set of columns of fc2."""
+    """How many tokens share a set of columns of fc2: one, two or four."""
     return 1 if batch == 1 else 2 if batch == 2 else 4
 
 
 def takes_down(group: int, d: int, batch: int) -> bool:
-    """Whether `int4_fc2` multiplies rows of d columns in such groups: lane groups of as many tokens as a set has share
-    a scale, and scales lie in pairs."""
+    """Whether `int4_fc2` multiplies rows of d columns in such groups.
+
+    Lane groups of as many tokens as a set has share a scale, and scales lie in pairs.
+    """
     return 1 <= batch <= MOST_TOKENS and group % (32 * tokens_at_once(batch)) == 0 and d % (2 * group) == 0
 
 

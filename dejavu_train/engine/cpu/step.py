@@ -5,7 +5,8 @@ Phases of a layer, with a barrier behind each:
     the head predictor's first half | q, k, v | attention | output projection |
     the neuron predictor's first half | its second half and the second stage | up and down
 
-A dense layer has no predictors to run, else it is the same code. The residual stream x is private: every thread adds up the same partial sums.
+A dense layer has no predictors to run, else it is the same code. The residual stream x is private: every thread adds
+up the same partial sums.
 """
 
 import numpy as np
