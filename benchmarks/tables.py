@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import tables_decode
 from benchmarks.rows import command_line, measured_sources
+from benchmarks.tables_cpu import cpu_table
 from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
@@ -248,6 +249,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "opening": opening_table,
     "demo": demo_table,
     "speed": speed_table,
+    "cpu": cpu_table,
     "decode-change": decode_change_table,
     "decode-prompts": tables_decode.prompts_table,
     "decode-batches": tables_decode.batches_table,

@@ -7,10 +7,11 @@ import pytest
 from conftest import REPOSITORY
 
 from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
+from benchmarks.tables_cpu import CPU
 from benchmarks.tables_format import OLDER
 
 MINI, HUNDRED = "docs/results/texts/opt-mini.csv", "docs/results/texts/opt-100m.csv"
-CSV = (DECODE, SAMPLES, MINI)
+CSV = (DECODE, SAMPLES, MINI, CPU)
 MATRIX = ("increase", "error", "mlp_bytes")
 TOTALS = ("share_of_engine_rate", "first_call_s", "peak_without_caches_and_predictors_over_weights")
 ROWS = {  # table -> the file of its rows, the measured fields that it shows, how many leading cells name a row
@@ -21,6 +22,7 @@ ROWS = {  # table -> the file of its rows, the measured fields that it shows, ho
     "decode-int4": (DECODE, ("p50_ms", "share45"), 2),
     "decode-int4-prompts": (DECODE, ("p50_ms", "share45"), 1),
     "decode-int4-batches": (DECODE, ("p50_ms", "share45", "mlp_density"), 1),
+    "cpu": (CPU, ("p50_ms", "mb_per_token"), 1),
     "generate": (GENERATE, ("generate_ms", "engine_ms", "transformers_dense_ms", *TOTALS), 1),
     "samples": (SAMPLES, ("tokens_per_s", "minutes_per_million", "memory_gb"), 3),
     "goals": (MINI, ("increase",), 1),

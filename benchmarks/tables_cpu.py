@@ -1,0 +1,46 @@
+"""The table of steps on a CPU, from cpu_decode.csv."""
+
+from pathlib import Path
+
+from benchmarks.tables_format import Row, age, markdown, read_csv
+
+CPU = "benchmarks/results/cpu_decode.csv"
+KINDS = (("1.3b", "float32"), ("1.3b", "int8"), ("opt-mini", "float32"), ("opt-mini", "int8"))
+RIVALS = ("transformers-eager", "transformers-compile", "llama.cpp")
+BITS = {"float32": "32 bits", "int8": "8 bits"}
+
+
+def cpu_table(root: Path) -> str:
+    """Rivals and our engine, dense and sparse: ms, and megabytes that a token reads. A line is of one run."""
+    rows = read_csv(root / CPU)
+    table, shown = [], []
+    for model, stored in KINDS:
+        run = _newest_run(rows, model, stored)
+        rivals = [next((row for row in run if row["engine"] == name), None) for name in RIVALS]
+        ours = {row["engine"]: row for row in run if row["stored"] == stored}
+        sparse = [row for row in run if row["engine"] == f"sparse-{stored}"]
+        kinds = [
+            *rivals,
+            ours[f"dense-{stored}"],
+            next((row for row in sparse if row["head_density"] == "1"), None),
+            next((row for row in sparse if row["head_density"] != "1"), None),
+        ]
+        cells = [f"{float(row['p50_ms']):.3g}" if row else "" for row in kinds]
+        read = [f"{float(row['mb_per_token']):,.0f}" if row else "" for row in kinds[-3:]]
+        table.append([f"{model}, {BITS[stored]}", *cells, ", ".join(filter(None, read))])
+        shown += [row for row in kinds if row]
+    headings = ["ms per token", "transformers", "compiled", "llama.cpp", "our dense", "sparse, all heads"]
+    headings += ["sparse, fewer heads", "MB read by ours"]
+    made = ", ".join(f"commit {commit} of {date}" for date, commit in sorted({(r["date"], r["commit"]) for r in shown}))
+    processors = ", ".join(sorted({row["cpu"] for row in shown}))
+    return f"{markdown(headings, table)}\nRows: [cpu_decode.csv]({CPU}); {processors}{age(shown)}; {made}.\n"
+
+
+def _newest_run(rows: list[Row], model: str, stored: str) -> list[Row]:
+    """The rows of the newest commit that has transformers beside our engine."""
+    own = [row for row in rows if row["model"] == model]
+    engines: dict[tuple[str, str], set[str]] = {}
+    for row in own:
+        engines.setdefault((row["date"], row["commit"]), set()).add(row["engine"])
+    beside = [key for key, names in engines.items() if {"transformers-eager", f"dense-{stored}"} <= names]
+    return [row for row in own if (row["date"], row["commit"]) == beside[-1]]
