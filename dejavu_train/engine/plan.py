@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dejavu_train.engine import cpu_limits as cpu
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
 from dejavu_train.engine.options import EngineOptions
@@ -64,16 +65,21 @@ def plan_step(
         raise UserError(
             f"a context of {options.context} tokens does not fit: this model has positions for 2 to {limit}"
         )
+    batch, context = options.batch, options.context or limit
+    if engine is Engine.CPU:
+        _check_compiled(formats, options)
+        keys = [UnitKey(layer, target) for layer in range(dims.n_layers) for target in (Target.HEADS, Target.MLP)]
+        compiled = tuple(_compiled(key, predictors.get(key)) for key in keys)
+        head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
+        return StepPlan(engine, dims, batch, context, options.kv_policy, formats, compiled, False, head_why=head)
     _check_formats(formats, predictors, engine)
     chooser = _Chooser(dims, predictors, formats, options, engine)
     halves = tuple(half for layer in range(dims.n_layers) for half in (chooser.attention(layer), chooser.mlp(layer)))
-    batch, context, coming = options.batch, options.context or limit, dict[str, int]()
     plan = StepPlan(engine, dims, batch, context, options.kv_policy, formats, halves, chooser.codes_down)
-    if engine is not Engine.CPU:
-        kept = sum(half.run is Run.SELECTED for half in halves[::2]) + plan.shares_inputs
-        ranks = [predictors[UnitKey(i // 2, Target.MLP)].rank for i, half in enumerate(halves) if half.late]
-        scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, ranks)
-        coming = cache_bytes(dims, batch, context, DTYPE_BYTES[formats.dtype], kept) | {"scratch": scratch}
+    kept = sum(half.run is Run.SELECTED for half in halves[::2]) + plan.shares_inputs
+    ranks = [predictors[UnitKey(i // 2, Target.MLP)].rank for i, half in enumerate(halves) if half.late]
+    scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, ranks)
+    coming = cache_bytes(dims, batch, context, DTYPE_BYTES[formats.dtype], kept) | {"scratch": scratch}
     return replace(plan, coming=coming, carveout=carveout(halves, formats.packed))
 
 
@@ -109,8 +115,6 @@ def _check_dims(dims: ModelDims, engine: Engine) -> None:
 
 def _check_formats(formats: Formats, predictors: Mapping[UnitKey, PredictorFacts], engine: Engine) -> None:
     """Raise Unsupported for weights that no kernel reads."""
-    if engine is Engine.CPU:
-        return
     if formats.head == "int8":
         raise Unsupported("the decode engine has no kernel for an LM head in int8; quantise with --lm_head int4")
     if formats.dtype not in DTYPE_BYTES:
@@ -128,6 +132,53 @@ def _check_formats(formats: Formats, predictors: Mapping[UnitKey, PredictorFacts
         raise Unsupported(
             f"4-bit weights meet float16 inputs in the decode engine, not {formats.dtype}; load them with float16"
         )
+
+
+def _check_compiled(formats: Formats, options: EngineOptions) -> None:
+    """Raise Unsupported for what the CPU engine does not do."""
+    if options.guarded:
+        raise Unsupported("the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it")
+    if options.kv_policy != "backfill":
+        raise Unsupported(
+            f"the CPU engine knows the policy backfill only, got {options.kv_policy}; pass kv_policy='backfill' to stay"
+            " on it"
+        )
+    if formats.dtype != "float32":
+        raise Unsupported(
+            f"the CPU engine keeps weights in float32, and this model is in {formats.dtype}; pass dtype='float32' to"
+            " stay on it"
+        )
+    if options.batch > cpu.MAX_BATCH:
+        raise UserError(f"the CPU engine decodes 1 to {cpu.MAX_BATCH} rows at once, got a batch of {options.batch}")
+
+
+def _compiled(key: UnitKey, facts: PredictorFacts | None) -> HalfPlan:
+    """Half a layer of the CPU engine, which reads what is selected, whatever the number of rows."""
+    if facts is None:
+        units = "neurons" if key.target == Target.MLP else "heads"
+        return HalfPlan(key.target, Run.ALL, Kernels.COMPILED, (f"no predictor of its {units}",))
+    return HalfPlan(
+        key.target, Run.SELECTED, Kernels.COMPILED, ("rows read what they select together",), facts.site, Place.SITE,
+        facts.format, key.site.half - facts.site.half, second_stage=facts.second_stage, density=facts.density,
+        union=facts.union,
+    )  # fmt: skip
+
+
+def cpu_format(group: int, asked: str | None = None) -> str:
+    """How the CPU engine keeps weights: as asked for, else the codes of a 4-bit model where they fit, else in float32.
+
+    Args:
+        group: columns that share a scale of 4-bit codes. 0 = the model has none.
+    Raises:
+        UserError: codes that the model does not have, or whose groups are not whole chunks.
+    """
+    fits = group > 0 and group % cpu.CHUNK == 0
+    if asked == "codes" and not fits:
+        found = f"4-bit codes in groups of {group} columns" if group else "no 4-bit codes"
+        raise UserError(
+            f"codes are kept of 4-bit models with groups of {cpu.CHUNK} or 128 columns; this one has {found}"
+        )
+    return asked or ("codes" if fits else "float32")
 
 
 class _Chooser:
@@ -212,15 +263,13 @@ class _Chooser:
     def attention(self, layer: int) -> HalfPlan:
         facts, fused, late = self.facts(layer, Target.HEADS), not self.fused[layer], not self.late[layer]
         kernels = Kernels.QKV_SELECT if fused else Kernels.QKV_ALL
-        if self.engine is Engine.CPU:
-            kernels = Kernels.COMPILED
         why = (f"its LayerNorm does not come late: {self.late[layer]}",) if self.packed and not late else ()
         if facts is None:
             return HalfPlan(Target.HEADS, Run.ALL, kernels, ("no predictor of its heads", *why), late=late)
         ahead, place = self._site(layer, Target.HEADS, facts)
         if late:
             place = Place.BEFORE
-        elif self._own_matrix(layer, facts) and self.engine is not Engine.CPU:
+        elif self._own_matrix(layer, facts):
             place = Place.FOLDED
         selected, reason = self._heads_selected()
         if selected and kernels is Kernels.QKV_ALL:
@@ -251,9 +300,7 @@ class _Chooser:
 
     def mlp(self, layer: int) -> HalfPlan:
         facts = self.facts(layer, Target.MLP)
-        if self.engine is Engine.CPU:
-            kernels = Kernels.COMPILED
-        elif self.batch > 1:
+        if self.batch > 1:
             kernels = Kernels.PRODUCTS
         elif self.packed and not (self.codes_down and self.dims.d_model >= CODES_FROM):
             kernels = Kernels.LISTED_GRID
@@ -263,15 +310,12 @@ class _Chooser:
             early = Early.LIST if kernels is Kernels.LISTED_GRID else None  # of all neurons: it never changes
             return HalfPlan(Target.MLP, Run.ALL, kernels, ("no predictor of its neurons",), early=early)
         ahead, place = self._site(layer, Target.MLP, facts)
-        apart = bool(self.fused[layer]) and self.engine is not Engine.CPU
-        why = [f"not in attention's grids: {self.fused[layer]}"] if apart else []
+        why = [f"not in attention's grids: {self.fused[layer]}"] if self.fused[layer] else []
         if not self.fused[layer]:
             place = Place.GRIDS
         selected, reason = self._neurons_selected(facts.union)
         packer, early = None, None
-        if self.engine is Engine.CPU:
-            pass
-        elif self.batch == 1:
+        if self.batch == 1:
             kernels = Kernels.SECOND_STAGE if facts.second_stage else Kernels.LISTED_GRID
             packer = Packer.ATTENTION if place is Place.GRIDS else Packer.KERNEL
             # Data written two launches ago is complete, so the kernel may read it before it waits for the launch before

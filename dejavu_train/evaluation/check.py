@@ -18,22 +18,23 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     """How the engine of this device would run a decoding step of a bundle, or why it would not."""
     from dejavu_train.engine.facts import facts_of  # these import torch
     from dejavu_train.engine.options import EngineOptions
-    from dejavu_train.engine.plan import Engine, Formats, plan_step, read_as_codes
+    from dejavu_train.engine.plan import Engine, Formats, cpu_format, plan_step, read_as_codes
     from dejavu_train.models.opt import DTYPES, chosen_dtype
 
     values, dims = read_values(config.model, config.revision), read_dims(config.model, config.revision)
-    name = "float32"
-    formats, engine = Formats(name, name, name), Engine.CPU
-    codes = frozenset(bundle.specs)
-    if device.type == "cuda":
-        engine = Engine.GPU
-        if quant_method(values) == INT4:
-            name, head = "float16", head_kind(values)
-            formats = Formats("int4", name if head == "fp16" else head, name, row_sizes(dims)[DOWN].group)
-        else:
-            dtype = chosen_dtype(config.dtype, values, stored_files(config.model, revision=config.revision))
-            name = str(dtype).removeprefix("torch.")
-            formats = Formats(name, name, name)
+    engine = Engine.GPU if device.type == "cuda" else Engine.CPU
+    packed = quant_method(values) == INT4
+    group = row_sizes(dims)[DOWN].group if packed else 0
+    if packed:
+        name, head = "float16" if engine is Engine.GPU else "float32", head_kind(values)
+    else:
+        dtype = chosen_dtype(config.dtype, values, stored_files(config.model, revision=config.revision))
+        name = head = str(dtype).removeprefix("torch.")
+    if engine is Engine.CPU:
+        layers, codes = cpu_format(group), frozenset(bundle.specs)
+        formats = Formats(layers, "float32" if layers == "float32" else "int8", name)
+    else:
+        formats = Formats("int4" if packed else name, name if head == "fp16" else head, name, group)
         codes = read_as_codes(bundle, DTYPES[name], config.batch)
     tokens = min(config.prompt + config.new_tokens, dims.max_positions)
     options = EngineOptions(batch=config.batch, context=tokens, guard=config.guard)

@@ -14,6 +14,7 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.data.text import import_text
+from dejavu_train.engine import cpu_limits
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
@@ -200,10 +201,10 @@ def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) ->
             raise UserError(f"{flag} {backend} needs a GPU, and this would run on {device}; use gather or cpu")
         if backend in (CPU, DENSE_CPU):
             load_engine()
-            from dejavu_train.engine.cpu.engine import MAX_BATCH  # imports numba
-
-            if flag == "--timing_backends" and config.batch > MAX_BATCH:
-                raise UserError(f"{flag} {backend} times 1 to {MAX_BATCH} rows at once, got --batch {config.batch}")
+            if flag == "--timing_backends" and config.batch > cpu_limits.MAX_BATCH:
+                raise UserError(
+                    f"{flag} {backend} times 1 to {cpu_limits.MAX_BATCH} rows at once, got --batch {config.batch}"
+                )
         if backend in ENGINES:
             check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")
 

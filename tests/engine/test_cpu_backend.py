@@ -14,7 +14,11 @@ import torch
 from bundles import make_bundle
 from transformers import pipeline
 
-from dejavu_train.engine.cpu import backend
+from dejavu_train.engine.cpu import CpuEngine, backend
+from dejavu_train.engine.facts import facts_of
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import plan_step
+from dejavu_train.engine.planned import Engine
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.machine import free_memory
 from dejavu_train.models.opt import load_opt, load_tokenizer
@@ -88,6 +92,18 @@ def test_new_weights_are_noticed(tiny_opt):
     with torch.no_grad():
         dense.model.decoder.layers[0].fc1.bias.normal_(std=3.0, generator=torch.Generator().manual_seed(1))
     assert not torch.equal(written(model), before)
+
+
+def test_an_engine_runs_what_a_check_plans(tiny_opt):
+    """From the bundle alone, and from what the engine loaded."""
+    for options in ({"lookahead": True, "dtype": "int8"}, {"cascade": True, "means": True}):
+        bundle = make_bundle(tiny_opt, **options).at(0.3, 0.75)
+        engine = CpuEngine(load_opt(str(tiny_opt)), bundle, context=64)
+        facts = facts_of(bundle, frozenset(bundle.specs), "float32", 1)
+        planned = plan_step(engine.shape, facts, engine.weights.formats, EngineOptions(context=64), Engine.CPU)
+        assert planned == engine.plan and planned.describe() in engine.describe()
+        tested = [planned.half(layer, "mlp").second_stage for layer in range(engine.shape.n_layers)]
+        assert tested == (engine.selectors.fine >= 0).tolist() and any(tested) == ("cascade" in options)
 
 
 def is_gone(ref):

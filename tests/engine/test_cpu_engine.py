@@ -18,10 +18,11 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import LEVELS
 from dejavu_train.engine.cpu.pipeline import Entry
-from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
+from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu.sampling import top_k_cut
 from dejavu_train.engine.cpu.vector_ops import dot_list
 from dejavu_train.engine.cpu.weights import quantise_groups
+from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM

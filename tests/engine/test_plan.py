@@ -2,6 +2,7 @@
 
 import pytest
 
+from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_screen
@@ -13,6 +14,7 @@ from kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEO
 
 OPT_66B = ModelDims(9216, 36864, 64, 72, 50272, 2048)
 OPT_6B = ModelDims(4096, 16384, 32, 32, 50272, 2048)
+FULL = Formats("float32", "float32", "float32")
 HALF = Formats("float16", "float16", "float16")
 INT4 = Formats("int4", "float16", "float16", row_sizes(OPT_66B)["fc2"].group)
 
@@ -168,7 +170,7 @@ REFUSED = [
 def test_what_there_are_no_kernels_for_is_refused_in_one_line(engine, values, message):
     dims = ModelDims(4096, 16384, 2, 32, 100, 64, **values)
     if engine is Engine.CPU and "head_dim" in values:
-        assert plan(None, HALF, dims, engine).halves, "of any head dim"
+        assert plan(None, FULL, dims, engine).halves, "of any head dim"
         return
     with pytest.raises(UserError, match=message) as caught:
         plan(None, HALF, dims, engine)
@@ -182,6 +184,13 @@ def test_what_there_are_no_kernels_for_is_refused_in_one_line(engine, values, me
         (lambda: plan(facts(second_stage=True)), "no second stage on 4-bit weights"),
         (lambda: plan(None, Formats("int4", "float32", "float32", 128)), "float16 inputs in the decode engine, not"),
         (lambda: plan(None, Formats("float16", "int8", "float16")), "no kernel for an LM head in int8"),
+        (lambda: plan(None, HALF, OPT_6B, Engine.CPU), "keeps weights in float32, and this model is in float16"),
+        (
+            lambda: plan(None, FULL, OPT_6B, Engine.CPU, batch=5),
+            "the CPU engine decodes 1 to 4 rows at once",
+        ),
+        (lambda: plan(None, FULL, OPT_6B, Engine.CPU, kv_policy="stale"), "knows the policy backfill only, got stale"),
+        (lambda: plan(None, FULL, OPT_6B, Engine.CPU, guard=Guard(every=4)), "the CPU engine has no guard"),
         (lambda: plan(facts(), batch=9, crossover=False), "up to 8 rows at once, not 9"),
         (lambda: plan(context=4096), "4096 tokens does not fit: this model has positions for 2 to 2048"),
         (lambda: plan(batch=33), "1 to 32 rows"),
@@ -194,5 +203,7 @@ def test_what_cannot_be_planned_is_refused(made, message):
 
 
 def test_a_plan_of_the_engine_for_cpus():
-    made = plan(facts(OPT_6B, format="int8"), Formats("float32", "float32", "float32"), OPT_6B, Engine.CPU, batch=2)
+    made = plan(facts(OPT_6B, format="int8"), FULL, OPT_6B, Engine.CPU, batch=2)
     assert kinds(made) == (SELECTED, K.COMPILED, P.SITE, SELECTED, K.COMPILED, P.SITE)
+    ahead = plan(facts(OPT_6B, ahead=1, own_heads=True), FULL, OPT_6B, Engine.CPU)
+    assert kinds(ahead) == kinds(made), "there are no grids to run beside, nor matrices that are folded"

@@ -20,7 +20,7 @@ import math
 import numpy as np
 
 from dejavu_train.engine.cpu.groups import Group
-from dejavu_train.engine.cpu.row_kernels import CHUNK
+from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.families import ModelDims
 
 QKV, OUT, MLP_UP, MLP_DOWN = range(4)  # parts of a layer, columns of Model.first

@@ -6,21 +6,24 @@ The engines keep one copy of the weights in their own layout, made when somethin
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu import load_engine
+from dejavu_train.engine.cpu_limits import MAX_BATCH
 from dejavu_train.engine.generation import EnginePool
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import plan_step
+from dejavu_train.engine.planned import Engine, Formats
 from dejavu_train.errors import Unsupported
 from dejavu_train.families import family_of
 from dejavu_train.machine import free_memory
 
 if TYPE_CHECKING:
-    from dejavu_train.engine.cpu.arrays import Selectors
     from dejavu_train.engine.cpu.engine import CpuEngine
+    from dejavu_train.engine.cpu.selectors import Rules
     from dejavu_train.engine.cpu.weights import CpuWeights
 
 
@@ -32,36 +35,27 @@ class CpuBackend(EnginePool):
             are not low-rank, a guard.
     """
 
+    max_rows = MAX_BATCH
+
     def __init__(
         self, model: Any, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
     ) -> None:
-        if guard is not None:
-            raise Unsupported(
-                "the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it"
-            )
         load_engine()
-        from dejavu_train.engine.cpu.engine import MAX_BATCH, SUPPORTED
+        from dejavu_train.engine.cpu.engine import SUPPORTED
 
         check_low_rank(bundle.specs, "the CPU engine")
         super().__init__(model, bundle)
         if any(parameter.device.type != "cpu" for parameter in model.parameters()):
             raise Unsupported("the CPU engine decodes models that are on the CPU; pass device='cpu' to stay on it")
-        if kv_policy != "backfill":
-            raise Unsupported(
-                f"the CPU engine knows the policy backfill only, got {kv_policy}; pass kv_policy='backfill' to stay"
-                " on it"
-            )
         if not SUPPORTED:
             raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
-        if model.dtype != torch.float32:
-            raise Unsupported(
-                f"the CPU engine keeps weights in float32, and this model is in {model.dtype}; pass dtype='float32' to"
-                " stay on it"
-            )
+        formats = Formats("float32", "float32", str(model.dtype).removeprefix("torch."))
+        options = EngineOptions(kv_policy=kv_policy, guard=guard)
+        plan_step(self.shape, {}, formats, options, Engine.CPU)  # refuses now what no engine can run
         if family_of(model).final_norm(model) is None:
             raise Unsupported("the CPU engine needs a final LayerNorm")
-        self.max_rows, self._owner = MAX_BATCH, os.getpid()
-        self._selectors: Selectors | None = None
+        self._owner = os.getpid()
+        self._rules: Rules | None = None
 
     def share(self, earlier: "CpuBackend") -> None:
         """Use the copy of the weights that the backend of an earlier bundle made."""
@@ -83,8 +77,8 @@ class CpuBackend(EnginePool):
     def _build(self, batch: int, context: int) -> "CpuEngine":
         from dejavu_train.engine.cpu import CpuEngine
 
-        engine = CpuEngine(self.weights, self._selectors or self.bundle, batch=batch, context=context)
-        self._selectors = engine.selectors
+        engine = CpuEngine(self.weights, self._rules or self.bundle, batch=batch, context=context)
+        self._rules = engine.rules
         return engine
 
     def logits(self, *_: Any) -> Tensor:

@@ -10,27 +10,31 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dejavu_train.engine.cpu import arrays
 from dejavu_train.engine.cpu.entry_point import enter, prepare
 from dejavu_train.engine.cpu.prefill import fault, prefill
-from dejavu_train.engine.cpu.selectors import TargetPredictor, make_selectors, read_predictors
+from dejavu_train.engine.cpu.selectors import Rules, read_rules
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.threads import SUPPORTED, new_control
 from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.engine.cpu_limits import MAX_BATCH
+from dejavu_train.engine.facts import expected_union
 from dejavu_train.engine.inputs import Sampling, check_rows
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import plan_step
+from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of
 from dejavu_train.machine import cores
 
-MAX_BATCH = 4
 CALL_SECONDS = 0.05  # a call of compiled code takes at most about this long, so that Ctrl-C is heard
 MODES = {
     "greedy": arrays.GREEDY,
@@ -53,8 +57,8 @@ class CpuEngine(Session):
 
     Args:
         model: a Hugging Face model, or `CpuWeights`, which several engines may share.
-        bundle: a `Bundle`, a list of `TargetPredictor`, or the `selectors` of an engine with the same weights. None:
-            a dense engine.
+        bundle: a `Bundle`, a list of `TargetPredictor`, or the `rules` of an engine with the same weights. None: a
+            dense engine.
         batch: rows, at most 4. Fewer prompts may be given.
         context: tokens a row can hold, prompt included; None = the model's limit.
         stored: float32, int8 or codes, how weights are kept; a given `CpuWeights` keeps its own. None = the codes of a
@@ -81,27 +85,25 @@ class CpuEngine(Session):
     ) -> None:
         if not SUPPORTED:
             raise UserError("the CPU engine needs POSIX threads (Linux or macOS); use backend gather")
-        if not 1 <= batch <= MAX_BATCH:
-            raise UserError(f"the CPU engine decodes 1 to {MAX_BATCH} rows at once, got a batch of {batch}")
         if threads is not None and threads < 1:
             raise UserError(f"threads must be at least 1, got {threads}")
         given = isinstance(model, CpuWeights)
-        made = isinstance(bundle, arrays.Selectors)
-        predictors, means, cascades = _rules(None if made else bundle)
+        options = EngineOptions(batch, context)
         # Planes of a second stage are made from the weights as the model has them, not from rounded ones.
-        late = release and stored == "int8" and bool(cascades)
+        late = release and stored == "int8" and hasattr(bundle, "cascades") and bool(bundle.cascades())
         self.weights = model if given else CpuWeights.from_model(model, stored, group, release and not late)
         self.shape = self.weights.shape
-        limit = self.shape.max_positions
-        if context is not None and not 2 <= context <= limit:
-            raise UserError(f"a context of {context} tokens does not fit: this model has positions for 2 to {limit}")
         if not self.shape.has_layers_of(getattr(bundle, "shape", self.shape)):
             raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
-        self.batch, self.context = batch, context or limit
         self.threads = threads or usable_cores()
         up = None if given or stored != "int8" else lambda i: blocks_of(model)[i].up.weight
-        self.selectors = bundle if made else make_selectors(self.weights, predictors, means, cascades, up)
-        self.predictors = self.selectors.spec
+        self.rules = bundle if isinstance(bundle, Rules) else read_rules(self.weights, bundle, up)
+        self.selectors, self.predictors = self.rules.selectors, self.rules.facts
+        facts = {
+            key: replace(each, union=expected_union(each.density, batch)) for key, each in self.rules.facts.items()
+        }
+        self.plan = plan_step(self.shape, facts, self.weights.formats, options, Engine.CPU)
+        self.batch, self.context = self.plan.batch, self.plan.context
         if late:
             for parameter in (each for block in blocks_of(model) for each in block.whole.parameters()):
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -123,14 +125,9 @@ class CpuEngine(Session):
         self._close = weakref.finalize(self, _send_home, self._arguments, self.threads, self._owner, self._team)
 
     def describe(self) -> str:
-        """What was decided when the engine was built: size, format, threads, and which layers are sparse."""
-        rows = f"{self.batch} rows of {self.context} tokens"
-        lines = [f"{rows}, weights in {self.weights.describe()}, {self.threads} threads"]
-        for target, column in (("mlp", arrays.MLP), ("heads", arrays.HEADS)):
-            line = f"{target}: {int((self.selectors.at[:, column] >= 0).sum())} of {self.shape.n_layers} layers sparse"
-            tested = int((self.selectors.fine >= 0).sum())
-            lines.append(line + (f", {tested} with a second stage" if target == "mlp" and tested else ""))
-        return "\n".join(lines)
+        """What was decided when the engine was built, with the reasons, how weights are kept, and the threads."""
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        return f"{self.plan.describe()}\nkept as {self.weights.describe()}, {threads}"
 
     def close(self) -> None:
         """Send the threads home; the engine cannot be used afterwards. Done by itself when the engine is forgotten."""
@@ -218,12 +215,6 @@ class CpuEngine(Session):
         self.scratch.bytes_read[:] = 0
         names = {"weights": arrays.WEIGHTS, "predictors": arrays.PREDICTORS, "lm_head": arrays.LM_HEAD, "kv": arrays.KV}
         return {name: int(total[column]) for name, column in names.items()}
-
-
-def _rules(bundle: Any) -> tuple[list[TargetPredictor], dict[int, Tensor], dict[int, tuple[Tensor, Tensor, Tensor]]]:
-    if bundle is None or isinstance(bundle, list):
-        return bundle or [], {}, {}
-    return read_predictors(bundle), bundle.head_means(), bundle.cascades()
 
 
 def _send_home(arguments: tuple[Any, ...], n_threads: int, owner: int, team: threading.Lock) -> None:

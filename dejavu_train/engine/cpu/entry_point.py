@@ -15,6 +15,7 @@ from typing import Any
 from numba import njit
 from numba.core.caching import NullCache
 
+from dejavu_train.engine import cpu_limits
 from dejavu_train.engine.cpu.pipeline import Entry, operators_kept
 from dejavu_train.engine.cpu.step import N_STEPS, run
 from dejavu_train.engine.cpu.threads import barrier
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def _stamp() -> int:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(cpu_limits.__file__)]
     return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 

@@ -16,8 +16,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dejavu_train.engine.cpu_limits import CHUNK
+
 ROWS = 4
-CHUNK = 64  # columns; a cache line of int8 codes
 WIDEST_GROUP = 4096  # columns: a lane's sum of 4096 / LANES products of 127 and 32767 is the last below 2^31
 LANES = 8
 _FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)

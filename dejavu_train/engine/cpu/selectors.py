@@ -10,7 +10,9 @@ from torch import Tensor
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, MLP_UP, Selectors, padded
 from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.errors import UserError
+from dejavu_train.families import LayerInput, Site, Target, UnitKey
 from dejavu_train.predictors.bit_planes import BitPlanes
 from dejavu_train.predictors.quantization import pack_nibbles
 
@@ -27,6 +29,7 @@ class TargetPredictor:
     Attributes:
         stored: float32, float16, int8 or int4: how ``Selectors`` keeps the two matrices. int4 codes lie in -8..7.
         site, site_layer: what it reads; threshold, top_k: what it selects, one of the two.
+        density: the share of units that a row selects.
     """
 
     layer: int
@@ -42,6 +45,15 @@ class TargetPredictor:
     relu: bool = False
     threshold: float | None = None
     top_k: int | None = None
+    density: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A bundle as engines with the same weights read it: the arrays of compiled code, and what a plan needs."""
+
+    selectors: Selectors
+    facts: dict[UnitKey, PredictorFacts]
 
 
 def read_predictors(bundle: Any) -> list[TargetPredictor]:
@@ -70,10 +82,25 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
         found.append(
             TargetPredictor(
                 layer, target, entry.site, entry.site_layer, entry.dtype, bias=bias, relu=module.nonlinearity == "relu",
-                threshold=entry.threshold, top_k=entry.top_k, **parts,
+                threshold=entry.threshold, top_k=entry.top_k, density=entry.density, **parts,
             )
         )  # fmt: skip
     return found
+
+
+def read_rules(weights: CpuWeights, bundle: Any, fc1: Any = None) -> Rules:
+    """The rules of a bundle, of a list of predictors, or of none; ``fc1``: see `make_selectors`."""
+    listed = bundle is None or isinstance(bundle, list)
+    predictors: list[TargetPredictor] = (bundle or []) if listed else read_predictors(bundle)
+    means, cascades = ({}, {}) if listed else (bundle.head_means(), bundle.cascades())
+    facts = {}
+    for each in predictors:
+        key, site = UnitKey(each.layer, Target(each.target)), Site(each.site_layer, LayerInput(each.site))
+        tested = each.target == Target.MLP and each.layer in cascades
+        facts[key] = PredictorFacts(
+            site, len(each.down), each.stored, each.stored, each.top_k, density=each.density, second_stage=tested
+        )
+    return Rules(make_selectors(weights, predictors, means, cascades, fc1), facts)
 
 
 class _Flat:

@@ -17,7 +17,10 @@ from torch import Tensor
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_UP, OUT, QKV, Model, padded
-from dejavu_train.engine.cpu.row_kernels import CHUNK, WIDEST_GROUP
+from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
+from dejavu_train.engine.cpu_limits import CHUNK
+from dejavu_train.engine.plan import cpu_format
+from dejavu_train.engine.planned import Formats
 from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of, family_of
 from dejavu_train.families.plain import NotPlain, check_read, plain_block, plain_linear, plain_table
@@ -226,6 +229,12 @@ class CpuWeights:
         return f"{stored} ({self.note})" if self.note else stored
 
     @property
+    def formats(self) -> Formats:
+        """As a plan names them: of the layers, of the LM head, and of what is no matrix."""
+        stored = "codes" if len(self.model.out_scale) else "int8" if self.model.rows.dtype == np.int8 else "float32"
+        return Formats(stored, "float32" if stored == "float32" else "int8", "float32")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows, scales included."""
         scales = self.model.scales.nbytes + self.model.out_scale.nbytes
@@ -240,15 +249,12 @@ def how_stored(model: Any, asked: str | None) -> tuple[str, str]:
     """
     up = blocks_of(model)[0].up
     group = up.layout.sizes.group if isinstance(up, CodedLinear) else 0
-    fits = group > 0 and group % CHUNK == 0
-    if asked == "codes" and not fits:
-        found = f"4-bit codes in groups of {group} columns" if group else "no 4-bit codes"
-        raise UserError(f"codes are kept of 4-bit models with groups of {CHUNK} or 128 columns; this one has {found}")
-    if asked == "codes" or (asked is None and fits):
+    stored = cpu_format(group, asked)
+    if stored == "codes":
         head = "embeddings" if isinstance(model.get_output_embeddings(), CodedLinear) else "embeddings and LM head"
-        return "codes", f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
+        return stored, f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
     odd = f"of 4-bit codes, whose groups of {group} columns do not fit: {CHUNK} or 128 do" if group else ""
-    return asked or "float32", odd if asked is None else ""
+    return stored, odd if asked is None else ""
 
 
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
