@@ -89,7 +89,7 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
 
 
 def read_rules(weights: CpuWeights, bundle: Any, fc1: Any = None) -> Rules:
-    """The rules of a bundle, of a list of predictors, or of none; ``fc1``: see `make_selectors`."""
+    """The rules of a bundle, of a list of predictors, or of none. See `make_selectors` for ``fc1``."""
     listed = bundle is None or isinstance(bundle, list)
     predictors: list[TargetPredictor] = (bundle or []) if listed else read_predictors(bundle)
     means, cascades = ({}, {}) if listed else (bundle.head_means(), bundle.cascades())
