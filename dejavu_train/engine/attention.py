@@ -80,6 +80,7 @@ class Attention:
         if self.plan.kernels is Kernels.QKV_ALL:
             work.ops.qkv_dense(x, weights.norm1, weights.qkv, position, work.q, cache, pdl=work.pdl)
         elif self.plan.kernels is Kernels.QKV_SELECTED:
+            assert self.selection is not None
             work.ops.qkv(weights.qkv, cache, self.selection, position, work.q, policy=work.kv_policy, pdl=work.pdl)
         else:
             policy = "always" if self.selection is None else work.kv_policy

@@ -54,6 +54,7 @@ class Mlp:
         if not plan.own:
             work.ops.layer_norm(x, self.weights.norm2, work.carried.normalised, pdl=work.pdl)
         if plan.second_stage and plan.kernels is not Kernels.SECOND_STAGE:
+            assert self.weights.cascade is not None
             work.ops.cascade_test(
                 work.carried.normalised, self.weights.cascade, neurons.selection, work.state.row_state, work.levels,
                 pdl=work.pdl,
@@ -98,7 +99,7 @@ class Mlp:
     def test(self, row_state: Tensor, x: Tensor, out: Tensor) -> None:
         """The second stage of one row, with fc1 as planes, and fc2 of what passes it."""
         work, fc2, neurons = self.work, self.weights.fc2, self.neurons
-        assert neurons is not None
+        assert neurons is not None and self.weights.cascade is not None
         work.ops.cascade(
             work.carried.normalised,
             self.weights.cascade,
@@ -136,8 +137,7 @@ class Mlp:
     def up(self, x: Tensor) -> Tensor:
         """(B, d_ffn): all neurons of any number of rows."""
         work, fc1 = self.work, self.weights.fc1
-        hidden: Tensor = work.ops.dense_hidden(x, self.weights.norm2, fc1.weight, fc1.bias, "relu", pdl=work.pdl)
-        return hidden
+        return work.ops.dense_hidden(x, self.weights.norm2, fc1.weight, fc1.bias, "relu", pdl=work.pdl)
 
     def down(self, hidden: Tensor, x: Tensor, out: Tensor) -> None:
         """out = x + fc2(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""

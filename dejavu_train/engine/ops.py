@@ -1,13 +1,24 @@
 """The operations of a decoding step under one name each: the Triton kernels, or the same in plain torch."""
 
-from types import SimpleNamespace
+from typing import Protocol
 
-from dejavu_train.engine import reference as decode_reference
+from torch import Tensor
+
+from dejavu_train.engine import reference
+from dejavu_train.engine.reference import of_numbers
 from kernels import sampling
 from kernels.attention import flash_decode, head_select, out_projection, qkv
+from kernels.attention.flash_decode import AttentionScratch
+from kernels.attention.head_select import HeadPredictor
 from kernels.common import layer_norm
+from kernels.common.kv_cache import KvCache
+from kernels.common.layer_norm import LayerNormWeights
 from kernels.dense import dense_batch, dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
+from kernels.dense.screened_head import Chosen, ScreenedHead
+from kernels.formats.matrix import Linear, Matrix, MlpWeights
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
+from kernels.lookahead.mlp_ahead import LateSite
+from kernels.lookahead.site_predict import SiteRows
 from kernels.mlp import (
     cascade,
     cascade_batch,
@@ -18,69 +29,381 @@ from kernels.mlp import (
     sparse_mlp,
     sparse_mlp_batch,
 )
+from kernels.mlp.cascade import CascadeWeights
+from kernels.mlp.cascade_batch import InputLevels
+from kernels.mlp.predictor import Predictor
+from kernels.mlp.selection import Selection
+from kernels.mlp.sparse_fc2 import PackedSelection, sparse_fc2_reference
+from kernels.mlp.sparse_mlp_batch import BatchActivations
+from kernels.sampling import TokenState
 
 
-def operations(kind: str) -> SimpleNamespace:
-    """The step's operations: Triton kernels, or the same in plain torch ("reference")."""
+class StepOps(Protocol):
+    """What a step asks for. Shapes, dtypes and errors are those of the Triton kernel of the same name."""
+
+    def embed(
+        self, state: TokenState, embedding: Tensor, positions: Tensor, x: Tensor, /, pdl: bool = False
+    ) -> None: ...
+
+    def head_select(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights,
+        heads: HeadPredictor,
+        position: Tensor,
+        row_state: Tensor,
+        attn_in: Tensor,
+        /,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def qkv(
+        self,
+        weights: Linear,
+        cache: KvCache,
+        selection: Selection,
+        position: Tensor,
+        q: Tensor,
+        /,
+        policy: str = "backfill",
+        pdl: bool = False,
+    ) -> None: ...
+
+    def site_predict(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights,
+        site: SiteRows,
+        heads: HeadPredictor,
+        position: Tensor,
+        row_state: Tensor,
+        attn_in: Tensor,
+        hidden: Tensor,
+        /,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def qkv_select(
+        self,
+        weights: Linear,
+        cache: KvCache,
+        selection: Selection,
+        position: Tensor,
+        q: Tensor,
+        mlp: Predictor,
+        row_state: Tensor,
+        /,
+        policy: str = "backfill",
+        pdl: bool = False,
+        late: LateSite | None = None,
+    ) -> None: ...
+
+    def attend_pack(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        selection: Selection | None,
+        position: Tensor,
+        out: Tensor,
+        scratch: AttentionScratch,
+        mlp_selection: Selection,
+        packed: PackedSelection,
+        /,
+        pdl: bool = False,
+        mean: Tensor | None = None,
+    ) -> None: ...
+
+    def qkv_dense(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights,
+        weights: Linear,
+        position: Tensor,
+        q: Tensor,
+        cache: KvCache,
+        /,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def flash_decode(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        selection: Selection | None,
+        position: Tensor,
+        out: Tensor,
+        scratch: AttentionScratch,
+        /,
+        pdl: bool = False,
+        mean: Tensor | None = None,
+    ) -> None: ...
+
+    def project_heads(
+        self,
+        mixed: Tensor,
+        weight: Matrix,
+        bias: Tensor,
+        residual: Tensor,
+        selection: Selection | None,
+        out: Tensor,
+        /,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def predict_select(
+        self,
+        x: Tensor,
+        predictor: Predictor,
+        /,
+        ln: LayerNormWeights | None = None,
+        row_state: Tensor | None = None,
+        normalised_out: Tensor | None = None,
+        logits_out: Tensor | None = None,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def layer_norm(self, x: Tensor, ln: LayerNormWeights, out: Tensor, /, pdl: bool = False) -> None: ...
+
+    def pack(self, rows: Selection, out: PackedSelection, /, pdl: bool = False) -> None: ...
+
+    def sparse_mlp(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights | None,
+        weights: MlpWeights,
+        residual: Tensor,
+        rows: PackedSelection,
+        out: Tensor,
+        /,
+        partials: Tensor | None = None,
+        early: str | None = None,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def int4_mlp(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights | None,
+        weights: MlpWeights,
+        residual: Tensor,
+        rows: PackedSelection,
+        out: Tensor,
+        /,
+        partials: Tensor | None = None,
+        early: str | None = None,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def mlp_ahead(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights,
+        weights: MlpWeights,
+        rows: PackedSelection,
+        out: Tensor,
+        ahead: LateSite,
+        /,
+        partials: Tensor | None = None,
+        early: str | None = None,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def cascade(
+        self,
+        x: Tensor,
+        weights: CascadeWeights,
+        selection: Selection,
+        out: PackedSelection,
+        /,
+        row_state: Tensor | None = None,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def sparse_fc2(
+        self,
+        rows: PackedSelection,
+        weight: Matrix,
+        bias: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        /,
+        partials: Tensor | None = None,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def cascade_test(
+        self,
+        x: Tensor,
+        weights: CascadeWeights,
+        selection: Selection,
+        row_state: Tensor,
+        scratch: InputLevels,
+        /,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def fc1_batch(
+        self, x: Tensor, weight: Matrix, bias: Tensor, selection: Selection, out: BatchActivations, /, pdl: bool = False
+    ) -> None: ...
+
+    def fc2_batch(
+        self,
+        rows: BatchActivations,
+        weight_t: Matrix,
+        bias: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        /,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def dense_rows(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights,
+        weight: Matrix,
+        bias: Tensor | None,
+        activation: str,
+        out: Tensor,
+        /,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def dense_wide(
+        self, y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor, /, pdl: bool = False
+    ) -> None: ...
+
+    def int4_fc2(
+        self,
+        h: Tensor,
+        weight: Matrix,
+        bias: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        /,
+        partials: Tensor | None = None,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def int4_listed(
+        self,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor,
+        ids: Tensor,
+        count: Tensor,
+        row_bits: Tensor,
+        /,
+        pdl: bool = False,
+    ) -> Tensor: ...
+
+    def dense_hidden(
+        self,
+        x: Tensor,
+        ln: LayerNormWeights,
+        weight: Matrix,
+        bias: Tensor | None,
+        activation: str,
+        /,
+        pdl: bool = False,
+    ) -> Tensor: ...
+
+    def dense_add(
+        self,
+        y: Tensor,
+        weight: Matrix,
+        bias: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        /,
+        transposed: bool = False,
+        pdl: bool = False,
+    ) -> None: ...
+
+    def screened_head(
+        self, x: Tensor, head: ScreenedHead, position: Tensor, least: Tensor, stops: Tensor, /, pdl: bool = False
+    ) -> None: ...
+
+    def advance(
+        self,
+        logits: Tensor,
+        state: TokenState,
+        /,
+        mode: str = "greedy",
+        score: bool = False,
+        pdl: bool = False,
+        chosen: Chosen | None = None,
+    ) -> None: ...
+
+
+class TritonOps:
+    """Every operation as Triton kernels."""
+
+    embed = staticmethod(sampling.embed)
+    head_select = staticmethod(head_select.head_select)
+    qkv = staticmethod(qkv.qkv)
+    site_predict = staticmethod(site_predict.site_predict)
+    qkv_select = staticmethod(qkv_select.qkv_select)
+    attend_pack = staticmethod(attend_pack.attend_pack)
+    qkv_dense = staticmethod(qkv_dense.qkv_dense)
+    flash_decode = staticmethod(flash_decode.flash_decode)
+    project_heads = staticmethod(out_projection.project_heads)
+    predict_select = staticmethod(select.predict_select)
+    layer_norm = staticmethod(layer_norm.layer_norm)
+    pack = staticmethod(sparse_fc2.pack)
+    sparse_mlp = staticmethod(sparse_mlp.sparse_mlp)
+    int4_mlp = staticmethod(int4_mlp.int4_mlp)
+    mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
+    cascade = staticmethod(cascade.cascade)
+    sparse_fc2 = staticmethod(sparse_fc2.sparse_fc2)
+    cascade_test = staticmethod(cascade_batch.cascade_test)
+    fc1_batch = staticmethod(sparse_mlp_batch.fc1_batch)
+    fc2_batch = staticmethod(sparse_mlp_batch.fc2_batch)
+    dense_rows = staticmethod(dense_gemv.dense_rows)
+    dense_wide = staticmethod(dense_wide.dense_wide)
+    int4_fc2 = staticmethod(int4_fc2.int4_fc2)
+    int4_listed = staticmethod(int4_batch.int4_listed)
+    dense_hidden = staticmethod(dense_batch.dense_hidden)
+    dense_add = staticmethod(dense_batch.dense_add)
+    screened_head = staticmethod(screened_head.screened_head)
+    advance = staticmethod(sampling.advance)
+
+
+class TorchOps:
+    """Every operation in plain torch. 4-bit weights are written out as numbers first."""
+
+    embed = staticmethod(of_numbers(sampling.embed_reference))
+    head_select = staticmethod(of_numbers(head_select.head_select_reference))
+    qkv = staticmethod(of_numbers(qkv.qkv_reference))
+    site_predict = staticmethod(of_numbers(site_predict.site_predict_reference))
+    qkv_select = staticmethod(of_numbers(qkv_select.qkv_select_reference))
+    attend_pack = staticmethod(of_numbers(reference.attend_pack))
+    qkv_dense = staticmethod(of_numbers(qkv_dense.qkv_dense_reference))
+    flash_decode = staticmethod(of_numbers(flash_decode.flash_decode_reference))
+    project_heads = staticmethod(of_numbers(out_projection.project_heads_reference))
+    predict_select = staticmethod(of_numbers(reference.predict_select))
+    layer_norm = staticmethod(of_numbers(reference.layer_norm))
+    pack = staticmethod(of_numbers(reference.pack))
+    sparse_mlp = staticmethod(of_numbers(reference.sparse_mlp))
+    int4_mlp = staticmethod(of_numbers(reference.sparse_mlp))
+    mlp_ahead = staticmethod(of_numbers(reference.mlp_ahead))
+    cascade = staticmethod(of_numbers(reference.cascade))
+    sparse_fc2 = staticmethod(of_numbers(reference.sparse_fc2))
+    cascade_test = staticmethod(of_numbers(reference.cascade_test))
+    fc1_batch = staticmethod(of_numbers(reference.fc1_batch))
+    fc2_batch = staticmethod(of_numbers(reference.fc2_batch))
+    dense_rows = staticmethod(of_numbers(dense_gemv.dense_rows_reference))
+    dense_wide = staticmethod(of_numbers(dense_wide.dense_wide_reference))
+    int4_fc2 = staticmethod(of_numbers(sparse_fc2_reference))
+    int4_listed = staticmethod(of_numbers(reference.int4_listed))
+    dense_hidden = staticmethod(of_numbers(reference.dense_hidden))
+    dense_add = staticmethod(of_numbers(reference.dense_add))
+    screened_head = staticmethod(of_numbers(screened_head.screened_head_reference))
+    advance = staticmethod(of_numbers(sampling.advance_reference))
+
+
+def operations(kind: str) -> StepOps:
+    """The step's operations: Triton kernels ("triton"), or the same in plain torch ("reference")."""
     if kind == "triton":
-        return SimpleNamespace(
-            embed=sampling.embed,
-            head_select=head_select.head_select,
-            qkv=qkv.qkv,
-            site_predict=site_predict.site_predict,
-            qkv_select=qkv_select.qkv_select,
-            attend_pack=attend_pack.attend_pack,
-            qkv_dense=qkv_dense.qkv_dense,
-            flash_decode=flash_decode.flash_decode,
-            project_heads=out_projection.project_heads,
-            predict_select=select.predict_select,
-            layer_norm=layer_norm.layer_norm,
-            pack=sparse_fc2.pack,
-            sparse_mlp=sparse_mlp.sparse_mlp,
-            int4_mlp=int4_mlp.int4_mlp,
-            mlp_ahead=mlp_ahead.mlp_ahead,
-            cascade=cascade.cascade,
-            sparse_fc2=sparse_fc2.sparse_fc2,
-            cascade_test=cascade_batch.cascade_test,
-            fc1_batch=sparse_mlp_batch.fc1_batch,
-            fc2_batch=sparse_mlp_batch.fc2_batch,
-            dense_rows=dense_gemv.dense_rows,
-            dense_wide=dense_wide.dense_wide,
-            int4_fc2=int4_fc2.int4_fc2,
-            int4_listed=int4_batch.int4_listed,
-            dense_hidden=dense_batch.dense_hidden,
-            dense_add=dense_batch.dense_add,
-            screened_head=screened_head.screened_head,
-            advance=sampling.advance,
-        )
-    plain = SimpleNamespace(
-        embed=sampling.embed_reference,
-        head_select=head_select.head_select_reference,
-        qkv=qkv.qkv_reference,
-        site_predict=site_predict.site_predict_reference,
-        qkv_select=qkv_select.qkv_select_reference,
-        attend_pack=decode_reference.attend_pack,
-        qkv_dense=qkv_dense.qkv_dense_reference,
-        flash_decode=flash_decode.flash_decode_reference,
-        project_heads=out_projection.project_heads_reference,
-        predict_select=decode_reference.predict_select,
-        layer_norm=decode_reference.layer_norm,
-        pack=decode_reference.pack,
-        sparse_mlp=decode_reference.sparse_mlp,
-        int4_mlp=decode_reference.sparse_mlp,
-        mlp_ahead=decode_reference.mlp_ahead,
-        cascade=decode_reference.cascade,
-        sparse_fc2=decode_reference.sparse_fc2,
-        cascade_test=decode_reference.cascade_test,
-        fc1_batch=decode_reference.fc1_batch,
-        fc2_batch=decode_reference.fc2_batch,
-        dense_rows=dense_gemv.dense_rows_reference,
-        dense_wide=dense_wide.dense_wide_reference,
-        int4_fc2=sparse_fc2.sparse_fc2_reference,
-        int4_listed=decode_reference.int4_listed,
-        dense_hidden=decode_reference.dense_hidden,
-        dense_add=decode_reference.dense_add,
-        screened_head=screened_head.screened_head_reference,
-        advance=sampling.advance_reference,
-    )
-    return SimpleNamespace(**{name: decode_reference.of_numbers(each) for name, each in vars(plain).items()})
+        return TritonOps()
+    return TorchOps()

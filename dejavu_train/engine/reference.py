@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,11 @@ from kernels.mlp.selection import Selection
 from kernels.mlp.sparse_fc2 import PackedSelection
 from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def of_numbers(operation: Callable[..., Any]) -> Callable[..., Any]:
+
+def of_numbers(operation: Callable[P, R]) -> Callable[P, R]:
     """The operation, which then takes 4-bit rows too: as numbers in fp32, those of heads (h, d, head_dim) turned."""
 
     def numbers(given: Any) -> Any:
@@ -38,8 +41,8 @@ def of_numbers(operation: Callable[..., Any]) -> Callable[..., Any]:
         return Rows(whole.transpose(0, 1).flatten(1) if whole.dim() == 3 else whole)
 
     @functools.wraps(operation)
-    def call(*given: Any, **options: Any) -> Any:
-        return operation(*map(numbers, given), **options)
+    def call(*given: P.args, **options: P.kwargs) -> R:
+        return operation(*map(numbers, given), **options)  # type: ignore[arg-type]
 
     return call
 
@@ -197,11 +200,11 @@ def int4_listed(
 
 
 def dense_hidden(
-    x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor, activation: str, pdl: bool = False
+    x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor | None, activation: str, pdl: bool = False
 ) -> Tensor:
     """See `kernels.dense.dense_batch.dense_hidden`."""
     numbers, n = operands_reference(x, ln, weight)
-    y = F.linear(n, numbers, bias.to(numbers.dtype))
+    y = F.linear(n, numbers, None if bias is None else bias.to(numbers.dtype))
     return y.relu() if activation == "relu" else y
 
 

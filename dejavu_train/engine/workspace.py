@@ -1,12 +1,12 @@
 """What the halves of a decoding step share: operations, token state, scratch; and the predictors that run at a site."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from dejavu_train.engine.carried import Carried
+from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.families import LayerInput, Site
@@ -31,7 +31,7 @@ class Workspace:
     levels: for several. carried: what one half leaves for another. ahead: the stream of look-ahead predictors, or None.
     """
 
-    ops: SimpleNamespace
+    ops: StepOps
     pdl: bool
     kv_policy: str
     state: TokenState
@@ -47,9 +47,7 @@ class Workspace:
     levels: InputLevels
 
     @classmethod
-    def empty(
-        cls, plan: StepPlan, ops: SimpleNamespace, pdl: bool, dtype: torch.dtype, device: torch.device
-    ) -> "Workspace":
+    def empty(cls, plan: StepPlan, ops: StepOps, pdl: bool, dtype: torch.dtype, device: torch.device) -> "Workspace":
         """Of a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads."""
         dims, batch = plan.dims, plan.batch
         h, hd, d = dims.n_heads, dims.head_dim, dims.d_model
@@ -75,7 +73,8 @@ class Workspace:
 
     def reset(self) -> None:
         """Forget all rows; tickets are zero between calls, unless a step was cut short."""
-        fresh = TokenState.empty(*self.state.tokens.shape, self.state.tokens.device)
+        batch, capacity = self.state.tokens.shape
+        fresh = TokenState.empty(batch, capacity, self.state.tokens.device)
         for name, tensor in vars(fresh).items():
             getattr(self.state, name).copy_(tensor)
         self.carried.reset()

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Head selection and the attention's input of one decoding step.
 
     n[b] = LayerNorm(x[b])                                  rounded to the cache's dtype

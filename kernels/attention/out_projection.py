@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.attention.head_select import selected_heads
 from kernels.attention.out_projection_int4 import HeadRowSettings, project_head_rows, project_head_rows_reference
-from kernels.common.checks import check_device, check_numbers, check_shape, require
+from kernels.common.checks import check_device, check_numbers, check_shape
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.dense.dense_batch import dense_add
 from kernels.formats.format import Format
@@ -214,11 +214,10 @@ def project_heads(
     n_heads = 1 if selection is None else selection.n
     pdl = use_pdl(pdl, mixed.device)
     settings = settings or project_settings(d, selection is None)
-    require(
-        selection is not None or isinstance(settings, ProjectSettings), "HeadTileSettings need a selection of heads"
-    )
     head_dim = width // n_heads
     if isinstance(settings, HeadTileSettings):
+        if selection is None:
+            raise ValueError("HeadTileSettings need a selection of heads")
         _project_tiles_kernel[(triton.cdiv(d, settings.rows),)](
             mixed,
             numbers,

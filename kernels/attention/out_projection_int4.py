@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """The output projection over the selected heads with 4-bit weights.
 
     y[i] = residual[i] + bias[i] + sum_h scale[h, i] sum_j code[h, i, j] mixed[h head_dim + j],   h selected

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Sixteen rows of 4-bit words times up to eight inputs on the tensor cores, words going from memory to fragments.
 
 A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = (lane / 4, lane % 4) takes V adjacent

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Four words of each of sixteen neurons times up to eight columns of factors, on the tensor cores.
 
 Neurons, rows of fc2, lie along K of m16n8k16, their columns, fc2's outputs, along M, and columns of factors along N.

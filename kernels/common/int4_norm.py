@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """LayerNorm of one row as the planes that 4-bit rows are multiplied with, its gains and shifts read early.
 
     n = (x - mean) rstd gain + shift, rounded to fp16; x (8 W,) fp32, gain and shift (8 W,), W words a row

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Sixteen rows of 4-bit words times one input, a program's warps sharing out the columns, rows after rows of a matrix.
 
 The products are those of `int4_mma` with one input. Words come through a queue in lines of 128 bytes (`lane_queue`),

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment, misc"
 """Words of 4-bit codes in registers: what all kernels that read them share.
 
 By count of instructions a word: a shift and four lop3, (word & 0x000F000F) | 0x64006400 is the pair 1024 + raised code

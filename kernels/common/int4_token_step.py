@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Sixteen rows of 4-bit words times two, four or eight tokens, rows after rows of a matrix.
 
     y[b, i] = sum_h sum_j code[h, i, j] scale[h, i, j // group] x[b, h 8 W + j]

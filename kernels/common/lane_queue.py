@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Words on their way from memory: a queue for each lane or each warp, in shared memory that no one else reads.
 
 Loads into registers do not stay where they are written: the assembler moves them behind the products of the words

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """What every launch shares: device helpers for programmatic dependent launch (PDL), and launch settings.
 
 PDL lets a kernel start while its predecessor still runs. The rules that keep it right: every program of every kernel

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """A program's list of numbers in shared memory: which of its threads' items are wanted, for all its warps to share.
 
 Thread t = 32 w + l of L has the items (w R + r) 32 + l, r < R, and says of each whether it is wanted. The list holds

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """A program's list of row numbers with a value each, in shared memory, written sixteen at a time for all its warps.
 
 All threads of a program hold the same sixteen numbers and values and write what is wanted of them, at most CAPACITY in

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """A dense matrix times one normalised vector: y[i] = act(sum_j w[i, j] n[j] + bias[i]),  n = LayerNorm(x).
 
 x (1, d) fp32, w (n, d) row-major, y (1, n) fp32; sums in fp32. Programs stride over the rows, ROWS at a time; the rows

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Up to eight tokens times 4-bit rows, which are read once and as codes.
 
     y[b, i]   = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])            `int4_linear`, weight (n, d)

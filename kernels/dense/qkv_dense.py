@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Query, key and value rows of all heads at the present position, with the LayerNorm in the prologue.
 
     q[b, i]           = W_q[i] n(b) + b_q[i]        n(b) = LayerNorm(x[b])

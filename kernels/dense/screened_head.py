@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """The largest logit of an LM head without reading all of its numbers: a screen in int8, then the rows that can win.
 
     n = LayerNorm(x), rounded to the head's dtype;  logit[v] = sum_j w[v, j] n[j];  wanted: the largest, lowest id first

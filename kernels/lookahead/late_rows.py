@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment, misc"
 """The first half of an MLP predictor in the grid of q/k/v, from an input whose LayerNorm is late, a few rows a program.
 
     hidden[r] = act(scale[r] (a <down[r], u> + c gains[r] + shifts[r]))

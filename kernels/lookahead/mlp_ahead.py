@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Look-ahead, stage 4: a layer's sparse MLP with 4-bit weights, and in the grid that ends it the next layer's input and
 heads.
 
@@ -93,17 +92,17 @@ class LateSite:
         """Of q/k/v's rows (h, 3, head_dim, d) in 4 bits, and a predictor of nibbles, whose first half is copied."""
         weight = qkv.weight
         gains, shifts = late_sums(weight, norm.ln)
-        down, scale, sums = mlp.down, mlp.down_scale, norm_sums(mlp.down, norm.ln)
+        assert mlp.down_scale is not None
+        down, rows = mlp.down, (mlp.down_scale, *norm_sums(mlp.down, norm.ln))
         tile_scales = None
-        assert scale is not None
         if attn_in.shape[2] >= TILED_FROM and weight.format is Format.INT4:
             missing = -len(down) % TILE_ROWS
             codes = torch.nn.functional.pad(nibble_codes(down, attn_in.shape[2]), (0, 0, 0, missing))
             ones = torch.ones(len(codes), weight.scales.shape[-1], device=codes.device)
             down, tile_scales = Int4Rows.of(codes, ones).parts()
-            scale, *sums = (torch.nn.functional.pad(each, (0, missing)) for each in (scale, *sums))
+            rows = tuple(torch.nn.functional.pad(each, (0, missing)) for each in rows)
         return cls(
-            norm, attn_in, position, gains, shifts + qkv.bias.float(), heads, down, tile_scales, scale, *sums,
+            norm, attn_in, position, gains, shifts + qkv.bias.float(), heads, down, tile_scales, *rows,
             mlp.relu, arrived,
         )  # fmt: skip
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Look-ahead, stage 2: q/k/v and the second half of an MLP predictor of `attn_in`, in one grid.
 
 The tiles of `qkv`, and after them programs that own `block` neurons each and list those with

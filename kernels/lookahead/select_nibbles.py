@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """The second half of an MLP predictor whose rows are nibbles, by the tensor cores' form of 4-bit rows (`int4_mma`).
 
     up[i] . hidden + bias[i] > threshold,   hidden (rank,) fp32, up (n, rank / 2) bytes, see `codes`

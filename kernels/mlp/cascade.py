@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """fc1 of a cascade: candidates are tested on four bits of their row, and only what passes is read whole.
 
     r[b, j] = round(x[b, j] / unit[b]),  unit[b] = max_j |x[b, j]| / 127

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """The second stage of a cascade for several batch rows: candidates are tested, and the list keeps those that pass.
 
     s[b, i] = step[i] unit[b] sum_j u[i, j] r[b, j] + bias[i]

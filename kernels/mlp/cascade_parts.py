@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Device functions of a cascade's kernels: rounding x, products of a word of nibbles, products of a whole row.
 
 See cascade.py for the planes' layout; w is a tile of words, W = d / 8.

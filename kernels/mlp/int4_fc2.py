@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """fc2 over all neurons with 4-bit weights, one to eight tokens:
 
     out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] scale[i, j // group] code[i, j]

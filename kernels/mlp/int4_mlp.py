@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """fc1 and fc2 over a packed list in one grid with 4-bit weights, one token:
 
     out[j] = residual[j] + b2[j] + sum_k h[k] w2_t[ids[k], j],   h[k] = relu(sum_j w1[ids[k], j] n[j] + b1[ids[k]])

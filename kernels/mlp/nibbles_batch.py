@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Predict and select for 2 to 8 batch rows with a predictor of nibbles, on the tensor cores.
 
     hidden[b, r] = act(scale[r] sum_j down[r, j] x[b, j])                                       `predict_down_nibbles`

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment, misc"
 """A predictor's first product, one token, with the LayerNorm folded in: y[r] = act(sum_j w[r, j] n[j]).
 
     n = LayerNorm(x) = (x - mean) rstd g + b,  so  y[r] = rstd (sum_j w[r, j] g[j] x[j] - mean sum_j w[r, j] g[j])

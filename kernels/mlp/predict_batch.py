@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """A predictor's first product for several rows: out[b, r] = act(scale[r] sum_j w[r, j] x[b, j]).
 
 A few hundred rows are too few programs for a GPU, so several share the columns of a row; a second kernel adds their

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
 
 x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the

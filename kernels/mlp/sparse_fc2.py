@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """fc2 over a packed list, one token: out[j] = residual[j] + bias[j] + sum_k values[k] w_t[ids[k], j].
 
 `pack` closes the gaps of a list in one small kernel, in the list's order. `sparse_fc2` reads the rows as an unbroken

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment"
 """fc1 and fc2 of 2 to 32 batch rows over the union of what they selected, on the tensor cores.
 
     values[k, b] = relu(sum_j w[i, j] x[b, j] + bias[i]) where row b selected i = ids[k], else 0     (`fc1_batch`)
