@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,28 +20,49 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 PLAIN = "!"  # behind the name of a kernel that is not launched as a dependent
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, the addresses of its tensors and its options by their names; or a product of torch."""
+
+    kernel: str
+    tensors: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dependent(self) -> bool:
+        return bool(self.options.get("launch_pdl"))
+
+    def __str__(self) -> str:
+        if self.kernel.startswith("torch"):
+            return self.kernel
+        name = self.kernel.split(".")[1].removeprefix("_").removesuffix("_kernel")
+        return name + PLAIN * (not self.dependent)
+
+
 class Products(TorchDispatchMode):
     """Notes the matrix products of torch."""
 
-    def __init__(self, queued: list[str]) -> None:
+    def __init__(self, queued: list[Launch]) -> None:
         super().__init__()
         self.queued = queued
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in PRODUCTS:
-            self.queued.append(f"torch.{name}")
+            self.queued.append(Launch(f"torch.{name}"))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def recorded(monkeypatch: Any) -> Iterator[list[str]]:
-    """The names of what is queued within, as on a GPU with dependent launches. Kernels do nothing."""
-    queued: list[str] = []
+def recorded(monkeypatch: Any) -> Iterator[list[Launch]]:
+    """What is queued within, as on a GPU with dependent launches. Kernels do nothing."""
+    queued: list[Launch] = []
 
     def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        name = kernel.__name__.removeprefix("_").removesuffix("_kernel")
-        queued.append(name + PLAIN * (not options.get("launch_pdl")))
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        tensors = {name: value.data_ptr() for name, value in given.items() if torch.is_tensor(value)}
+        module = kernel.fn.__module__.rpartition(".")[2]
+        queued.append(Launch(f"{module}.{kernel.__name__}", tensors, options))
 
     with monkeypatch.context() as patched, Products(queued):
         patched.setattr(InterpretedFunction, "run", run)
@@ -95,13 +118,17 @@ _case("4 bits, a head of 4 bits", True, {}, packed_head=True)
 _case("4 bits, a head of 4 bits, 2 rows", True, {}, packed_head=True, batch=2)
 
 
-def _engine(name: str, monkeypatch: Any) -> DecodeEngine:
+@cache
+def model_of(packed: bool, packed_head: bool) -> Any:
+    model = random_opt(**WIDE)
+    return four_bits(model, packed_head) if packed else model
+
+
+def engine_of(name: str, monkeypatch: Any) -> DecodeEngine:
     packed, options, settings, specs = CASES[name]
     settings = dict(settings)
     monkeypatch.setattr("dejavu_train.engine.plan.CODES_FROM", settings.pop("pays_from", 4096))
-    model = random_opt(**WIDE)
-    if packed:
-        four_bits(model, settings.pop("packed_head", False))
+    model = model_of(packed, settings.pop("packed_head", False))
     bundle = None
     if options is not None:
         own_heads = options.get("own_heads")
@@ -133,10 +160,12 @@ def build(model: Any, bundle: Any, crossed: bool, monkeypatch: Any, **options: A
 def queue_of(name: str, monkeypatch: Any) -> str:
     """The kernels of a case's steps: the first one greedy, where a guard measures another one that is not measured."""
     with torch.no_grad():
-        engine = _engine(name, monkeypatch)
+        engine = engine_of(name, monkeypatch)
         with recorded(monkeypatch) as queued:
             engine.step("greedy")
-            if engine.guard is not None:
-                queued.append("|")
+        queues = [queued]
+        if engine.guard is not None:
+            with recorded(monkeypatch) as queued:
                 engine.core.eager("greedy", False)
-    return " ".join(queued)
+            queues.append(queued)
+    return " | ".join(" ".join(map(str, queued)) for queued in queues)
