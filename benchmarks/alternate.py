@@ -52,7 +52,7 @@ def run(folder: Path, name: str, group: int, out: Path) -> Rows:
 
 
 def compare(found: dict[tuple[int, int], dict[str, Rows]], path: Path) -> float:
-    """Write the table of both versions' cells; the geometric mean of after / before."""
+    """Write the table of both versions' cells. The geometric mean of after / before."""
     changes = []
     path.unlink(missing_ok=True)
     for cell in sorted(found):

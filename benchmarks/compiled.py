@@ -163,7 +163,7 @@ def int4_rows(*shape: int) -> Int4Rows:
 
 
 def pair(rank: int, d: int, n: int, kind: torch.dtype, share: int = 1) -> PredictorWeights:
-    """A predictor's two matrices, `share` numbers in each entry; scales unless they are fp16."""
+    """A predictor's two matrices, `share` numbers in each entry. Scales unless they are fp16."""
     scales = (None, None) if kind == torch.float16 else (torch.empty(rank), torch.empty(n))
     down, up = torch.empty(rank, d // share, dtype=kind), torch.empty(n, rank // share, dtype=kind)
     return PredictorWeights(down, up, torch.empty(n), *scales)
@@ -195,7 +195,7 @@ class Layer:
         return (torch.empty(self.h),) * 2, (torch.empty(self.rank),) * 2
 
     def shared_cases(self, mixed: Any, out: Any, predictors: dict[str, PredictorWeights]) -> Iterator[Case]:
-        """What fp16 and 4 bits have in common; mixed: what the out-projection `out` reads."""
+        """What fp16 and 4 bits have in common. mixed: what the out-projection `out` reads."""
         x, ln, d = self.x, self.ln, self.d
         yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
         yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, self.qkv, self.ones, self.q, self.every, True)

@@ -204,7 +204,7 @@ def perplexity(args: argparse.Namespace) -> Found:
 
 
 def defaults(args: argparse.Namespace) -> Found:
-    """A pipeline of the dense model and one of ours, each prompt through both; the first call of each is not timed."""
+    """A pipeline of the dense model and one of ours, each prompt through both. The first call of each is not timed."""
     from transformers import OPTForCausalLM, pipeline
 
     bundle, tokenizer = Bundle.from_pretrained(args.bundle), load_tokenizer(args.model)

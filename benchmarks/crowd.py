@@ -1,4 +1,4 @@
-"""Sixteen threads call one model, for ten minutes a backend; every text must be what it is alone.
+"""Sixteen threads call one model, for ten minutes a backend. Every text must be what it is alone.
 
     python -m benchmarks.crowd --backends mask gather cpu --seconds 600 --out benchmarks/results/crowd.jsonl
 
@@ -42,7 +42,7 @@ class Broken(RuntimeError):
 
 
 class Streamer(TextIteratorStreamer):
-    """Notes when the first new token came; after ``breaks`` tokens it raises."""
+    """Notes when the first new token came. After ``breaks`` tokens it raises."""
 
     def __init__(self, tokenizer: Any, breaks: int | None = None) -> None:
         super().__init__(tokenizer, skip_prompt=True, timeout=TIMEOUT)
@@ -59,7 +59,7 @@ class Streamer(TextIteratorStreamer):
 
 @dataclasses.dataclass
 class Call:
-    """A call's moments in seconds; set_bundle is one as well. first: when its first token came."""
+    """A call's moments in seconds. set_bundle is one as well. first: when its first token came."""
 
     arrived: float
     first: float
@@ -176,7 +176,7 @@ class Crowd:
             self.calls.append(Call(began, ended, ended))
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """All callers at once for so long; counts, and what was wrong."""
+        """All callers at once for so long. Counts, and what was wrong."""
         until = time.perf_counter() + seconds
         crowd = [threading.Thread(target=self.caller, args=(number, until)) for number in range(CALLERS)]
         crowd.append(threading.Thread(target=self.changer, args=(until,)))

@@ -1,7 +1,7 @@
 """Times one decoding step of OPT shapes with random weights: Hugging Face eager and compiled, our dense and sparse one.
 
 Writes rows to benchmarks/results/decode.csv as they come, so a run that is cut short loses nothing. No layer shares
-weights; tokens are random and forced. The predictors really run; their thresholds are set on the model's own
+weights. Tokens are random and forced. The predictors really run. Their thresholds are set on the model's own
 activations to the stated densities, and fc1's bias is shifted so that the stated share of neurons is live. Rank,
 densities and live share in a row are measured, not asked.
 
@@ -63,7 +63,7 @@ def summary(times: list[float], batch: int) -> dict[str, float]:
 
 
 def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> DecodeEngine:
-    """A cell's engine behind its prompt, thresholds set, with room for so many steps and EXTRA; takes the layers."""
+    """A cell's engine behind its prompt, thresholds set, with room for so many steps and EXTRA. Takes the layers."""
     shape, rank = weights.shape, cell.rank or RANKS[name]
     predictors = None
     if cell.engine == "sparse":

@@ -16,17 +16,17 @@ class Cell:
     """One engine under one condition.
 
     Args:
-        engine: dense and sparse are ours; hf is transformers' generate(), hf-compile the same with a static cache.
-        mlp_density, head_density: of what the rows of the batch select together; 1 = no predictor, dense.
-        rank: of the MLP predictors; 0 = 4 % of the dense MLP's bytes in fp16.
+        engine: dense and sparse are ours. hf is transformers' generate(), hf-compile the same with a static cache.
+        mlp_density, head_density: of what the rows of the batch select together. 1 = no predictor, dense.
+        rank: of the MLP predictors. 0 = 4 % of the dense MLP's bytes in fp16.
         predictors: dtype of the MLP predictors, float16, int8 or int4.
         weights: of the layers, float16 or int4.
         lm_head: float16 or int4.
         screen: whether the token is found through an int8 screen of the LM head.
         site: half-blocks between the site that the MLP's predictor reads and fc1.
         heads_site: half-blocks between the site that the heads' predictor reads and q/k/v.
-        look_ahead: where a predictor of an earlier site runs; see `DecodeEngine`, as the others below.
-        breakdown: what each kernel adds to the step as well, into the note; see `decode_breakdown`.
+        look_ahead: where a predictor of an earlier site runs. See `DecodeEngine`, as the others below.
+        breakdown: what each kernel adds to the step as well, into the note. See `decode_breakdown`.
     """
 
     engine: str = "sparse"
@@ -84,7 +84,7 @@ def read_cells(text: str) -> list[Cell]:
 
 
 def required_cells(model: str) -> list[Cell]:
-    """The cells that the committed table holds for one model; sparse ones first, so that fc2 is laid out twice only."""
+    """The cells that the committed table holds for one model. Sparse ones first, so that fc2 is laid out twice only."""
     prompts = (128, 256, 512, 1024) if model in ("6.7b", "30b", "66b") else (128,)
     sparse = [Cell(prompt=prompt, breakdown=prompt == 256) for prompt in prompts]
     dense = [dataclasses.replace(cell, engine="dense") for cell in sparse]

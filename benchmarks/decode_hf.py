@@ -46,7 +46,7 @@ def random_opt(shape: ModelDims, device: str = "cuda", dtype: torch.dtype = torc
 def hugging_face(shape: ModelDims, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
     """Milliseconds between tokens of transformers' generate(): a growing cache, or a static one, which it compiles.
 
-    The second call is timed, so that compiling and recording graphs are over; its first tokens are left out.
+    The second call is timed, so that compiling and recording graphs are over. Its first tokens are left out.
     """
     model = random_opt(shape)
     ids = torch.randint(3, shape.vocab_size, (batch, prompt), device="cuda")

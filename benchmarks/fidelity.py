@@ -10,7 +10,7 @@
 
     python -m benchmarks.fidelity --model checkpoints/opt-mini --bundle FOLDER
 
-4-bit weights: the engine runs in fp16, which their kernels take, so only the later parts are for them; a tie is wider.
+4-bit weights: the engine runs in fp16, which their kernels take, so only the later parts are for them. A tie is wider.
 Other weights' predictors may be used there (--adopt): nothing is said about their quality.
 """
 
@@ -58,8 +58,8 @@ def bits(words: Tensor, n_rows: int) -> Tensor:
 
 
 class Watching(Predicted):
-    """Selections of the bundle; keeps by (layer, target), as (B, T, n): `chosen`; `margin`, how far each logit lies
-    from its threshold; `values`, the logits. Of a cascade the margin is that of the nearer decision, less one level of
+    """Selections of the bundle. Keeps by (layer, target), as (B, T, n): `chosen`. `margin`, how far each logit lies
+    from its threshold. `values`, the logits. Of a cascade the margin is that of the nearer decision, less one level of
     the second stage's rounded input times the largest weight: a level at a rounding boundary may fall on either side.
     """
 
@@ -87,7 +87,7 @@ class Watching(Predicted):
 
 
 class Exact(Given):
-    """The sets that `watched` chose, for a model in fp64; keeps by (layer, target) how far the largest of the watched
+    """The sets that `watched` chose, for a model in fp64. Keeps by (layer, target) how far the largest of the watched
     logits is off at a token: (B, T, 1)."""
 
     def __init__(self, watched: Watching) -> None:
@@ -153,7 +153,7 @@ class Partings:
             self.first = torch.where((place < self.first[:, 0])[:, None], now, self.first)
 
     def found(self, start: int) -> list[dict[str, Any]]:
-        """Where each row parted; `start` is the number of the first row."""
+        """Where each row parted. `start` is the number of the first row."""
         result: list[dict[str, Any]] = []
         for row, (place, margin, off) in enumerate(self.first.tolist(), start):
             if place < math.inf:

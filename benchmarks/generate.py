@@ -1,7 +1,7 @@
 """Times what a user calls, SparseOPTForCausalLM(backend="triton").generate(), beside the engine itself and a dense OPT.
 
 Random weights of a true shape in fp16, greedy, one H200 in about two minutes at 6.7B. The same tokens are generated
-three ways: by `generate()` (two lengths; their difference is the time of a token, prefill and set-up excluded), by the
+three ways: by `generate()` (two lengths, their difference is the time of a token, prefill and set-up excluded), by the
 engine's own steps, and by the dense model through transformers' loop. Peak memory is that of building the engine and
 generating, beside the weights, the caches and the predictors. Appends one JSON row to --out and prints it.
 
@@ -38,7 +38,7 @@ EXTRA = 20  # steps while thresholds are set
 
 
 def random_bundle(shape: ModelDims, rank: int, mlp_density: float, head_density: float, device: str) -> Bundle:
-    """Random predictors; thresholds of zero, to be moved by `set_thresholds`."""
+    """Random predictors. Thresholds of zero, to be moved by `set_thresholds`."""
     generator = torch.Generator(device).manual_seed(1)
     entries, tensors = {}, {}
     for layer in range(shape.n_layers):

@@ -11,7 +11,7 @@ with model and bundle is done. It must end in one of
     same         the bundle is the same, byte for byte, and so are tokens, logits and what is generated
 
 Anything else (``different``, ``traceback``, another exit code, no end within two minutes of CPU time) is a defect and
-stands in the row. A row is appended for every fifty mutations; with the same seed and file the command goes on behind
+stands in the row. A row is appended for every fifty mutations, with the same seed and file the command goes on behind
 the rows that are there.
 """
 
@@ -138,7 +138,7 @@ class Run:
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     def outcome(self, kind: str) -> str:
-        """What the commands make of the files as they are now; see the head of this file."""
+        """What the commands make of the files as they are now. See the head of this file."""
         if kind != "bundle":  # train.py writes a damaged bundle anew: tests/test_pipeline.py
             code, said = called(lambda: exit_on_user_error(train, [*self.argv, *self.again(kind)]))
             if code != 0:
@@ -155,7 +155,7 @@ class Run:
         return "same"
 
     def again(self, kind: str) -> list[str]:
-        """Damaged parts of a run are read for a bundle of another name; a changed configuration, for the same one."""
+        """Damaged parts of a run are read for a bundle of another name. A changed configuration, for the same one."""
         return [] if kind == "config" else ["--bundle=again"]
 
     def read(self, bundle: str) -> tuple[bytes, ...]:
@@ -203,7 +203,7 @@ def limited() -> Iterator[None]:
 
 
 def mutate(run: Run, count: int, seed: int, first: int = 0) -> dict[str, Any]:
-    """Mutate ``count`` times, the mutations with the numbers ``first`` and up; counts by kind, and what went wrong."""
+    """Mutate ``count`` times, the mutations with the numbers ``first`` and up. Counts by kind, and what went wrong."""
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     wrong: list[str] = []
     for number in range(first, first + count):
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def quiet_logs() -> None:
-    """Our own log goes to what :func:`called` collects; libraries' logs nowhere."""
+    """Our own log goes to what :func:`called` collects. Libraries' logs nowhere."""
     logging.getLogger().handlers = [logging.NullHandler()]
     logging.getLogger("dejavu_train").setLevel(logging.INFO)
 

@@ -5,7 +5,7 @@
     python -m benchmarks.quantize show      the rows as Markdown, for docs/results/four-bits.md
 
 `report` appends rows to docs/results/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
-`kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats;
+`kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats.
 `increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
 is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
 included, over those of the matrices in fp16: of q, k, v and the out-projection the selected heads' share, of fc1 the
@@ -45,7 +45,7 @@ DENSITIES = ("0.08/1", "0.1/1", "0.2/1", "0.1/0.85", "0.2/0.85")
 
 @dataclasses.dataclass
 class Scored:
-    """Sums over a text: nats and divergences per document; read: what a token reads of a block on average, in bytes."""
+    """Sums over a text: nats and divergences per document. read: what a token reads of a block on average, in bytes."""
 
     nats: np.ndarray
     kl: np.ndarray

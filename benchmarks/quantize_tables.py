@@ -56,7 +56,7 @@ def _dense_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
 
 
 def _head_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
-    """The LM head in codes as well, everything computed; empty where none was scored."""
+    """The LM head in codes as well, everything computed. Empty where none was scored."""
     lines = [
         "",
         "| text | KL: LM head fp16 | int8 | int4 | increase, %: fp16 | int8 | int4 |",
@@ -71,7 +71,7 @@ def _head_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
 
 
 def _block_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
-    """Whole-block bytes and the increase of perplexity above 4-bit dense, text by text; a star misses the sum rule."""
+    """Whole-block bytes and the increase of perplexity above 4-bit dense, text by text. A star misses the sum rule."""
     texts = list(dict.fromkeys(key[0] for key in kinds))
     asked = sorted({key[1:] for key in kinds if "none" not in key and key[1] != "fp16"}, key=_by_share)
     lines = []
@@ -99,7 +99,7 @@ def _block_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
 
 
 def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
-    """Of every selection the fp16 model's and the quantised one's; empty where nothing was scored sparsely."""
+    """Of every selection the fp16 model's and the quantised one's. Empty where nothing was scored sparsely."""
     lines = []
     for key, both in sorted(kinds.items(), key=lambda item: (float(item[0][4]) < 1, item[0][3])):
         text, weights, predictors, mlp, heads = key
@@ -121,7 +121,7 @@ def _sparse_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
 
 
 def _by_share(key: tuple[str, ...]) -> tuple[bool, float, float, bool, str]:
-    """All heads first, then by neurons and heads; of one selection the fp16 model's predictors first."""
+    """All heads first, then by neurons and heads. Of one selection the fp16 model's predictors first."""
     weights, predictors, mlp, heads = key
     return float(heads) < 1, float(mlp), -float(heads), predictors != "before", weights
 

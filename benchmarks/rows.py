@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help keeps the lines of the script's docstring; no option may be abbreviated."""
+    """A parser whose help keeps the lines of the script's docstring. No option may be abbreviated."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -3,8 +3,8 @@
     python -m benchmarks.soak --interruptions 100 --seed 0 --out benchmarks/results/soak.jsonl
 
 A run is interrupted by SIGKILL, SIGTERM or SIGINT, one of them drawn, when it has used a drawn part of the CPU time of
-an undisturbed run (up to 40 %), and started again with the same command, until it ends; then the next run begins. CPU
-time, so that the moments are spread in the same way whatever else the machine does. A row is appended for every run;
+an undisturbed run (up to 40 %), and started again with the same command, until it ends. Then the next run begins. CPU
+time, so that the moments are spread in the same way whatever else the machine does. A row is appended for every run,
 with the same seed and file the command goes on behind the rows that are there.
 
 Most moments fall into the long phases. With --aim PHASE [PHASE ...] each interruption waits for one of these phases,
@@ -36,14 +36,14 @@ AIMED = 6  # interruptions of a run that aims
 
 
 def phase(log: Path, output: Path) -> str:
-    """The phase that an attempt reached last, by its log; what is calibrated after tuning is calibrated last."""
+    """The phase that an attempt reached last, by its log. What is calibrated after tuning is calibrated last."""
     said = log.read_text() if log.is_file() else ""
     reached = ["start", *(name for name, words in PHASES.items() if words in said)][-1]
     return "last calibration" if reached == "sensitivity" and (output / "tuned").is_dir() else reached
 
 
 def cpu_seconds(process: Any) -> float:
-    """User and system time of a process so far; where the system does not say, of the wall since its start."""
+    """User and system time of a process so far, where the system does not say, of the wall since its start."""
     try:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -77,7 +77,7 @@ class Soak:
         return process
 
     def await_moment(self, process: Any, log: Path, output: Path, aim: str | None, part: float) -> None:
-        """Return when the process has ended, or when it is to be interrupted; ``aim`` None: anywhere."""
+        """Return when the process has ended, or when it is to be interrupted. ``aim`` None: anywhere."""
         begin, length = 0.0, 0.4 * self.cpu_seconds
         if aim is not None:
             while process.is_alive() and phase(log, output) != aim:
@@ -87,7 +87,7 @@ class Soak:
             time.sleep(0.003)
 
     def run(self, number: int, seed: int, most: int, aims: Sequence[str] = ()) -> dict[str, Any]:
-        """One run, interrupted up to ``most`` times; counts by signal, phase and outcome."""
+        """One run, interrupted up to ``most`` times. Counts by signal, phase and outcome."""
         draw = random.Random(f"{seed} {number}")
         planned: list[str | None] = [None] * most
         if aims:  # in the order of the phases, of which a run has each once

@@ -5,7 +5,7 @@
     python -m benchmarks.tables --release   writes nothing, exits with 1 where a table shows rows of other sources
     python -m benchmarks.tables --demo checkpoints/demo/results.json    takes the demo's rows, then writes
 
-A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands there is replaced. A table
+A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``. What stands there is replaced. A table
 whose rows do not exist is left empty, and one line says so. Nothing in a table is typed by hand: every number is
 a field of a row, or a mean, a range, a ratio or a difference of such fields.
 """
@@ -269,7 +269,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 
 
 def fill(text: str, root: Path, page: str = "README.md") -> str:
-    """``text`` with every table made anew; one whose rows are missing becomes empty, so that no withdrawn row is shown.
+    """``text`` with every table made anew. One whose rows are missing becomes empty, so that no withdrawn row is shown.
 
     page: where the text stands below ``root``. Tables link files from the root, and a page from its own folder.
 

@@ -127,7 +127,7 @@ def int4_steps(root: Path) -> dict[tuple[str, str, str], Row]:
 
 
 def int4_table(root: Path) -> str:
-    """Steps with 4-bit weights: ms, times the goal, share of the floor; the same selection in fp16."""
+    """Steps with 4-bit weights: ms, times the goal, share of the floor. The same selection in fp16."""
     steps = int4_steps(root)
     table = []
     for model, goals in INT4_GOALS.items():

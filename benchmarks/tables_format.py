@@ -12,7 +12,7 @@ Row = dict[str, str]
 
 
 def percent(value: float) -> str:
-    """An increase in per cent; from a thousand per cent on, how many times the dense model's value.
+    """An increase in per cent. From a thousand per cent on, how many times the dense model's value.
 
     >>> percent(0.0027), percent(0.1234), percent(9.3), percent(12.3)
     ('+0.27', '+12.3', '+930', '13-fold')
@@ -29,7 +29,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def several(values: Sequence[float], errors: Sequence[float | None]) -> str:
-    """One increase with its error, or the mean of several with their range, in per cent; nothing for none.
+    """One increase with its error, or the mean of several with their range, in per cent. Nothing for none.
 
     >>> several([0.1234], [0.011]), several([0.01, 0.03], [None, None])
     ('+12.3 ± 1.1', '+2.00 (+1.00 to +3.00)')

@@ -32,7 +32,7 @@ def _seeds(rows: Sequence[Row]) -> str:
 
 
 def rivals_table(root: Path) -> str:
-    """Increase at equal bytes; of the ranks of one method the one that calibration text prefers."""
+    """Increase at equal bytes. Of the ranks of one method the one that calibration text prefers."""
     rows = [row for row in _rows(root) if row["asked_bytes"]]
     parts = []
     for asked in sorted({row["asked_bytes"] for row in rows}, key=float):
@@ -90,7 +90,7 @@ def heads_table(root: Path) -> str:
 
 
 def head_ratios_table(root: Path) -> str:
-    """Times the oracle's increase of the same seed, all neurons kept; nothing where the oracle loses too little."""
+    """Times the oracle's increase of the same seed, all neurons kept. Nothing where the oracle loses too little."""
     rows = [row for row in _rows(root) if row["asked_mlp"] == "1"]
     increases = {(r["asked_heads"], r["text"], r["seed"], r["method"]): float(r["increase"]) for r in rows}
     table = []

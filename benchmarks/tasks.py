@@ -2,7 +2,7 @@
 
 Takes the options of `python -m dejavu_train.evaluation.lm_eval`. Appends the rows with their conditions, as they come,
 to tasks.csv in benchmarks/results (or in the folder that DEJAVU_RESULTS names). `engine` asks the same questions
-of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv;
+of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv.
 `apart_beyond` is the goal of the dtype, beyond which a request counts as apart.
 """
 
@@ -53,7 +53,7 @@ def selection(config: TasksConfig) -> dict[str, Any]:
 
 
 def against_mask(config: TasksConfig) -> dict[str, Any]:
-    """Log-likelihoods of the named backend and of `mask` for the same requests; their seconds, and transformers'.
+    """Log-likelihoods of the named backend and of `mask` for the same requests. Their seconds, and transformers'.
 
     Texts are tokenized before the clock starts.
     """

@@ -5,7 +5,7 @@
     make tables                                          the rows as Markdown, in docs/results/texts.md
 
 `prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,
-wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl;
+wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl,
 where to get them: docs/results/texts.md).
 `run` goes the whole way that a user's `train.py` goes, then scores 100,000 tokens of every text (all of a shorter one)
 through `mask`, appending a row per text and selection to docs/results/texts/<model>.csv. Interrupted, the same command

@@ -3,7 +3,7 @@
     python -m benchmarks.training --shape opt-6.7b --layers 4 --tokens 200000        (15 GB of shards, one GPU)
 
 The shards hold random hidden states, their labels the most excited neurons of a random fc1, so that there is something
-to learn; making them is not timed. Training is that of train.py, job by job: reading, starting, every step, validation
+to learn. Making them is not timed. Training is that of train.py, job by job: reading, starting, every step, validation
 and export. The time of the whole model is extrapolated from the layers that were trained. Rows per second of the loader
 stand beside those of the step. The last line is JSON.
 """

@@ -61,7 +61,7 @@ def check_output(config: RunConfig) -> None:
 
 
 def check_packages() -> None:
-    """Raise :class:`UserError` where only what inference needs is installed; nothing is imported."""
+    """Raise :class:`UserError` where only what inference needs is installed. Nothing is imported."""
     missing = [name for name in ("lightning", "torchmetrics", "h5py") if not has_package(name)]
     if missing:
         raise UserError(f"training needs {', '.join(missing)}: pip install {TRAIN_EXTRA}")

@@ -30,14 +30,14 @@ _LAUNCHERS = re.compile(
 def forget_launcher() -> None:
     """Take the variables of torchrun, srun, mpirun and jsrun out of this process's environment.
 
-    Every process of a launcher is then an invocation of its own; those of one output share the work.
+    Every process of a launcher is then an invocation of its own. Those of one output share the work.
     """
     for name in [name for name in os.environ if _LAUNCHERS.fullmatch(name)]:
         del os.environ[name]
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a process and its own children to their end; they end with us.
+    """Run a process and its own children to their end. They end with us.
 
     Raises:
         SystemExit: with its code, where that is not 0.
@@ -64,7 +64,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> None:
 def end_with_parent() -> None:
     """From now on this process gets SIGTERM when the process that started it ends, and SIGKILL a minute later.
 
-    Linux sends the first by itself; elsewhere, or where that process has ended before, a thread does.
+    Linux sends the first by itself. Elsewhere, or where that process has ended before, a thread does.
     """
     parent = int(os.environ.get(PARENT, os.getppid()))
     os.environ[PARENT] = str(os.getpid())  # of the ranks that this one starts

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_config(argv: Sequence[str] | None) -> RunConfig:
-    """Flags (None: those of the process) and YAML files as a config; raises as :func:`parse`."""
+    """Flags (None: those of the process) and YAML files as a config. Raises as :func:`parse`."""
     return parse(
         RunConfig,
         argv,
@@ -45,7 +45,7 @@ def set_up_logging() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, check what needs no model, and run; see :func:`dejavu_train.pipeline.run`."""
+    """Parse, check what needs no model, and run. See :func:`dejavu_train.pipeline.run`."""
     forget_launcher()
     arguments = sys.argv[1:] if argv is None else argv
     if "--trainer.help" in arguments:

@@ -295,7 +295,7 @@ class RunConfig:
         return [job for job in self.all_jobs(n_layers) if job.layer in layers and job.target in targets]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that JSON and YAML can hold; ``parse_config`` reads them again."""
+        """Plain values that JSON and YAML can hold. ``parse_config`` reads them again."""
         values = dataclasses.asdict(self)
         return json.loads(json.dumps(values))
 

@@ -1,4 +1,4 @@
-"""User mistakes are one line on stderr and exit code 2; our own bugs keep their traceback."""
+"""User mistakes are one line on stderr and exit code 2. Our own bugs keep their traceback."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ class UserError(ValueError):
     """A mistake of the person who called us. The message is one line: what was expected, what was got, the remedy.
 
     Attributes:
-        tokens: what a row held when a logit of an engine was not finite, for whoever can say in which layer; else None.
+        tokens: what a row held when a logit of an engine was not finite, for whoever can say in which layer, else None.
     """
 
     tokens: list[int] | None = None
@@ -26,7 +26,7 @@ NOTHING_KEPT = "nothing was written, the same command begins anew"
 def exit_on_user_error(
     main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None, after_signal: str = BEGINS_ANEW
 ) -> int:
-    """Run ``main(argv)``; return 0, after a user's mistake 2 (its one line is printed), after a signal 128 + it.
+    """Run ``main(argv)``. Return 0, after a user's mistake 2 (its one line is printed), after a signal 128 + it.
 
     Args:
         after_signal: what the line after a signal says of the same command.

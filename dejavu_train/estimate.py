@@ -1,4 +1,4 @@
-"""Reckons how long the stages of a run take on its device, from a few seconds of timing; what ``--check`` prints.
+"""Reckons how long the stages of a run take on its device, from a few seconds of timing. What ``--check`` prints.
 
 Timed are one block of the model's shape, recorded as collecting does, and steps and validations of a real predictor on
 random rows. What follows a known number of such passes is reckoned from them, with factors that were measured once.

@@ -27,7 +27,7 @@ def share(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; rename it to ``path`` on success, remove it on failure.
+    """Yield a temporary path beside ``path``. Rename it to ``path`` on success, remove it on failure.
 
     The temporary name begins with ``.tmp-`` so that readers which list a folder can pass it over.
     """
@@ -56,7 +56,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def system_error(error: BaseException) -> int | None:
-    """The number of the operating system's error (as in ``errno``) behind an error of writing; None if there is none.
+    """The number of the operating system's error (as in ``errno``) behind an error of writing. None if there is none.
 
     HDF5 and safetensors say it in words only.
     """
@@ -78,7 +78,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON file; ``what`` names it in the error.
+    """Read a JSON file. ``what`` names it in the error.
 
     Raises:
         UserError: the file is missing, not UTF-8 or not JSON.
@@ -97,10 +97,10 @@ def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: str | Path, what: str) -> dict[str, Any]:
-    """Read what :func:`write_sealed` wrote; files of earlier versions have no digest and are taken as they are.
+    """Read what :func:`write_sealed` wrote. Files of earlier versions have no digest and are taken as they are.
 
     Raises:
-        UserError: as :func:`read_json`; or a value was changed.
+        UserError: as :func:`read_json`, or a value was changed.
     """
     value = read_json(path, what)
     if not isinstance(value, dict):
@@ -117,7 +117,7 @@ def json_digest(value: Any) -> str:
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of the file's bytes, in hexadecimal; a file that did not change is read once in a process."""
+    """SHA-256 of the file's bytes, in hexadecimal. A file that did not change is read once in a process."""
     found = os.stat(path)
     return _sha256(str(path), found.st_mtime_ns, found.st_size, found.st_ino)
 
@@ -129,7 +129,7 @@ def _sha256(path: str, *_state: int) -> str:
 
 
 def check_zip(path: str | Path) -> None:
-    """Compare a checkpoint, which is a zip archive, with the checksums in it; torch does not.
+    """Compare a checkpoint, which is a zip archive, with the checksums in it. torch does not.
 
     Raises:
         zipfile.BadZipFile: they differ, or it is none.
@@ -176,7 +176,7 @@ def require_name(output: str) -> None:
 
 
 def probe_folder(folder: str | Path) -> None:
-    """Write a file into an output folder, so that what cannot be written is known before any work; leave nothing.
+    """Write a file into an output folder, so that what cannot be written is known before any work. Leave nothing.
 
     Processes may share a folder: one that has finished takes away what it made while another still writes, which then
     begins anew.

@@ -1,6 +1,6 @@
 """One fit in a process of its own: ``python -m dejavu_train.job_process CONFIG.yaml LAYER TARGET TITLE HOLDS``.
 
-:func:`dejavu_train.training.job.run_job` starts it where a fit takes several devices; under DDP every rank runs it.
+:func:`dejavu_train.training.job.run_job` starts it where a fit takes several devices. Under DDP every rank runs it.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv: path of the configuration, layer, target, title, and as JSON the folders that are held for this job with
-            their identities (should the caller be killed, this process still holds them); None takes the arguments of
+            their identities (should the caller be killed, this process still holds them). None takes the arguments of
             the process.
 
     Raises:

@@ -4,7 +4,7 @@ No lock of the file system is used, so this holds on network file systems as wel
 file, then read the others'. Of two that claim at once at least one sees the other and gives way, so two that exclude
 each other never both go on. Files have unique names, so removing that of a holder that is gone takes nobody else's.
 
-A holder is gone if its process is (on this machine), or if its file was not touched for two minutes (on another one;
+A holder is gone if its process is (on this machine), or if its file was not touched for two minutes (on another one,
 a thread touches it every fifteen seconds).
 """
 
@@ -63,7 +63,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process began, as the system counts; empty where it does not say, None if there is no such process."""
+    """When the process began, as the system counts. Empty where it does not say, None if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -85,7 +85,7 @@ def _alive(path: Path, holder: Holder, now: float) -> bool:
 
 
 def holders(folder: str | Path, own: Path | None = None) -> list[Holder]:
-    """The processes that hold ``folder`` now, but for that with the file ``own``; files of those gone are removed."""
+    """The processes that hold ``folder`` now, but for that with the file ``own``. Files of those gone are removed."""
     found = []
     # What the clock of the file system says: that of another machine may differ.
     now = time.time() if own is None else own.stat().st_mtime
@@ -154,7 +154,7 @@ def ours() -> dict[str, str]:
 
 @contextlib.contextmanager
 def locked(folder: str | Path, waiting_message: str | None = None) -> Iterator[None]:
-    """Hold ``folder`` alone, waiting for another holder; the message is printed with who that is."""
+    """Hold ``folder`` alone, waiting for another holder. The message is printed with who that is."""
     with contextlib.ExitStack() as stack:
         announced = False
         while True:

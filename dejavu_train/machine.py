@@ -14,7 +14,7 @@ ROOT = Path("/")  # of the file system that the kernel describes itself in
 
 
 def has_package(name: str) -> bool:
-    """Whether ``import name`` would find something; a package that is there may still fail."""
+    """Whether ``import name`` would find something. A package that is there may still fail."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -22,13 +22,13 @@ def has_package(name: str) -> bool:
 
 
 def require_package(name: str, what: str, install: str) -> None:
-    """Raise :class:`UserError` where ``what`` needs a package that is not installed; ``install`` is pip's argument."""
+    """Raise :class:`UserError` where ``what`` needs a package that is not installed. ``install`` is pip's argument."""
     if not has_package(name):
         raise UserError(f"{what} needs the package {name}, which is not installed: pip install {install}")
 
 
 def check_device_name(name: str, key: str) -> None:
-    """Raise :class:`UserError` for a device that cannot be one; whether it is there torch says."""
+    """Raise :class:`UserError` for a device that cannot be one. Whether it is there torch says."""
     if not _DEVICE.fullmatch(name):
         raise UserError(f"{key} must be auto, cpu, cuda or cuda:N, got {name}")
 
@@ -102,7 +102,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """The whole numbers in a file of the kernel; none where there is no such file."""
+    """The whole numbers in a file of the kernel. None where there is no such file."""
     try:
         return [int(word) for word in path.read_text().split() if word.lstrip("-").isdigit()]
     except OSError:
@@ -110,7 +110,7 @@ def _numbers(path: Path) -> list[int]:
 
 
 def _entry(path: Path, name: str) -> int:
-    """The number behind a name in a file of names and numbers; 0 where it is not there."""
+    """The number behind a name in a file of names and numbers. 0 where it is not there."""
     try:
         found = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""The one parser of every command: a dataclass's defaults, then YAML files, then flags; a mistake is one line.
+"""The one parser of every command: a dataclass's defaults, then YAML files, then flags. A mistake is one line.
 
     --config base.yaml --config mine.yaml    later files win, flags win over all files, wherever they stand
     base: base.yaml                          in a YAML file: that file, beside it, is read first
@@ -7,7 +7,7 @@
     --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
     --generation                             a section that may be null: with its defaults
 
-Mappings are merged, any other value replaces the one before; so does a mapping that names a class_path.
+Mappings are merged, any other value replaces the one before, so does a mapping that names a class_path.
 """
 
 import argparse
@@ -292,7 +292,7 @@ def take_check(argv: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``above`` laid over ``below``: mappings are merged, unless the upper one names a class; other values replace."""
+    """``above`` laid over ``below``: mappings are merged, unless the upper one names a class. Other values replace."""
     result = dict(below)
     for key, value in above.items():
         before = result.get(key)
@@ -360,7 +360,7 @@ def _may_be(value: Any, kind: Any) -> bool:
 
 
 def _item(kind: Any) -> Any:
-    """The type of a list's items; None for other types. ``str | tuple[str, ...]`` is a list too."""
+    """The type of a list's items. None for other types. ``str | tuple[str, ...]`` is a list too."""
     for part in (kind, *typing.get_args(kind)):
         if typing.get_origin(part) is tuple:
             return typing.get_args(part)[0]
@@ -378,7 +378,7 @@ def _load(name: str, text: str) -> Any:
 
 
 def _put(mapping: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Lay ``value`` into ``mapping`` under nested ``keys``; a name that stands there already is a class with arguments.
+    """Lay ``value`` into ``mapping`` under nested ``keys``. A name that stands there already is a class with arguments.
 
     >>> found = {"logger": "Some"}
     >>> _put(found, ["logger", "name"], "x")

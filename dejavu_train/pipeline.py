@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig) -> None:
-    """Do what is missing between text and bundle; nothing if the bundle is there.
+    """Do what is missing between text and bundle. Nothing if the bundle is there.
 
     Raises:
         UserError: a mistake in the configuration, or a folder that holds something else.
@@ -76,8 +76,8 @@ def checked(config: RunConfig) -> tuple[RunConfig, ModelDims]:
     """The configuration with the trainer's arguments written out, and the model's sizes, after all checks before work.
 
     Raises:
-        UserError: as :func:`dejavu_train.check.check`; a class, a logger or an argument of the trainer that cannot be;
-            a device that is not there.
+        UserError: as :func:`dejavu_train.check.check`. A class, a logger or an argument of the trainer that cannot be.
+            A device that is not there.
     """
     shape = check(config)
     resolve_device(config.collect.device)
@@ -154,7 +154,7 @@ def say_what_density_holds(config: RunConfig, activations: Path) -> None:
 
 
 def bundle_stage(folder: Path, name: str = "stage") -> Any:
-    """The stage that a bundle's folder says made it, or its ``curves``; None where there is no bundle."""
+    """The stage that a bundle's folder says made it, or its ``curves``. None where there is no bundle."""
     if not (folder / "bundle.json").is_file():
         return None
     stored = read_json(folder / "bundle.json", "the bundle")
@@ -163,7 +163,7 @@ def bundle_stage(folder: Path, name: str = "stage") -> Any:
 
 
 def measured_before(config: RunConfig, curves: Stage) -> Bundle | None:
-    """A bundle of this run with the very curves that ``curves`` would measure, at whatever densities; None: there is
+    """A bundle of this run with the very curves that ``curves`` would measure, at whatever densities. None: there is
     none that can be read."""
     for path in sorted(Path(config.output).glob("*/bundle.json")):
         try:
@@ -202,7 +202,7 @@ def sampled(config: RunConfig) -> LoadSets | None:
 
 
 def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
-    """The dense model, loaded, as a function that continues ``rows`` rows up to ``length`` tokens; and its name.
+    """The dense model, loaded, as a function that continues ``rows`` rows up to ``length`` tokens, and its name.
 
     On a GPU that holds the model it is the decode engine, else ``generate()`` of transformers.
     """
@@ -281,7 +281,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
 def finetune_all(
     config: RunConfig, output: Path, jobs: Sequence[UnitKey], bundle: Bundle, stage: Stage, weights: WeightFormat
 ) -> None:
-    """Tune the neuron predictors of ``bundle`` in the model; ``tuned`` holds those, and the others as trained."""
+    """Tune the neuron predictors of ``bundle`` in the model. ``tuned`` holds those, and the others as trained."""
     run = config.collect
     dtype = "bfloat16" if run.dtype == "float16" else run.dtype  # gradients of a divergence vanish in float16
     device = start_device(config.trainer)
@@ -360,7 +360,7 @@ def bundle_summary(bundle: Bundle) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as aligned text; fractions with three digits."""
+    """Rows as aligned text. Fractions with three digits."""
 
     def show(value: Any) -> str:
         if isinstance(value, float):

@@ -85,14 +85,14 @@ def print_plan(config: RunConfig) -> None:
 
 
 def tokens_to_sample(config: RunConfig) -> int:
-    """How many tokens of its own text the model has to write before; those beside the model are there."""
+    """How many tokens of its own text the model has to write before. Those beside the model are there."""
     if config.text.source != SELF or (Path(config.model) / "samples.json").is_file():
         return 0
     return tokens_needed(config.text.sample, _budgets(config), _on_gpu(config))[0]
 
 
 def expected_tokens(config: RunConfig) -> dict[str, int | None]:
-    """How many tokens of each set will be recorded, about; None where only reading the text would tell."""
+    """How many tokens of each set will be recorded, about. None where only reading the text would tell."""
     available: int | None = None
     shares = SHARES
     source = config.text.source

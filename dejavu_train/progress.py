@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Counts ``done`` of ``total`` units; a context manager.
+    """Counts ``done`` of ``total`` units. A context manager.
 
     Without a terminal a thread writes the lines, so that one comes even where a single update takes minutes.
 
     Args:
         what: in a word or two, for instance ``collecting``.
-        total: units in all; None where nobody knows.
+        total: units in all. None where nobody knows.
         unit: its name in the singular, for instance ``token``.
         done: units that were done before.
         clock: seconds that never go back.

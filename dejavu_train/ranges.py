@@ -9,14 +9,14 @@ from dejavu_train.errors import UserError
 
 @dataclass(frozen=True)
 class Range:
-    """From ``least`` to ``most``, both included; ``least`` itself is not where ``above`` is true."""
+    """From ``least`` to ``most``, both included. ``least`` itself is not where ``above`` is true."""
 
     least: float
     most: float
     above: bool = False
 
     def refusal(self, number: float) -> str | None:
-        """What ``number`` must be, in words; None where it is that. NaN never is."""
+        """What ``number`` must be, in words. None where it is that. NaN never is."""
         if self.above:
             return None if self.least < number <= self.most else f"lie above {self.least} and at most at {self.most:g}"
         if self.least <= number <= self.most:
@@ -32,7 +32,7 @@ SEED = Range(0, 2**32 - 1)
 
 
 def check_ranges(values: Any, prefix: str, ranges: Mapping[str, Range]) -> None:
-    """Compare every number in the attributes of ``values`` that ``ranges`` names; None stands for no number.
+    """Compare every number in the attributes of ``values`` that ``ranges`` names. None stands for no number.
 
     Raises:
         UserError: the first that lies outside, as ``prefix`` and its name.

@@ -2,7 +2,7 @@
 
 run.json        the stages as they were last asked for, and the densities that predictors were trained for
 config.yaml     the configuration that asked for them: ``train.py --output FOLDER`` goes on with it
-.holders/run    a file of every invocation for as long as it works; only invocations that agree hold it together
+.holders/run    a file of every invocation for as long as it works. Only invocations that agree hold it together
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def claimed_folder(config: RunConfig, given: RunConfig | None = None) -> Iterato
     """Hold the output folder for a run, and note in it what the run makes.
 
     Args:
-        given: the configuration before anything of it was resolved, to be kept; None keeps ``config``.
+        given: the configuration before anything of it was resolved, to be kept. None keeps ``config``.
 
     Yields the configuration with the densities filled in that predictors of the same settings were trained for before.
 
@@ -50,13 +50,13 @@ def claimed_folder(config: RunConfig, given: RunConfig | None = None) -> Iterato
 
 
 def saved_config(output: str | Path) -> Path | None:
-    """The file of the configuration of the run in a folder; None where there is none."""
+    """The file of the configuration of the run in a folder. None where there is none."""
     path = Path(output) / CONFIG
     return path if path.is_file() else None
 
 
 def _described(config: RunConfig, given: RunConfig, output: Path, whole: Stage) -> RunConfig:
-    """Write ``run.json`` and the configuration, or refuse the folder; the configuration with its open densities filled
+    """Write ``run.json`` and the configuration, or refuse the folder. The configuration with its open densities filled
     in."""
     resolved, described = check_run_folder(config, whole)
     if _stored(output) != described:
@@ -72,7 +72,7 @@ def _described(config: RunConfig, given: RunConfig, output: Path, whole: Stage) 
 
 
 def check_run_folder(config: RunConfig, whole: Stage) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration with its open densities filled in, and what ``run.json`` says of it; nothing is written.
+    """The configuration with its open densities filled in, and what ``run.json`` says of it. Nothing is written.
 
     Raises:
         UserError: the folder holds activations of other text or another model, or a run of another schema.

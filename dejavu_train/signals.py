@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP end a command in one way: what is written is finished or taken back, exit 128 + number.
 
 By default a signal raises :class:`Interrupted` where it arrives. What must end at a place of its own choosing, such as
-a training loop between two steps, defers it and asks ``pending``; a second signal is never deferred.
+a training loop between two steps, defers it and asks ``pending``. A second signal is never deferred.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _raised: int | None = None
 
 
 class Interrupted(BaseException):
-    """A signal asked us to end; not an error, so ``except Exception`` lets it pass."""
+    """A signal asked us to end, not an error, so ``except Exception`` lets it pass."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -52,7 +52,7 @@ def _unraisable(lost: "sys.UnraisableHookArgs") -> None:
 
 
 def hear() -> dict[int, object]:
-    """Take the signals, also back from a library that took them; returns who had them."""
+    """Take the signals, also back from a library that took them. Returns who had them."""
     global _other_hook
     before: dict[int, object] = {}
     if threading.current_thread() is threading.main_thread():

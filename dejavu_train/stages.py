@@ -55,7 +55,7 @@ class Stage:
         return difference_of(before, self.keys, keys) if keys else "what it depends on has changed"
 
     def flags_of(self, stored: Any) -> str:
-        """What to type for the keys of the stored stage that differ; those that are no flags are left out."""
+        """What to type for the keys of the stored stage that differ. Those that are no flags are left out."""
         before = (stored.get("keys") if isinstance(stored, dict) else None) or {}
         return " ".join(
             f"--{key} {_typed(value)}"
@@ -110,7 +110,7 @@ def calibrate_stage(config: RunConfig) -> Stage:
 
 
 def trained_identity(config: RunConfig) -> str:
-    """One name for all predictors of a run as trained; groups their records in a tracker."""
+    """One name for all predictors of a run as trained. Groups their records in a tracker."""
     return _stage("train", {}, *_trained(config)).identity
 
 
@@ -144,7 +144,7 @@ def _section(values: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def _file_digest(class_path: str) -> str | None:
-    """The beginning of the SHA-256 of the file of a class; None where it has none. What it imports is not read."""
+    """The beginning of the SHA-256 of the file of a class. None where it has none. What it imports is not read."""
     try:
         found = importlib.util.find_spec(class_path.rpartition(".")[0])
     except (ImportError, ValueError):

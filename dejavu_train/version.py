@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def package_version() -> str:
-    """As in the metadata of the installation; ``unknown`` where the sources run without one."""
+    """As in the metadata of the installation. ``unknown`` where the sources run without one."""
     try:
         return version("dejavu-train")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Makes bundles of random predictors for tests; thresholds stand in curves measured on random inputs."""
+"""Makes bundles of random predictors for tests. Thresholds stand in curves measured on random inputs."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def make_bundle(
 ) -> Bundle:  # fmt: skip
     """Random predictors with honest curves.
 
-    With ``lookahead`` each reads the site half a block before its own; with ``means`` skipped heads get random means;
+    With ``lookahead`` each reads the site half a block before its own, with ``means`` skipped heads get random means,
     with ``cascade`` neurons are tested once more, at thresholds around the pre-activations of random inputs.
     """
     shape = read_dims(str(model))

@@ -51,7 +51,7 @@ def make_text(n_words: int, seed: int = 0) -> str:
 
 
 def save_tiny_tokenizer(folder: Path) -> int:
-    """A byte-level BPE with OPT's special ids, trained on the fixture's text; returns its vocabulary size."""
+    """A byte-level BPE with OPT's special ids, trained on the fixture's text. Returns its vocabulary size."""
     from dejavu_train.training.pretrain.run import train_tokenizer
 
     tokenizer = train_tokenizer([make_text(2000)], vocab_size=320)
@@ -133,7 +133,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=[True, False], ids=["assembly", "plain"])
 def asm(request, device, monkeypatch):
-    """Whether a kernel of kernels/common runs its assembly; on a CPU that is carried out here (tests/assembly.py)."""
+    """Whether a kernel of kernels/common runs its assembly. On a CPU that is carried out here (tests/assembly.py)."""
     if request.param and device == "cpu":
         from assembly import carried_out
 

@@ -3,7 +3,7 @@
     python tests/count_lines.py                 this tree
     python tests/count_lines.py 2de014c         a commit beside it, and the change in per cent
 
-A line counts where a token of code stands on it; a text that is a statement of its own, as a docstring is, does not.
+A line counts where a token of code stands on it. A text that is a statement of its own, as a docstring is, does not.
 """
 
 import argparse

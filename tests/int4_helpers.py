@@ -20,7 +20,7 @@ def with_outliers(x: torch.Tensor, columns: int = 3) -> torch.Tensor:
 
 
 def assert_rounded_products(got: torch.Tensor, want: torch.Tensor, sums: torch.Tensor, rtol: float = 2**-11) -> None:
-    """got is want (fp64) but for each product's rounding to fp16; sums: of the products' absolute values, fp64.
+    """got is want (fp64) but for each product's rounding to fp16. sums: of the products' absolute values, fp64.
 
     A product is off by at most 2^-11 of itself (x and factors once more for fc2), and fp32 sums by far less.
     """

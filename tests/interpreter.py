@@ -38,7 +38,7 @@ def spare_wasted_work() -> None:
 
 
 def uncounted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """call, but coverage does not follow it; debuggers do."""
+    """call, but coverage does not follow it. Debuggers do."""
 
     @functools.wraps(call)
     def called(*args: Any, **named: Any) -> Any:

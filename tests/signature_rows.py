@@ -2,9 +2,9 @@
 
 A row has a letter for each backend, of mask, gather, cpu and triton in this order:
 
-- ``t``: taken; at density 1 the result is that of ``OPTForCausalLM``.
+- ``t``: taken. At density 1 the result is that of ``OPTForCausalLM``.
 - ``g``: the engine refuses it in a line, and with ``backend="auto"`` gather runs instead.
-- ``i``: without effect, as in ``OPTForCausalLM``; a line says so once.
+- ``i``: without effect, as in ``OPTForCausalLM``. A line says so once.
 - ``r``: refused in a line.
 - ``x``: transformers itself refuses it for an OPT.
 """

@@ -15,7 +15,7 @@ from dejavu_train.plan import expected_tokens
 
 @pytest.fixture
 def known(tiny_opt, text_file, tmp_path, monkeypatch):
-    """Blocks of a microsecond, steps of 10 ms, validations of 20 ms; two layers, d_model 48, d_ffn 96."""
+    """Blocks of a microsecond, steps of 10 ms, validations of 20 ms. Two layers, d_model 48, d_ffn 96."""
     monkeypatch.setattr(estimate, "seconds_of_steps", lambda *_: (0.010, 0.020))
     config = parse_config(flags(tiny_opt, text_file, tmp_path / "run", "--calibrate.sensitivity_tokens=1000"))
     return Estimate(config, read_dims(str(tiny_opt), None), 1e-6, 2e-6)

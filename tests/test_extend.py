@@ -1,4 +1,4 @@
-"""docs/guides/extend.md as it stands there, on the tiny model; and what is said of parts that do not fit."""
+"""docs/guides/extend.md as it stands there, on the tiny model, and what is said of parts that do not fit."""
 
 import json
 import re

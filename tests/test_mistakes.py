@@ -1,4 +1,4 @@
-"""What a person gets wrong, as a table: each mistake is one line with its remedy; our own bugs keep their traceback."""
+"""What a person gets wrong, as a table: each mistake is one line with its remedy. Our own bugs keep their traceback."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""A number that is not finite is an error that names layer and target, in every phase; it never becomes a result."""
+"""A number that is not finite is an error that names layer and target, in every phase. It never becomes a result."""
 
 import dataclasses
 import math
@@ -81,7 +81,7 @@ def test_weights_for_decoding_on_a_cpu(tiny_opt, value, stored, name, words):
 
 
 def overflowing(tiny_opt, name, threads=1):
-    """An engine that is sound at first; what makes the part of this name of layer 1 overflow, behind the copy."""
+    """An engine that is sound at first. What makes the part of this name of layer 1 overflow, behind the copy."""
     engine = CpuEngine(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.5, 0.6), context=40, threads=threads)
 
     def overflow():

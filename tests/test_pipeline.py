@@ -126,7 +126,7 @@ def test_the_same_command_again_does_nothing(finished, tiny_opt, text_file, caps
 
 
 def test_only_what_depends_on_a_changed_key_is_made_anew(finished, tiny_opt, text_file, tmp_path, caplog):
-    """Another threshold calibrates; another rank trains that target; other text is refused."""
+    """Another threshold calibrates. Another rank trains that target. Other text is refused."""
     output = shutil.copytree(finished, tmp_path / "run")
     caplog.set_level(logging.INFO, logger="dejavu_train")
 
@@ -175,7 +175,7 @@ def test_an_open_density_is_that_of_the_first_training(tiny_opt, text_file, tmp_
 def test_the_model_is_loaded_for_sensitivities_alone_and_as_configured(
     finished, tiny_opt, text_file, tmp_path, monkeypatch
 ):
-    """Thresholds come from the shards, layer by layer; dtype, device map and revision reach what loads the model."""
+    """Thresholds come from the shards, layer by layer. Dtype, device map and revision reach what loads the model."""
     output = shutil.copytree(finished, tmp_path / "run")
     calls = []
     original = pipeline.load_opt
@@ -221,7 +221,7 @@ def calibrating(output):
 
 
 def kill_when(reached, argv, output, log, seconds=120):
-    """Run train.py and kill it where ``reached`` holds; returns its exit code.
+    """Run train.py and kill it where ``reached`` holds. Returns its exit code.
 
     The process is stopped first, so that what is asserted of the folder holds at the moment of the kill.
     """
@@ -251,7 +251,7 @@ def perplexities(model, output, text_file):
 
 
 def test_killed_in_every_phase(tiny_opt, text_file, tmp_path, finished):
-    """SIGKILL in the midst of collecting, of two trainings and of calibrating; the same command goes on each time, and
+    """SIGKILL in the midst of collecting, of two trainings and of calibrating. The same command goes on each time, and
     ends with the perplexity of a run that nothing disturbed."""
     output, log = tmp_path / "run", tmp_path / "log"
     argv = flags(tiny_opt, text_file, output)

@@ -1,4 +1,4 @@
-"""A signal ends every phase of a command with one line and exit 130 or 143; nothing goes on, no child stays."""
+"""A signal ends every phase of a command with one line and exit 130 or 143. Nothing goes on, no child stays."""
 
 import json
 import os

@@ -74,7 +74,7 @@ def _slope(first: OperatingPoint, second: OperatingPoint) -> float:
 def spend(choices: Mapping[Key, Sequence[OperatingPoint]], budget: float) -> dict[Key, OperatingPoint]:
     """Minimise the summed loss within a summed cost: steps of all hulls in order of loss saved per cost.
 
-    This is the Lagrangian solution; the last step is taken in part, between two points of one curve.
+    This is the Lagrangian solution. The last step is taken in part, between two points of one curve.
 
     Raises:
         UserError: the cheapest points together cost more than ``budget``.
@@ -166,7 +166,7 @@ def allocate(
 
     Args:
         specs: layer -> its curve, true density and whether it is kept dense (density 1).
-        mean_density: in (0, 1]; the mean of the result over the layers, dense ones included.
+        mean_density: in (0, 1]. The mean of the result over the layers, dense ones included.
         floors: least density per layer, or one for all.
 
     Raises:
@@ -199,7 +199,7 @@ def allocate(
 
 
 def density_choices(curve: Curve, floor: float, measured: bool) -> list[OperatingPoint]:
-    """The curve's grid as choices whose cost is the density; nothing below ``floor``."""
+    """The curve's grid as choices whose cost is the density. Nothing below ``floor``."""
     grid = np.asarray(curve["density"], dtype=float)
     losses = np.asarray(curve["loss_increase"] if measured else curve["retained_mass"], dtype=float)
     if not measured:
@@ -251,7 +251,7 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 
 
 def parse_budget(text: str | float) -> Budget:
-    """``"1%"`` allows one per cent more perplexity; ``"600kB"``, ``"1.5MB"`` or ``600000`` are bytes per token.
+    """``"1%"`` allows one per cent more perplexity. ``"600kB"``, ``"1.5MB"`` or ``600000`` are bytes per token.
 
     Raises:
         UserError: anything else.

@@ -1,7 +1,7 @@
 """Reads and writes a bundle: every predictor of one model, its thresholds, and what they were measured at.
 
 A folder with ``bundle.json`` (metadata), ``predictors.safetensors`` (tensors) and ``README.md``, the model card for
-people, which is never read; nothing is ever unpickled. Reading is strict: whatever is missing, surplus, of another
+people, which is never read. Nothing is ever unpickled. Reading is strict: whatever is missing, surplus, of another
 shape or changed by one byte is named in one line. The curves of calibration (density, threshold, ...) travel with the
 predictors, so one bundle serves every density (``Bundle.at``).
 """
@@ -50,20 +50,20 @@ class Bundle:
 
     Args:
         model: what it was made from: a folder, as an absolute path, an id on the hub, or a bare name of a folder that
-            is not here (all to show; ``weight_hash`` decides).
+            is not here (all to show, ``weight_hash`` decides).
         weight_hash: of the model's stored tensors, see ``opt.weight_hash``.
         shape: sizes of the model.
         specs: by (layer, target). A target is there for every layer or for none.
         tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the spec's
             dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution). With the
             replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
-            An int8 spec has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32; an int4 spec the same
+            An int8 spec has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32. An int4 spec the same
             with scales in fp16 and two weights a byte, see ``quantization``. A cascade also has ``.fc1_scale`` fp32 and
             ``.fc1_steps`` int16, the grid of ``up``'s planes, and ``.stage2_threshold`` fp32, all (n_out). A custom
             predictor has its ``state_dict`` under ``.predictor.`` in place of ``.down``, ``.up`` and ``.bias``.
         metadata: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
         classes: of custom predictors, by the name that their specs give.
-        tokenizer_hash: of the model's tokenizer, see ``tokenizer_hash.py``; None: not known, as in bundles of earlier
+        tokenizer_hash: of the model's tokenizer, see ``tokenizer_hash.py``. None: not known, as in bundles of earlier
             versions.
     """
 
@@ -128,31 +128,31 @@ class Bundle:
         return build_second_stage(up.weight, up.bias, *self.cascades()[layer])
 
     def frequency(self, layer: int, target: Target) -> Tensor:
-        """(n_out,) fp32: how often each unit was needed on ``calibration``; orders the static selection."""
+        """(n_out,) fp32: how often each unit was needed on ``calibration``. Orders the static selection."""
         return self.tensors[tensor_name(layer, target, "frequency")]
 
     def head_means(self, device: torch.device | str = "cpu") -> dict[int, Tensor]:
-        """By layer the (n_heads, head_dim) fp32 that stands in for skipped heads; only layers that do so are there."""
+        """By layer the (n_heads, head_dim) fp32 that stands in for skipped heads. Only layers that do so are there."""
         replaced = [spec.layer for spec in self.specs.values() if spec.replacement == "mean"]
         return {layer: self.tensors[tensor_name(layer, Target.HEADS, "mean")].to(device).float() for layer in replaced}
 
     def mean_density(self, target: Target) -> float:
-        """Mean of the calibrated densities over the layers; 1.0 for a target without predictors."""
+        """Mean of the calibrated densities over the layers. 1.0 for a target without predictors."""
         found = [spec.density for spec in self.specs.values() if spec.target == target]
         return sum(found) / len(found) if found else 1.0
 
     def selects_top_k(self, target: Target) -> bool:
-        """Whether ``target`` selects the k largest logits, and not those above a threshold; where it is dense, whether
+        """Whether ``target`` selects the k largest logits, and not those above a threshold, where it is dense, whether
         the other one does."""
         sparse = [spec for spec in self.specs.values() if not spec.dense]
         return any(spec.top_k is not None for spec in [one for one in sparse if one.target == target] or sparse)
 
     def with_densities(self, densities: Mapping[UnitKey, float], top_k: bool | None = None) -> "Bundle":
-        """The same predictors with thresholds for the given densities; specs not named stay as they are.
+        """The same predictors with thresholds for the given densities. Specs not named stay as they are.
 
         Args:
             densities: in (0, 1], by (layer, target).
-            top_k: select the k largest logits of a token, density n_out of them, in place of those above a threshold;
+            top_k: select the k largest logits of a token, density n_out of them, in place of those above a threshold.
                 None: as each target selects now.
 
         Raises:
@@ -168,10 +168,10 @@ class Bundle:
     def at(
         self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool | None = None
     ) -> "Bundle":
-        """The same predictors at other mean densities, shared out over the layers as their curves ask; 1.0 is dense.
+        """The same predictors at other mean densities, shared out over the layers as their curves ask. 1.0 is dense.
 
         Args:
-            mlp_density: mean over the layers, in (0, 1]; None: as it is.
+            mlp_density: mean over the layers, in (0, 1]. None: as it is.
             head_density: the same for the heads.
             top_k: as in :meth:`with_densities`.
 
@@ -353,8 +353,8 @@ class Bundle:
         Args:
             repo_id: ``OWNER/NAME``, or ``NAME`` for the owner of the token.
             private: of a new repository: only its owner sees it.
-            token: of access; None: that of ``hf auth login`` or ``HF_TOKEN``.
-            dry_run: touch no network; return a line with the repository and one for each file with its bytes.
+            token: of access. None: that of ``hf auth login`` or ``HF_TOKEN``.
+            dry_run: touch no network. Return a line with the repository and one for each file with its bytes.
 
         Returns:
             the address of the commit, or what a dry run found.

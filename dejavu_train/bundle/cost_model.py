@@ -17,7 +17,7 @@ from dejavu_train.predictors.metrics import SelectionSums
 
 
 def predictor_bytes(spec: PredictorSpec) -> float:
-    """Bytes of one predictor in its deployed dtype, scales included; of a custom one those of its ``state_dict``."""
+    """Bytes of one predictor in its deployed dtype, scales included. Of a custom one those of its ``state_dict``."""
     return float(sum(dtype.itemsize * math.prod(shape) for shape, dtype in predictor_layout(spec).values()))
 
 
@@ -29,7 +29,7 @@ def unit_bytes(
     recall: float,
     selected: float | None = None,
 ) -> float:
-    """Bytes of the model's weights at ``density``; ``selected``: what passes the second stage of a cascade."""
+    """Bytes of the model's weights at ``density``. ``selected``: what passes the second stage of a cascade."""
     unit = weights.unit_bytes(shape)
     if spec.target == Target.HEADS:
         return density * unit.dense(shape, Target.HEADS)
@@ -40,7 +40,7 @@ def unit_bytes(
 
 
 def spec_bytes(spec: PredictorSpec, shape: ModelDims, weights: WeightFormat) -> float:
-    """Bytes of one (layer, target) as calibrated, its predictor included; of all its weights where it is dense."""
+    """Bytes of one (layer, target) as calibrated, its predictor included. Of all its weights where it is dense."""
     if spec.dense:
         return unit_bytes(spec, shape, weights, 1.0, 1.0)
     selected = read_curve(spec.curve, spec.density)["selected"] if spec.kind == "cascade" else None

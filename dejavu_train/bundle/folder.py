@@ -39,7 +39,7 @@ def published_name(model: str) -> str:
 
 def referenced_model(metadata: Any, folder: Path) -> str:
     """The model that a bundle.json in ``folder`` names: an absolute path, an id on the hub, or a bare name, which is
-    neither, for a folder that is not here; "" where nothing can be read.
+    neither, for a folder that is not here. "" where nothing can be read.
 
     Up to schema 2 a path was relative to where train.py ran: it is looked for there and above the bundle. Where it is
     not found it may have been an id, and is one only if the hub's cache has it.
@@ -66,7 +66,7 @@ def _in_cache(name: str) -> bool:
 
 
 def check_bundle(name: str) -> None:
-    """Raise :class:`UserError` for a folder that cannot hold a bundle; a hub id passes."""
+    """Raise :class:`UserError` for a folder that cannot hold a bundle. A hub id passes."""
     folder = Path(name)
     if not folder.is_dir():
         if looks_local(name):
@@ -81,7 +81,7 @@ def check_bundle(name: str) -> None:
 
 
 def named_model(bundle: str | None) -> str:
-    """The model that a bundle's folder was made for, as a path or an id on the hub; "" where that is not known here."""
+    """The model that a bundle's folder was made for, as a path or an id on the hub. "" where that is not known here."""
     if bundle is None:
         return ""
     name = referenced_model(_metadata(bundle), Path(bundle))
@@ -93,7 +93,7 @@ def named_model(bundle: str | None) -> str:
 
 def beside(bundle: str, name: str = "") -> str:
     """Where results of a bundle go when nothing is named: the folder that the bundle's lies in, for a bundle of the hub
-    checkpoints/NAME; ``name`` is of a folder within it."""
+    checkpoints/NAME. ``name`` is of a folder within it."""
     folder = Path(bundle)
     local = folder.is_dir() or looks_local(bundle)
     return str((folder.parent if local else Path("checkpoints") / folder.name) / name)

@@ -2,7 +2,7 @@
 
 Thresholds are constants that were set on one text. On another one the same threshold keeps another share of the
 contribution, the retained mass. A dense token shows every activation, so the selection that the predictors make of it
-can be judged; it also computes K and V of all heads. Between two dense tokens nothing is measured.
+can be judged. It also computes K and V of all heads. Between two dense tokens nothing is measured.
 
 Everything here is tensors on the model's device, and no method but `GuardState.report` and `GuardState.reset` asks the
 host, so a decode engine captures `measure` and `move` in a CUDA graph.
@@ -29,11 +29,11 @@ COUNTS = ("candidates", "selected", "hits", "active", "kept", "mass")
 
 
 class GuardState:
-    """Thresholds and measurements of a model that is guarded; shared by all that decode for it.
+    """Thresholds and measurements of a model that is guarded. Shared by all that decode for it.
 
     Args:
         settings: what is asked for.
-        specs: of a bundle, by (layer, target); dense ones are left out.
+        specs: of a bundle, by (layer, target). Dense ones are left out.
         device: where the tensors live.
     Raises:
         UserError: a predictor without a curve, one that selects by top_k, or a promise that its curve never reaches,
@@ -80,7 +80,7 @@ class GuardState:
         return self.thresholds[self.rows[key], :1]
 
     def due(self) -> bool:
-        """Count a decoding step; whether it is one of those that are dense."""
+        """Count a decoding step. Whether it is one of those that are dense."""
         self.steps += 1
         return self.steps % self.settings.every == 0
 
@@ -88,9 +88,9 @@ class GuardState:
         """Note what one predictor selects of a dense token.
 
         Args:
-            rows: (B,) bool, those that would be sparse; others count nothing.
+            rows: (B,) bool, those that would be sparse. Others count nothing.
             candidates, selected: (B, n) bool, above the threshold, and of these what a second stage lets through.
-            contribution: (B, n), never negative; of neurons zero where one is inactive.
+            contribution: (B, n), never negative. Of neurons zero where one is inactive.
         """
         mass = torch.where(rows[:, None], contribution.float(), 0.0)
         chosen, active = selected & rows[:, None], mass > 0
@@ -119,11 +119,11 @@ class GuardState:
         self.scale.copy_(torch.where(number > 0, scale, self.scale))
 
     def report(self) -> dict[str, Any]:
-        """What was measured since the last reset; asks the device.
+        """What was measured since the last reset. Asks the device.
 
-        ``guard``: the settings; ``tokens``: measured. With any measured, ``mlp`` and ``heads`` hold shares over all
+        ``guard``: the settings. ``tokens``: measured. With any measured, ``mlp`` and ``heads`` hold shares over all
         layers: ``candidates`` and ``selected`` of the units, ``retained_mass``, and of neurons ``hits`` (selected and
-        active, of all) and ``recall``; ``layers`` holds the same for each predictor, with its threshold now and at
+        active, of all) and ``recall``. ``layers`` holds the same for each predictor, with its threshold now and at
         first, and what was promised.
         """
         tokens = int(self.tokens)

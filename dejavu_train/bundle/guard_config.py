@@ -1,4 +1,4 @@
-"""What is asked of a guard at run time; what it does: bundle/guard.py. Readable without torch."""
+"""What is asked of a guard at run time. What it does: bundle/guard.py. Readable without torch."""
 
 from dataclasses import dataclass
 
@@ -19,19 +19,19 @@ class Guard:
     sums, as the retained mass of a calibration is, so its mean is zero exactly where the promise holds: a right
     threshold is not pulled to a wrong place (a mean of the tokens' own ratios would pull it). The gain is
     1 / (tokens measured so far) at first and never less than 1 / `memory`: an average over about the last `memory`
-    measured tokens. A long memory has little noise and follows a change of text slowly; a short one follows fast, and
+    measured tokens. A long memory has little noise and follows a change of text slowly. A short one follows fast, and
     a right threshold wanders by about (spread of a token's retained mass) / sqrt(2 memory).
 
-    Of a cascade the candidates' threshold moves so that what passes both stages holds the promise; the second stage's
+    Of a cascade the candidates' threshold moves so that what passes both stages holds the promise. The second stage's
     thresholds stay, because they test the weights themselves, which no change of text makes wrong. Thresholds of heads
-    stay; what heads retain is measured.
+    stay. What heads retain is measured.
 
     Attributes:
-        every: every so many-th decoding step is dense; 2 or more, or 0: no guard.
-        control: move the thresholds; false = dense tokens and measurements only.
+        every: every so many-th decoding step is dense. 2 or more, or 0: no guard.
+        control: move the thresholds. False = dense tokens and measurements only.
         retained_mass: the promise, for every layer: a share in (0, 1). None = each layer's own at the bundle's
             calibration.
-        memory: measured tokens that the controller averages over; rows of a batch count one each.
+        memory: measured tokens that the controller averages over. Rows of a batch count one each.
     Raises:
         UserError: a value outside its range.
     """

@@ -41,14 +41,14 @@ class Predicted:
 
     Args:
         bundle: thresholds may be exchanged later through ``bundle``, the weights may not.
-        device: where the predictors live; with a model over several GPUs inputs are brought here.
+        device: where the predictors live, with a model over several GPUs inputs are brought here.
         model: whose ``up`` the second stages of cascades read. Without it a cascade's candidates are its selection.
 
     Raises:
         UserError: a map into neurons that a second stage tests and that must be called.
 
     ``candidates``: by layer with a cascade, how many neurons of each position (B, T) passed the first stage when the
-    layer was last called; for counting what a cascade reads. ``thresholds``: (1,) each, in place of the bundle's.
+    layer was last called. For counting what a cascade reads. ``thresholds``: (1,) each, in place of the bundle's.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Predicted:
         self.thresholds: dict[UnitKey, Tensor] = {}
 
     def _second_stage(self, layer: int) -> SecondStage | None:
-        """Of a cascade that is not dense; made when it is first needed."""
+        """Of a cascade that is not dense. Made when it is first needed."""
         if layer not in self._blocks or self.bundle.specs[UnitKey(layer, Target.MLP)].dense:
             return None
         if layer not in self._second_stages:

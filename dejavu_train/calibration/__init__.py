@@ -1,2 +1,2 @@
-"""From predictors and rows to thresholds. Imports models, predictors, bundle and data; never sparse, engine or
+"""From predictors and rows to thresholds. Imports models, predictors, bundle and data. Never sparse, engine or
 evaluation."""

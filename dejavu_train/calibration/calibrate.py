@@ -63,13 +63,13 @@ def measure_curves(
     """What every density of every predictor in ``predictors_folder`` selects, keeps and costs, as a dense bundle.
 
     Args:
-        predictors_folder: ``layer_XX/<target>/`` as training writes them; a target for every layer or for none.
+        predictors_folder: ``layer_XX/<target>/`` as training writes them. A target for every layer or for none.
         activations_folder: shards, of which those of the ``calibration`` set are read, and each layer's weights.
         config: what to aim at.
-        windows: token ids of calibration documents, to measure sensitivities on; None shares out by true density.
-        load_model: gives the dense model, wherever its layers lie; called once, for sensitivities and losses of heads.
+        windows: token ids of calibration documents, to measure sensitivities on. None shares out by true density.
+        load_model: gives the dense model, wherever its layers lie. Called once, for sensitivities and losses of heads.
         device: where the rows are scored, a layer at a time.
-        targets: whose predictors are packed; None: of every target that has a folder.
+        targets: whose predictors are packed. None: of every target that has a folder.
         classes: of custom predictors, by name.
 
     Raises:
@@ -98,7 +98,7 @@ def measure_curves(
         return read_predictor(folder / f"layer_{layer:02d}" / target, classes)
 
     def pack(layer: int, target: Target, metadata: Mapping[str, Any], trained: nn.Module, weights: Any = None) -> None:
-        """Score one predictor and add all that the bundle keeps of it; ``weights`` of the layer, for neurons."""
+        """Score one predictor and add all that the bundle keeps of it. ``weights`` of the layer, for neurons."""
         stored = stored_tensors(trained, config.dtype_of(target))
         predictor = as_stored(trained, stored).to(where)
         site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
@@ -251,7 +251,7 @@ def _chosen(bundle: Bundle, config: CalibrateConfig) -> dict[UnitKey, float]:
 
 
 def _within_budget(bundle: Bundle, config: CalibrateConfig, weights: WeightFormat) -> dict[UnitKey, float]:
-    """Densities over layers and both targets by loss saved per byte; a layer that saves nothing stays dense.
+    """Densities over layers and both targets by loss saved per byte. A layer that saves nothing stays dense.
 
     A dense layer reads no predictor, so density 1 is one more choice, not the end of the curve.
     """

@@ -71,7 +71,7 @@ class CalibrateConfig:
         return "int8" if self.dtype == "int4" and target == Target.HEADS else self.dtype
 
     def check(self, shape: ModelDims, targets: Sequence[Target] = TARGETS) -> None:
-        """Raise :class:`UserError` for a value that cannot be meant; ``targets`` are those that have predictors."""
+        """Raise :class:`UserError` for a value that cannot be meant. ``targets`` are those that have predictors."""
         shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
         counts = {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER, "head_loss_tokens": NUMBER}
         check_ranges(self, "calibrate.", shares | counts)

@@ -48,7 +48,7 @@ class LogitHistogram:
         self.mass += torch.bincount(live, weights=contribution[active].double(), minlength=65536).cpu()
 
     def curve(self, grid: Sequence[float]) -> dict[str, list[float]]:
-        """The curve over ``grid``; at density 1 the threshold lies just below the smallest logit."""
+        """The curve over ``grid``. At density 1 the threshold lies just below the smallest logit."""
         # above[c] = units whose code exceeds c, that is logit > value(c)
         above = {name: _above(getattr(self, name)) for name in ("all", "active", "mass")}
         total = {name: max(float(getattr(self, name).sum()), 1e-300) for name in above}
@@ -129,7 +129,7 @@ def spread_blocks(total: int, rows: int, block: int) -> list[tuple[int, int]]:
 
 
 def union_densities(logits: Tensor, thresholds: Sequence[float], batch: int) -> list[float]:
-    """Share of units that at least one of ``batch`` rows selects, at each threshold; rows far apart form a batch.
+    """Share of units that at least one of ``batch`` rows selects, at each threshold. Rows far apart form a batch.
 
     Args:
         logits: (N, n).
@@ -144,7 +144,7 @@ def union_densities(logits: Tensor, thresholds: Sequence[float], batch: int) -> 
 def spread_loss(densities: Sequence[float], losses: Sequence[float], grid: Sequence[float]) -> list[float]:
     """Losses on ``grid`` from a few measured ones: falling, straight in (log density, log loss), 0 at density 1.
 
-    Below the lowest measured density the first slope goes on; above the highest the loss falls in a straight line.
+    Below the lowest measured density the first slope goes on. Above the highest the loss falls in a straight line.
     """
     falling = np.maximum.accumulate(np.maximum(np.asarray(losses, dtype=float)[::-1], 1e-9))[::-1]
     x, y = np.log(np.asarray(densities, dtype=float)), np.log(falling)

@@ -11,7 +11,7 @@ with one drawn token a position gives it for all heads and positions, with what 
     loss = (gradient of the summed log p(y) at the head's output . (output - mean))^2 / 2
 
 It scatters as a squared normal variable does, and the fit averages: eta = up z + bias minimises loss exp(-eta) + eta
-(a gamma regression with a logarithmic link; its minimum is at exp(eta) = the mean loss given z), z what ``down`` gives.
+(a gamma regression with a logarithmic link, its minimum is at exp(eta) = the mean loss given z), z what ``down`` gives.
 
 Letters: T positions, N positions of all windows, d model width, n heads, e head width, r rank.
 """
@@ -51,7 +51,7 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
 
     Args:
         run: of one window.
-        means: by layer (n, e), what stands in for skipped heads; zeros where nothing does.
+        means: by layer (n, e), what stands in for skipped heads. Zeros where nothing does.
         labels: (T - 1,) a token drawn from the model at each position.
     """
     blocks = blocks_of(model)
@@ -111,9 +111,9 @@ def refit_heads(
 
     Args:
         model: of a registered family.
-        predictors: by layer what training wrote of it (its site above all) and the predictor; custom ones are left out.
+        predictors: by layer what training wrote of it (its site above all) and the predictor. Custom ones are left out.
         means: as in :func:`skip_losses`, of every layer.
-        dtype: to which predictors are rounded; ``up`` is fitted to the rounded ``down``.
+        dtype: to which predictors are rounded. ``up`` is fitted to the rounded ``down``.
         windows: token ids of calibration documents, each starting with ``</s>``.
 
     Raises:

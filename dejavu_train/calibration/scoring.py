@@ -1,7 +1,7 @@
 """Scores predictors on rows of the ``calibration`` set: the curve of each, and the thresholds of a cascade's second
 stage.
 
-Rows stream through in blocks; logits are counted, not kept (see ``curves``), so memory is the same for any number.
+Rows stream through in blocks. Logits are counted, not kept (see ``curves``), so memory is the same for any number.
 
 Letters: N rows, d model width, n units.
 """
@@ -32,8 +32,8 @@ class RowBlock(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """curve: see ``allocate``; active_density: None for heads, all of which contribute something; frequency (n,): how
-    often a neuron is active, or a head's mean contribution; logits (N, n): a sample of them, where asked, or none."""
+    """curve: see ``allocate``. active_density: None for heads, all of which contribute something. frequency (n,): how
+    often a neuron is active, or a head's mean contribution. logits (N, n): a sample of them, where asked, or none."""
 
     curve: dict[str, list[float]]
     active_density: float | None
@@ -48,7 +48,7 @@ def row_blocks(
 
     Args:
         weights: ``LayerWeights`` of the target's layer on ``device``, for what a neuron contributes.
-        site: what the predictor reads, of the layer of the reader ``inputs``; ``own`` reads the target's layer.
+        site: what the predictor reads, of the layer of the reader ``inputs``. ``own`` reads the target's layer.
     """
 
     def run() -> Iterator[RowBlock]:
@@ -103,7 +103,7 @@ def score_predictor(
     keep_logits: bool = False,
     second_stage: SecondStage | None = None,
 ) -> Scored:
-    """Curve and true density of one predictor; with ``second_stage`` those of a cascade, over the density of its
+    """Curve and true density of one predictor, with ``second_stage`` those of a cascade, over the density of its
     candidates."""
     counts = _Counts()
     frequency: Tensor | float = 0.0
@@ -156,7 +156,7 @@ class _Counts:
         return self.found.curve(MLP_GRID)
 
     def two_stage_curve(self, active_density: float) -> dict[str, list[float]]:
-        """Shares of all that is active and of its contribution, not of what passes; ``selected`` is what passes."""
+        """Shares of all that is active and of its contribution, not of what passes. ``selected`` is what passes."""
         curve = self.found.curve(MLP_GRID)
         recall, mass = float(self.found.active.sum()) / max(self.active, 1.0), float(self.found.mass.sum()) / self.mass
         share = float(self.passed.active.sum() / self.passed.all.sum())

@@ -5,7 +5,7 @@ token. Its expectation under the model's own text is the increase of the cross-e
 a difference of two cross-entropies, so a few thousand tokens are enough to share out a budget.
 
 The dense pass is done once per window. A layer is then rerun from its recorded input, all densities as one batch,
-together with the layers above it; the layers below are dense and stay as they were. This halves the work, and needs
+together with the layers above it. The layers below are dense and stay as they were. This halves the work, and needs
 nothing of the model but hooks, so it holds for every attention implementation and transformers version.
 
 Letters: K densities, T positions, d model width, n units, V vocabulary.
@@ -31,7 +31,7 @@ from dejavu_train.progress import progress
 class SensitivityProbe:
     """What to measure of one (layer, target): its predictor, the site that it reads, and rising thresholds to try.
 
-    ``thresholds`` fall as densities rise; each is one sparse run of the layer. ``mean`` (n_heads, head_dim) stands in
+    ``thresholds`` fall as densities rise. Each is one sparse run of the layer. ``mean`` (n_heads, head_dim) stands in
     for skipped heads.
     """
 

@@ -1,1 +1,1 @@
-"""From text to rows of activations. Imports models; never sparse, engine or evaluation."""
+"""From text to rows of activations. Imports models. Never sparse, engine or evaluation."""

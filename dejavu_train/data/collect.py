@@ -1,6 +1,6 @@
 """Reads text and a dense model, writes activation shards: what the predictors learn from.
 
-Windows of text go through the unchanged model in batches; hooks hand over each layer's hidden states while the next
+Windows of text go through the unchanged model in batches. Hooks hand over each layer's hidden states while the next
 layer computes, and one thread writes them, so neither a layer nor a shard is ever held in memory. A run that was
 killed makes the same plan again, keeps the shards that are complete and redoes the one that is not.
 """
@@ -65,7 +65,7 @@ def collect(
     """Make the activations folder complete: nothing if it is, else what is missing.
 
     With ``full_hash`` the model is named by a hash over every byte of its weights rather than over samples.
-    ``load`` gives the documents when they are needed; None reads ``text``.
+    ``load`` gives the documents when they are needed. None reads ``text``.
 
     Raises:
         UserError: the model, the text, too little disk, or a folder that holds something else.
@@ -155,7 +155,7 @@ def _collect(
 
 
 def _say_shortfall(set_name: str, tokens: int, asked: int | None) -> None:
-    """Say where a text is shorter than what was asked for; a window that does not fit whole is no shortfall."""
+    """Say where a text is shorter than what was asked for. A window that does not fit whole is no shortfall."""
     if asked is not None and tokens < 0.95 * asked:
         logger.info(
             "the set %s has %d tokens, of the %d that collect.%s_tokens asks for: the text has no more",
@@ -209,7 +209,7 @@ def check_same_text(collected: Mapping[str, Any], text: TextSource, since: str) 
 
 @torch.no_grad()
 def _head_means(model: Any, shape: ModelDims, planned: Sequence[Window], config: CollectConfig) -> list[Tensor]:
-    """Each layer's mean head outputs (n_heads, head_dim) over the first windows; zeros where heads are dropped."""
+    """Each layer's mean head outputs (n_heads, head_dim) over the first windows. Zeros where heads are dropped."""
     totals = [torch.zeros(shape.n_heads, shape.head_dim, dtype=torch.float64) for _ in range(shape.n_layers)]
     seen = 0
     if config.head_criterion == "norm":
@@ -304,7 +304,7 @@ def record_batch(
     writer: Any,
     start: int,
 ) -> int:
-    """One forward pass; returns the number of rows (tokens, without padding) handed to ``writer.put``."""
+    """One forward pass. Returns the number of rows (tokens, without padding) handed to ``writer.put``."""
     blocks = blocks_of(model)
     longest = max(len(window.ids) for window in batch)
     ids = torch.full((len(batch), longest), PAD_TOKEN)

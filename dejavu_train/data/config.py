@@ -1,4 +1,4 @@
-"""The keys of collecting activations and of reading them, without torch; those of text stand in text.py."""
+"""The keys of collecting activations and of reading them, without torch. Those of text stand in text.py."""
 
 import dataclasses
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class CollectConfig:
         return getattr(self, f"{set_name}_tokens")
 
     def request(self, seed: int) -> dict[str, Any]:
-        """What decides which rows are recorded; how the model runs (batch, dtype, device) is left out."""
+        """What decides which rows are recorded. How the model runs (batch, dtype, device) is left out."""
         values = dataclasses.asdict(self)
         for name in ("batch_size", "dtype", "device", "device_map"):
             values.pop(name)

@@ -29,14 +29,14 @@ RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a G
 
 
 class BlockShuffled(IterableDataset[RawBatch]):
-    """Batches of ``batch_size`` rows; an epoch's order follows from ``seed`` and the count of epochs begun.
+    """Batches of ``batch_size`` rows. An epoch's order follows from ``seed`` and the count of epochs begun.
 
     Args:
         sources: key in the batch -> (reader, dataset). All readers have the same rows.
         batch_size: rows of a batch on one rank.
         rank, world: which part is ours.
-        workers: worker processes of the loader; 0 counts as one.
-        pool_blocks: blocks shuffled together; 0 reads in order, without shuffling.
+        workers: worker processes of the loader. 0 counts as one.
+        pool_blocks: blocks shuffled together. 0 reads in order, without shuffling.
         seed: of the order.
 
     Each batch has the named tensors and ``seconds``, the time it took to make.
@@ -137,7 +137,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
 
 
 class InMemoryLoader:
-    """The same rows, read once and kept on ``device``; an epoch's order follows from the seed and the epoch.
+    """The same rows, read once and kept on ``device``. An epoch's order follows from the seed and the epoch.
 
     Args:
         streamed: says which rows are this rank's, and in which batches.
@@ -199,8 +199,8 @@ class ShardDataModule(lightning.LightningDataModule):
     Raises:
         UserError: shards that are missing or wrong, or too few rows for one batch.
 
-    A batch is a dict: ``inputs`` (B, d) as stored; for ``mlp`` ``active`` (B, ceil(n / 8)) uint8, packed, and
-    ``mlp_in`` (B, d) if it is not the input already; for ``heads`` ``contribution`` (B, n); ``seconds``.
+    A batch is a dict: ``inputs`` (B, d) as stored. For ``mlp`` ``active`` (B, ceil(n / 8)) uint8, packed, and
+    ``mlp_in`` (B, d) if it is not the input already. For ``heads`` ``contribution`` (B, n). ``seconds``.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Text that every machine with this project's training extra has already: read from installed packages, cached.
 
-Four sources, each a list of documents with versions and hashes in a manifest; nothing is imported, downloaded or
+Four sources, each a list of documents with versions and hashes in a manifest. Nothing is imported, downloaded or
 redistributed:
 
 ``installed-docs``
@@ -158,7 +158,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _parsed(source: Path, extract: Callable[[str], str]) -> str:
-    """``extract`` of a Python file; empty for templates and test data that are not Python."""
+    """``extract`` of a Python file. Empty for templates and test data that are not Python."""
     try:
         return extract(source.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Takes plain text out of Python source and of README markup: docstrings, code without docstrings, prose.
 
-Pure functions of strings; nothing is imported or run.
+Pure functions of strings. Nothing is imported or run.
 """
 
 import ast
@@ -122,7 +122,7 @@ def _outside_blocks(text: str) -> Iterator[str]:
 def readme_prose(markup: str) -> str:
     r"""The sentences of a README in Markdown or reStructuredText.
 
-    Code, badges, images, tables, directives, addresses and markup characters are removed; headings and list items stay
+    Code, badges, images, tables, directives, addresses and markup characters are removed. Headings and list items stay
     as plain lines, the text of a link stays without its address.
 
     >>> readme_prose("# Title\n\nSee [the *guide*](http://a.b) now.\n\n```\ncode()\n```\n\n- one item")

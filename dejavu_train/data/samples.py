@@ -8,7 +8,7 @@ trained on it hold on texts of every kind, and no data set is needed. Quantisati
     samples.json   which model wrote them, how, how many, and the digest of samples.xz
     part_0007.xz   while sampling: one batch of rows; sampling that was stopped goes on after the last part
 
-A model's folder may carry the first two (opt-mini does); otherwise they are cached in a folder named by a hash of the
+A model's folder may carry the first two (opt-mini does). Otherwise they are cached in a folder named by a hash of the
 weights and the settings.
 """
 
@@ -116,11 +116,11 @@ def load_samples(
     """The model's own text, sorted into sets: found beside the model or in the cache, or sampled now.
 
     Args:
-        source: ``source`` is ``self``; ``sample`` says how, ``cache`` where.
+        source: ``source`` is ``self``. ``sample`` says how, ``cache`` where.
         window: tokens of a recorded sequence, the length of a sample where ``sample.length`` is null.
         budgets: per collected set how many tokens of it will be recorded.
-        on_gpu: whether the model runs on a GPU; decides how much is sampled by default.
-        open_writer: called as ``open_writer(batch_size, length)`` only if something must be sampled; gives the
+        on_gpu: whether the model runs on a GPU. Decides how much is sampled by default.
+        open_writer: called as ``open_writer(batch_size, length)`` only if something must be sampled. Gives the
             function that samples, and its name for the manifest.
 
     Raises:
@@ -164,7 +164,7 @@ def load_samples(
 def split_rows(rows: np.ndarray) -> dict[str, list[Document]]:
     """Rows (R, length) of token ids as documents in their sets: of each 25 rows 22 train, 2 calibrate, 1 choose.
 
-    A document ends where the model wrote ``</s>``; the documents of one row share its set, because each was written
+    A document ends where the model wrote ``</s>``. The documents of one row share its set, because each was written
     with those before it in view.
     """
     sets: dict[str, list[Document]] = {"train": [], "val": [], "calibration": []}

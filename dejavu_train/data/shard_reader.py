@@ -40,7 +40,7 @@ class ShardReader:
         set_name: ``train``, ``val`` or ``calibration``.
 
     Raises:
-        UserError: a shard that is missing, truncated, of another model, set or schema; a set without rows.
+        UserError: a shard that is missing, truncated, of another model, set or schema. A set without rows.
 
     HDF5 handles open on the first read, in the process that reads: a reader may be sent to workers.
     """
@@ -87,8 +87,8 @@ class ShardReader:
     def read_stored(self, name: str, start: int, stop: int) -> Tensor:
         """Rows ``start`` .. ``stop`` - 1 of one dataset.
 
-        Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16; ``mlp_active`` (N, ceil(d_ffn / 8)) uint8;
-            ``head_norm`` (N, n_heads) float16; ``token``, ``document``, ``position`` (N) int32; ``generated`` (N)
+        Returns: ``attn_in``, ``mlp_in`` (N, d_model) float16 or bfloat16. ``mlp_active`` (N, ceil(d_ffn / 8)) uint8.
+            ``head_norm`` (N, n_heads) float16. ``token``, ``document``, ``position`` (N) int32. ``generated`` (N)
             uint8.
 
         Raises:
@@ -174,7 +174,7 @@ class ShardReader:
 
 
 def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: ShardEntry) -> int:
-    """Compare a shard with the manifest; returns its count of active neurons, summed over its tokens.
+    """Compare a shard with the manifest. Returns its count of active neurons, summed over its tokens.
 
     Raises:
         UserError: missing, truncated, or of another model, set, size or schema.
@@ -207,7 +207,7 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
 def write_statistics(
     activations: str | Path, manifest: ActivationManifest, known: Mapping[str, str] | None = None
 ) -> None:
-    """Check every shard; store each layer's share of active neurons, and the digests of all files of the activations.
+    """Check every shard. Store each layer's share of active neurons, and the digests of all files of the activations.
 
     Args:
         known: digests of files that were there before and must be the same.

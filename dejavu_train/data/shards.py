@@ -112,7 +112,7 @@ class ActivationManifest:
 
 
 def file_digests(activations: str | Path) -> dict[str, str]:
-    """By name SHA-256 of every file of complete activations; nothing while they are collected, or of earlier versions.
+    """By name SHA-256 of every file of complete activations. Nothing while they are collected, or of earlier versions.
 
     Raises:
         UserError: the file that holds them is damaged.
@@ -148,7 +148,7 @@ def open_shard(path: str | Path, mode: Literal["r", "w"]) -> h5py.File:
 
     Raises:
         UserError: the environment asks for locks, and the file system has none.
-        OSError: what the system says; one without a number if the file is no HDF5 file or truncated.
+        OSError: what the system says. One without a number if the file is no HDF5 file or truncated.
     """
     try:
         return h5py.File(path, mode, locking=False)
@@ -197,7 +197,7 @@ def unpack_bits(packed: Tensor, n_units: int) -> Tensor:
 
 
 class ShardWriter:
-    """Writes one shard of every layer at once; leaving the context without an error completes it."""
+    """Writes one shard of every layer at once. Leaving the context without an error completes it."""
 
     def __init__(self, folder: str | Path, manifest: ActivationManifest, entry: ShardEntry) -> None:
         self._folder, self._manifest, self._entry = Path(folder), manifest, entry
@@ -258,7 +258,7 @@ class ShardWriter:
         }
 
     def write(self, layer: int, start: int, rows: Mapping[str, np.ndarray], active: int) -> None:
-        """Write all datasets of rows ``start`` .. of one layer; ``active`` is the count of set bits among them."""
+        """Write all datasets of rows ``start`` .. of one layer. ``active`` is the count of set bits among them."""
         stop = start + len(rows["document"])
         for name, values in rows.items():
             self._files[layer][name][start:stop] = values

@@ -38,7 +38,7 @@ INSTALLED = (INSTALLED_DOCS, "installed-readmes", "installed-licences", "install
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text with a name that is unique within its source; of a model's own text (``ids``) only the token ids exist."""
+    """A text with a name that is unique within its source. Of a model's own text (``ids``) only the token ids exist."""
 
     name: str
     text: str
@@ -157,7 +157,7 @@ def _names_file(source: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TextManifest:
-    """What was read; stands in the manifests of shards and bundles."""
+    """What was read. Stands in the manifests of shards and bundles."""
 
     source: str
     revision: str | None
@@ -177,7 +177,7 @@ class TextManifest:
 
 
 def _read_local(path: Path, most: int = -1) -> str:
-    """The text of a file; with ``most``, its whole lines among the first so many bytes."""
+    """The text of a file, with ``most``, its whole lines among the first so many bytes."""
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix.lower(), open)
     try:
         with opener(path, "rb") as file:
@@ -354,7 +354,7 @@ def drop_pretrained(documents: Sequence[Document], hashes: np.ndarray) -> tuple[
 def split_documents(
     documents: Sequence[Document], source_key: str, pretrained_hashes: np.ndarray | None = None
 ) -> tuple[dict[str, list[Document]], int]:
-    """Sort documents into the four sets; outside ``train``, drop the paragraphs the model was pretrained on.
+    """Sort documents into the four sets. Outside ``train``, drop the paragraphs the model was pretrained on.
 
     Returns:
         The sets, and how many paragraphs were dropped.

@@ -1,4 +1,4 @@
-"""Reads the beginning of a text, or all of a small one, without torch or a tokenizer; refuses what cannot be used."""
+"""Reads the beginning of a text, or all of a small one, without torch or a tokenizer. Refuses what cannot be used."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def check_sets(source: TextSource, model: str, window: int, needed: tuple[str, .
     A token is at least one byte of UTF-8, so a set with fewer bytes is refused without a tokenizer.
 
     Raises:
-        UserError: as :func:`check_source`; a set is empty or too small.
+        UserError: as :func:`check_source`. A set is empty or too small.
     """
     documents = check_source(source)
     if documents is None:

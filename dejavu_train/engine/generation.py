@@ -74,7 +74,7 @@ class EnginePool(ABC):
         return self._weights is not None
 
     def engine(self, rows: int, tokens: int) -> Any:
-        """An engine for at least so many rows of so many tokens; the model's limit is the most."""
+        """An engine for at least so many rows of so many tokens. The model's limit is the most."""
         tokens = min(tokens, self.shape.max_positions)
         batch = 1 << (rows - 1).bit_length()
         held = self.engines.get(batch)
@@ -103,7 +103,7 @@ class EnginePool(ABC):
         """``model.generate(inputs, generation_config, **kwargs)`` through an engine.
 
         Raises:
-            Unsupported: what the engine does not do; nothing is decoded then.
+            Unsupported: what the engine does not do. Nothing is decoded then.
         """
         kwargs = dict(kwargs)
         streamer = kwargs.pop("streamer", None)
@@ -162,7 +162,7 @@ class Stream:
         self.ended = [False] * rows
 
     def add(self, row: int, token: int) -> None:
-        """A new token of a row; rows may run ahead of others that have longer prompts."""
+        """A new token of a row. Rows may run ahead of others that have longer prompts."""
         self.waiting[row].append(token)
         self.ended[row] = token in self.stop_tokens
         while any(self.waiting) and all(tokens or over for tokens, over in zip(self.waiting, self.ended, strict=True)):

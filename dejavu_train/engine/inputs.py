@@ -20,7 +20,7 @@ class Sampling:
         temperature: 0 = greedy.
         top_p: below 1 = from the smallest set of most likely tokens whose probability reaches top_p.
         top_k: above 0 = from the top_k most likely tokens, before top_p.
-        seed: 0 to 2^26 - 1; a row's random numbers follow from it, its number in the batch and the position.
+        seed: 0 to 2^26 - 1. A row's random numbers follow from it, its number in the batch and the position.
     Raises:
         UserError: a value outside its range.
     """
@@ -64,7 +64,7 @@ def check_rows(rows: Sequence[Sequence[int]], total: Sequence[int], batch: int, 
     """Make sure that an engine of this size can take these rows.
 
     Args:
-        rows: token ids; total: tokens of each row that the engine must hold.
+        rows: token ids. total: tokens of each row that the engine must hold.
     Raises:
         UserError: too many rows, an empty one, one that does not fit, or an id outside the vocabulary.
     """
@@ -80,11 +80,11 @@ def check_rows(rows: Sequence[Sequence[int]], total: Sequence[int], batch: int, 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """A call of an engine's ``generate``, checked; a value for each row.
+    """A call of an engine's ``generate``, checked. A value for each row.
 
     Attributes:
-        lengths: tokens of the prompt; total: with the new ones at most.
-        starts: first sparse position; at_once: tokens that are run densely before the first step.
+        lengths: tokens of the prompt. total: with the new ones at most.
+        starts: first sparse position. at_once: tokens that are run densely before the first step.
     """
 
     lengths: list[int]
@@ -94,7 +94,7 @@ class Continuation:
 
     @property
     def n_steps(self) -> int:
-        """Steps until every row has as many tokens as it may have; the last one is not run."""
+        """Steps until every row has as many tokens as it may have. The last one is not run."""
         return max(end - 1 - first for end, first in zip(self.total, self.at_once, strict=True))
 
 
@@ -109,8 +109,8 @@ def read_continuation(
     """Check what ``generate`` was given.
 
     Args:
-        sparse_from: first sparse position of each row; None = behind its prompt.
-        prompt_phase: "dense" = what lies before ``sparse_from`` at once; "steps" = token by token.
+        sparse_from: first sparse position of each row. None = behind its prompt.
+        prompt_phase: "dense" = what lies before ``sparse_from`` at once. "steps" = token by token.
         dense: the engine has no predictors: whole prompts can be run at once.
     Raises:
         UserError: nothing to generate, too many stop tokens, an unknown phase.
@@ -130,7 +130,7 @@ def read_continuation(
 
 
 def per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
-    """The first sparse position of each row; None = after its prompt of the given length.
+    """The first sparse position of each row. None = after its prompt of the given length.
 
     Raises:
         UserError: a negative position, or not one for each row.

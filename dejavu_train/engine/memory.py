@@ -29,9 +29,11 @@ def cache_bytes(shape: ModelDims, batch: int, context: int, size: int, sparse_la
 
 
 def scratch_bytes(shape: ModelDims, batch: int, packed: bool, packed_head: bool = False) -> int:
-    """The residual stream at every half, logits, and one matrix of 4 bits written out where a prompt or more than eight
-    rows meet it: its numbers in fp16, and the fp32 and int32 that the prompt's way to them takes; of the LM head, which
-    no prompt meets, the former."""
+    """The residual stream at every half, logits, and one matrix of 4 bits written out in fp16.
+
+    A matrix is written out where a prompt or more than eight rows meet it. The prompt's way there takes fp32 and int32
+    as well. No prompt meets the LM head.
+    """
     steps = 4 * batch * ((2 * shape.n_layers + 1) * shape.d_model + shape.vocab_size)
     rows = max(14 * shape.d_ffn if packed else 0, 2 * shape.vocab_size if packed_head and batch > MOST_TOKENS else 0)
     return steps + rows * shape.d_model
@@ -51,7 +53,7 @@ def late_bytes(shape: ModelDims, context: int, ranks: Iterable[int]) -> int:
 
 
 def weight_bytes(model: Any, dtype: torch.dtype) -> int:
-    """Of a Hugging Face model's weights as an engine of this dtype holds them; 4-bit rows keep their own dtypes."""
+    """Of a Hugging Face model's weights as an engine of this dtype holds them. 4-bit rows keep their own dtypes."""
     coded = [module for module in model.modules() if isinstance(module, CodedLinear)]
     packed = {id(tensor) for module in coded for tensor in module.buffers()}
     floats: Iterable[Tensor] = model.parameters()
@@ -89,7 +91,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def fits(sizes: Iterable[int], device: torch.device) -> bool:
-    """Whether so many bytes and SLACK are free; elsewhere than on a GPU nobody looks."""
+    """Whether so many bytes and SLACK are free. Elsewhere than on a GPU nobody looks."""
     return device.type != "cuda" or sum(sizes) + SLACK <= free_bytes(device)
 
 

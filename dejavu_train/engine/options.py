@@ -20,7 +20,7 @@ class EngineOptions:
 
     Args:
         batch: rows, at most 32. Fewer prompts may be given. The graph always runs all rows.
-        context: tokens a row can hold, prompt included; None = the model's limit.
+        context: tokens a row can hold, prompt included. None = the model's limit.
         kv_policy: what happens to K/V of skipped heads: backfill (exact), always, stale.
         dtype: of weights and caches. The residual stream and all sums are fp32. None = the model's, or float16 for
             4-bit weights with Triton.

@@ -27,9 +27,9 @@ class Request:
     """A call of ``generate()``.
 
     Attributes:
-        prompts: token ids of each row without padding; several returned sequences repeat a row.
-        max_new_tokens: at most, of each row; min_new_tokens: before which no stop token is chosen.
-        sparse_from: first sparse position of each row; None = behind its prompt.
+        prompts: token ids of each row without padding. Several returned sequences repeat a row.
+        max_new_tokens: at most, of each row. min_new_tokens: before which no stop token is chosen.
+        sparse_from: first sparse position of each row. None = behind its prompt.
         streamer: of transformers, or None.
     """
 
@@ -120,10 +120,10 @@ def read_request(
     """What the engine is to do.
 
     Args:
-        input_ids: (B, T), left- or right-padded; mask: (B, T), or None: read from the padding token.
-        config: with all defaults filled in; default_length: nobody has set max_length.
+        input_ids: (B, T), left- or right-padded. mask: (B, T), or None: read from the padding token.
+        config: with all defaults filled in. default_length: nobody has set max_length.
     Raises:
-        Unsupported: see `check_settings`; more than ``max_rows`` rows, more than 8 stop tokens; as many tokens as the
+        Unsupported: see `check_settings`. More than ``max_rows`` rows, more than 8 stop tokens, as many tokens as the
             model's positions and one more, which is never run.
         UserError: no room for a new token.
     """

@@ -23,7 +23,7 @@ class Session(ABC):
     """What callers ask of an engine. A subclass says how its rows begin, step and are read.
 
     Attributes:
-        batch, context: rows that the engine holds, and tokens of a row; predictors: none = a dense engine.
+        batch, context: rows that the engine holds, and tokens of a row. predictors: none = a dense engine.
         state: has ``tokens`` (batch, context) integers and ``nll`` (batch, context) fp32, tensors or arrays.
     """
 
@@ -57,8 +57,8 @@ class Session(ABC):
         """Write the known tokens, run `prefilled` tokens of each row densely at once, and choose what follows them.
 
         Args:
-            rows: known tokens; total: tokens at most, the known ones included.
-            least: tokens before which no stop token is chosen; None = 0. stops: at most 8 ids that end a row.
+            rows: known tokens. total: tokens at most, the known ones included.
+            least: tokens before which no stop token is chosen. None = 0. stops: at most 8 ids that end a row.
             score: -log p of the known tokens is kept.
         Raises:
             UserError: rows that do not fit.
@@ -66,7 +66,7 @@ class Session(ABC):
 
     @abstractmethod
     def steps(self, n: int, mode: str, score: bool = False) -> int:
-        """Up to n tokens for every row that is not done, as many as pass between two looks; returns how many."""
+        """Up to n tokens for every row that is not done, as many as pass between two looks. Returns how many."""
 
     @abstractmethod
     def look(self, n: int) -> tuple[list[int], bool]:
@@ -89,18 +89,18 @@ class Session(ABC):
         prompt_phase: str = "dense",
         callback: Callback | None = None,
     ) -> list[list[int]]:
-        """Continue each prompt (a list of token ids) until a stop token or the limit; returns the new tokens.
+        """Continue each prompt (a list of token ids) until a stop token or the limit. Returns the new tokens.
 
         Args:
-            max_new_tokens: at most this many per row; prompt and new tokens must fit the context.
+            max_new_tokens: at most this many per row. Prompt and new tokens must fit the context.
             sampling: None = greedy.
-            stop_tokens: at most 8 ids; the stop token is the row's last new token.
+            stop_tokens: at most 8 ids. The stop token is the row's last new token.
             min_new_tokens: before so many new tokens no stop token is chosen.
-            sparse_from: first sparse position of each row; None = after the prompt, as in the paper; 0 = everywhere.
-            prompt_phase: "dense" = what lies before `sparse_from` at once; "steps" = token by token.
-            callback: called as (row, token) for each new token as soon as it exists; it cannot call this engine.
+            sparse_from: first sparse position of each row. None = after the prompt, as in the paper. 0 = everywhere.
+            prompt_phase: "dense" = what lies before `sparse_from` at once. "steps" = token by token.
+            callback: called as (row, token) for each new token as soon as it exists. It cannot call this engine.
         Raises:
-            UserError: see the messages; nothing is decoded then. Or numbers that are not finite, while decoding.
+            UserError: see the messages. Nothing is decoded then. Or numbers that are not finite, while decoding.
         """
         sampler = sampling or Sampling()
         dense = len(self.predictors) == 0
@@ -125,8 +125,8 @@ class Session(ABC):
         """Teacher forcing, every token through the decoding step: -log p of all tokens of a row but its first.
 
         Args:
-            rows: token ids, each of 2 to `context` tokens; any number of rows, taken `batch` at a time.
-            sparse_from: first sparse position; earlier ones select everything.
+            rows: token ids, each of 2 to `context` tokens. Any number of rows, taken `batch` at a time.
+            sparse_from: first sparse position. Earlier ones select everything.
         Returns:
             One fp32 tensor (n - 1,) per row, on the CPU.
         """
@@ -148,6 +148,6 @@ class Session(ABC):
         return result
 
     def perplexity(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> dict[str, float]:
-        """exp of the mean of `score` over all rows; {"perplexity", "nats", "tokens"}."""
+        """exp of the mean of `score` over all rows. {"perplexity", "nats", "tokens"}."""
         nll = torch.cat(self.score(rows, sparse_from)).double()
         return {"perplexity": math.exp(nll.mean().item()), "nats": nll.sum().item(), "tokens": float(nll.numel())}

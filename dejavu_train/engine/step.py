@@ -1,7 +1,7 @@
 """One decoding step of the engine: its state, its halves in order, and the CUDA graph that replays them.
 
-The step is a loop: embed; then for each layer an attention half and an MLP half (`attention`, `mlp`), in
-front of each of which the predictors that read its site run; then the LM head and the choice of the next token. Which
+The step is a loop: embed. Then for each layer an attention half and an MLP half (`attention`, `mlp`), in
+front of each of which the predictors that read its site run. Then the LM head and the choice of the next token. Which
 kernels a half launches stands in its `run`.
 """
 
@@ -173,7 +173,7 @@ class DecodeStep:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def tail(self, mode: str, score: bool) -> None:
-        """LM head and the choice of the next token, from x[-1]; a screened greedy step leaves `logits` as they are."""
+        """LM head and the choice of the next token, from x[-1]. A screened greedy step leaves `logits` as they are."""
         weights, state, pdl = self.weights, self.state, self.work.pdl
         with self.on_device():
             if self.screen is not None and mode == "greedy" and not score:
@@ -184,7 +184,7 @@ class DecodeStep:
             self.ops.advance(self.logits, state, mode, score, pdl=pdl)
 
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:
-        """A step without a graph; `measured`: dense, measured by the guard, which then moves its thresholds.
+        """A step without a graph. `measured`: dense, measured by the guard, which then moves its thresholds.
 
         LayerNorms are prologues of the kernels that read them. Where a predictor runs, and which kernels a method
         queues, stands in the plan.
@@ -244,7 +244,7 @@ class DecodeStep:
         return graph
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
-        """One token for every row that is not done; every N-th step is dense where a guard asks for that."""
+        """One token for every row that is not done. Every N-th step is dense where a guard asks for that."""
         call = mode, score, self.guard is not None and self.guard.due()
         if not self._graphed:
             self.eager(*call)

@@ -16,7 +16,7 @@ class Turns:
     """A lock that is given to callers in the order in which they asked, as a context manager.
 
     Raises:
-        UserError: the caller has the turn already, for instance in a streamer that generates by itself; ``error`` in
+        UserError: the caller has the turn already, for instance in a streamer that generates by itself. ``error`` in
             its place.
     """
 

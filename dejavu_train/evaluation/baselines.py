@@ -1,4 +1,4 @@
-"""The selections that a predictor is compared with; each takes as many units per token as the predictor took.
+"""The selections that a predictor is compared with. Each takes as many units per token as the predictor took.
 
 So only the choice differs: ``oracle`` takes the largest contributions of this token in the dense pass, ``random`` any,
 ``static`` those most often needed on the calibration documents, ``noncontextual`` the largest contributions when the
@@ -21,7 +21,7 @@ from dejavu_train.models.hooks import head_contribution, neuron_contribution
 
 
 class Given:
-    """Selections made beforehand, by (layer, target); missing keys are dense."""
+    """Selections made beforehand, by (layer, target). Missing keys are dense."""
 
     sites: frozenset[Site] = frozenset()
 
@@ -73,7 +73,7 @@ def noncontextual_contributions(
     With one token the attention of every head is its value vector, so nothing of the context enters.
 
     Args:
-        token_ids: (B, T); the columns are the positions.
+        token_ids: (B, T). The columns are the positions.
         head_mean: (n_heads, head_dim) that stands in for skipped heads, see ``hooks.head_contribution``.
     Returns: ``heads`` (B, T, n_heads) and ``mlp`` (B, T, d_ffn), fp32.
     """

@@ -18,7 +18,7 @@ KEYS = {
 
 
 def moved(bundle: Bundle, mlp_density: float | None, head_density: float | None) -> Bundle:
-    """The bundle at the densities that are asked for, None as it was calibrated; a target that it lacks stays dense.
+    """The bundle at the densities that are asked for, None as it was calibrated. A target that it lacks stays dense.
 
     Raises:
         UserError: as :meth:`Bundle.at`.
@@ -61,7 +61,7 @@ def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
 
 
 def _backend(config: InferConfig, device: torch.device, coded: bool) -> str:
-    """What ``auto`` tries first for a prompt; whatever is refused then is told."""
+    """What ``auto`` tries first for a prompt. Whatever is refused then is told."""
     if config.backend != "auto":
         return config.backend
     if device.type != "cpu":

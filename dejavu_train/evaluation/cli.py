@@ -10,14 +10,14 @@ from dejavu_train.parser import parse, take_check
 
 
 def read_config(argv: Sequence[str] | None) -> InferConfig:
-    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
     config = parse(InferConfig, argv, "infer.py", "Score, time and run a sparse OPT. --check only looks for mistakes.")
     config.check()
     return config
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, check what needs no model, and run; see :func:`dejavu_train.evaluation.run.run`."""
+    """Parse, check what needs no model, and run. See :func:`dejavu_train.evaluation.run.run`."""
     only_check, arguments = take_check(sys.argv[1:] if argv is None else argv)
     config = read_config(arguments)
     check(config)

@@ -21,7 +21,7 @@ _FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 class InferConfig(TextConfig):
     """What infer.py does: with the bundle as it was calibrated, and at other densities where they are asked for.
 
-    Densities are means over the layers; 1.0 is dense. A target without predictors is dense whatever is asked.
+    Densities are means over the layers. 1.0 is dense. A target without predictors is dense whatever is asked.
     """
 
     EXAMPLES = (
@@ -134,7 +134,7 @@ def name_texts(texts: Sequence[str]) -> dict[str, str]:
     """Source by name, in the order asked for.
 
     Args:
-        texts: each ``NAME=SOURCE`` or ``SOURCE``; without a name a file is named by its stem, another source by itself.
+        texts: each ``NAME=SOURCE`` or ``SOURCE``. Without a name a file is named by its stem, another source by itself.
 
     Raises:
         UserError: no text, an empty name or source, or a name given twice.

@@ -1,6 +1,6 @@
 """What infer.py measures beside its own rows when it is asked to: generation, tasks.
 
-Each is a command of its own; here it takes the model, the bundle and the device of the run, and writes into its output
+Each is a command of its own. Here it takes the model, the bundle and the device of the run, and writes into its output
 folder, where report.html finds it. lm-eval is imported only where ``tasks`` is asked for.
 """
 
@@ -69,7 +69,7 @@ def check_plan(asked: Further, bundle: Bundle, device: torch.device) -> None:
 
 
 def measure(asked: Further, dense: PreTrainedModel, tokenizer: Any, bundle: Bundle) -> None:
-    """Run what is asked for; its files lie in the output folder afterwards. Raises what the commands raise.
+    """Run what is asked for. Its files lie in the output folder afterwards. Raises what the commands raise.
 
     Args:
         dense: on its device. Generation comes last: its backend lays some of the weights out anew, in place.

@@ -112,7 +112,7 @@ def _observation(folder: Path, one: dict[str, Any]) -> Observation:
 
 
 def _rounded(cell: str) -> str:
-    """A fraction to four significant digits; the CSV has them all."""
+    """A fraction to four significant digits. The CSV has them all."""
     return f"{float(cell):.4g}" if re.fullmatch(r"-?\d+\.\d+(e-?\d+)?", cell) else cell
 
 
@@ -140,7 +140,7 @@ def _shown(value: Any) -> str:
 
 
 def _curve(found: dict[str, Any]) -> str | None:
-    """The picture of the quality rows as SVG; None without rows or without matplotlib."""
+    """The picture of the quality rows as SVG. None without rows or without matplotlib."""
     if not found["quality"]:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,7 @@ def page(results: Results) -> str:
 
 
 def _summary_rows(table: Table) -> Table | None:
-    """Means and perplexities of a table of tasks that is too long to be read; None for another."""
+    """Means and perplexities of a table of tasks that is too long to be read. None for another."""
     short = [row for row in table.cells if "mean" in row or "perplexity" in row]
     return dataclasses.replace(table, cells=short) if len(table.cells) > LONG and short else None
 
@@ -199,7 +199,7 @@ def _anchor(name: str) -> str:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write report.html into ``folder`` from what lies there; returns its path. Raises as :func:`read_results`."""
+    """Write report.html into ``folder`` from what lies there. Returns its path. Raises as :func:`read_results`."""
     results = read_results(folder)
     path = results.folder / "report.html"
     write_text(path, page(results))
@@ -224,7 +224,7 @@ def all_tables(results: Results) -> Iterable[Table]:
 
 
 def log_to_wandb(results: Results, project: str) -> None:
-    """Log all tables, and all pictures as PNG, as one run of ``project``; WANDB_MODE=offline keeps it on disk.
+    """Log all tables, and all pictures as PNG, as one run of ``project``. WANDB_MODE=offline keeps it on disk.
 
     Raises:
         UserError: wandb is not installed, or has no key and is not offline.

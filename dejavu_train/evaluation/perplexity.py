@@ -1,4 +1,4 @@
-"""Reads held-out documents, a dense model and a bundle; writes perplexity rows and a table per layer.
+"""Reads held-out documents, a dense model and a bundle. Writes perplexity rows and a table per layer.
 
 Every row scores the same tokens through the backend ``mask``, batch by batch: first the dense pass, which gives the
 reference and the contributions for the oracle, then for each pair of densities the predicted selection, then the
@@ -42,7 +42,7 @@ SCORED_AT_ONCE = 1024  # positions whose logits (times V) are held at a time
 class EvalSetting:
     """One line of the quality table that is asked for.
 
-    Densities are means over the layers; 1.0 is dense, None as the bundle was calibrated.
+    Densities are means over the layers. 1.0 is dense, None as the bundle was calibrated.
     """
 
     selection: str
@@ -107,7 +107,7 @@ def hold_out(
     seed: int = 0,
     spread: int = DOCUMENTS,
 ) -> EvalCorpus:
-    """Cut documents into windows; about ``next_tokens`` tokens at most, documents drawn in a fixed random order.
+    """Cut documents into windows. About ``next_tokens`` tokens at most, documents drawn in a fixed random order.
 
     A budget is spread over ``spread`` documents: each gives up to that share of it, but at least a window, in rounds,
     so that no long one stands for a whole text.
@@ -176,12 +176,12 @@ def evaluate(
 
     Args:
         model: dense, in evaluation mode.
-        bundle: of this model; moved to each row's densities.
-        rows: what to score; a dense row costs nothing extra.
+        bundle: of this model. Moved to each row's densities.
+        rows: what to score. A dense row costs nothing extra.
         batch_tokens: positions in one forward pass.
         seed: of the random selection.
         progress: called with the number of tokens after each of the ``passes(rows)`` passes over them.
-        weights: format in which the model's count as bytes; None: that which they have.
+        weights: format in which the model's count as bytes. None: that which they have.
     Raises:
         UserError: logits that are not finite.
     """
@@ -193,7 +193,7 @@ def evaluate(
 
 
 def passes(rows: Sequence[EvalSetting]) -> int:
-    """Forward passes over the text that ``rows`` need, the dense one included; for telling the time it takes."""
+    """Forward passes over the text that ``rows`` need, the dense one included. For telling the time it takes."""
     sparse = [row for row in rows if row.selection != "dense"]
     groups = {(row.mlp_density, row.head_density, row.sparse_from) for row in sparse}
     return 1 + len(groups) + sum(row.selection != "predicted" for row in sparse)
@@ -290,7 +290,7 @@ class _Evaluation:
                     self._sparse_pass(batch, given, sparse, row)
 
     def _dense_pass(self, batch: EvalBatch) -> dict[str, dict[UnitKey, Tensor]]:
-        """Score the dense row; returns for each yardstick in which order it takes units: (B, T, n) or (n,)."""
+        """Score the dense row. Returns for each yardstick in which order it takes units: (B, T, n) or (n,)."""
         orders: dict[str, dict[UnitKey, Tensor]] = {name: {} for name in self.selections}
 
         def rank_contributions(layer: int, got: dict[str, Tensor]) -> None:
@@ -326,7 +326,7 @@ class _Evaluation:
         row: EvalSetting | None,
         counts: dict[UnitKey, Tensor] | None = None,
     ) -> None:
-        """One sparse pass; adds to ``row`` if there is one, and notes in ``counts`` how many units were selected."""
+        """One sparse pass. Adds to ``row`` if there is one, and notes in ``counts`` how many units were selected."""
         measured = batch.real & sparse
         quality = None if row is None else self.scored[row]
 
@@ -424,7 +424,7 @@ def increase(sparse: np.ndarray, dense: np.ndarray, tokens: Sequence[int], seed:
     Args:
         sparse, dense: summed nats per document.
         tokens: per document.
-    Returns: the increase, and the standard deviation over resampled sets of documents; None with one document.
+    Returns: the increase, and the standard deviation over resampled sets of documents. None with one document.
 
     >>> increase(np.array([2.2, 4.4]), np.array([2.0, 4.0]), [10, 20])[0]  # doctest: +ELLIPSIS
     0.0202...

@@ -28,12 +28,12 @@ _NEAR = ("predicted", "oracle", "as calibrated")  # the others lie beyond any sc
 def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
     """Draw each text's increase of perplexity against the share of neurons selected (all heads, sparse everywhere).
 
-    A panel per text has predicted and oracle near zero, all on the same scales; another one per text that has
+    A panel per text has predicted and oracle near zero, all on the same scales. Another one per text that has
     yardsticks has them all, as a ratio to the dense model on a log scale.
 
     Args:
         found: results of schema 2.
-        path: of the file; its ending says the format, png or svg.
+        path: of the file. Its ending says the format, png or svg.
     Returns: False without matplotlib, nothing is drawn then.
     """
     plt = pyplot()
@@ -82,7 +82,7 @@ def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
 def _draw(
     panel: Any, rows: list[dict[str, Any]], names: tuple[str, ...], scaled: Callable[[Any, Any], tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """Draw one text's curves, with increases and errors as ``scaled`` returns them; returns line by selection."""
+    """Draw one text's curves, with increases and errors as ``scaled`` returns them. Returns line by selection."""
     lines = {}
     for name in names:
         colour, marker, line, _ = CURVES[name]

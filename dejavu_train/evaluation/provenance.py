@@ -29,7 +29,7 @@ def new_run() -> dict[str, str]:
 
 
 def hashes(model: str, revision: str | None, bundle: str | None) -> dict[str, str | None]:
-    """``model``: of the stored weights, see :func:`weight_hash`; ``bundle``: of its metadata, which names its tensors'.
+    """``model``: of the stored weights, see :func:`weight_hash`. ``bundle``: of its metadata, which names its tensors'.
 
     None for a bundle that is no folder here, and where there is none.
     """

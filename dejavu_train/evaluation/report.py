@@ -47,7 +47,7 @@ def results(
 
 
 def guard_line(watched: Mapping[str, Any]) -> str:
-    """What a guard measured while text was generated, in one line; ``watched`` as `GuardState.report` gives it."""
+    """What a guard measured while text was generated, in one line. ``watched`` as `GuardState.report` gives it."""
     guard, tokens = watched["guard"], watched["tokens"]
     if not tokens:
         return f"guard: no token was measured; every {guard['every']}-th is, and fewer were generated"
@@ -111,7 +111,7 @@ def _quality_row(quality: EvalResult, dense: EvalResult | None, held: EvalCorpus
 
 
 def _candidate_density(quality: EvalResult) -> float:
-    """Share of the neurons that passed the first stage; without a cascade what was selected."""
+    """Share of the neurons that passed the first stage. Without a cascade what was selected."""
     passed = units = 0
     for (layer, target), sums in quality.sums.items():
         if target == Target.MLP:
@@ -337,7 +337,7 @@ def _percent(value: float | None) -> str:
 
 
 def write_results(found: dict[str, Any], folder: str | Path) -> None:
-    """Write results.json atomically; one of another run is renamed to results-ID.json first, so no row is lost."""
+    """Write results.json atomically. One of another run is renamed to results-ID.json first, so no row is lost."""
     path = Path(folder) / "results.json"
     if path.is_file():
         before = read_json(path, "results.json of an earlier run")

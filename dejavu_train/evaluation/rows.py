@@ -15,7 +15,7 @@ from dejavu_train.files import write_text
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Fields are columns; floats have six significant digits, None and NaN are empty."""
+    """Fields are columns. Floats have six significant digits, None and NaN are empty."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([field.name for field in dataclasses.fields(rows[0])])

@@ -1,6 +1,6 @@
 """Which texts an evaluation scores, which of their documents, and whether the bundle or the model has seen them.
 
-Documents of a source that is split into sets for training are taken from one of the held-out sets; any other source is
+Documents of a source that is split into sets for training are taken from one of the held-out sets. Any other source is
 scored whole.
 """
 
@@ -40,7 +40,7 @@ class EvalText:
     """A text cut into windows, and what the results say of it.
 
     ``sha256`` is that of the whole source (as in the manifest of activations), ``set_name`` the set that was taken of
-    it, None for all documents; ``whole`` says that all documents were scored to their end. ``domain`` is ``in domain``
+    it, None for all documents. ``whole`` says that all documents were scored to their end. ``domain`` is ``in domain``
     when the bundle's predictors were trained on the same source, else ``unseen``. ``pretrained_paragraphs`` of an
     installed source were left out, because the model was pretrained on them.
     """
@@ -57,7 +57,7 @@ class EvalText:
 
 
 def trained_text(bundle: Bundle, folder: str) -> dict[str, Any]:
-    """What the bundle in ``folder`` says of the text its predictors were trained on; empty if nothing is known."""
+    """What the bundle in ``folder`` says of the text its predictors were trained on. Empty if nothing is known."""
     text = bundle.metadata.get("text")
     beside = Path(folder).parent / "activations" / "manifest.json"
     if not isinstance(text, dict) and beside.is_file():
@@ -84,10 +84,10 @@ def load_text(
         set_name: the set that is scored of a source that is split: the one that the predictors were trained on,
             ``installed-docs`` (on whose ``train`` documents the embedded model was pretrained), hub datasets
             and classes.
-        model: folder or hub id; the folder may carry hashes of the paragraphs it was pretrained on.
+        model: folder or hub id. The folder may carry hashes of the paragraphs it was pretrained on.
         trained: of :func:`trained_text`.
         window: ``</s>`` and ``window`` - 1 new tokens.
-        tokens: how many to score, about; None for all.
+        tokens: how many to score, about. None for all.
         seed: of the order in which documents are drawn where ``tokens`` limits them.
         spread: over how many documents ``tokens`` are spread, at least, if there are so many.
 
@@ -140,7 +140,7 @@ def load_spread(
 
 
 def behind_start(tokenizer: Any, text: str, flag: str) -> list[int]:
-    """Token ids of a text behind one ``</s>``, which is added where the text does not begin with it; says so.
+    """Token ids of a text behind one ``</s>``, which is added where the text does not begin with it. Says so.
 
     Args:
         flag: that gave the text.
@@ -157,7 +157,7 @@ def _is_file(source: TextSource) -> bool:
 
 
 def _trained_on(name: str, documents: Sequence[Document], trained: dict[str, Any]) -> int:
-    """How many of the documents trained the predictors, by the hashes in the bundle; warns if there are any."""
+    """How many of the documents trained the predictors, by the hashes in the bundle. Warns if there are any."""
     known = set(trained.get("train_sha256", ()))
     seen = sum(sha256_text(document.text)[:16] in known for document in documents)
     if seen:

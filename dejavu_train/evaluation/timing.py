@@ -1,8 +1,8 @@
 """Reads a model and a prompt, writes milliseconds per decoded token: median, 20th and 80th percentile.
 
-The prompt is processed once, dense, and not counted; the first steps warm up and are not counted either. What a
+The prompt is processed once, dense, and not counted. The first steps warm up and are not counted either. What a
 predictor costs is inside the measured time. Greedy, batch rows alike. Models are timed call by call, as a loop of
-Hugging Face's would; the decode engine by its captured step.
+Hugging Face's would. The decode engine by its captured step.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
     Args:
         model: a dense model or a sparse one with ``sparse_from="prompt"``.
         backend: its name, for the result.
-        prompt: (B, P) token ids; P + new_tokens + 3 must fit the model's positions.
+        prompt: (B, P) token ids. P + new_tokens + 3 must fit the model's positions.
     Raises:
         UserError: logits that are not finite at the prompt or at the last step.
     """

@@ -17,11 +17,11 @@ class BlockParts:
 
     Attributes:
         name: of the layer in the model, such as ``model.layers.3``.
-        whole: the layer itself; attention: the module that holds q, k, v and out.
+        whole: the layer itself. attention: the module that holds q, k, v and out.
         q, k, v, out, up, down: linear maps, or adapters around them, with ``weight`` (out, in) and ``bias`` or None.
         activate: of the output of ``gate``, or of ``up`` where there is none, element by element.
         kinds: the classes that ``whole`` and ``attention`` have where nobody exchanged them.
-        n_heads, head_dim: of the queries; scaling: what queries are multiplied with.
+        n_heads, head_dim: of the queries. scaling: what queries are multiplied with.
         gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with, or None.
         rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned. None where they stay.
     """
@@ -78,7 +78,7 @@ class Family(Protocol):
     """The name of the tokens' embedding among :meth:`stored_tensors`."""
 
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
-        """The sizes, from the values of a config.json; ``name``: of the model, for messages.
+        """The sizes, from the values of a config.json. ``name``: of the model, for messages.
 
         Raises:
             UserError: what this family does not run.
@@ -93,7 +93,7 @@ class Family(Protocol):
         ...
 
     def blocks(self, model: Any) -> list[BlockParts]:
-        """The decoder layers, in order; the model's own modules."""
+        """The decoder layers, in order. The model's own modules."""
         ...
 
     def embed(self, model: Any, inputs: "Tensor", positions: "Tensor") -> "Tensor":

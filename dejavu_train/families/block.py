@@ -19,7 +19,7 @@ def forward_block(block: Any, hidden: Tensor, attend: Attend, positions: Tensor 
 
     Args:
         block: ``BlockParts``, or an object with the same names whose maps can be called.
-        hidden: (B, T, d); attend: gives the heads' outputs, and keeps K and V where somebody needs them.
+        hidden: (B, T, d). attend: gives the heads' outputs, and keeps K and V where somebody needs them.
         positions: (B, T) int64, of layers that turn queries and keys by them.
     Returns: (B, T, d), (B, T, n).
     """

@@ -75,7 +75,7 @@ class ModelDims:
 
     Attributes:
         d_ffn: neurons of an MLP. vocab_size, max_positions: rows of the tables.
-        head_dim: of queries, keys and values; 0 = d_model / n_heads. n_kv_heads: heads of K and V; 0 = n_heads.
+        head_dim: of queries, keys and values. 0 = d_model / n_heads. n_kv_heads: heads of K and V. 0 = n_heads.
         gated: an MLP multiplies its activation with a second map's output.
         biases: the linear maps have biases.
     """
@@ -112,7 +112,7 @@ class ModelDims:
         return {n: getattr(self, n) for n in names if n in SIZES or getattr(self, n) != getattr(plain, n)}
 
     def has_layers_of(self, other: "ModelDims") -> bool:
-        """Whether layers are of the same number and kind; vocabulary and positions may differ."""
+        """Whether layers are of the same number and kind. Vocabulary and positions may differ."""
         free = ("vocab_size", "max_positions")
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.name not in free)
 

@@ -34,7 +34,7 @@ class RowLinear(nn.Module):
 
 
 class BlockHook:
-    """Base of the hooks that this package puts on a model for one call; they are no part of the model."""
+    """Base of the hooks that this package puts on a model for one call. They are no part of the model."""
 
 
 def check_calls(model: nn.Module, called: Iterable[nn.Module] = (), itself: bool = False) -> None:
@@ -61,7 +61,7 @@ def check_calls(model: nn.Module, called: Iterable[nn.Module] = (), itself: bool
 
 
 def exchanged_forward(module: nn.Module) -> bool:
-    """Whether a module has a ``forward`` of its own; not accelerate's, which moves tensors and does nothing else."""
+    """Whether a module has a ``forward`` of its own, not accelerate's, which moves tensors and does nothing else."""
     hook = getattr(module, "_hf_hook", None)
     moves = [type(each).__name__ in ("AlignDevicesHook", "CpuOffload") for each in getattr(hook, "hooks", (hook,))]
     return "forward" in vars(module) and not all(moves) and not hasattr(module, "_orig_mod")  # of torch.compile
@@ -78,7 +78,7 @@ def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
 
 
 def plain_blocks(model: Any) -> list[BlockParts]:
-    """The parts of every layer of a model, all of whose linear maps are plain; adapters are merged into copies.
+    """The parts of every layer of a model, all of whose linear maps are plain. Adapters are merged into copies.
 
     Raises:
         NotPlain: a module that is neither a plain linear map nor can be merged into one.
@@ -118,7 +118,7 @@ def check_read(model: Any) -> None:
     """Refuse what an engine would leave out that reads LayerNorms, the LM head and numbers by what an OPT's are.
 
     Raises:
-        NotPlain: as :func:`check_calls`; a LayerNorm of another class, an LM head with a bias, another activation or
+        NotPlain: as :func:`check_calls`. A LayerNorm of another class, an LM head with a bias, another activation or
             scaling.
     """
     if (why := engine_refusal(dims_of(model.config))) is not None:

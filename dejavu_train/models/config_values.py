@@ -35,7 +35,7 @@ def read_values(name: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def quant_method(values: Mapping[str, Any]) -> str | None:
-    """By what method the weights of a config.json are quantised; None: they are not."""
+    """By what method the weights of a config.json are quantised. None: they are not."""
     found = values.get("quantization_config")
     return str(found.get("quant_method", "unknown")) if isinstance(found, dict) else None
 

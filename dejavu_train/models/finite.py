@@ -37,7 +37,7 @@ def name_half(half: int) -> str:
 
 
 def finite_positions(values: Tensor) -> Tensor:
-    """(B, T) bool: where all of values (B, T, n) are finite; no tensor of their size is made."""
+    """(B, T) bool: where all of values (B, T, n) are finite. No tensor of their size is made."""
     return values.detach().sum(-1, dtype=torch.float32).isfinite()
 
 
@@ -45,7 +45,7 @@ def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Te
     """Raise :class:`UserError` where values (B, T, n) are not finite at positions that are shown, (B, T) bool.
 
     Args:
-        inputs: gives (B, T) bool, where the input of each layer, then that of the final LayerNorm is finite; nothing
+        inputs: gives (B, T) bool, where the input of each layer, then that of the final LayerNorm is finite. Nothing
             where all of these are. Asked for after a fault alone.
         n_layers: of the model.
     """
@@ -63,7 +63,7 @@ def check_logits(logits: Tensor, model: PreTrainedModel, ids: Tensor, **inputs: 
 
     Args:
         logits: of any shape.
-        ids: (B, T) that they were computed of; read once more, after a fault alone, to find the layer.
+        ids: (B, T) that they were computed of. Read once more, after a fault alone, to find the layer.
         inputs: whatever else the model was given.
     Raises:
         UserError: one that is not finite.
@@ -78,7 +78,7 @@ def check_logits(logits: Tensor, model: PreTrainedModel, ids: Tensor, **inputs: 
 
 @torch.no_grad()
 def first_fault(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> str | None:
-    """The first part of the model whose output for ids (B, T) is not finite; None where no one is known."""
+    """The first part of the model whose output for ids (B, T) is not finite. None where no one is known."""
     family = family_of(model)
     parts: list[tuple[str, nn.Module]] = [("the embeddings", module) for module in family.embeddings(model)]
     for layer, block in enumerate(family.blocks(model)):

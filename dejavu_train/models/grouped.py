@@ -10,9 +10,9 @@ from dejavu_train.families.plain import RowLinear
 
 
 class GroupedProjection(RowLinear):
-    """A q, k or v projection with its rows grouped by head in the engine's tensor; used as the `nn.Linear` it replaces.
+    """A q, k or v projection with its rows grouped by head in the engine's tensor. Used as the `nn.Linear` it replaces.
 
-    The engine reads one contiguous range a head, (h, 3, head_dim, d); this module holds a view of one third. `weight`
+    The engine reads one contiguous range a head, (h, 3, head_dim, d). This module holds a view of one third. `weight`
     is gathered anew at each use, a transient copy of (d, d), so a forward pass through it is right but not fast. An
     edit of that copy would be lost, so PyTorch refuses it, but for one through `.data`. Edit `rows`, or load a state
     dict, which holds `weight` and `bias` as that of `nn.Linear`.

@@ -2,7 +2,7 @@
 
 The places are named as in the bundle: ``attn_in`` (after the LayerNorm before attention), ``mlp_in`` (after the
 LayerNorm before the MLP), ``activation`` (what its neurons give), ``head_out`` (each head's output before the output
-projection); the residual stream before attention is ``residual``, before the MLP ``middle``, and what the two add to
+projection). The residual stream before attention is ``residual``, before the MLP ``middle``, and what the two add to
 it is ``attn_out`` and ``mlp_out``. Hooks on the modules themselves, not a copy of the forward pass, so that any
 attention implementation, dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that
 layer ends, so nothing of an earlier layer needs to stay in memory.
@@ -88,7 +88,7 @@ def record(
     Args:
         model: of a registered family.
         places: some of ``PLACES``.
-        layers: layer numbers; None means all.
+        layers: layer numbers. None means all.
         on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
             forward pass are kept in the dict that the context yields, by layer.
 
@@ -108,7 +108,7 @@ def record(
 
 
 def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: OnLayer) -> list[Any]:
-    """Hooks on one decoder block; returns their handles."""
+    """Hooks on one decoder block. Returns their handles."""
     got: dict[str, Tensor] = {}
 
     def begin(residual: Tensor) -> None:
@@ -161,7 +161,7 @@ def head_contribution(
         head_out: (..., h, e).
         out_weight: (d, h * e), as stored.
         gram: ``output_gram`` of it, when the caller keeps that for many calls.
-        mean: (h, e), what stands in for a skipped head; then a head contributes its distance from that.
+        mean: (h, e), what stands in for a skipped head. Then a head contributes its distance from that.
     Returns: (..., h) in fp32, never negative.
     """
     if gram is None:

@@ -14,7 +14,7 @@ KEYWORDS = ("revision", "cache_dir", "token", "local_files_only", "force_downloa
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name can only be meant as a path; every other one is OWNER/NAME on the hub unless it is a folder."""
+    """Whether a name can only be meant as a path. Every other one is OWNER/NAME on the hub unless it is a folder."""
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
 
 

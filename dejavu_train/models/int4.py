@@ -44,7 +44,7 @@ class RowLayout:
 
 
 def row_layouts(shape: ModelDims, name: str = "this model") -> dict[str, RowLayout]:
-    """The layouts of a layer's six matrices, by the names of ``MATRICES``; raises as :func:`row_sizes`."""
+    """The layouts of a layer's six matrices, by the names of ``MATRICES``. Raises as :func:`row_sizes`."""
     heads = partial(_by_head, shape.n_heads), partial(_from_heads, shape.n_heads)
     turned: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     turned = {OUT: heads, DOWN: (_transposed, _transposed)}
@@ -79,7 +79,7 @@ class Int8Rows:
 
 
 class CodedLinear(RowLinear):
-    """An ``nn.Linear`` whose weight is held as rows of codes; products are in fp32, whatever the input's dtype.
+    """An ``nn.Linear`` whose weight is held as rows of codes. Products are in fp32, whatever the input's dtype.
 
     ``weight`` is made of the rows at each use. On a CPU, where no kernel multiplies with 4 bits, it is kept from its
     first use on, until words or scales are changed. A copy or pickle leaves it out. ``words`` and ``scales`` keep

@@ -1,4 +1,4 @@
-"""How large the rows of codes of a model's matrices are, without torch; ``int4.py`` says what they hold."""
+"""How large the rows of codes of a model's matrices are, without torch. ``int4.py`` says what they hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]
 
 
 def head_sizes(shape: ModelDims, kind: str, name: str = "this model") -> RowSizes | None:
-    """Of the LM head as ``kind`` of ``HEAD_BITS``; None: it is stored as numbers.
+    """Of the LM head as ``kind`` of ``HEAD_BITS``. None: it is stored as numbers.
 
     Raises:
         UserError: a width that has no such form, or another kind, by name.

@@ -45,7 +45,7 @@ def chosen_dtype(asked: str | torch.dtype | None, values: Mapping[str, Any], fil
     """The dtype to load a model in, asked for by any name that transformers takes.
 
     Args:
-        asked: a torch dtype or its name, such as ``float16`` or ``half``; ``auto`` or None: the one that config.json
+        asked: a torch dtype or its name, such as ``float16`` or ``half``. ``auto`` or None: the one that config.json
             says, without one that of the first stored weights.
         values: of config.json.
         files: of the weights.
@@ -73,7 +73,7 @@ def _stored_dtype(file: Path) -> torch.dtype | None:
 
 
 def resolve_device(name: str | int | torch.device) -> torch.device:
-    """``auto`` is the first GPU if there is one, else the CPU; a number is that of a GPU.
+    """``auto`` is the first GPU if there is one, else the CPU. A number is that of a GPU.
 
     Raises:
         UserError: a device that torch does not know or cannot use here.
@@ -107,7 +107,7 @@ def load_opt(
         name: folder or hub id.
         dtype: as :func:`chosen_dtype` takes it.
         device: ignored when ``device_map`` is given.
-        device_map: as in transformers, for models larger than one GPU; needs accelerate.
+        device_map: as in transformers, for models larger than one GPU. Needs accelerate.
 
     A model whose weights lie in 4 bits (``python -m dejavu_train.quantize``) has a ``CodedLinear`` in the place of each
     matrix and is in fp32 otherwise, whatever ``dtype`` says: rounded to fp16, its weights would select other units.
@@ -131,7 +131,7 @@ def load_with_info(
     """As :func:`load_opt`, with what transformers says of the loading (``output_loading_info``).
 
     Args:
-        attributes: values that replace those of config.json; none of the sizes.
+        attributes: values that replace those of config.json. None of the sizes.
         options: keywords of transformers' ``from_pretrained`` that say how to load.
     """
     values = {**read_values(name, revision), **(attributes or {})}
@@ -262,7 +262,7 @@ def _samples(n_bytes: int, full: bool) -> list[tuple[int, int]]:
 
 
 def _rows(files: Iterable[Path], full: bool, spelling: Spelling) -> dict[str, bytes]:
-    """By name the digest of a tensor; where two files have it that of the later one, which the loader keeps."""
+    """By name the digest of a tensor, where two files have it that of the later one, which the loader keeps."""
     rows: dict[str, bytes] = {}
     for file in files:
         found: dict[str, bytes] = {}
@@ -295,7 +295,7 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
 
     Names are those of transformers' model, and dtypes are spelled as safetensors does, whatever the files have. An LM
     head that equals the embedding is left out. So any container and sharding of the same tensors has the same hash.
-    With ``full`` every byte is read (``--verify full``); the two kinds differ and are only compared with their own.
+    With ``full`` every byte is read (``--verify full``). The two kinds differ and are only compared with their own.
 
     Raises:
         UserError: no weights there, or a damaged file.

@@ -1,7 +1,7 @@
 """Has transformers know this package after ``import dejavu_train``, without importing transformers for that.
 
 4-bit models are loaded, and a folder that holds a bundle beside its model is loaded as the sparse model.
-Where a module of transformers is loaded already, ours joins it at once; else as soon as it is loaded.
+Where a module of transformers is loaded already, ours joins it at once, else as soon as it is loaded.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Reads what a model's folder holds without torch: weight files, their headers, the tokenizer; refuses what is missing.
+"""Reads what a model's folder holds without torch: weight files, their headers, the tokenizer. Refuses what is missing.
 
 Headers alone are read, so that a folder of any size is checked in well under a second.
 """
@@ -33,7 +33,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a safetensors file; ``begin`` and ``end`` are places in the file, in bytes."""
+    """One tensor of a safetensors file. ``begin`` and ``end`` are places in the file, in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Stored:
 
 
 def check_folder(name: str, shape: ModelDims) -> None:
-    """Compare a model's folder with its config: every tensor there with its size, a tokenizer; a hub id passes.
+    """Compare a model's folder with its config: every tensor there with its size, a tokenizer. A hub id passes.
 
     Raises:
         UserError: what is missing, surplus, damaged or of another size, by name.
@@ -96,7 +96,7 @@ def _check_types(values: Mapping[str, Any], path: Path, shape: ModelDims) -> Non
 
 
 def candidates(folder: Path) -> list[str]:
-    """The files that transformers' loader looks for in a model's folder, in its order; the first that is there counts.
+    """The files that transformers' loader looks for in a model's folder, in its order. The first that is there counts.
 
     Pickled weights are read from the hub's cache alone, where older OPTs have nothing else.
 
@@ -172,7 +172,7 @@ def loaded_files(folder: Path) -> list[Path]:
 
 
 def stored_files(name: str, subfolder: str = "", **hub: Any) -> list[Path]:
-    """:func:`loaded_files` of a folder or hub id, fetched where they are not there yet; keywords as of
+    """:func:`loaded_files` of a folder or hub id, fetched where they are not there yet. Keywords as of
     :func:`model_folder`."""
     folder = model_folder(name, subfolder, **hub)
     if not Path(name).is_dir():

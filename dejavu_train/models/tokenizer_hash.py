@@ -1,8 +1,8 @@
 """A name for what decides the token ids of a text: the tokenizer's vocabulary, its merges, and what comes before them.
 
 The files are not hashed: two versions of transformers write the same tokenizer differently, and ``tokenizer.json`` says
-in another way what ``vocab.json`` and ``merges.txt`` say. Vocabulary and merges are read from the loaded tokenizer;
-whatever else decides ids (normaliser, pre-tokeniser, flags of added tokens, the token put first) shows in the ids of a
+in another way what ``vocab.json`` and ``merges.txt`` say. Vocabulary and merges are read from the loaded tokenizer.
+Whatever else decides ids (normaliser, pre-tokeniser, flags of added tokens, the token put first) shows in the ids of a
 fixed probe.
 """
 
@@ -27,7 +27,7 @@ PROBE = (
 
 
 def tokenizer_hash(name: str, revision: str | None = None) -> str | None:
-    """The hash of the tokenizer beside a model; None for a folder without one.
+    """The hash of the tokenizer beside a model. None for a folder without one.
 
     Args:
         name: folder or hub id of the model.

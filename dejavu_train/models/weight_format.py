@@ -58,7 +58,7 @@ _NUMBERS = {weights.name: weights for weights in (FLOAT32, FLOAT16, BFLOAT16)}
 
 
 def stored_format(values: Mapping[str, Any]) -> WeightFormat:
-    """Of a model's folder, by its config.json; a float type of another name counts as float32, which loads it."""
+    """Of a model's folder, by its config.json. A float type of another name counts as float32, which loads it."""
     if quant_method(values) == INT4:
         return CODES4
     named = str(values.get("dtype", values.get("torch_dtype"))).removeprefix("torch.")

@@ -4,7 +4,7 @@ The second stage of a cascade reads the 4 bits a weight of the first for every c
 
 A weight of row i is scale_i * q with an integer q = steps_i * u + l: u in -7..7 is the upper plane, l in -2048..2047
 the lower one. steps says how finely: with 4095 all weights of a row lie within 7.5 steps, with fewer the largest are
-beyond the last one and the others are distinguished better; the lower plane holds what is left in either case, so the
+beyond the last one and the others are distinguished better. The lower plane holds what is left in either case, so the
 whole weight is a number of 13 to 16 bits relative to the row's largest. Planes of given scale and steps are a function
 of the weights: quantised again, they give the same integers.
 

@@ -96,7 +96,7 @@ def stored_tensors(predictor: nn.Module, dtype: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def as_stored(predictor: nn.Module, tensors: Mapping[str, Tensor], where: str = "this bundle") -> nn.Module:
-    """Set ``predictor`` to what ``tensors``, of :func:`stored_tensors`, read back as, in fp32; returns it."""
+    """Set ``predictor`` to what ``tensors``, of :func:`stored_tensors`, read back as, in fp32. Returns it."""
     if not isinstance(predictor, LowRankPredictor):
         return load_custom(predictor, tensors, where)
     for name, parameter in predictor.named_parameters():

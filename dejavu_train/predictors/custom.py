@@ -1,7 +1,7 @@
 """Your own predictor: a ``torch.nn.Module`` that a configuration or a caller names, see ``docs/guides/extend.md``.
 
 It is built as ``MyPredictor(d_in=..., n_out=..., **init_args)`` and maps (..., d_in) to logits (..., n_out), one logit
-per neuron or head. A bundle stores the entries of its ``state_dict`` and the name of its class; the class itself comes
+per neuron or head. A bundle stores the entries of its ``state_dict`` and the name of its class. The class itself comes
 from whoever reads the bundle.
 """
 
@@ -31,7 +31,7 @@ def import_predictor(value: Any, key: str) -> PredictorClass:
 
 
 def build_custom(kind: PredictorClass, value: dict[str, Any], d_in: int, n_out: int, key: str) -> nn.Module:
-    """The predictor of one layer; one row is sent through it.
+    """The predictor of one layer. One row is sent through it.
 
     Raises:
         UserError: ``init_args`` that the class does not take, or logits of another shape or dtype.
@@ -70,7 +70,7 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def described_dtype(name: Any) -> torch.dtype:
-    """The dtype that :func:`describe` called ``name``; raises ``TypeError`` for no dtype."""
+    """The dtype that :func:`describe` called ``name``. Raises ``TypeError`` for no dtype."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is no dtype")
@@ -78,7 +78,7 @@ def described_dtype(name: Any) -> torch.dtype:
 
 
 def load_custom(predictor: nn.Module, tensors: Mapping[str, Tensor], where: str) -> nn.Module:
-    """Set ``predictor`` to the tensors of :func:`custom_tensors`; returns it.
+    """Set ``predictor`` to the tensors of :func:`custom_tensors`. Returns it.
 
     Raises:
         UserError: tensors that are not those of its class.
@@ -95,7 +95,7 @@ def load_custom(predictor: nn.Module, tensors: Mapping[str, Tensor], where: str)
 def chosen_classes(
     named: set[str], given: PredictorClass | Mapping[str, PredictorClass] | None, where: str
 ) -> dict[str, PredictorClass]:
-    """By name in the bundle the class that the caller gives for it; nothing is imported by a name of the bundle.
+    """By name in the bundle the class that the caller gives for it. Nothing is imported by a name of the bundle.
 
     Args:
         named: the names that occur in the bundle.

@@ -22,7 +22,7 @@ NEGATIVE_WEIGHT = 0.1
 class Batch:
     """What a loss may look at.
 
-    ``inputs`` (B, d) float; ``active`` (B, n) bool, the units that a selection should keep; ``contribution`` (B, n)
+    ``inputs`` (B, d) float. ``active`` (B, n) bool, the units that a selection should keep. ``contribution`` (B, n)
     float or None, what each unit adds to the residual stream.
     """
 
@@ -52,7 +52,7 @@ def pos_weight(logits: Tensor, batch: Batch) -> Tensor:
 def contribution(logits: Tensor, batch: Batch) -> Tensor:
     """A missed unit costs its contribution (in units of the batch's mean over active ones), a surplus one 0.1.
 
-    For active z: c * softplus(-z); for the rest: 0.1 * softplus(z). Summed over units, averaged over rows, divided
+    For active z: c * softplus(-z). For the rest: 0.1 * softplus(z). Summed over units, averaged over rows, divided
     by the number of active units, so that the scale does not depend on how many there are.
     """
     assert batch.contribution is not None, "the contribution loss needs contributions"
@@ -69,7 +69,7 @@ def contribution(logits: Tensor, batch: Batch) -> Tensor:
 def listwise(logits: Tensor, batch: Batch) -> Tensor:
     """Cross entropy between softmax of the logits and each unit's share of the row's summed contribution.
 
-    A listwise loss that asks for the order of the units of a row; it leaves the rows' offsets free.
+    A listwise loss that asks for the order of the units of a row. It leaves the rows' offsets free.
     """
     assert batch.contribution is not None, "the listwise loss needs contributions"
     target = batch.contribution.to(logits.dtype)
@@ -127,5 +127,5 @@ def get_loss(named: str | dict[str, Any], key: str = "loss") -> Loss:
 
 
 def needs_contribution(named: str | dict[str, Any]) -> bool:
-    """Whether the loss called ``named`` reads ``contribution``, which costs time for neurons; one's own may."""
+    """Whether the loss called ``named`` reads ``contribution``, which costs time for neurons. One's own may."""
     return not isinstance(named, str) or named in NEEDS_CONTRIBUTION

@@ -20,7 +20,7 @@ class LowRankPredictor(nn.Module):
         rank: width of the bottleneck, at most ``d_in``.
         n_out: number of units (neurons or heads).
         nonlinearity: ``"none"`` (as the original) or ``"relu"`` between the two matrices.
-        bias: one offset per unit; without it the predictor cannot express how rare a unit is.
+        bias: one offset per unit. Without it the predictor cannot express how rare a unit is.
 
     Raises:
         UserError: a rank that does not fit, or an unknown nonlinearity.

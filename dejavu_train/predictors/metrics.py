@@ -21,7 +21,7 @@ def _ratio(part: Tensor, whole: Tensor, empty: float) -> float:
 class SelectionSums:
     """Sums over rows of one selection.
 
-    ``tp``, ``fp``, ``fn``, ``units`` are int64 counts; ``kept``, ``mass`` float64 sums of contribution.
+    ``tp``, ``fp``, ``fn``, ``units`` are int64 counts. ``kept``, ``mass`` float64 sums of contribution.
 
     >>> sums = SelectionSums()
     >>> active = torch.tensor([[True, False, True]])
@@ -50,12 +50,12 @@ class SelectionSums:
 
     @property
     def recall(self) -> float:
-        """Selected and active / active; 1 when nothing is active."""
+        """Selected and active / active. 1 when nothing is active."""
         return _ratio(self.tp, self.tp + self.fn, 1.0)
 
     @property
     def precision(self) -> float:
-        """Selected and active / selected; 1 when nothing is selected."""
+        """Selected and active / selected. 1 when nothing is selected."""
         return _ratio(self.tp, self.tp + self.fp, 1.0)
 
     @property
@@ -70,12 +70,12 @@ class SelectionSums:
 
     @property
     def retained_mass(self) -> float:
-        """Share of the summed contribution that the selection keeps; 1 when there is none."""
+        """Share of the summed contribution that the selection keeps. 1 when there is none."""
         return _ratio(self.kept, self.mass, 1.0)
 
 
 def total(parts: Iterable[SelectionSums]) -> SelectionSums:
-    """The sums of several layers; of layers equally wide the density is the mean of theirs."""
+    """The sums of several layers. Of layers equally wide the density is the mean of theirs."""
     added = SelectionSums()
     for part in parts:
         for field in dataclasses.fields(SelectionSums):
@@ -124,6 +124,6 @@ def at_density(histograms: Tensor, density: float) -> dict[str, float]:
 
 
 def top_units(contribution: Tensor, count: int) -> Tensor:
-    """(..., n) bool: the ``count`` units of largest contribution in each row; the label of heads."""
+    """(..., n) bool: the ``count`` units of largest contribution in each row. The label of heads."""
     chosen = contribution.topk(min(count, contribution.shape[-1]), dim=-1).indices
     return torch.zeros_like(contribution, dtype=torch.bool).scatter_(-1, chosen, True)

@@ -2,7 +2,7 @@
 
 int4 codes lie in -7..7. Byte j of a packed row holds column j in its low nibble and column j + ceil(columns / 2) in its
 high one, each as code + 8: a kernel then multiplies two contiguous halves of its input and nothing is interleaved.
-The scale of int4 is the one of a few clipped ranges whose squared error is least; it is kept in fp16, where int8 has
+The scale of int4 is the one of a few clipped ranges whose squared error is least. It is kept in fp16, where int8 has
 fp32, because half a byte a weight makes four bytes a row count.
 """
 
@@ -78,7 +78,7 @@ def row_codes(stored: Tensor, columns: int) -> Tensor:
 
 
 def as_trained(weight: Tensor, dtype: str) -> Tensor:
-    """weight (n, d) as it reads back from ``dtype`` (int8, int4); gradients pass as if nothing had been rounded."""
+    """weight (n, d) as it reads back from ``dtype`` (int8, int4). Gradients pass as if nothing had been rounded."""
     with torch.no_grad():
         rounded: Callable[[Tensor], tuple[Tensor, Tensor]] = quantise_rows if dtype == "int8" else int4_rows
         codes, scale = rounded(weight)

@@ -7,7 +7,7 @@
     calibration text ──►are             those before                             renamed
     (run.py)                            (stream.py)
 
-A layer is read from disk, quantised and written before the next one is read; the calibration text's hidden states go
+A layer is read from disk, quantised and written before the next one is read. The calibration text's hidden states go
 along. So a model is never in memory as a whole, in any dtype. What is needed at once is one layer in fp32, two hidden
 states a token, and some copies of the second moments of neurons.
 

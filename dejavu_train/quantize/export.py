@@ -57,7 +57,7 @@ def export(config: ExportConfig) -> dict[str, float]:
     """Write the folder.
 
     Returns:
-        by matrix the squared error of its weights over their square, mean over the layers; 0 where they are exact.
+        by matrix the squared error of its weights over their square, mean over the layers. 0 where they are exact.
     Raises:
         UserError: a model that is not in 4-bit rows, an output that exists.
     """

@@ -1,4 +1,4 @@
-"""Writes a model folder of 4-bit rows as transformers reads it, a file for each layer; aside, renamed when whole."""
+"""Writes a model folder of 4-bit rows as transformers reads it, a file for each layer. Aside, renamed when whole."""
 
 import contextlib
 import json

@@ -7,7 +7,7 @@
     bitsandbytes         NF4: weight uint8 in blocks of 64, absmax in 8 bits with scales of its own or in fp32
 
 Codes that lie around a zero point of 8, or mirrored around 7, in groups that our rows can have are taken over as they
-are; every other matrix is dequantised, to be quantised anew. A matrix that was left out of the quantisation is a weight
+are. Every other matrix is dequantised, to be quantised anew. A matrix that was left out of the quantisation is a weight
 alone, and is read as it is. Nothing of these packages is imported.
 
 Letters: n outputs, m inputs.
@@ -57,7 +57,7 @@ class MatrixReader:
         source: its tensors.
         values: its config.json.
     Raises:
-        UserError: a method, or a form of one, that is not read; anything but a layer's matrices in its codes.
+        UserError: a method, or a form of one, that is not read. Anything but a layer's matrices in its codes.
     """
 
     def __init__(self, source: StoredTensors, values: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class MatrixReader:
 
 
 def exact_rows(decoded: Decoded, layout: RowLayout) -> Int4Rows | None:
-    """The same weights as our rows, where every group of ours has one scale, an fp16 number; else None."""
+    """The same weights as our rows, where every group of ours has one scale, an fp16 number, else None."""
     if decoded.codes is None or decoded.scales is None:
         return None
     grouped = layout.to_rows(decoded.scales).unflatten(1, (-1, layout.sizes.group))

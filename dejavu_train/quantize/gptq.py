@@ -10,7 +10,7 @@ factorisation: with J that reverses the order, J H J = L L', so that U = J L^-1 
 Three grids, one for each way in which groups lie on a matrix:
 
 - ``InputGroups``: a row's scale for g inputs that follow one another, chosen on reaching them, from weights that have
-  taken over the errors of those before; the order is the inputs' own.
+  taken over the errors of those before. The order is the inputs' own.
 - ``StaticGroups``: the same groups, scales chosen beforehand, so that inputs may be taken in any order.
 - ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. Any order, too, because a column's
   grid is its own. It is what the map out of the neurons has, whose rows of 4 bits are its columns here.
@@ -38,7 +38,7 @@ class Grid(Protocol):
 
     Attributes:
         block: columns that are reached together.
-        scales: as they are stored; read when all columns have been reached.
+        scales: as they are stored. Read when all columns have been reached.
     """
 
     block: int
@@ -65,7 +65,7 @@ class InputGroups:
 
 
 class StaticGroups:
-    """scales (n, m / g), chosen from the weights (n, m) as they were; ``order`` names the input of each column."""
+    """scales (n, m / g), chosen from the weights (n, m) as they were. ``order`` names the input of each column."""
 
     def __init__(self, weight: Tensor, group: int, order: Tensor) -> None:
         self.block, self.scales = BLOCK, group_scales(weight, group)
@@ -93,11 +93,11 @@ class OutputGroups:
 
 
 def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, config: QuantizeConfig) -> Tensor:
-    """Codes (n, m) int8 of weight (n, m) fp32, columns in the order in which they stand; ``grid`` gets their scales.
+    """Codes (n, m) int8 of weight (n, m) fp32, columns in the order in which they stand. ``grid`` gets their scales.
 
     Args:
         weight: changed in place, to what the columns were when they were reached.
-        hessian: (m, m) fp32, X' X over the calibration tokens, or a multiple; used up.
+        hessian: (m, m) fp32, X' X over the calibration tokens, or a multiple. Used up.
         config: its ``damp_mean`` and ``damp_own``.
     Raises:
         UserError: the damped matrix cannot be factorised.
@@ -121,7 +121,7 @@ def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, config: Quanti
 
 
 def inverse_factor(hessian: Tensor, config: QuantizeConfig) -> Tensor:
-    """U (m, m), upper triangular, of H^-1 = U' U; inputs that never were anything but zero have 1 on its diagonal.
+    """U (m, m), upper triangular, of H^-1 = U' U. Inputs that never were anything but zero have 1 on its diagonal.
 
     ``hessian`` is damped in place. Two more matrices of its size exist on the way.
     """

@@ -24,7 +24,7 @@ from dejavu_train.quantize.rounding import round_nearest
 
 @dataclass
 class Batch:
-    """Calibration windows: hidden (B, T, d) fp32 before or behind a layer; real (B, T) bool, false for padding, which
+    """Calibration windows: hidden (B, T, d) fp32 before or behind a layer. Real (B, T) bool, false for padding, which
     stands on the right."""
 
     hidden: Tensor
@@ -34,7 +34,7 @@ class Batch:
 @dataclass(frozen=True)
 class MatrixErrors:
     """What a matrix lost: ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
-    calibration text, both as ratios of squares; None where there was no text. ``exact``: the codes were given."""
+    calibration text, both as ratios of squares. None where there was no text. ``exact``: the codes were given."""
 
     weight_error: float
     output_error: float | None
@@ -75,7 +75,7 @@ class LayerQuantizer:
 
     @torch.no_grad()
     def run(self, batches: list[Batch]) -> dict[str, MatrixResult]:
-        """The six matrices by name; without ``batches`` all are rounded to the nearest codes."""
+        """The six matrices by name. Without ``batches`` all are rounded to the nearest codes."""
         parts = self.parts
         if not batches:
             for part in self.layouts:

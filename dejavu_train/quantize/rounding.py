@@ -1,7 +1,7 @@
 """Rounds groups of weights to 4 bits: the scale of least squared error, of either sign. The yardstick for GPTQ.
 
 Codes run from -8 to 7. A scale of the sign that puts -8 on the larger extreme reaches 8 steps there and 7 on the other
-side; a smaller one clips what lies beyond and rounds the rest more finely. Both signs and some ranges are tried.
+side. A smaller one clips what lies beyond and rounds the rest more finely. Both signs and some ranges are tried.
 An LM head may have 8 bits, where the largest weight's own scale is near enough.
 """
 
@@ -24,7 +24,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def best_scales(groups: Tensor) -> Tensor:
-    """Of groups (..., g) the scale (..., 1) fp32 that errs least of those tried; an fp16 number, never zero."""
+    """Of groups (..., g) the scale (..., 1) fp32 that errs least of those tried. An fp16 number, never zero."""
     peak = groups.abs().amax(dim=-1, keepdim=True)
     tried = peak * _factors(groups.device)  # (..., tried)
     tried = tried.half().float()
@@ -54,7 +54,7 @@ def round_nearest(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def round_nearest_8(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """rows (n, d) fp32 -> codes (n, d) int8 in -127..127 and scales (n, d / group) fp16; the largest weight is 127."""
+    """rows (n, d) fp32 -> codes (n, d) int8 in -127..127 and scales (n, d / group) fp16. The largest weight is 127."""
     groups = rows.unflatten(1, (-1, group))
     scales = (groups.abs().amax(-1) / 127).half().clamp_min(TINY)
     codes = (groups / scales.float()[..., None]).round_().clamp_(-127, 127)

@@ -13,7 +13,7 @@ from dejavu_train.models.stored import full_name, own_names, stored_files
 
 
 class StoredTensors:
-    """The tensors of a checkpoint by their names in transformers' OPTModel; each is read from disk when asked for.
+    """The tensors of a checkpoint by their names in transformers' OPTModel. Each is read from disk when asked for.
 
     Raises:
         UserError: no weights there, or a damaged file.

@@ -23,8 +23,8 @@ class SparseLayer(CacheLayerMixin):
     Attributes:
         keys, values: (B, h, room, e), zero where nothing was computed.
         attn_in: (B, room, d), the input of the attention block. positions: (B, room) int64, where its rows stand.
-        watermark: (B, h) int64; K and V are valid for columns below it (with the policy ``stale``: were valid last).
-        valid: (B, h, room) bool, which columns hold K and V; the policy ``stale`` attends to these only.
+        watermark: (B, h) int64. K and V are valid for columns below it (with the policy ``stale``: were valid last).
+        valid: (B, h, room) bool, which columns hold K and V. The policy ``stale`` attends to these only.
         length: columns in use.
     """
 
@@ -115,7 +115,7 @@ class SparseCache(Cache):
     Reorders, crops, repeats, selects and resets as any cache does, so beam search and assisted generation stay right.
 
     Attributes:
-        finished: (B,) bool or None: rows that ``generate`` has ended; they leave the union of the batch.
+        finished: (B,) bool or None: rows that ``generate`` has ended. They leave the union of the batch.
     """
 
     layers: list[SparseLayer]

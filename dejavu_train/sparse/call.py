@@ -16,7 +16,7 @@ class Call:
     """A call of ``generate()`` that transformers' loops run.
 
     Attributes:
-        model: whose call this is; another model's forward pass within it is not part of it.
+        model: whose call this is. Another model's forward pass within it is not part of it.
         runtime: what the model runs through until the call ends, whatever ``set_bundle`` does meanwhile.
         sparse_from: first sparse position, one of all rows or (B,), or "prompt".
         ending_tokens: after which a row is over, or None.

@@ -49,7 +49,7 @@ def no_mode(device: torch.device) -> Iterator[None]:
 
 
 class Sources:
-    """What something was derived from, as it is when this is made; compare it with what it is later.
+    """What something was derived from, as it is when this is made. Compare it with what it is later.
 
     An edit is seen by the version that autograd counts. An edit through ``.data`` counts none. It is seen by the
     values: of all elements in a small model, else of one in every row and every column.
@@ -79,7 +79,7 @@ class Sources:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Edits in place so far, as autograd counts them; None for a tensor of inference mode, which has no count."""
+    """Edits in place so far, as autograd counts them. None for a tensor of inference mode, which has no count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -94,7 +94,7 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _hooks(module: nn.Module) -> list[int]:
-    """Numbers of hooks; torch gives none twice."""
+    """Numbers of hooks. torch gives none twice."""
     return [number for number, hook in hooks_of(module) if not isinstance(hook, BlockHook)]
 
 
@@ -114,7 +114,7 @@ def _bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Elements of tensor: at least one of every row and every column; of a small tensor all.
+    """Elements of tensor: at least one of every row and every column. Of a small tensor all.
 
     >>> sample(torch.arange(6.0).view(2, 3)).numel()
     6

@@ -104,9 +104,9 @@ class GatherDecoder:
 
         Args:
             hidden: (B, T, d), what the first layer reads. positions: (B, T) int64.
-            sparse: (B, T) bool; false where a row is dense (before ``sparse_from``).
-            visible: (B, S + T) bool; false for padding.
-            live: (B,) bool; rows that ``generate`` has ended are false, they select nothing.
+            sparse: (B, T) bool. False where a row is dense (before ``sparse_from``).
+            visible: (B, S + T) bool. False for padding.
+            live: (B,) bool. Rows that ``generate`` has ended are false, they select nothing.
         Returns: (B, T, d), after the last LayerNorm.
         """
         past = cache.get_seq_length()
@@ -151,7 +151,7 @@ class GatherDecoder:
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
-        """Attention of new columns over all; K and V of earlier columns that a head lacks are computed as well."""
+        """Attention of new columns over all. K and V of earlier columns that a head lacks are computed as well."""
         start = layer.extend(attn_in, positions, k.shape[1], block.head_dim)
         assert layer.positions is not None
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
@@ -202,7 +202,7 @@ class GatherDecoder:
             dense_rows = alive
 
         def selection(number: int, target: Target, n_units: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-            """What the predictor selects, None where there is none; and what is computed."""
+            """What the predictor selects, None where there is none, and what is computed."""
             chosen = self.selector(number, target, sites)
             keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device) if chosen is None else chosen
             return chosen, (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
@@ -366,7 +366,7 @@ def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = 
 
 
 def _units(tensor: Tensor, units: Tensor, dim: int = 0) -> Tensor:
-    """The rows ``units`` of ``tensor``; all of them are not copied."""
+    """The rows ``units`` of ``tensor``. All of them are not copied."""
     return tensor if len(units) == tensor.shape[dim] else tensor.index_select(dim, units)
 
 

@@ -108,7 +108,7 @@ def _says_something(key: str, value: Any) -> bool:
 
 
 def sort_keywords(keywords: Mapping[str, Any], name: str, kind: str) -> Asked:
-    """Say where each keyword goes; one logged line for each that changes nothing.
+    """Say where each keyword goes. One logged line for each that changes nothing.
 
     Args:
         keywords: of ``from_pretrained``.

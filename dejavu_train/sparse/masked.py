@@ -44,7 +44,7 @@ _ACTIVE: ContextVar[tuple[object, ...]] = ContextVar("dejavu_train_masks", defau
 
 
 class _Call:
-    """One call of ``masking``; ``layer``: the number of the layer that runs."""
+    """One call of ``masking``. ``layer``: the number of the layer that runs."""
 
     layer = -1
 
@@ -87,10 +87,10 @@ def masking(
     Args:
         model: a dense model of a registered family.
         selector: gives the selection of every layer and target.
-        sparse: (B, T) bool, false where everything is selected (before ``sparse_from``, padding); None: all true.
-        observe: called as ``observe(layer, target, keep, values)`` before anything is taken out; ``keep`` (B, T, n)
+        sparse: (B, T) bool, false where everything is selected (before ``sparse_from``, padding). None: all true.
+        observe: called as ``observe(layer, target, keep, values)`` before anything is taken out. ``keep`` (B, T, n)
             bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
-        means: by layer the (n_heads, head_dim) that stands in for skipped heads; zero where a layer is not there.
+        means: by layer the (n_heads, head_dim) that stands in for skipped heads. Zero where a layer is not there.
         finite: takes for every layer and the final LayerNorm (B, T) bool, where its input is a finite number.
     """
     sites: dict[Site, Tensor] = {}

@@ -32,7 +32,7 @@ class Settings:
     """What the user asked for when the model was made.
 
     Attributes:
-        backend: one of BACKENDS; ops: of the engine on a GPU, "triton" or "reference"; guard: None without one.
+        backend: one of BACKENDS. ops: of the engine on a GPU, "triton" or "reference". guard: None without one.
     """
 
     backend: str = "mask"
@@ -147,7 +147,7 @@ def _tensors(*modules: nn.Module) -> list[Tensor]:
 
 
 def check_bundle_of(model: Any, bundle: Any) -> None:
-    """Raise :class:`UserError` for what is no bundle, or one of another shape; the vocabulary may have grown."""
+    """Raise :class:`UserError` for what is no bundle, or one of another shape. The vocabulary may have grown."""
     if not isinstance(bundle, Bundle):
         raise UserError(
             f"a bundle must be a Bundle, got a {type(bundle).__name__}; Bundle.from_pretrained(FOLDER) reads one"

@@ -100,7 +100,7 @@ def _check_places(aside: Path, folder: Path) -> None:
 
 
 def _replace(aside: Path, folder: Path) -> None:
-    """Weights take their places before what an earlier save left is removed; ``bundle.json`` goes first, comes last."""
+    """Weights take their places before what an earlier save left is removed. ``bundle.json`` goes first, comes last."""
     before = weight_names(folder)
     new = {file.name for file in aside.iterdir() if file.is_file()}
     for name in new:

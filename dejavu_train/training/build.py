@@ -19,7 +19,7 @@ from dejavu_train.predictors.quantization import SCALED
 def make_predictor(config: RunConfig, job: UnitKey, d_in: int, n_out: int) -> nn.Module:
     """The predictor of a job, before its first values are set.
 
-    int4 is trained through its rounding; int8 selects what fp32 selects.
+    int4 is trained through its rounding. int8 selects what fp32 selects.
     """
     layer, target = job
     metadata = config.predictor(target).describe(layer) | {"d_in": d_in, "n_out": n_out}

@@ -32,7 +32,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class SaveLast(Checkpoint):
-    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed; when a signal asks to end,
+    """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed. When a signal asks to end,
     saves and ends the fit.
 
     It is saved behind a step at which neither a validation is due nor an epoch ends, the next one: from there Lightning
@@ -83,7 +83,7 @@ def _resumes_here(trainer: lightning.Trainer) -> bool:
 
 
 class Rates(Callback):
-    """Rows per second that the loader makes and that the step takes, on this rank; read after fit."""
+    """Rows per second that the loader makes and that the step takes, on this rank. Read after fit."""
 
     def __init__(self, workers: int) -> None:
         self.workers = max(1, workers)

@@ -1,16 +1,16 @@
 """Tunes neuron predictors inside the sparse model: reads a calibrated bundle and windows of text, returns predictors.
 
-Forward is the true selection, by the bundle's thresholds and second stages; backward passes through a sigmoid of the
+Forward is the true selection, by the bundle's thresholds and second stages. Backward passes through a sigmoid of the
 logit (straight-through). The loss is the divergence of the sparse model's output from the dense model's, so what a miss
 costs is what it does to the output, and every layer sees the errors of earlier ones. A price on the bytes read is
-steered so that they stay what the bundle reads; how they are shared over layers and tokens is learned with the rest.
+steered so that they stay what the bundle reads. How they are shared over layers and tokens is learned with the rest.
 Head predictors select as they are calibrated and are not changed. Calibrate again afterwards.
 
 It takes a GPU to be worth it: on a CPU the minutes are better spent on more steps of training.
 
 Interrupted, it goes on from the last state: predictors, optimiser, schedule, price and step. No random numbers are
 drawn but the windows' order, which follows from seed and step. On a CPU the result is that of an undisturbed tuning,
-bit for bit; on a GPU as nearly as its sums over atomics repeat.
+bit for bit. On a GPU as nearly as its sums over atomics repeat.
 
 Letters: B windows, T positions, n units, e width of a unit, d model width, V vocabulary.
 """
@@ -57,9 +57,9 @@ SAVE_SECONDS = 60.0
 
 
 class Gate(torch.autograd.Function):
-    """values where logit > 0 and ``rest`` elsewhere, and the mean cost of what is kept; backward as if by a sigmoid.
+    """values where logit > 0 and ``rest`` elsewhere, and the mean cost of what is kept. Backward as if by a sigmoid.
 
-    ``logits`` (..., n) against ``values`` (..., n) or (..., n, e); ``cost`` (..., n) is what one kept unit costs.
+    ``logits`` (..., n) against ``values`` (..., n) or (..., n, e). ``cost`` (..., n) is what one kept unit costs.
     ``curvature`` (..., n), or 0, is the loss's second derivative along a unit's switch: near the dense model the
     gradient of what is kept vanishes although dropping it would cost half the curvature, so the gradient of a logit is
     f(1) - f(0) = f'(s) + (1/2 - s) f'', not f'(s).
@@ -127,7 +127,7 @@ class _Gates:
 
     @contextmanager
     def on(self, shape: tuple[int, int]) -> Iterator[None]:
-        """Within the context passes of (B, T) = ``shape`` are gated; ``spent`` collects bytes per token and layer."""
+        """Within the context passes of (B, T) = ``shape`` are gated. ``spent`` collects bytes per token and layer."""
         sites: Sites = {}
         self.spent.clear()
 
@@ -190,17 +190,17 @@ def finetune(
     """Tune the neuron predictors of ``bundle`` at the bytes it reads.
 
     Args:
-        model: the dense model in fp32, on the device where it is done; its weights are not changed.
-        bundle: calibrated with thresholds; layers that it keeps dense stay so.
-        windows: token ids of train documents; the longest ones of one length are used.
+        model: the dense model in fp32, on the device where it is done. Its weights are not changed.
+        bundle: calibrated with thresholds. Layers that it keeps dense stay so.
+        windows: token ids of train documents. The longest ones of one length are used.
         weights: format in which the model's are read where bytes are counted.
         seed: of the windows' order.
-        state_path: where the state is kept while it is tuned, for the same call to go on from; None: nowhere.
+        state_path: where the state is kept while it is tuned, for the same call to go on from. None: nowhere.
     Returns: by layer the predictor in fp32 on the CPU, and metrics of some steps: step, nats, share of the MLPs' bytes.
 
     Raises:
         UserError: nothing to tune, a bundle without thresholds, no windows, or a state that is damaged.
-        Interrupted: a signal came; the state was saved.
+        Interrupted: a signal came. The state was saved.
     """
     sparse = {key: spec for key, spec in bundle.specs.items() if key[1] == Target.MLP and not spec.dense}
     if not sparse:

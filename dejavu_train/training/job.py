@@ -82,13 +82,13 @@ def is_finished(output: str | Path, job: UnitKey, stage: Stage) -> bool:
 
 
 def stored_stage(folder: Path) -> Any:
-    """What ``stage.json`` of an artefact's folder says; None where there is none."""
+    """What ``stage.json`` of an artefact's folder says. None where there is none."""
     path = folder / "stage.json"
     return read_sealed(path, "the description of a stage") if path.is_file() else None
 
 
 def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
-    """Note the stage and the density that is trained for in the folder; what another stage left there goes first."""
+    """Note the stage and the density that is trained for in the folder. What another stage left there goes first."""
     before = stored_stage(folder)
     if stage.matches(before):
         return
@@ -163,7 +163,7 @@ def second_moments(
 ) -> tuple[Tensor, Tensor]:
     """Of a site's first rows x: (d, d) mean of x x', and with ``own`` that of y x' for the same rows y of its mlp_in.
 
-    Returns: both float64, computed on ``device``; without ``own`` the second is the first.
+    Returns: both float64, computed on ``device``. Without ``own`` the second is the first.
     """
     width = site.manifest.shape.d_model
     totals = torch.zeros(2, width, width, dtype=torch.float64, device=device)

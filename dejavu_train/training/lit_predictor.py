@@ -41,10 +41,10 @@ class LitPredictor(lightning.LightningModule):
         target: ``mlp`` (labels: active neurons) or ``heads`` (labels: the heads of largest contribution).
         predictor: maps (B, d_in) to logits (B, n_out).
         n_out: number of units.
-        density: share of units that will be selected when deployed; metrics and stopping are taken there.
-        loss: as :func:`get_loss` takes it; the parameters of a loss that is a module are trained too.
+        density: share of units that will be selected when deployed. Metrics and stopping are taken there.
+        loss: as :func:`get_loss` takes it. The parameters of a loss that is a module are trained too.
         learning_rate, weight_decay: of AdamW.
-        warmup: share of the steps in which the rate rises; after it falls along a cosine to a hundredth.
+        warmup: share of the steps in which the rate rises. After it falls along a cosine to a hundredth.
 
     A batch is what ShardDataModule makes.
     """
@@ -147,7 +147,7 @@ class LitPredictor(lightning.LightningModule):
         return self._loss_of(self.predictor(batch.inputs), batch)
 
     def score_batch(self, raw: dict[str, Tensor]) -> Tensor:
-        """Count a raw batch in the metrics; its loss."""
+        """Count a raw batch in the metrics. Its loss."""
         batch = self.make_batch(raw, need_contribution=True)
         logits = self.predictor(batch.inputs).float()
         assert batch.contribution is not None

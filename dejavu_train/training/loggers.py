@@ -32,7 +32,7 @@ def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -
 
     Args:
         configured: one entry or several, each with ``class_path``.
-        folder: that of the job; CSV writes there.
+        folder: that of the job. CSV writes there.
         name: of the job, or ``summary``.
 
     Raises:
@@ -93,7 +93,7 @@ def _wandb_run(given: Mapping[str, Any], group: str, name: str) -> dict[str, Any
 
 
 def clean_id(text: str) -> str:
-    """``text`` as an id that wandb and a folder's name take; texts that differ stay different.
+    """``text`` as an id that wandb and a folder's name take. Texts that differ stay different.
 
     >>> clean_id("mine-layer-00-mlp"), clean_id("50%_a#b")
     ('mine-layer-00-mlp', '50-_a-b-9ac0dad6')
@@ -105,7 +105,7 @@ def clean_id(text: str) -> str:
 
 
 def _check_wandb(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Look at what ``wandb.init`` will be called with; it is called when a job begins.
+    """Look at what ``wandb.init`` will be called with. It is called when a job begins.
 
     Raises:
         UserError: an argument that it does not have, or a value that it refuses.
@@ -130,7 +130,7 @@ def _check_wandb(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 
 def use_wandb_offline_without_key() -> None:
-    """Without a key wandb would ask for one; a run that nobody watches must not wait."""
+    """Without a key wandb would ask for one. A run that nobody watches must not wait."""
     os.environ.setdefault("WANDB_SILENT", "true")
     if not _has_wandb_key():
         os.environ.setdefault("WANDB_MODE", "offline")

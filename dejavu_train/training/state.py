@@ -21,7 +21,7 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, device: torch.device | str) -> dict[str, Any] | None:
-    """What :func:`save_state` wrote, tensors on ``device``; None where there is no file.
+    """What :func:`save_state` wrote, tensors on ``device``. None where there is no file.
 
     Raises:
         UserError: the file is damaged.

@@ -92,7 +92,7 @@ def resolved_arguments(trainer: dict[str, Any]) -> dict[str, Any]:
     """Every argument of the Trainer as plain values: what was given, its class names written out, and the defaults.
 
     Raises:
-        UserError: an argument that the Trainer does not have, or that is refused here; a value of the wrong type.
+        UserError: an argument that the Trainer does not have, or that is refused here. A value of the wrong type.
     """
     parameters = inspect.signature(lightning.Trainer.__init__).parameters
     for name, value in trainer.items():
@@ -117,7 +117,7 @@ def resolved_arguments(trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_entry(entry: Any) -> dict[str, Any]:
-    """A logger by name as ``class_path`` and ``init_args``; Lightning's own may be named without their module."""
+    """A logger by name as ``class_path`` and ``init_args``. Lightning's own may be named without their module."""
     entry = {"class_path": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or not isinstance(entry.get("class_path"), str):
         raise UserError(f"trainer.logger must name classes by class_path, got {entry}")
@@ -174,7 +174,7 @@ def build_trainer(
 
     Args:
         callbacks: those of the job, beside those of the configuration.
-        checkpoints: what writes them; None writes them aside and renames them.
+        checkpoints: what writes them. None writes them aside and renames them.
 
     Raises:
         UserError: arguments that Lightning refuses, or a logger whose package is not installed.
@@ -216,7 +216,7 @@ def count_epochs(trainer: lightning.Trainer, batches: int) -> int:
     """In how many epochs of so many batches the steps of a fit will be over, which callbacks ask for: SWA begins at a
     share of them.
 
-    A scheduler of accumulation changes how many steps an epoch has; the number then stays open, -1.
+    A scheduler of accumulation changes how many steps an epoch has. The number then stays open, -1.
     """
     if trainer.max_epochs != -1 or any(isinstance(each, GradientAccumulationScheduler) for each in _callbacks(trainer)):
         return trainer.max_epochs or -1
@@ -238,7 +238,7 @@ def _made(arguments: dict[str, Any], **ours: Any) -> lightning.Trainer:
 
 
 def _build(value: Any) -> Any:
-    """A class from ``class_path`` and ``init_args``, at any depth; anything else as it is."""
+    """A class from ``class_path`` and ``init_args``, at any depth. Anything else as it is."""
     if isinstance(value, list):
         return [_build(entry) for entry in value]
     if isinstance(value, dict) and "class_path" in value:

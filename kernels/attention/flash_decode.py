@@ -2,16 +2,16 @@
 
     out[b, i] = softmax_p(q[b, i] . k_cache[b, i, p] / sqrt(head_dim)) v_cache[b, i, p]     p = 0 .. position[b]
 
-for the heads i that row b selects; zeros for the others, whose K/V are not read. A program owns one (row, head) and one
-range of POSITIONS positions; the grid is fixed by the capacity, programs beyond the position leave. The last program of
+for the heads i that row b selects. Zeros for the others, whose K/V are not read. A program owns one (row, head) and one
+range of POSITIONS positions. The grid is fixed by the capacity, programs beyond the position leave. The last program of
 a head to finish (an integer ticket) combines the partial results in order of their index: bitwise deterministic. It
 also sets watermark[b, i] = position[b] + 1. Positions that were never written ("stale") are skipped through `valid`.
 Position, watermark and selection are older than the launch before this one, and so are the K/V below the watermark:
 they are read before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may
 read early only what is older than q/k/v.
 Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
-q (B, h, head_dim) fp32; caches (B, h, T, head_dim); out (B, h * head_dim) fp32, or fp16, to which it is then rounded;
-watermark (B, h) int32.
+q (B, h, head_dim) fp32. Caches (B, h, T, head_dim). Out (B, h * head_dim) fp32, or fp16, to which it is then rounded.
+Watermark (B, h) int32.
 """
 
 from dataclasses import dataclass
@@ -39,14 +39,14 @@ def block_positions(capacity: int, heads: int) -> int:
 
 def program_of_several_rows(capacity: int) -> tuple[int, int]:
     """(positions, warps) of a program of a batch. 72 heads of 128 columns on one H200, at position 150: 5.1 us with 2
-    rows and 16.7 with 8 where 64 positions and two warps take 5.5 and 21.2; at 500 of 1048 54.1 and 51.4, at 1000 83.5
+    rows and 16.7 with 8 where 64 positions and two warps take 5.5 and 21.2. At 500 of 1048 54.1 and 51.4, at 1000 83.5
     and 86.0, at 2000 165.9 and 161.9."""
     return (BLOCK, 1) if capacity <= 1024 else (2 * BLOCK, 2)
 
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32; tickets (B*h), else zero."""
+    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32. Tickets (B*h), else zero."""
 
     partial: torch.Tensor
     largest: torch.Tensor
@@ -74,7 +74,7 @@ def flash_decode_reference(
     pdl: bool = False,
     mean: Tensor | None = None,
 ) -> None:
-    """Plain torch over the whole capacity, masked; no host synchronisation."""
+    """Plain torch over the whole capacity, masked. No host synchronisation."""
     batch, n_heads, capacity, head_dim = cache.k.shape
     seen = torch.arange(capacity, device=q.device)[None] <= position[:, None]
     seen = seen[:, None, :].expand(batch, n_heads, capacity)
@@ -327,7 +327,7 @@ def flash_decode(
     positions: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """See the module's formula; selection None = all heads; positions: of a program, 32, 64 or 128.
+    """See the module's formula. Selection None = all heads. positions: of a program, 32, 64 or 128.
 
     Errors: shapes, head dims, a CPU tensor.
     """

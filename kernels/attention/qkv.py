@@ -11,8 +11,8 @@ A program multiplies a tile of a head's rows with up to `pairs` inputs at once o
 position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
 and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was idle for
 long lacks more: its pairs are shared out to several programs, which read the same weights at about the same time.
-4-bit rows have tiles of their own, see `qkv_int4`; attn_in is then fp16.
-Policies: "backfill" as above; "always" writes K/V of every head at t and reads all their weights; "stale" writes
+4-bit rows have tiles of their own, see `qkv_int4`. attn_in is then fp16.
+Policies: "backfill" as above. "always" writes K/V of every head at t and reads all their weights. "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
 """
 
@@ -38,11 +38,11 @@ POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 
 @dataclass(frozen=True)
 class TileSettings:
-    """rows: of a tile; pairs: inputs of one product; block: columns a step, stages: of the pipeline over them.
+    """rows: of a tile. pairs: inputs of one product. block: columns a step, stages: of the pipeline over them.
 
-    wide: inputs of one product for a head that lacks more than `pairs`; above `pairs` in steps of half the columns. Of
+    wide: inputs of one product for a head that lacks more than `pairs`. Above `pairs` in steps of half the columns. Of
     4-bit rows and one batch row: for what a head lacks beyond the first `pairs`.
-    4-bit rows: 16 rows, 2 pairs, wide 4 or 8; block: a tile's threads; stages: units of columns of a warp on their way.
+    4-bit rows: 16 rows, 2 pairs, wide 4 or 8. block: a tile's threads. stages: units of columns of a warp on their way.
     registers: of a thread, at most, where that is less than the compiler would take. room: bytes of shared memory that
     the queue of 4-bit rows takes at least, so that no more programs fit on a multiprocessor than are meant to.
     """
@@ -329,7 +329,7 @@ def qkv(
     pdl: bool = False,
     settings: TileSettings | None = None,
 ) -> None:
-    """See the module's formula; fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
+    """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, constants, warps = qkv_launch(weights, cache, selection, position, q, policy, pdl, settings)
     _qkv_kernel[(n_tiles,)](*arguments, **constants, num_warps=warps, launch_pdl=pdl)
@@ -407,5 +407,5 @@ def qkv_launch(
 
 
 def row_or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A kernel's pointer argument may not be None; what stands in is never read."""
+    """A kernel's pointer argument may not be None. What stands in is never read."""
     return stand_in if tensor is None else tensor

@@ -12,7 +12,7 @@ These are a list of items that the programs of heads that are not selected share
 head's own programs, perhaps among the last to begin, would end long after all others. Where these would have more than
 SHARE items each, or no head is idle, all programs share them out, after their own tiles.
 
-Inputs may be those of a LayerNorm that comes late (`late_norm`, LATE; one batch row).
+Inputs may be those of a LayerNorm that comes late (`late_norm`, LATE, one batch row).
 Products are put right before they are stored: those of the present position with factors from the moments, those of
 others with factors that were kept, as the present ones are. bias then has W shift, `gains` (h, 3, head_dim) W gain.
 The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input, the first half
@@ -69,7 +69,7 @@ def _later_item(
 ):  # fmt: skip
     """(head, first row, first pair, how many positions each batch row lacks) of an item of the list of later groups.
 
-    Heads in turn; of each its groups beyond the FIRST pairs, of each the tiles of k and v.
+    Heads in turn. Of each its groups beyond the FIRST pairs, of each the tiles of k and v.
     """
     TILES: tl.constexpr = 2 * HEAD_DIM // ROWS
     b = tl.arange(0, B_TILE)
@@ -114,7 +114,7 @@ def _multiply(
     L: tl.constexpr, STEPS: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
-    """Values (ROWS, N) of rows of a head for N pairs from `start` on, for which words and inputs were asked for; those
+    """Values (ROWS, N) of rows of a head for N pairs from `start` on, for which words and inputs were asked for. Those
     of pairs beyond n_pairs are not stored.
 
     late: factors of the present position. Nothing that is used after the product is loaded after it: that comes
@@ -191,7 +191,7 @@ def own_tile(
 ):
     """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, its share of later groups, or both.
 
-    L: its threads; STEPS: units of a warp that are on their way; the other constants as in `qkv.qkv_tile`, what follows
+    L: its threads. STEPS: units of a warp that are on their way. The other constants as in `qkv.qkv_tile`, what follows
     PDL as in the module's docstring.
     """
     TILES: tl.constexpr = 3 * HEAD_DIM // ROWS

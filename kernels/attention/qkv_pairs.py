@@ -1,6 +1,6 @@
 """The (batch row, position) pairs that a head lacks, counted on through the rows, and where their q/k/v are kept.
 
-Of a head, batch row b lacks the positions from first[b] on; ends[b]: how many pairs there are up to its last one. For
+Of a head, batch row b lacks the positions from first[b] on. ends[b]: how many pairs there are up to its last one. For
 programs that multiply a tile of a head's rows with several of its pairs at once (`qkv`, `qkv_int4`).
 """
 

@@ -7,7 +7,7 @@
 The kernel that makes x, a stripe of columns in each program, knows neither mean nor deviation. It stores u and adds
 sums of z and z^2 to `moments`, as whole numbers, so that their order does not matter. A kernel that multiplies u puts
 its products right (`late_factors`): a stage that only normalises, and a launch with it, are saved. The formula is exact
-whatever the estimate is; u is rounded where n would be, and as precise where the estimate is near. It is that of the
+whatever the estimate is. U is rounded where n would be, and as precise where the estimate is near. It is that of the
 LayerNorm before, of x without what this half added. u beyond 65504 would be infinite: that is n of such a size times
 how far the deviations differ.
 """
@@ -29,7 +29,7 @@ SECOND_UNIT = tl.constexpr(2.0**24)  # of that of z^2: up to 5e11
 
 @dataclass(frozen=True)
 class LateNorm:
-    """ln: gain, shift and eps. estimate: (2,) fp32, m and r. moments: (2,) int64, of one row; zero before it is made.
+    """ln: gain, shift and eps. estimate: (2,) fp32, m and r. moments: (2,) int64, of one row. Zero before it is made.
     factors: (T, 2) fp32, a and c of the rows that are kept at T positions."""
 
     ln: LayerNormWeights
@@ -51,7 +51,7 @@ def late_sums(weight: Matrix, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
 
 
 def late_store_reference(norm: LateNorm, before: Tensor, x: Tensor, kept: Tensor) -> None:
-    """Plain torch: u of x (1, d) to kept (1, d), moments and estimate; before: the row that the estimate is of."""
+    """Plain torch: u of x (1, d) to kept (1, d), moments and estimate. before: the row that the estimate is of."""
     row = before.double()
     norm.estimate[0] = row.mean()
     norm.estimate[1] = torch.rsqrt(row.var(unbiased=False) + norm.ln.eps)
@@ -72,7 +72,7 @@ def late_factors_reference(norm: LateNorm, d: int) -> Tensor:
 
 @triton.jit
 def add_moments(moments, z):
-    """Adds a stripe's sums; z is zero beyond the row."""
+    """Adds a stripe's sums. Z is zero beyond the row."""
     sums = sums_together((z, z * z), 2)
     tl.atomic_add(moments, (sums[0] * FIRST_UNIT).to(tl.int64), sem="relaxed")
     tl.atomic_add(moments + 1, (sums[1] * SECOND_UNIT).to(tl.int64), sem="relaxed")

@@ -17,7 +17,7 @@ from kernels.common.launch import next_power_of_two, programmatic, wait_for_pred
 
 @dataclass(frozen=True)
 class LayerNormWeights:
-    """weight, bias: (d,) of any float dtype; eps as in the model's configuration."""
+    """weight, bias: (d,) of any float dtype. Eps as in the model's configuration."""
 
     weight: Tensor
     bias: Tensor
@@ -59,7 +59,7 @@ def _layer_norm_kernel(
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
-    """x (B, d) -> out (B, d), one program a row; where every consumer of its own would cost more."""
+    """x (B, d) -> out (B, d), one program a row, where every consumer of its own would cost more."""
     batch, d = check_input("x", x)
     check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
     has_pdl, use_pdl = programmatic(x, pdl)

@@ -4,8 +4,8 @@
     out = residual + bias + y W^T  or  y W                (`dense_add`)
     hidden = act(n W^T + b)                               (`dense_hidden`)
 
-B > 1 rows x (B, d) fp32; weights fp16, bf16 or fp32; products accumulate in fp32 and are rounded to the weights' dtype.
-Up to eight rows multiply with 4-bit rows as they are (`int4_batch`); for more these are written out in fp16 first.
+B > 1 rows x (B, d) fp32. Weights fp16, bf16 or fp32. Products accumulate in fp32 and are rounded to the weights' dtype.
+Up to eight rows multiply with 4-bit rows as they are (`int4_batch`). For more these are written out in fp16 first.
 """
 
 import torch
@@ -75,7 +75,7 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
 def qkv_batch(
     x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
 ) -> None:
-    """weight (h, 3, head_dim, d), bias (h, 3, head_dim); writes q (B, h, head_dim) fp32 and the caches at position."""
+    """weight (h, 3, head_dim, d), bias (h, 3, head_dim). Writes q (B, h, head_dim) fp32 and the caches at position."""
     batch, n_heads, head_dim = q.shape
     if takes(weights.weight, batch):
         int4_qkv(_normalised(x, ln, torch.float16, pdl), weights, position, q, cache, pdl)
@@ -119,7 +119,7 @@ def dense_add(
     transposed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n); or y W with a transposed weight (n, d).
+    """out (B, d) fp32 = residual + bias + y W^T, weight (d, n), or y W with a transposed weight (n, d).
 
     Codes are written out as numbers: for fc2 of few rows see `int4_fc2`, for heads `int4_by_head`.
     """

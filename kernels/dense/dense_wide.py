@@ -1,7 +1,7 @@
 """A dense matrix of long rows times one vector: out[i] = residual[i] + bias[i] + sum_j w[i, j] y[j].
 
 w (d, n) row-major with n beyond what registers hold (fc2 as stored, n = ffn), y (1, n) fp32. A program owns ROWS
-outputs and walks over the columns, the next CHUNK of them on its way before the present one is used; the first one is
+outputs and walks over the columns, the next CHUNK of them on its way before the present one is used. The first one is
 asked for before the wait for the stage before. One owner an output: no partial sums, bitwise deterministic.
 """
 
@@ -71,7 +71,7 @@ def dense_wide(
     pdl: bool = False,
     settings: tuple[int, int, int] | None = None,
 ) -> None:
-    """y (B, n), weight (d, n), bias (d), residual and out (B, d) fp32; several rows as a matrix product.
+    """y (B, n), weight (d, n), bias (d), residual and out (B, d) fp32. Several rows as a matrix product.
 
     settings: rows and columns of a program's step, warps. Errors: shapes, a CPU tensor.
     """

@@ -67,7 +67,7 @@ class Int4Rows:
         return self.words, self.scales
 
     def view(self, *shape: int) -> "Int4Rows":
-        """The same rows under other leading dimensions; shape ends with the columns."""
+        """The same rows under other leading dimensions. Shape ends with the columns."""
         return Int4Rows(self.words.view(*shape[:-1], -1), self.scales.view(*shape[:-1], -1))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,9 +1,9 @@
 """Look-ahead, stage 1: head selection and the first half of an MLP predictor of `attn_in`, in one grid.
 
-The rows of both predictors times n = LayerNorm(x), as in `predict_down`; n is kept in attn_in as well:
-    head i is selected where <heads[i], n> + bias[i] > threshold;   hidden[r] = act(scale[r] <down[r], n>)
+The rows of both predictors times n = LayerNorm(x), as in `predict_down`. N is kept in attn_in as well:
+    head i is selected where <heads[i], n> + bias[i] > threshold.   hidden[r] = act(scale[r] <down[r], n>)
 One batch row: x (1, d) fp32, heads (h, d), down (rank, d) as `predict_down` takes it: numbers, or int8 codes or nibbles
-with a scale a row; hidden (1, rank) fp32. The first programs have rows of the heads' predictor, the others of `down`.
+with a scale a row. Hidden (1, rank) fp32. The first programs have rows of the heads' predictor, the others of `down`.
 Without heads (h = 0) only `down` is multiplied, and n kept.
 Formulas and layouts of the selection as in `head_select`. The other stages are `qkv_select` and `attend_pack`.
 """
@@ -35,7 +35,7 @@ from kernels.mlp.predictor import PredictorWeights
 class SiteRows:
     """The rows that read one site: of the heads' predictor (h, d) and of the MLP's `down`, see the module's docstring.
 
-    scale: (rank,) fp32 of the latter, or None. head_sums, sums: of either with the LayerNorm in front of them, see
+    scale: (rank,) fp32 of `down`, or None. head_sums, sums: of either with the LayerNorm in front of them, see
     `norm_sums`.
     """
 
@@ -48,7 +48,7 @@ class SiteRows:
 
     @classmethod
     def of(cls, heads: Tensor | None, mlp: PredictorWeights, ln: LayerNormWeights) -> "SiteRows":
-        """Of two predictors of one site, or of the MLP's alone; nothing is copied."""
+        """Of two predictors of one site, or of the MLP's alone. Nothing is copied."""
         heads = ln.weight.new_empty(0, len(ln.weight)) if heads is None else heads
         return cls(heads, mlp.down, mlp.down_scale, norm_sums(heads, ln), norm_sums(mlp.down, ln), mlp.relu)
 

@@ -1,4 +1,4 @@
-"""How the weights of predictors lie: as numbers, or as int8 or fp8 codes or nibbles with a scale a row; and as numbers
+"""How the weights of predictors lie: as numbers, or as int8 or fp8 codes or nibbles with a scale a row, and as numbers
 in kernels.
 
 Rows of uint8 are nibbles as a bundle stores them: of a row's H = ceil(d / 2) bytes, byte j holds u = code + 8 of column

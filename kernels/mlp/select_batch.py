@@ -13,7 +13,7 @@ from kernels.common.row_state import by_state
 
 @triton.jit
 def saturated(z, TYPE: tl.constexpr):
-    """fp32 z in TYPE; beyond fp16's range its largest value, where a plain conversion gives an infinity."""
+    """fp32 z in TYPE. Beyond fp16's range its largest value, where a plain conversion gives an infinity."""
     if TYPE == tl.float16:
         bounded = tl.clamp(z, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)  # two instructions, keeps a NaN
     else:
@@ -33,7 +33,7 @@ def store_selection(chosen, rows, pid, ids_ptr, counts_ptr, BLOCK: tl.constexpr)
 def store_chosen(
     logits, limit, state, rows, inside, block_number, ids_ptr, counts_ptr, row_bits_ptr, BLOCK: tl.constexpr
 ):
-    """Bits and list of the neurons `rows` (BLOCK,), those `inside`, of one batch row by their logits; state: the row's,
+    """Bits and list of the neurons `rows` (BLOCK,), those `inside`, of one batch row by their logits. state: the row's,
     or None: one that is decoded sparsely."""
     chosen = (logits > limit) & inside  # False for NaN
     if state is not None:
@@ -47,7 +47,7 @@ def store_chosen(
 def store_chosen_rows(
     logits, limit, state, b, rows, pid, ids_ptr, counts_ptr, row_bits_ptr, logits_ptr, n, batch, BLOCK: tl.constexpr
 ):
-    """The same of several batch rows b by their logits (BLOCK, rows), which are stored unless logits_ptr is None; state
+    """The same of several batch rows b by their logits (BLOCK, rows), which are stored unless logits_ptr is None. State
     (1, rows) or None. Returns which neurons any row selects: (BLOCK,) int32 0/1."""
     inside = rows < n
     valid = inside[:, None] & (b < batch)[None, :]

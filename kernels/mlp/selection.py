@@ -10,7 +10,7 @@ from torch import Tensor
 class Selection:
     """Selected rows of n, as block-local ranges on the device.
 
-    ids: (n_blocks * block,) int32, slots beyond a block's count are undefined; counts: (n_blocks,) int32;
+    ids: (n_blocks * block,) int32, slots beyond a block's count are undefined. counts: (n_blocks,) int32.
     row_bits: (n,) int32, bit b = selected by batch row b (defined for every i, also unselected ones).
     """
 
@@ -36,7 +36,7 @@ class Selection:
         return selection
 
     def set_mask(self, mask: Tensor) -> None:
-        """Fill from mask (B, n) bool; torch operations without a host synchronisation, so it can be captured."""
+        """Fill from mask (B, n) bool. torch operations without a host synchronisation, so it can be captured."""
         batch, n = mask.shape
         if n != self.n:
             raise ValueError(f"the mask has {n} columns, the selection {self.n} rows")

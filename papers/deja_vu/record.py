@@ -23,7 +23,7 @@ RESULTS = Path(os.environ.get("DEJAVU_RESULTS", Path(__file__).parent / "results
 
 
 def newest_trend(path: Path) -> list[dict[str, Any]]:
-    """Of paper.csv, for the model of its last row, the last row of every point of ``fig7``; numbers as numbers."""
+    """Of paper.csv, for the model of its last row, the last row of every point of ``fig7``. Numbers as numbers."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     points: dict[tuple[str, ...], dict[str, Any]] = {}

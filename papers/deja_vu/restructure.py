@@ -2,11 +2,11 @@
 
 Definitions, with y the residual stream before a block, MHA and MLP each behind its own LayerNorm:
 
-- ``sequential``: z = y + MHA(y), z + MLP(z), the model as it is;
-- ``parallel 2``: y + MHA(y) + MLP(y);
-- ``parallel 4``: two blocks from one y: y + MHA_1(y) + MLP_1(y) + MHA_2(y) + MLP_2(y); a last odd block is parallel 2;
-- ``skip k/n``: of every n consecutive blocks the last k are left out; ``skip 1/2`` is every second, ``skip 1/4`` every
-  fourth. Which blocks the paper leaves out we could not read; this choice is ours.
+- ``sequential``: z = y + MHA(y), z + MLP(z), the model as it is.
+- ``parallel 2``: y + MHA(y) + MLP(y).
+- ``parallel 4``: two blocks from one y: y + MHA_1(y) + MLP_1(y) + MHA_2(y) + MLP_2(y). A last odd block is parallel 2.
+- ``skip k/n``: of every n consecutive blocks the last k are left out. ``skip 1/2`` is every second, ``skip 1/4`` every
+  fourth. Which blocks the paper leaves out we could not read. This choice is ours.
 
 Modules keep their places and their hooks, so ``mask`` works within: a skipped block still passes its input through its
 LayerNorms, because predictors of later blocks may read them. For whole sequences without a cache.

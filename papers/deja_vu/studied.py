@@ -35,7 +35,7 @@ class StudiedOPT(SparseOPTForCausalLM):
     def study(
         cls, model: OPTForCausalLM, bundle: Bundle, selection: str = "predicted", sparse_from: SparseFrom = 0
     ) -> "StudiedOPT":
-        """Wrap a dense model; the weights are shared.
+        """Wrap a dense model. The weights are shared.
 
         Raises:
             UserError: an unknown selection.
@@ -54,7 +54,7 @@ class StudiedOPT(SparseOPTForCausalLM):
         self.seen = {Target.MLP: 0, Target.HEADS: 0}
 
     def density(self, target: Target) -> float:
-        """Share of the units of ``target`` that were selected at sparse positions; 1.0 before any was seen."""
+        """Share of the units of ``target`` that were selected at sparse positions. 1.0 before any was seen."""
         return self.kept[target] / self.seen[target] if self.seen[target] else 1.0
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class StudiedOPT(SparseOPTForCausalLM):
         position_ids: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, V) of whole rows; the position of padding is -1, so that it is neither sparse nor counted."""
+        """Logits (B, T, V) of whole rows. The position of padding is -1, so that it is neither sparse nor counted."""
         positions = positions_of(input_ids.shape, attention_mask, position_ids, 0, self.device)
         sparse = sparse_positions(self.sparse_from, positions, 0)
         asked = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
@@ -114,7 +114,7 @@ def one_stage(bundle: Bundle) -> Bundle:
 def densities_for(sparsity: float, shape: ModelDims) -> tuple[float, float]:
     """Densities of MLPs and heads at which ``sparsity`` of all blocks' weights is not read, predictors excluded.
 
-    MLPs are sparser than heads in the ratio of the paper's Table 4 (85 : 50), and at most 95 %; from there on heads
+    MLPs are sparser than heads in the ratio of the paper's Table 4 (85 : 50), and at most 95 %. From there on heads
     take the rest.
 
     >>> shape = ModelDims(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, max_positions=64)

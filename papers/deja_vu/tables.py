@@ -2,8 +2,8 @@
 
     python -m papers.deja_vu.tables --config papers/deja_vu/configs/tables.yaml --folder FOLDER
 
-- ``table4``: the MLPs alone at 85 % sparsity, and the heads alone at 50 %;
-- ``fig7``: accuracies and perplexities over the total sparsity, predicted and oracle;
+- ``table4``: the MLPs alone at 85 % sparsity, and the heads alone at 50 %.
+- ``fig7``: accuracies and perplexities over the total sparsity, predicted and oracle.
 - ``structures``: blocks in parallel or left out (appendix C.3), dense and at the bundle's own densities.
 
 Every row stands beside the dense model on the same examples, through ``mask`` from the first token on. In ``table4``
@@ -76,7 +76,7 @@ class PaperConfig(AskedOptions, ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One model that is compared with dense. Densities as asked; 1.0 is dense."""
+    """One model that is compared with dense. Densities as asked. 1.0 is dense."""
 
     table: str
     selection: str
@@ -100,7 +100,7 @@ class PaperRow:
     row: TaskRow
 
     def flat(self) -> dict[str, Any]:
-        """As one level of keys; what was asked is ``asked_...``."""
+        """As one level of keys. What was asked is ``asked_...``."""
         asked = dataclasses.asdict(self.variant)
         named = {f"asked_{name}" if name.endswith("density") else name: value for name, value in asked.items()}
         measured = {name: getattr(self, name) for name in ("mlp_density", "head_density", "total_sparsity")}
@@ -180,7 +180,7 @@ def table(rows: Sequence[PaperRow]) -> str:
 
 
 def read_config(argv: Sequence[str] | None, prog: str = "python -m papers.deja_vu.tables") -> PaperConfig:
-    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
     config = parse(PaperConfig, argv, prog, str(PaperConfig.__doc__))
     config.check()
     return config
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_paper(config: PaperConfig) -> None:
-    """Ask and print the table; paper.json grows by a variant at a time, fig7 is last. Raises as :func:`paper`."""
+    """Ask and print the table. paper.json grows by a variant at a time, fig7 is last. Raises as :func:`paper`."""
     quiet()
     rows: list[PaperRow] = []
     about = {"config": dataclasses.asdict(config), "versions": versions()}

@@ -12,12 +12,12 @@ COLUMNS = 3
 
 
 def plot_trend(rows: Sequence[dict[str, Any]], stem: Path) -> bool:
-    """A panel for the mean accuracy at every number of shots, and one for every perplexity; bars are paired errors.
+    """A panel for the mean accuracy at every number of shots, and one for every perplexity. Bars are paired errors.
 
     Args:
-        rows: flat rows of :func:`paper`; others than those of ``fig7`` are passed over.
+        rows: flat rows of :func:`paper`. Others than those of ``fig7`` are passed over.
         stem: of the files, ``stem``.svg and ``stem``.png.
-    Returns: False without such rows or without matplotlib; nothing is drawn then.
+    Returns: False without such rows or without matplotlib. Nothing is drawn then.
     """
     shown = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
     if not shown:

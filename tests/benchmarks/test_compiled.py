@@ -1,4 +1,4 @@
-"""What compiled.py reads from disassembled loops; that kernels compile, which the interpreter does not show."""
+"""What compiled.py reads from disassembled loops. That kernels compile, which the interpreter does not show."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Short forms of benchmarks/mutations.py and benchmarks/soak.py; their rows stand in benchmarks/results."""
+"""Short forms of benchmarks/mutations.py and benchmarks/soak.py. Their rows stand in benchmarks/results."""
 
 from benchmarks.mutations import KINDS, Run, mutate
 from benchmarks.soak import Soak

@@ -23,7 +23,7 @@ def test_bytes_of_a_block():
 
 
 def test_tables_are_means_over_seeds_of_the_newest_rows(tmp_path, capsys):
-    """A row of an older run with the same seed does not count; a selection's excess decides the sum rule."""
+    """A row of an older run with the same seed does not count. A selection's excess decides the sum rule."""
     names = (REPOSITORY / "docs/results/frontier/int4.csv").read_text().splitlines()[0].split(",")
     same = dict.fromkeys(names, "") | {"model": "m", "what": "report", "text": "t", "tokens": 1000}
     same |= {"predictors": "none", "asked_mlp": 1, "asked_heads": 1, "perplexity": 10, "block_bytes": 0.26}

@@ -105,7 +105,7 @@ def test_every_table_stands_in_a_text():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_cell_follows_from_the_rows(rows, name):
-    """All measured fields are replaced; no cell that shows a number may keep it."""
+    """All measured fields are replaced. No cell that shows a number may keep it."""
     before = cells(TABLES[name](rows))
     path, fields, names = ROWS[name]
     factors = itertools.count(3)  # another for every value, or ratios of two rows would stay nearly the same

@@ -326,7 +326,7 @@ def test_no_such_bundle():
 
 
 class Api:
-    """A hub that keeps what it is sent; ``failure`` is raised in its place."""
+    """A hub that keeps what it is sent. ``failure`` is raised in its place."""
 
     failure: Exception | None = None
 

@@ -1,4 +1,4 @@
-"""The guard's controller on made-up logits: a wrong threshold comes back, a right one stays; bad values are refused."""
+"""The guard's controller on made-up logits: a wrong threshold comes back, a right one stays. Bad values are refused."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def spec():
 
 
 def settle(state, steps, rows, shift=0.0, seed=1):
-    """Run measured steps; returns the mean retained mass of fresh tokens at the threshold that is left."""
+    """Run measured steps. Returns the mean retained mass of fresh tokens at the threshold that is left."""
     everyone = torch.ones(rows, dtype=torch.bool)
     path = []
     for step in range(steps):

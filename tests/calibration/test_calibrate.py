@@ -60,7 +60,7 @@ def run(tiny_opt, tmp_path_factory):
 
 
 def save_layer_weights(activations, manifest, block, layer, head_out):
-    """Means of the heads for layer 0; layer 1 drops what it skips."""
+    """Means of the heads for layer 0. Layer 1 drops what it skips."""
     mean = head_out.flatten(0, 1).mean(0).detach() * (layer == 0)
     norms = torch.linalg.vector_norm(block.fc2.weight.detach(), dim=0)
     weights = LayerWeights(block.fc1.weight.detach(), block.fc1.bias.detach(), norms, mean)

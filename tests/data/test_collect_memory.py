@@ -1,4 +1,4 @@
-"""Collecting streams: its memory does not grow with the tokens. Each run is a process of its own; its peak is read."""
+"""Collecting streams: its memory does not grow with the tokens. Each run is a process of its own. Its peak is read."""
 
 import resource
 
@@ -13,7 +13,7 @@ from dejavu_train.data.windows import CollectConfig
 
 
 def collect_and_tell(model, text, tokens, folder, peak):
-    """Collect ``tokens`` tokens; put the process's largest resident memory, in MB, into ``peak``."""
+    """Collect ``tokens`` tokens. Put the process's largest resident memory, in MB, into ``peak``."""
     torch.set_num_threads(1)
     config = CollectConfig(**COLLECT | {"train_tokens": tokens})
     collect(str(model), TextSource(source=str(text)), config, folder)
@@ -23,7 +23,7 @@ def collect_and_tell(model, text, tokens, folder, peak):
 def test_memory_is_flat_while_collecting(text_file, tmp_path):
     """Six times the tokens, 70 MB more of activations, and less than a third of that in memory.
 
-    The peak of one and the same run differs by up to 15 MB between processes; of what is held, all 70 would be seen.
+    The peak of one and the same run differs by up to 15 MB between processes. Of what is held, all 70 would be seen.
     """
     model = save_tiny_opt(tmp_path / "opt", hidden_size=256, word_embed_proj_dim=256, ffn_dim=1024)
     peaks = []

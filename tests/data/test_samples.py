@@ -32,7 +32,7 @@ BUDGETS = [("train", None), ("val", None), ("calibration", None)]
 
 
 class Writer:
-    """Stands in for a model: rows that count up from the seed, ``</s>`` in the middle; may be stopped."""
+    """Stands in for a model: rows that count up from the seed, ``</s>`` in the middle. May be stopped."""
 
     def __init__(self, stop_after=None):
         self.calls, self.opened, self.stop_after = [], 0, stop_after

@@ -56,7 +56,7 @@ def round_embeddings(model, group):
 
 @pytest.mark.parametrize(("d_model", "n_heads", "group"), [(128, 4, 128), (128, 4, None), (320, 4, 64)])
 def test_codes_are_kept_exactly(d_model, n_heads, group):
-    """Heads 32 and 80 wide; every row equals the dequantised model's bit for bit."""
+    """Heads 32 and 80 wide. Every row equals the dequantised model's bit for bit."""
     model = coded(d_model, n_heads, head=True)
     weights = CpuWeights.from_model(model, group=group)
     assert weights.model.rows.dtype.itemsize == 1 and weights.model.group == (group or 64)
@@ -74,7 +74,7 @@ def test_codes_are_kept_exactly(d_model, n_heads, group):
 
 @pytest.mark.parametrize(("mlp_density", "cascade"), [(1.0, False), (0.3, False), (0.3, True)])
 def test_scores_equal_gather_with_the_same_embeddings(folder, mlp_density, cascade):
-    """Inputs are rounded to 16 bits: 5e-4 with heads skipped; more where a neuron lies at its threshold.
+    """Inputs are rounded to 16 bits: 5e-4 with heads skipped. More where a neuron lies at its threshold.
 
     Means stand in for skipped heads, two rows stand beside each other.
     """
@@ -120,7 +120,7 @@ def test_groups_that_do_not_fit_are_kept_in_fp32():
 
 
 def test_generate_takes_the_codes(folder):
-    """A prompt at once and token by token, through the public class; the same tokens as with what is rounded."""
+    """A prompt at once and token by token, through the public class. The same tokens as with what is rounded."""
     model, bundle = load_opt(str(folder)), make_bundle(folder, means=True).at(0.3, 0.4)
     ids = torch.tensor([tokens(12)])
     sparse = SparseOPTForCausalLM.from_model(model, bundle, "cpu", sparse_from="prompt")

@@ -81,7 +81,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def compile_anew(monkeypatch, *kinds):
-    """Compile as a new process does; returns what was found in the cache."""
+    """Compile as a new process does. Returns what was found in the cache."""
     enter = small()
     monkeypatch.setattr(entry_point, "enter", enter)
     for kind in kinds:
@@ -128,7 +128,7 @@ def test_a_damaged_cache_is_written_anew(cache, monkeypatch, caplog, damage, kep
 
 
 def test_two_processes_that_compile_at_once_share_no_file(cache, monkeypatch):
-    """Each has seen an empty index; whichever index stays names the right code."""
+    """Each has seen an empty index. Whichever index stays names the right code."""
     assert compile_anew(monkeypatch, numba.int64) == 0
     (index,) = Path(cache).rglob("*.nbi")
     first = index.read_bytes()

@@ -72,7 +72,7 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
 @pytest.mark.parametrize("batch", [2, 8, 32])
 @pytest.mark.parametrize("options", [{}, {"means": True, "relu": True}, {"cascade": True}], ids=str)
 def test_layers_that_compute_all_select_the_same(batch, options):
-    """At this width several rows compute all units and mask them; what is selected stays the bundle's."""
+    """At this width several rows compute all units and mask them. What is selected stays the bundle's."""
     model = random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)
     bundle, rows = random_bundle(model, rank=16, **options), rows_of(*range(20, 20 + batch))
     engine = DecodeEngine(model, bundle, EngineOptions(batch=batch, device="cuda"))
@@ -200,7 +200,7 @@ def test_replay_equals_eager_bitwise(batch, lookahead, how):
 @pytest.mark.parametrize(("batch", "options"), [(1, {}), (1, {"cascade": True}), (1, {"lookahead": True}), (4, {}),
                                                 (4, {"cascade": True, "means": True})], ids=str)  # fmt: skip
 def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, options):
-    """The measured step is a graph of its own: tokens, thresholds and sums are those of an eager run, bit by bit; and
+    """The measured step is a graph of its own: tokens, thresholds and sums are those of an eager run, bit by bit, and
     those of plain torch to rounding."""
     sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 4, "ffn_dim": 256}
     folder = str(save_tiny_opt(tmp_path, **sizes))

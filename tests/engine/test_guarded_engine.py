@@ -117,7 +117,7 @@ def test_without_a_guard_and_before_its_first_token_nothing_changes(folder):
 
 @pytest.mark.parametrize("backend", ["gather", "triton"])
 def test_thresholds_are_state_of_the_model(folder, backend):
-    """They go on over calls and engines of other sizes, until they are reset; a generation repeats then."""
+    """They go on over calls and engines of other sizes, until they are reset. A generation repeats then."""
     bundle, ids = bundle_of(folder), tokens(1, 6)
     model = sparse(folder, bundle, backend, sparse_from="prompt", guard=Guard(every=EVERY, memory=8))
     first = thresholds(model)
@@ -180,7 +180,7 @@ def test_scores_through_the_engine_are_causal(folder):
 
 
 def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
-    """Fused as with 4-bit weights; their attention is dense, so that nothing of it is measured."""
+    """Fused as with 4-bit weights. Their attention is dense, so that nothing of it is measured."""
     monkeypatch.setattr(plan._Chooser, "_not_fused", plan._Chooser._not_beside_attention)
     bundle = bundle_of(folder, lookahead=True)
     dense = {"threshold": None, "keep_dense": True}

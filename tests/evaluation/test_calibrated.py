@@ -1,4 +1,4 @@
-"""infer.py runs the bundle as it was calibrated, and says so; other densities are asked for."""
+"""infer.py runs the bundle as it was calibrated, and says so. Other densities are asked for."""
 
 import dataclasses
 

@@ -86,7 +86,7 @@ def test_score_is_the_dense_models(tiny_opt):
 
 
 def test_rows_against_transformers_own_loop(settings, bundle_folder):
-    """Density 1 makes the dense text; what is sparse is made by the model that a user has, and scored as such."""
+    """Density 1 makes the dense text. What is sparse is made by the model that a user has, and scored as such."""
     from dejavu_train import Bundle, SparseOPTForCausalLM
 
     config = GenerationConfig(**settings, densities=(0.1, 1.0), sparse_from=("prompt",), every=())

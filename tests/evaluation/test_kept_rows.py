@@ -30,7 +30,7 @@ def fail(how):
 
 
 def break_at(monkeypatch, module, name, number, how):
-    """The call ``number`` of a function, from 1 on, ends the command; those before it work."""
+    """The call ``number`` of a function, from 1 on, ends the command. Those before it work."""
     function, calls = getattr(module, name), []
 
     def counted(*args, **options):
@@ -64,7 +64,7 @@ def shared(tiny_opt, given, tmp_path):
 
 
 def left(tmp_path):
-    """Every file, less the rows' own; half-written ones have names of their own."""
+    """Every file, less the rows' own. Half-written ones have names of their own."""
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if path.name.startswith(".")]
     return {path.name for path in files}

@@ -1,4 +1,4 @@
-"""The model `dejavu` of lm-eval: scores are those of a plain loop, on every backend; the command line ends to end."""
+"""The model `dejavu` of lm-eval: scores are those of a plain loop, on every backend. The command line ends to end."""
 
 import dataclasses
 import json

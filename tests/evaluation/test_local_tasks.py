@@ -1,4 +1,4 @@
-"""Tasks from local files ask what lm-eval's own tasks ask, given the same record; malformed files are one line."""
+"""Tasks from local files ask what lm-eval's own tasks ask, given the same record. Malformed files are one line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""infer.py from its command line: results.json, table, picture; every mistake is one line and exit code 2."""
+"""infer.py from its command line: results.json, table, picture. Every mistake is one line and exit code 2."""
 
 import dataclasses
 import json

@@ -106,7 +106,7 @@ def test_timing_of_the_engine(model, device):
 
 
 def test_a_screen_of_the_lm_head_changes_no_token(model, device):
-    """Greedy tokens with stop tokens that must wait; logits, which need all of the LM head."""
+    """Greedy tokens with stop tokens that must wait. Logits, which need all of the LM head."""
     prompt = rows_of(4)
     plain = DecodeEngine(model, options=EngineOptions(device=device, context=16, ops="reference", screen=False))
     screened = DecodeEngine(model, options=EngineOptions(device=device, context=16, screen=True))

@@ -1,4 +1,4 @@
-"""What is hashed and checked is what transformers' loader takes; a hash knows neither names nor container."""
+"""What is hashed and checked is what transformers' loader takes. A hash knows neither names nor container."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""One hash for one tokenizer, however its files are written; another one for any other."""
+"""One hash for one tokenizer, however its files are written. Another one for any other."""
 
 import json
 import shutil

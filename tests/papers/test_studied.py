@@ -1,4 +1,4 @@
-"""Structures, oracle and counts against plain loops; paired errors against simulation."""
+"""Structures, oracle and counts against plain loops. Paired errors against simulation."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_which_layers_are_skipped():
 @pytest.mark.parametrize("structure", ["parallel 4", "skip 1/2"])
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_structures_together_with_sparsity(deep_opt, dense, structure, lookahead):
-    """All units selected is the structure alone; few is another model. Predictors may read skipped blocks."""
+    """All units selected is the structure alone. Few is another model. Predictors may read skipped blocks."""
     bundle, ids = make_bundle(deep_opt, lookahead=lookahead), tokens()
     got = {}
     for density in (1.0, 0.3):

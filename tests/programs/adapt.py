@@ -1,4 +1,4 @@
-"""Calls of a program after which, or within which, modules are more than their weights; training; bad numbers.
+"""Calls of a program after which, or within which, modules are more than their weights. training. Bad numbers.
 
 Each call does to the truth what it does to the model, from the same values, after the model has taken it.
 """
@@ -123,7 +123,7 @@ def draw_train(rng: random.Random, profile: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(world: World, call: dict[str, Any]) -> None:
-    """Gradients through the backend mask, and some steps with them; other backends refuse the backward pass."""
+    """Gradients through the backend mask, and some steps with them. Other backends refuse the backward pass."""
     if world.dtype != torch.float32 or world.coded or isinstance(world.start, str) or world.backend == "reference":
         return
     ids = world.tokens(torch.Generator().manual_seed(call["seed"]), 2, 12)
@@ -215,7 +215,7 @@ def poison(world: World, call: dict[str, Any]) -> None:
 
 
 def _put(module: torch.nn.Module, part: str, value: torch.Tensor) -> None:
-    """Set a tensor of a module; the weight of a projection that an engine of a GPU holds is a copy of its rows."""
+    """Set a tensor of a module. The weight of a projection that an engine of a GPU holds is a copy of its rows."""
     held = module.rows if part == "weight" and isinstance(module, GroupedProjection) else getattr(module, part)
     held.copy_(value.view_as(held))
 

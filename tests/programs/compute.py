@@ -224,7 +224,7 @@ def score(world: World, call: dict[str, Any]) -> None:
 
 
 def thread(world: World, call: dict[str, Any]) -> None:
-    """Several callers of one model, mixed lengths; perhaps the dense model that it was made around beside them."""
+    """Several callers of one model, mixed lengths. Perhaps the dense model that it was made around beside them."""
     generator = torch.Generator().manual_seed(call["seed"])
     lengths = torch.randint(2, 14, (call["callers"],), generator=generator).tolist()
     prompts = [world.tokens(generator, 1, n) for n in lengths]

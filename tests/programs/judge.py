@@ -69,8 +69,8 @@ def judge_greedy(
     """Every new token is the oracle's largest logit, up to ties, and rows end where they should.
 
     Args:
-        sequences: (B, T + new); prompt, mask: (B, T), mask 0 at padding.
-        asked: ``new`` tokens at most, ``stops`` token ids, ``pad`` token; ``rounded``: the engine rounds embeddings.
+        sequences: (B, T + new). Prompt, mask: (B, T), mask 0 at padding.
+        asked: ``new`` tokens at most, ``stops`` token ids, ``pad`` token. ``rounded``: the engine rounds embeddings.
     """
     new, stops, pad = asked["new"], asked.get("stops", ()), asked.get("pad", 1)
     exact = dtype == torch.float32 and not asked.get("rounded")

@@ -76,7 +76,7 @@ class Selection:
         return stored
 
     def __call__(self, layer: int, target: str, sites: dict[tuple[str, int], Tensor]) -> tuple[Tensor, Tensor] | None:
-        """(keep (B, T, n), near (B, T): whether rounding may choose otherwise); None where the layer is dense."""
+        """(keep (B, T, n), near (B, T): whether rounding may choose otherwise). None where the layer is dense."""
         spec = self.specs.get((layer, target))
         if spec is None:
             return None
@@ -103,7 +103,7 @@ class Selection:
 
 
 class SparseOracle(OPTForCausalLM):
-    """An OPT with a selection; ``generate`` of transformers works on it, without a cache.
+    """An OPT with a selection. ``generate`` of transformers works on it, without a cache.
 
     Attributes:
         selection: of a bundle.

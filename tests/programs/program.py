@@ -35,8 +35,8 @@ class Outcome:
     """What became of a program.
 
     Attributes:
-        calls: carried out, refused ones among them; refusals: (call, message).
-        finding: what is wrong, or None; call: in which.
+        calls: carried out, refused ones among them. refusals: (call, message).
+        finding: what is wrong, or None. call: in which.
         kind: mismatch, exception, refusal (in no row of the table) or hang.
     """
 
@@ -81,7 +81,7 @@ def draw(seed: int) -> Program:
 
 
 def without(program: Program, names: set[str]) -> Program:
-    """The program without calls of these names or kinds; what is left out of the first, the load, is its kind."""
+    """The program without calls of these names or kinds. What is left out of the first, the load, is its kind."""
     calls = [call for call in program["calls"] if not {call["call"], call.get("kind")} & names]
     then = [call for call in calls if {call.get("then", {}).get("call"), call.get("then", {}).get("kind")} & names]
     calls = [call for call in calls if call not in then]
@@ -95,7 +95,7 @@ def _hangs(*_: Any) -> None:
 
 
 def run(program: Program, base: Base) -> Outcome:
-    """Carry out a program; the first finding ends it."""
+    """Carry out a program. The first finding ends it."""
     world_keys = ("exact", "backend", "made", "start", "policy")
     outcome, started = Outcome(0, []), time.perf_counter()
     signal.signal(signal.SIGALRM, _hangs)
@@ -149,7 +149,7 @@ def _carry_out(world: World, call: dict[str, Any], number: int, outcome: Outcome
 
 
 def shrink(program: Program, base: Base, races: int = 3) -> tuple[Program, Outcome]:
-    """The program without the calls that its finding does not need; races are tried several times."""
+    """The program without the calls that its finding does not need. Races are tried several times."""
 
     def fails(shorter: Program) -> Outcome | None:
         for _ in range(tries):

@@ -118,7 +118,7 @@ def draw_save(rng: random.Random, profile: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(world: World, call: dict[str, Any]) -> None:
-    """save_pretrained and load again; ``over``: from a sharded folder, edited, saved over it."""
+    """save_pretrained and load again. ``over``: from a sharded folder, edited, saved over it."""
     if world.lora:
         return
     folder, dtype = world.folder(), next(name for name, kind in DTYPES.items() if kind == world.dtype)

@@ -51,9 +51,9 @@ class World:
 
     Attributes:
         exact: density 1, compared with transformers' OPTForCausalLM.
-        made: of the bundle: options of ``make_bundle``; density: (mlp, heads, top_k).
-        truth: holds the weights, adapters and hooks that the model should have, in its dtype; shares no tensor with it.
-        model: under test; called: that, or an adapter around it; given: the dense model that it was made around.
+        made: of the bundle: options of ``make_bundle``. density: (mlp, heads, top_k).
+        truth: holds the weights, adapters and hooks that the model should have, in its dtype. Shares no tensor with it.
+        model: under test. called: that, or an adapter around it. given: the dense model that it was made around.
     """
 
     base: Base
@@ -117,7 +117,7 @@ class World:
         self.model, self.called, self.given = model, model, given
 
     def oracle(self, prompt_lengths: Tensor | None = None, truth: Any = None) -> Any:
-        """For the weights that hold now; prompt_lengths (B,): where rows become sparse with sparse_from='prompt'."""
+        """For the weights that hold now. prompt_lengths (B,): where rows become sparse with sparse_from='prompt'."""
         start = self.start
         if isinstance(start, str):
             start = prompt_lengths if prompt_lengths is not None else 1 << 30
@@ -168,7 +168,7 @@ def decoded_codes(module: Any, out: int, inputs: int, turned: str | None, head_d
 
 
 def rounded(world: World, dense: OPTForCausalLM) -> tuple[OPTForCausalLM, OPTForCausalLM]:
-    """(a model in 4 bits, through the command that writes one; a truth with its numbers)."""
+    """(a model in 4 bits, through the command that writes one, a truth with its numbers)."""
     folder, truth = world.folder(), copy.deepcopy(dense)
     shutil.copytree(world.base.folder, folder / "dense")
     dense.save_pretrained(folder / "dense")
@@ -187,7 +187,7 @@ def rounded(world: World, dense: OPTForCausalLM) -> tuple[OPTForCausalLM, OPTFor
 
 
 def shares_storage(model: Any, truth: Any) -> bool:
-    """Whether the oracle could be changed by what the model does; a fault of the program, not a finding."""
+    """Whether the oracle could be changed by what the model does. A fault of the program, not a finding."""
     ours = {p.untyped_storage().data_ptr() for p in model.parameters()}
     return any(p.untyped_storage().data_ptr() in ours for p in truth.parameters())
 

@@ -153,7 +153,7 @@ def test_neurons_that_no_group_divides_are_not_exported(tmp_path):
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_an_exported_folder_is_read_back(tmp_path, capsys, v2, heads):
-    """Heads of 32 divide into groups of 32 inputs, so that all but fc2 is exact; heads of 16 do not."""
+    """Heads of 32 divide into groups of 32 inputs, so that all but fc2 is exact. Heads of 16 do not."""
     sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_attention_heads": heads}
     dense, ours, theirs = (str(tmp_path / name) for name in ("dense", "ours", "theirs"))
     save_tiny_opt(tmp_path / "dense", **sizes)

@@ -34,7 +34,7 @@ def damped(hessian):
 
 
 def plain(weight, hessian, scales_of):
-    """The columns of weight one by one; scales_of(weights as they are, index) gives (n,) or (1,)."""
+    """The columns of weight one by one. scales_of(weights as they are, index) gives (n,) or (1,)."""
     hessian = damped(hessian)
     weight, codes = weight.double().clone(), torch.zeros(weight.shape)
     for i in range(weight.shape[1]):

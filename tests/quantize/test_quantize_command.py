@@ -46,7 +46,7 @@ def wide_opt(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def settings(wide_opt, text_file):
-    """What a small run of the command is asked for; change with dataclasses.replace."""
+    """What a small run of the command is asked for. Change with dataclasses.replace."""
     text = TextSource(source=str(text_file))
     return QuantizeConfig(model=str(wide_opt), text=text, tokens=3000, window=64, device="cpu")
 

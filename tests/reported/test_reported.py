@@ -92,7 +92,7 @@ def agree(model: Any, other: Any) -> bool:
 
 
 def refusal(call: Callable[[], Any]) -> str | None:
-    """The line of a refusal; None where there was none."""
+    """The line of a refusal. None where there was none."""
     try:
         call()
     except UserError as error:
@@ -251,7 +251,7 @@ def parametrised(module: nn.Module) -> None:
 
 
 def edited(way: str) -> Callable[[Case], dict[str, Any]]:
-    """Weights and biases changed after a first use; a cascade, and means of heads, follow from them."""
+    """Weights and biases changed after a first use. A cascade, and means of heads, follow from them."""
 
     def write(model: Any) -> None:
         block, other = model.model.decoder.layers[0], model.model.decoder.layers[1]
@@ -337,7 +337,7 @@ def without_gradient(case: Case) -> list[str]:
 
 
 def gradients_of_adapters_alone(case: Case) -> bool:
-    """Adapters around gather freeze all weights; a backward pass is refused in the words of the backend."""
+    """Adapters around gather freeze all weights. A backward pass is refused in the words of the backend."""
     model = with_lora(case.sparse("gather"), ["fc1"])
     line = refusal(lambda: model(IDS, labels=IDS).loss.backward())
     return line is not None and "gives no gradients" in line
@@ -448,7 +448,7 @@ def large_scores_in_half_precision(case: Case) -> dict[str, Any]:
 
 
 def a_bundle_by_its_path(case: Case) -> dict[str, Any]:
-    """set_bundle takes a bundle; anything else leaves the model as it was."""
+    """set_bundle takes a bundle. Anything else leaves the model as it was."""
 
     def one(backend: str) -> bool:
         model = case.sparse(backend)

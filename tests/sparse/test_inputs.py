@@ -92,7 +92,7 @@ def test_a_typing_mistake_is_not_taken_for_a_setting_that_is_off(models):
 
 
 def test_what_goes_on_behind_a_cache(dense, models):
-    """The whole text, or new tokens with a mask of all; a mask that is one too short would move every position."""
+    """The whole text, or new tokens with a mask of all. A mask that is one too short would move every position."""
     text = torch.tensor([[2, 30, 31, 32, 33, 40, 41]])
     wanted = dense.generate(text, **GREEDY)
     for backend in ("mask", "gather", "auto"):

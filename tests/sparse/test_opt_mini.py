@@ -17,7 +17,7 @@ MODEL = REPOSITORY / "checkpoints" / "opt-mini"
 @torch.no_grad()
 def test_gather_is_mask_on_opt_mini(cascade):
     """Logits of two rows of 24 tokens. A logit at its threshold may fall on either side, so a few positions may
-    differ; the perplexity may not."""
+    differ. The perplexity may not."""
     bundle = make_bundle(MODEL, means=True, dtype="int4" if cascade else "float16", cascade=cascade).at(0.2, 0.7)
     ids = torch.randint(4, 8000, (2, 24), generator=torch.Generator().manual_seed(1))
     mask = SparseOPTForCausalLM.from_model(load_opt(str(MODEL)), bundle, "mask")(ids).logits

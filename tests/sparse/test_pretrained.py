@@ -174,7 +174,7 @@ def test_other_models_are_a_line(bundle):
 
 @pytest.fixture
 def hub(joint, bundle, tmp_path, monkeypatch):
-    """Lays folders out in a cache as the hub's client does; returns the cache."""
+    """Lays folders out in a cache as the hub's client does. Returns the cache."""
     cache = tmp_path / "cache"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 

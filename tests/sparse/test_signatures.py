@@ -107,7 +107,7 @@ def run_forward(case: Case, row):
 
 
 def outcome(call, case, row):
-    """What a call gives, and the exception it ends with; the settings it may have changed are put back."""
+    """What a call gives, and the exception it ends with. The settings it may have changed are put back."""
     config = case.model.config.to_dict()
     try:
         return call(case, row), None
@@ -119,7 +119,7 @@ def outcome(call, case, row):
 
 
 def same(got, wanted) -> bool:
-    """Tokens alike, numbers near each other; of outputs with names all but the cache."""
+    """Tokens alike, numbers near each other. Of outputs with names all but the cache."""
     if isinstance(wanted, torch.Tensor):
         return got.shape == wanted.shape and got.dtype == wanted.dtype and torch.allclose(got, wanted, atol=2e-3)
     if hasattr(wanted, "keys"):

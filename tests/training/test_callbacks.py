@@ -15,7 +15,7 @@ from dejavu_train.training.lit_predictor import LitPredictor
 
 @pytest.fixture
 def fit(tiny_opt, text_file, tmp_path_factory):
-    """Fit a heads predictor for eight steps with some callbacks; returns the trainer."""
+    """Fit a heads predictor for eight steps with some callbacks. Returns the trainer."""
 
     def run(*watching):
         folder = activations(tiny_opt, text_file)

@@ -144,7 +144,7 @@ def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
 
 
 def test_weights_that_a_callback_leaves_at_the_end_are_taken_only_where_they_are_better(config, monkeypatch):
-    """SWA leaves averages; this one leaves zeros, which are worse than the best that was validated."""
+    """SWA leaves averages. This one leaves zeros, which are worse than the best that was validated."""
 
     class Ending(lightning.Callback):
         def on_train_end(self, trainer, module):

@@ -19,7 +19,7 @@ def row_bytes(model):
 def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads):
     """q of the selected heads into work.q, k and v into the caches, for this position and those where they are missing.
 
-    A head that is selected again finds K and V missing from its watermark on; they are computed from the kept
+    A head that is selected again finds K and V missing from its watermark on. They are computed from the kept
     attn_in of those positions, four rows of weights by four, so that the weights are still read once.
     """
     e = state.keys.shape[3]
@@ -77,7 +77,7 @@ def keep_input(selectors, state, work, layer):
 
 @compiled()
 def raise_watermarks(state, work, layer, n_heads):
-    """K and V of the selected heads are valid up to this position; one thread says so when all have computed theirs."""
+    """K and V of the selected heads are valid up to this position. One thread says so when all have computed theirs."""
     for i in range(n_heads):
         head = work.heads[0, i]
         for b in range(state.row_state.shape[0]):

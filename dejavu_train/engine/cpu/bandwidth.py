@@ -25,7 +25,7 @@ class Reader:
 
     Args:
         threads: None = as many as the process may use.
-        megabytes: in all, which stay allocated; a pass shorter than the caches measures those.
+        megabytes: in all, which stay allocated. A pass shorter than the caches measures those.
     """
 
     def __init__(self, threads: int | None = None, megabytes: int = MEGABYTES) -> None:

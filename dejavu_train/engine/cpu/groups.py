@@ -37,7 +37,7 @@ class GroupType(types.Type):
 
 
 class Group:
-    """Arrays and numbers under names, for Python as attributes; arrays are never exchanged, only written.
+    """Arrays and numbers under names, for Python as attributes. Arrays are never exchanged, only written.
 
     Args:
         name: of the kind of group.

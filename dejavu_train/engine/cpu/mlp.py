@@ -49,7 +49,7 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
 
 @compiled()
 def take_all(model, work, live, thread, n_threads):
-    """List this thread's share of all neurons, consecutive ones; returns how many."""
+    """List this thread's share of all neurons, consecutive ones. Returns how many."""
     n = model.up_bias.shape[1]
     start, stop = n * thread // n_threads, n * (thread + 1) // n_threads
     for i in range(stop - start):

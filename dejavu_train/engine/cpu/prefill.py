@@ -18,7 +18,7 @@ from dejavu_train.models.finite import name_half, not_finite
 
 
 def fault(site: int, row: int, position: int) -> UserError:
-    """What to raise where the input of LayerNorm ``site``, in order of use, is not finite; -1 = of the LM head."""
+    """What to raise where the input of LayerNorm ``site``, in order of use, is not finite. -1 = of the LM head."""
     where = name_half(site - 1) if site > 0 else "the LM head" if site < 0 else "the embedding"
     return not_finite(f"{where} gives numbers that are not finite (row {row}, position {position})")
 
@@ -29,7 +29,7 @@ def prefill(
 ) -> Tensor:
     """Run the first ``count`` tokens of one batch row densely.
 
-    Writes K, V and attn_in of these positions; layers with a second stage multiply with what their planes hold.
+    Writes K, V and attn_in of these positions. Layers with a second stage multiply with what their planes hold.
 
     Args:
         watched: look for numbers that are not finite behind every half block, instead of once behind all of them.

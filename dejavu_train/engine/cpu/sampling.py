@@ -5,7 +5,7 @@ temperature: id with probability softmax(logits / temperature)
 top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
 top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p
 before position `least` the tokens of `stops` are not chosen
-tokens[b, t + 1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
+tokens[b, t + 1] = known there (a prompt, or teacher forcing) or chosen. position[b] = t + 1 while the row is not done
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ LOWEST = np.finfo(np.float32).min  # a logit below it is -inf
 
 @compiled(fastmath=SUMS)
 def largest_of(logits):
-    """The id of the largest logit (V,), the lowest of equal ones; 0 where all are NaN."""
+    """The id of the largest logit (V,), the lowest of equal ones. 0 where all are NaN."""
     best = -np.float32(np.inf)
     for i in range(logits.shape[0]):
         value = logits[i]
@@ -34,7 +34,7 @@ def largest_of(logits):
 
 @compiled(fastmath=SUMS)
 def to_weights(logits, best, cut, temperature):
-    """logits (V,) -> exp((logits - best) / temperature) in place, 0 of those below ``cut``; returns their sum."""
+    """logits (V,) -> exp((logits - best) / temperature) in place, 0 of those below ``cut``. Returns their sum."""
     total: Any = 0.0
     for i in range(logits.shape[0]):
         weight = exp_negative((logits[i] - best) / temperature) if logits[i] >= cut else np.float32(0)
@@ -121,7 +121,7 @@ def uniform(seed, at):
 
 @compiled()
 def draw(logits, best, mode, temperature, top_p, top_k, seed, at):
-    """A random id from logits (V,), which are overwritten; best is the largest."""
+    """A random id from logits (V,), which are overwritten. Best is the largest."""
     total = to_weights(logits, best, top_k_cut(logits, best, top_k) if mode == TOP_K_MODE else LOWEST, temperature)
     bits = np.int32(0)
     if mode != TEMPERATURE and top_p < 1:

@@ -72,7 +72,7 @@ def unit_logits(selectors, work, number, b, start, stop, out):
 
 @compiled()
 def order_key(value):
-    """A whole number that orders as the fp32 value does; NaN comes before everything."""
+    """A whole number that orders as the fp32 value does. NaN comes before everything."""
     if value != value:
         return np.int64(-(1 << 40))
     bits = np.int64(bits_from_float(value))
@@ -97,14 +97,14 @@ def kth_key(values, k):
 
 @compiled()
 def choose_above(logits, threshold, bit, chosen):
-    """Set ``bit`` in chosen (n,) where logits (n,) exceed the threshold; NaN does not."""
+    """Set ``bit`` in chosen (n,) where logits (n,) exceed the threshold. NaN does not."""
     for i in range(logits.shape[0]):
         chosen[i] |= bit if logits[i] > threshold else 0
 
 
 @compiled()
 def choose_largest(logits, k, bit, chosen):
-    """Set ``bit`` in chosen (n,) for the k largest logits (n,), of equal ones the first; NaN is never chosen."""
+    """Set ``bit`` in chosen (n,) for the k largest logits (n,), of equal ones the first. NaN is never chosen."""
     key = kth_key(logits, k)
     above = 0
     for i in range(logits.shape[0]):
@@ -131,7 +131,7 @@ def rows_in_state(state, row_state):
 
 @compiled()
 def select_heads(selectors, state, work, number, thread):
-    """The heads of this step into work.mask and work.heads of this thread; returns how many any row uses.
+    """The heads of this step into work.mask and work.heads of this thread. Returns how many any row uses.
 
     Every thread computes all of it: a few thousand products cost less than a barrier. number: -1 = a dense layer.
     """

@@ -63,7 +63,7 @@ def normalise(model, state, work, number, thread):
 
 @compiled()
 def add_partials(state, work, half, bias, thread, n_threads):
-    """x += bias + what all threads summed; every thread in the same order."""
+    """x += bias + what all threads summed. Every thread in the same order."""
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
             add(work.x[thread, b], bias)
@@ -138,7 +138,7 @@ def all_logits(model, state, work, start, stop, thread):
 def likeliest_tokens(model, state, work, start, stop, thread):
     """The token with the largest logit from start to stop, by fp32 rows of those alone that can have it.
 
-    A logit of the LM head in int8 is off by a known bound at most; tokens whose logit cannot reach the largest by these
+    A logit of the LM head in int8 is off by a known bound at most. Tokens whose logit cannot reach the largest by these
     bounds need no fp32 row, which are four times the bytes.
     """
     numbers, results, n = work.numbers[thread], work.results[thread], stop - start

@@ -1,12 +1,12 @@
 """A team of threads inside compiled code: atomic counters, and a barrier that spins briefly and then sleeps.
 
 A decoding step is a chain of short parallel phases, some seven a layer, so that a barrier must cost less than a
-microsecond; numba's own parallel loops take many times that to start. A thread that waits spins for a few times as long
-as sleeping and waking take, and offers its core to other processes every few microseconds while it does; then it
+microsecond. Numba's own parallel loops take many times that to start. A thread that waits spins for a few times as long
+as sleeping and waking take, and offers its core to other processes every few microseconds while it does. Then it
 sleeps on a condition variable. Other processes get their share of the cores, and an idle team uses none. On a virtual
 machine a sleep of any length costs some 50 microseconds: with spins of 5 microseconds, barriers were half of a step.
 
-``control`` is an int64 array of CONTROL_WORDS words; words that different threads write lie on different cache lines.
+``control`` is an int64 array of CONTROL_WORDS words. Words that different threads write lie on different cache lines.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ def _word(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
 
 @intrinsic
 def atomic_add(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """Add ``value`` to an int64 word, sequentially consistent; returns what stood there before."""
+    """Add ``value`` to an int64 word, sequentially consistent. Returns what stood there before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = _word(context, builder, signature.args[0], args[0], args[1])
@@ -104,7 +104,7 @@ def address(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def pause(typingctx: Any) -> Any:
-    """Tell an x86 processor that this thread spins; elsewhere nothing."""
+    """Tell an x86 processor that this thread spins. Elsewhere nothing."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if _X86:
@@ -146,7 +146,7 @@ def new_control() -> np.ndarray:
 
 @compiled()
 def barrier(control: np.ndarray, n_threads: int) -> None:
-    """Return when all threads of the team have called; what they wrote before is then visible to all."""
+    """Return when all threads of the team have called. What they wrote before is then visible to all."""
     if n_threads == 1:
         return
     generation = atomic_load(control, GENERATION)

@@ -41,7 +41,7 @@ def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
 
 @compiled()
 def round_to_levels(x, most, levels):
-    """x (D,) as whole numbers in -most..most into levels (D,) int16: x ~ level * unit; returns the unit.
+    """x (D,) as whole numbers in -most..most into levels (D,) int16: x ~ level * unit. Returns the unit.
 
     Off by at most half a unit a column, so a product with weights w by at most unit / 2 * sum |w|. NaN makes the unit
     NaN, and so all that is multiplied with it.
@@ -110,7 +110,7 @@ def stored_products(float32, float16, int8, int4, kind, offset, scale, x, start,
 def stored_sums(float32, float16, int8, int4, kind, offset, x, units, start, stop, out):
     """x (rank,) times columns ``start`` to ``stop`` of a predictor's matrix (rank, units), into out (units,).
 
-    The matrix starts at element ``offset`` of the flat array of its kind; of int4 a byte holds rows k and k + half the
+    The matrix starts at element ``offset`` of the flat array of its kind. Of int4 a byte holds rows k and k + half the
     rank. Sums run along the units: ranks are too short for vector instructions.
     """
     # Slices, because an index that counts from ``start`` might be negative for all that the compiler knows.
@@ -168,7 +168,7 @@ def half_value(bits):
 
 @compiled(fastmath=SUMS)
 def layer_norm(x, weight, bias, eps, out):
-    """x -> out, fp32, both at least as long as weight (d,); returns the sum of squares around x's mean."""
+    """x -> out, fp32, both at least as long as weight (d,). Returns the sum of squares around x's mean."""
     d = weight.shape[0]
     total = np.float32(0)
     for j in range(d):

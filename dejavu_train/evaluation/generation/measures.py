@@ -13,7 +13,7 @@ NGRAM = 4
 
 
 def agreement(tokens: Tensor, reference: Tensor) -> Tensor:
-    """(N,) share of the prompts whose token at a position is the reference's at that position; both (P, N).
+    """(N,) share of the prompts whose token at a position is the reference's at that position. Both (P, N).
 
     >>> agreement(torch.tensor([[1, 2, 3], [1, 5, 3]]), torch.tensor([[1, 2, 4], [1, 2, 3]])).tolist()
     [1.0, 0.5, 0.5]
@@ -22,7 +22,7 @@ def agreement(tokens: Tensor, reference: Tensor) -> Tensor:
 
 
 def divergence(tokens: Tensor, reference: Tensor) -> Tensor:
-    """(P,) position of the first token that differs, from 0 on; N where none does; both (P, N).
+    """(P,) position of the first token that differs, from 0 on. N where none does. Both (P, N).
 
     >>> divergence(torch.tensor([[1, 2, 3], [1, 5, 3]]), torch.tensor([[1, 2, 3], [1, 2, 3]])).tolist()
     [3, 1]
@@ -31,7 +31,7 @@ def divergence(tokens: Tensor, reference: Tensor) -> Tensor:
 
 
 def same_so_far(tokens: Tensor, reference: Tensor) -> Tensor:
-    """(N,) share of the prompts that have not diverged up to and with a position; both (P, N)."""
+    """(N,) share of the prompts that have not diverged up to and with a position. Both (P, N)."""
     return (tokens == reference).long().cumprod(1).double().mean(0)
 
 
@@ -52,7 +52,7 @@ def score(model: PreTrainedModel, prompts: Tensor, tokens: Tensor) -> tuple[Tens
 
     Args:
         prompts: (P, T) ids. tokens: (P, N) ids that were generated behind them.
-    Returns: (P, N) fp64 nats of each token, and (P, N) bool, whether it is the model's greedy choice; on the CPU.
+    Returns: (P, N) fp64 nats of each token, and (P, N) bool, whether it is the model's greedy choice. On the CPU.
 
     Raises:
         UserError: logits that are not finite.

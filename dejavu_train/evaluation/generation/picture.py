@@ -10,7 +10,7 @@ BLOCK = 16  # positions that a point of a curve over positions averages
 
 
 def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
-    """Write ``stem``.svg and ``stem``.png; False without matplotlib, nothing is drawn then.
+    """Write ``stem``.svg and ``stem``.png. False without matplotlib, nothing is drawn then.
 
     Args:
         rows: of :class:`run.GenerationRow`. positions: of :class:`run.PositionRow`.
@@ -73,7 +73,7 @@ def _curves(positions: Sequence[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
 
 
 def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
-    """What texts lose under the dense model over how often a token is dense; bars are paired errors."""
+    """What texts lose under the dense model over how often a token is dense. Bars are paired errors."""
     intervals = sorted({row.guard_every for row in rows if row.guard_every}, reverse=True)
     places = {every: place for place, every in enumerate([0, *intervals])}
     pairs = sorted({(row.mlp_density, row.thresholds) for row in rows if row.guard_every})

@@ -12,7 +12,7 @@ from dejavu_train.evaluation.rows import read_csv
 
 
 def redraw(folder: str | Path) -> bool:
-    """Draw what lies in ``folder``; False without matplotlib.
+    """Draw what lies in ``folder``. False without matplotlib.
 
     Raises:
         UserError: a file is missing there, or has other columns.

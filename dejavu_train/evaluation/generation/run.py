@@ -50,8 +50,8 @@ NO_GUARD = Guard(every=0)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A sparse model. ``mlp_density``: as asked, None as calibrated; ``thresholds``: ``still`` (the bundle's) or
-    ``moved``; ``guard_every`` 0 is no guard."""
+    """A sparse model. ``mlp_density``: as asked, None as calibrated. ``thresholds``: ``still`` (the bundle's) or
+    ``moved``. ``guard_every`` 0 is no guard."""
 
     mlp_density: float | None
     sparse_from: str
@@ -73,7 +73,7 @@ class GenerationRow:
     """A sparse model under one decoding, beside the dense one.
 
     ``agreement`` is the mean over positions, ``late_agreement`` over the last quarter. ``median_divergence`` counts the
-    tokens that are the same before the first other one; it is ``new_tokens`` where half the texts never part.
+    tokens that are the same before the first other one. It is ``new_tokens`` where half the texts never part.
     ``dense_choice`` (greedy) is the share of tokens that the dense model would have chosen behind the same past: it
     does not sink only because two texts have parted. ``perplexity`` is of the generated text under the dense model,
     ``change`` that over the dense model's own text, with the error of a paired bootstrap over prompts. ``repetition``
@@ -105,7 +105,7 @@ class GenerationRow:
 
 @dataclasses.dataclass(frozen=True)
 class PositionRow:
-    """The same at one position behind the prompt, from 0 on; ``nats`` are means under the dense model."""
+    """The same at one position behind the prompt, from 0 on. ``nats`` are means under the dense model."""
 
     decoding: str
     mlp_density: float
@@ -121,7 +121,7 @@ class PositionRow:
 
 
 def read_config(argv: Sequence[str] | None) -> GenerationConfig:
-    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
     name = "python -m dejavu_train.evaluation.generation"
     config = parse(GenerationConfig, argv, name, str(GenerationConfig.__doc__))
     config.check()
@@ -174,7 +174,7 @@ def compare_generation(
     """Generate with the dense model and with every variant, whose rows come as they are made.
 
     Args:
-        dense: in evaluation mode, on its device; the backend lays some of its weights out anew, in place.
+        dense: in evaluation mode, on its device. The backend lays some of its weights out anew, in place.
         prompts: (P, T) ids.
         backend: of :func:`choose_backend`.
     """
@@ -200,7 +200,7 @@ def compare_generation(
 def _models(
     config: GenerationConfig, dense: PreTrainedModel, bundle: Bundle, backend: str, asked: Sequence[Variant]
 ) -> Iterator[tuple[Variant, SparseCausalLM]]:
-    """A model for every variant; two that differ in where sparsity begins share one."""
+    """A model for every variant. Two that differ in where sparsity begins share one."""
     before: tuple[float | None, Guard] | None = None
     for variant in asked:
         guard = _guard(variant)
@@ -304,7 +304,7 @@ def _positions(about: dict[str, Any], decoding: str, made: Continued, dense: Con
 def write_generation(
     config: GenerationConfig, dense: PreTrainedModel, tokenizer: Any, bundle: Bundle
 ) -> tuple[Path, list[GenerationRow]]:
-    """Measure, and write the rows as they come; the folder and its rows.
+    """Measure, and write the rows as they come. The folder and its rows.
 
     Raises:
         UserError: what :func:`choose_backend` and :func:`load_prompts` raise.

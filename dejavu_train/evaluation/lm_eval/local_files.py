@@ -1,7 +1,7 @@
 """Reads task records from local files into the fields that lm-eval's own tasks have: no hub, the same prompts.
 
 Each function is the ``custom_dataset`` of a task of configs/tasks. It gets ``folder`` (lm-eval's ``--metadata``) and
-``file`` (the task's own ``dataset_kwargs``); a line is a JSON object with the field names that the set was published
+``file`` (the task's own ``dataset_kwargs``). A line is a JSON object with the field names that the set was published
 with. Labels that are words become the numbers of the hub's sets.
 """
 
@@ -103,7 +103,7 @@ def wikitext(folder: str | None = None, file: str = "", **_: Any) -> dict[str, D
 
 
 def prose(folder: str | None = None, file: str = "", **_: Any) -> dict[str, Dataset]:
-    """JSONL with a field ``text``, as C4 is published; ``.gz`` is unpacked."""
+    """JSONL with a field ``text``, as C4 is published. ``.gz`` is unpacked."""
     return _test_set(folder, file, lambda r: _texts(r, "text"))
 
 

@@ -44,9 +44,9 @@ class Asked:
 
     Attributes:
         pretrained: folder or hub id of an OPT.
-        predictors: folder or hub id of a bundle; None: the folder ``predictors`` beside the model.
+        predictors: folder or hub id of a bundle. None: the folder ``predictors`` beside the model.
         backend: ``dense`` (no predictors), ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
-        mlp_density, head_density: means over the layers; None: as the bundle was calibrated.
+        mlp_density, head_density: means over the layers. None: as the bundle was calibrated.
         sparse_from, batch_size, max_length: as of :class:`DejavuLM`.
         max_batch_size: given by lm-eval, without effect.
     """
@@ -72,7 +72,7 @@ class DejavuLM(HFLM):
 
     Args:
         model: dense or sparse, on its device.
-        sparse_from: ``prompt``: contexts are dense and continuations sparse, as in decoding; or a position (0: all).
+        sparse_from: ``prompt``: contexts are dense and continuations sparse, as in decoding, or a position (0: all).
         batch_size: rows, or ``auto``: as many as make 8,192 positions, 1,024 on a CPU.
         max_length: of a window, None for as many as the model has positions.
         identity: what names the model and its selection, for lm-eval's results and caches.
@@ -150,7 +150,7 @@ class DejavuLM(HFLM):
         self._model = model
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """As HFLM; kept in ``encoded``, because several models of one tokenizer are asked the same."""
+        """As HFLM. Kept in ``encoded``, because several models of one tokenizer are asked the same."""
         pair = (context, continuation)
         if pair not in self.encoded:
             self.encoded[pair] = super()._encode_pair(context, continuation)
@@ -205,7 +205,7 @@ class DejavuLM(HFLM):
 
     @torch.no_grad()
     def _scores(self, rows: list[Row], requests: list[Scored]) -> list[tuple[int, tuple[float, bool]]]:
-        """Of a batch, the number and the answer of every request; one transfer from the device for all of them."""
+        """Of a batch, the number and the answer of every request. One transfer from the device for all of them."""
         packed = pack(rows, self.tokenizer.pad_token_id)
         if isinstance(self.model, SparseCausalLM):
             starts = torch.tensor([row.start for row in rows])
@@ -233,7 +233,7 @@ class DejavuLM(HFLM):
         return [(i, (nats[n], wrong[n] == 0)) for n, i in enumerate(answered)]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """As HFLM; an engine goes on behind a stop string, which HFLM cuts off afterwards."""
+        """As HFLM. An engine goes on behind a stop string, which HFLM cuts off afterwards."""
         if isinstance(self.model, SparseCausalLM):
             self.model.sparse_from = self.sparse_from
         else:

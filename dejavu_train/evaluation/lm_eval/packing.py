@@ -47,8 +47,8 @@ def build_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: in
     """Rows for requests of (context, continuation), the longest first.
 
     Args:
-        longest: positions of the model; what a context has more is cut off at its beginning.
-        shared: whether branches may stand behind one context; they do where that is at least as long as they are,
+        longest: positions of the model. What a context has more is cut off at its beginning.
+        shared: whether branches may stand behind one context. They do where that is at least as long as they are,
             for attention runs over the whole row.
     """
     rows: dict[tuple, Row] = {}
@@ -64,9 +64,9 @@ def build_rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: in
 class Packed:
     """What a batch of rows is to a model.
 
-    ``ids`` (B, T) int64; ``attention_mask`` (B, T) of ones and zeros, or (B, 1, T, T) bool where rows have several
-    branches; ``position_ids`` (B, T) int64 goes with the latter, else None; ``columns`` (C,) int64: whose logits are
-    needed of any row.
+    ``ids`` (B, T) int64. ``attention_mask`` (B, T) of ones and zeros, or (B, 1, T, T) bool where rows have several
+    branches. ``position_ids`` (B, T) int64 goes with the mask of branches, else None. ``columns`` (C,) int64: whose
+    logits are needed of any row.
     """
 
     ids: Tensor

@@ -13,7 +13,7 @@ def mcnemar(correct: Sequence[float], correct_dense: Sequence[float]) -> tuple[f
     """Difference of two accuracies on the same examples, and its standard error.
 
     With b examples that only the first and c that only the second answers correctly, of n: the difference is
-    (b - c) / n, its variance (b + c - (b - c)^2 / n) / n^2 (McNemar 1947; the examples on which both agree drop out).
+    (b - c) / n, its variance (b + c - (b - c)^2 / n) / n^2 (McNemar 1947, the examples on which both agree drop out).
 
     >>> mcnemar([1, 1, 0, 0], [1, 0, 0, 0])
     (0.25, 0.21650635094610965)
@@ -25,7 +25,7 @@ def mcnemar(correct: Sequence[float], correct_dense: Sequence[float]) -> tuple[f
 
 
 def answers(samples: Sequence[dict[str, Any]]) -> list[int]:
-    """What the model answered: of several continuations the likeliest; of one, whether it is the greedy one.
+    """What the model answered: of several continuations the likeliest. Of one, whether it is the greedy one.
 
     Args:
         samples: logged by lm-eval, one a document, in the order of the documents.

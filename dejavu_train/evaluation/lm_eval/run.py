@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 
 def read_config(kind: type[T], argv: Sequence[str] | None, description: str) -> T:
-    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
     config: Any = parse(kind, argv, "python -m dejavu_train.evaluation.lm_eval", description)
     config.check()
     return config
 
 
 def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
-    """Ask the dense and the sparse model; rows task by task, shots by shots, then their mean.
+    """Ask the dense and the sparse model. Rows task by task, shots by shots, then their mean.
 
     Raises:
         UserError: what :func:`build_questions` raises, a device that is not there, and a bundle of another model.
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_tasks(config: TasksConfig) -> None:
-    """Ask and print the table; results.json grows task by task. Raises as :func:`tasks`."""
+    """Ask and print the table. results.json grows task by task. Raises as :func:`tasks`."""
     quiet()
     rows: list[TaskRow] = []
     about = {"config": dataclasses.asdict(config), "versions": versions()}

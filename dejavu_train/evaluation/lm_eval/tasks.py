@@ -1,7 +1,7 @@
 """Asks models the tasks of lm-eval and compares two of them, example by example: rows.
 
 The paper's tasks are known by short names. With a folder they, and whatever else configs/tasks holds, are read from
-local files; without one they come from the hub, as do all of lm-eval's own.
+local files. Without one they come from the hub, as do all of lm-eval's own.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ ACCURACIES = ("acc", "acc_norm")
 class TaskRow:
     """One metric of one task, beside the dense model's on the same examples.
 
-    ``value``: an accuracy (a fraction) or a perplexity; ``change``: of an accuracy the difference to dense, of a
-    perplexity the increase as a fraction; ``error``: of ``change``, McNemar's or a paired bootstrap over documents;
+    ``value``: an accuracy (a fraction) or a perplexity. ``change``: of an accuracy the difference to dense, of a
+    perplexity the increase as a fraction. ``error``: of ``change``, McNemar's or a paired bootstrap over documents.
     ``flips``: share of the examples whose answer changed. ``cut``: share of the requests whose beginning did not fit.
     """
 
@@ -199,7 +199,7 @@ def compare(run: TaskRun, dense: TaskRun) -> list[TaskRow]:
 
 
 def mean_rows(rows: Sequence[TaskRow]) -> list[TaskRow]:
-    """The mean accuracy over the tasks of ``rows``, all of one number of shots; nothing where it is one task."""
+    """The mean accuracy over the tasks of ``rows``, all of one number of shots. Nothing where it is one task."""
     accuracies = [row for row in rows if row.metric == "acc"]
     n = len(accuracies)
     if n < 2:

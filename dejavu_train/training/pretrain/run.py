@@ -169,7 +169,7 @@ def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tenso
 
 
 def training_loss(model: PreTrainedModel, rows: Tensor, l1: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropy (nats a token) plus ``l1`` times the summed mean activations; and the cross-entropy alone.
+    """Cross-entropy (nats a token) plus ``l1`` times the summed mean activations, and the cross-entropy alone.
 
     Args:
         rows: (B, T + 1) int64, inputs and targets shifted by one.
@@ -185,7 +185,7 @@ def read_text(names: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs (source, text) of all documents that may be trained on.
 
     Each name is a file, a hub dataset or ``installed-docs``. A JSONL file whose name starts with installed-docs and
-    ``installed-docs`` itself give their ``train`` documents only; the other sets stay unseen.
+    ``installed-docs`` itself give their ``train`` documents only. The other sets stay unseen.
     """
     texts = []
     for name in names:
@@ -376,7 +376,7 @@ def _check_same_run(before: Any, now: dict[str, Any], path: Path) -> None:
 
 
 def pretrain(config: PretrainConfig) -> Path:
-    """Train and write the model folder ``config.output``; returns it.
+    """Train and write the model folder ``config.output``. Returns it.
 
     Raises:
         UserError: no text, no end (neither steps nor seconds), a loss that is not finite.

@@ -15,7 +15,7 @@ from papers.deja_vu.observe.config import ObserveConfig
 
 
 def read_config(argv: Sequence[str] | None) -> ObserveConfig:
-    """Flags (None: those of the process) and YAML files as a checked config; raises as :func:`parse`."""
+    """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
     config = parse(ObserveConfig, argv, "python -m papers.deja_vu.observe", str(ObserveConfig.__doc__))
     config.check()
     return config

@@ -21,8 +21,8 @@ MAPS = 4
 class HeadRow:
     """One head, mean over queries.
 
-    ``uniformity``: entropy of the attention over log(number of positions it may see), 1 is uniform, 0 a single one;
-    ``heaviest``: largest weight; ``first``: weight of position 0; ``output``: ‖W_h o_h‖.
+    ``uniformity``: entropy of the attention over log(number of positions it may see), 1 is uniform, 0 a single one.
+    ``heaviest``: largest weight. ``first``: weight of position 0. ``output``: ‖W_h o_h‖.
     """
 
     layer: int
@@ -38,7 +38,7 @@ class HeadRow:
 class UniformityRow:
     """Rank correlation (Spearman) of uniformity with the output's norm, over the heads of a layer.
 
-    ``per_token``: computed for each token, mean; ``spread``: standard deviation; ``of_means``: of the heads' means.
+    ``per_token``: computed for each token, mean. ``spread``: standard deviation. ``of_means``: of the heads' means.
     The paper has it that uniform heads matter less: negative values.
     """
 
@@ -140,7 +140,7 @@ def map_rows(model: Any, token_ids: list[int], tokens: list[str], heads: list[tu
 
     Args:
         token_ids: of the sentence, at least 3. tokens: as they are shown.
-        heads: (layer, head) each; None: the two most uniform and the two least uniform ones on this sentence.
+        heads: (layer, head) each. None: the two most uniform and the two least uniform ones on this sentence.
     """
     found: dict[tuple[int, int], tuple[float, Tensor]] = {}
     blocks = decoder_layers(model)

@@ -1,6 +1,6 @@
 """What one layer's attention and MLP cost, prompting against generating, in theory and measured (Tables 1 to 3).
 
-Theory counts two operations for a multiply-add, every weight once, and the keys and values that are read; the time is
+Theory counts two operations for a multiply-add, every weight once, and the keys and values that are read. The time is
 the longer of operations / peak rate and bytes / bandwidth. The peaks are measured in the same run unless given.
 Measured times have a synchronisation around each part, so that their sum exceeds the time of an undisturbed step.
 
@@ -38,7 +38,7 @@ class Peaks:
 class CostRow:
     """One part of all layers in one phase: of the whole prompt, or of one generated token.
 
-    ``gigaflop``, ``gigabytes``: theory, 1e9; ``compute_ms``, ``read_ms``: at the peaks; ``theory_ms``: the longer one;
+    ``gigaflop``, ``gigabytes``: theory, 1e9. ``compute_ms``, ``read_ms``: at the peaks. ``theory_ms``: the longer one.
     ``measured_ms``: median. ``other``: head, norms, embeddings, and in the measured column all that is no part.
     """
 
@@ -59,7 +59,7 @@ def part_cost(shape: ModelDims, phase: str, part: str, batch: int, prompt: int, 
 
     Attention, a token: 8 d² for its four projections and 4 d x (positions seen) for scores and values. MLP: 4 d f.
     Other: 2 d V for the logits of one position a row.
-    Bytes: weights once for the whole batch; keys and values, 2 d a position, are read by every generated token and
+    Bytes: weights once for the whole batch. Keys and values, 2 d a position, are read by every generated token and
     written by the prompt.
 
     Args: ``size``: bytes of a weight.
@@ -91,7 +91,7 @@ def measure_peaks(device: torch.device, dtype: torch.dtype, size: int = 2048, me
 def cost_rows(model: OPTForCausalLM, peaks: Peaks, batch: int, prompt: int, steps: int = 16) -> list[CostRow]:
     """Tables 1 to 3 for this model: theory beside what was measured, prompting and generating.
 
-    Args: ``prompt`` tokens a row, then ``steps`` tokens one by one; they must fit the model's positions.
+    Args: ``prompt`` tokens a row, then ``steps`` tokens one by one. They must fit the model's positions.
     """
     shape, size = dims_of(model.config), model.dtype.itemsize
     ids = torch.randint(10, shape.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))

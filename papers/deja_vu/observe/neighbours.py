@@ -1,6 +1,6 @@
 """Nearest neighbours as predictors (App. C.2 of the paper): which rows of fc1 have the largest products with the input.
 
-``exact`` computes them all, which reads fc1 whole; ``hnsw`` searches a graph over the rows. Both know the weights, and
+``exact`` computes them all, which reads fc1 whole. ``hnsw`` searches a graph over the rows. Both know the weights, and
 neither learns anything. The bias is one more entry of a row, and the input gets a 1 for it.
 """
 
@@ -32,7 +32,7 @@ class NeighbourRow:
     ``ef``: candidates that the search of the graph keeps, None for other methods. ``density``: selected / all.
     ``recall_active``: selected and active / active, on the sparse model's own inputs. ``increase``: of perplexity over
     the dense model's, a fraction. ``ms_per_token``: selecting for one token in all layers, on one thread where it is a
-    CPU; median. ``build_seconds``: of the graphs.
+    CPU. Median. ``build_seconds``: of the graphs.
     """
 
     method: str
@@ -144,7 +144,7 @@ def neighbour_rows(
 def _score(
     model: OPTForCausalLM, held: EvalCorpus, batch_tokens: int, selector: Select | None
 ) -> tuple[np.ndarray, float, float]:
-    """Nats per document, share selected, and recall of active neurons; without a selector of the dense model."""
+    """Nats per document, share selected, and recall of active neurons. Without a selector of the dense model."""
     nats = np.zeros(len(held.document_tokens))
     counts = np.zeros(4)  # all, selected, active, both
 

@@ -1,7 +1,7 @@
 """Draws the observations: one figure a function, from the rows alone.
 
 Colours of Okabe and Ito, or one ramp of viridis where lines are layers: both differ for colour-blind people and in grey
-print; markers and dashes tell lines apart too. Legends stand below the panels, where no data can be.
+print. Markers and dashes tell lines apart too. Legends stand below the panels, where no data can be.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def _label(panel: Any, x: str, y: str, title: str) -> None:
 
 
 def _legend(figure: Any, columns: int = 2) -> None:
-    """One legend for all panels, below them; what two panels name alike stands there once."""
+    """One legend for all panels, below them. What two panels name alike stands there once."""
     known: dict[str, Any] = {}
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

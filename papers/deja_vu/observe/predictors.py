@@ -1,6 +1,6 @@
 """How well the bundle's predictors predict the dense model (section 5.2 of the paper), layer by layer.
 
-A predictor reads the dense model's hidden states, and its selection is held against the dense model's units; in the
+A predictor reads the dense model's hidden states, and its selection is held against the dense model's units. In the
 sparse model the inputs differ a little. The second stage of a cascade is left out: these are the predictors' own.
 """
 
@@ -25,9 +25,9 @@ from dejavu_train.predictors.metrics import SelectionSums
 class PredictorRow:
     """One predictor on held-out documents.
 
-    A neuron is positive when it is active; of the heads as many as were selected are, those that contribute most.
-    ``density``: selected / all; ``active``: positive / all; ``accuracy``: (true positives + true negatives) / all;
-    ``recall``, ``precision``; ``retained_mass``: share of the summed contribution that is selected.
+    A neuron is positive when it is active. Of the heads as many as were selected are, those that contribute most.
+    ``density``: selected / all. ``active``: positive / all. ``accuracy``: (true positives + true negatives) / all.
+    ``recall``, ``precision``. ``retained_mass``: share of the summed contribution that is selected.
     """
 
     layer: int
@@ -49,7 +49,7 @@ def predictor_rows(
     batch_tokens: int,
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[PredictorRow]:
-    """One dense pass over ``held``; a row for each predictor that is not dense."""
+    """One dense pass over ``held``. A row for each predictor that is not dense."""
     predicted = Predicted(bundle, model.device)
     means = bundle.head_means(model.device)
     blocks = decoder_layers(model)

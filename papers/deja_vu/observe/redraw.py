@@ -37,7 +37,7 @@ KINDS: dict[str, type[Any]] = {
 
 
 def redraw(folder: str | Path) -> list[str]:
-    """Draw everything whose CSV lies in ``folder``; returns the names that were drawn.
+    """Draw everything whose CSV lies in ``folder``. Returns the names that were drawn.
 
     Raises:
         UserError: no CSV of an observation there, or one with other columns.

@@ -37,7 +37,7 @@ class CosineRow:
 class NormRow:
     """Around one part F (attention or mlp) of a layer with input X (Fig. 5c, d): norms, and what F turns.
 
-    ``input``, ``output``: medians of ‖X‖ and ‖F(X)‖; ``ratio`` of ‖F(X)‖ / ‖X‖; ``cosine_output`` of X and F(X);
+    ``input``, ``output``: medians of ‖X‖ and ‖F(X)‖. ``ratio`` of ‖F(X)‖ / ‖X‖. ``cosine_output`` of X and F(X).
     ``cosine_sum`` of X and X + F(X). X is the residual stream, F includes its LayerNorm and its bias.
     """
 

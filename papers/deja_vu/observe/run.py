@@ -105,7 +105,7 @@ def _measure(
     missing: list[dict[str, str]],
     seconds: dict[str, float],
 ) -> Iterator[tuple[Sequence[str], Rows]]:
-    """Parts of the config and their rows, as they are made; what cannot be, and seconds, are added to the others."""
+    """Parts of the config and their rows, as they are made. What cannot be, and seconds, are added to the others."""
     in_pass = [part for part in PASS_PARTS if part in config.parts]
     if in_pass and text is not None:
         with _timed(seconds, "one pass"):
@@ -139,7 +139,7 @@ def _measure(
 
 
 def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> Rows:
-    """All observations of one dense pass over ``held``, layer by layer; memory does not grow with the text.
+    """All observations of one dense pass over ``held``, layer by layer. Memory does not grow with the text.
 
     (Except for the sets of at most ``config.requests`` windows, bit-packed, and a number a window.)
     """
@@ -210,7 +210,7 @@ def _cost(config: ObserveConfig, model: OPTForCausalLM) -> Rows:
 
 
 def draw(rows: Rows, folder: Path) -> list[str]:
-    """Draw all that has a picture as NAME.svg and NAME.png; returns the names, none without matplotlib."""
+    """Draw all that has a picture as NAME.svg and NAME.png. Returns the names, none without matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

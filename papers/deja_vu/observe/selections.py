@@ -18,7 +18,7 @@ COMPARED = ("predicted", "oracle", "noncontextual", "static")
 class SelectionRow:
     """One selection of neurons at one density, all heads dense.
 
-    ``asked``: density of the candidates; ``sparsity``: 1 - selected / all, the same for all selections of a density;
+    ``asked``: density of the candidates. ``sparsity``: 1 - selected / all, the same for all selections of a density.
     ``increase``: of perplexity over the dense model's, a fraction, with a paired bootstrap error over documents.
     """
 

@@ -9,7 +9,7 @@ class Distribution:
     """Counts of values in equal bins: mean exact, quantiles to a bin's width, of any number of values.
 
     Args:
-        low, high: of the bins; values outside fall into the outer ones.
+        low, high: of the bins. Values outside fall into the outer ones.
         bins: how many.
 
     >>> seen = Distribution(0, 1)
@@ -39,7 +39,7 @@ class Distribution:
         return self.sum / self.count if self.count else float("nan")
 
     def quantile(self, share: float) -> float:
-        """The middle of the bin below whose upper edge ``share`` of the values lie; NaN without values."""
+        """The middle of the bin below whose upper edge ``share`` of the values lie. NaN without values."""
         if not self.count:
             return float("nan")
         place = int(np.searchsorted(self.counts.cumsum(), max(1, share * self.count)))
@@ -47,12 +47,12 @@ class Distribution:
 
 
 def cosine(first: Tensor, second: Tensor) -> Tensor:
-    """Cosine similarity of rows: (..., d), (..., d) -> (...) fp32; 0 where a row is zero."""
+    """Cosine similarity of rows: (..., d), (..., d) -> (...) fp32. 0 where a row is zero."""
     return torch.cosine_similarity(first.float(), second.to(first.device).float(), dim=-1)
 
 
 def spearman(first: Tensor, second: Tensor) -> Tensor:
-    """Rank correlation within rows: the Pearson correlation of the ranks; ties get ranks in the order they stand.
+    """Rank correlation within rows: the Pearson correlation of the ranks. Ties get ranks in the order they stand.
 
     Args: ``first``, ``second``: (..., n), n > 1.
     Returns: (...) fp64.

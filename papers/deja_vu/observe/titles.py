@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Title:
-    """``paper``: figure, table or section of Liu et al., ICML 2023; ``caption``: what is shown."""
+    """``paper``: figure, table or section of Liu et al., ICML 2023. ``caption``: what is shown."""
 
     title: str
     paper: str

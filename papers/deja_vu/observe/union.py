@@ -21,11 +21,11 @@ REPEATS = 8  # random orders that are averaged
 
 @dataclasses.dataclass(frozen=True)
 class UnionRow:
-    """Share of a layer's units in the union of a batch's sets, mean over steps and batches; ``sparsity`` is the rest.
+    """Share of a layer's units in the union of a batch's sets, mean over steps and batches. ``sparsity`` is the rest.
 
-    ``grouping``: ``documents``, requests as they come, all at the same position; ``random``, tokens of any requests and
-    positions; ``embedding``, requests whose prompts' mean embeddings are alike; ``selections``, requests whose prompts
-    used the same neurons; ``independent``, not measured: the mean over units of 1 - (1 - f)^batch, f how often the unit
+    ``grouping``: ``documents``, requests as they come, all at the same position. ``random``, tokens of any requests and
+    positions. ``embedding``, requests whose prompts' mean embeddings are alike. ``selections``, requests whose prompts
+    used the same neurons. ``independent``, not measured: the mean over units of 1 - (1 - f)^batch, f how often the unit
     is in a set, which is what tokens would need whose sets have nothing else in common.
     ``gain``: 1 - union / that of ``documents``. ``error``: of the mean over batches, None with fewer than two.
     """
@@ -44,8 +44,8 @@ class UnionRow:
 def group_alike(features: np.ndarray, size: int) -> list[list[int]]:
     """Batches of ``size`` requests that are alike, greedily: the request least like the mean, then its nearest ones.
 
-    Args: ``features`` (W, k); compared by cosine after the mean is taken off.
-    Returns: W // size batches of indices; requests that are left over are in none.
+    Args: ``features`` (W, k). Compared by cosine after the mean is taken off.
+    Returns: W // size batches of indices. Requests that are left over are in none.
     """
     centred = features.astype(np.float32) - features.mean(0, dtype=np.float32)
     length = np.linalg.norm(centred, axis=1)
@@ -62,7 +62,7 @@ def group_alike(features: np.ndarray, size: int) -> list[list[int]]:
 def union_share(sets: np.ndarray, groups: Sequence[Sequence[int]], n_units: int) -> np.ndarray:
     """Share of the units in the union of each group's sets.
 
-    Args: ``sets`` (W, ..., bytes) bit-packed; ``groups`` of indices into W.
+    Args: ``sets`` (W, ..., bytes) bit-packed. ``groups`` of indices into W.
     Returns: (len(groups), ...) float64.
     """
     unions = (np.bitwise_or.reduce(sets[list(group)], axis=0) for group in groups)
@@ -89,7 +89,7 @@ class Unions:
         self.selections: list[list[np.ndarray]] = [[] for _ in range(n_layers)]
 
     def layer(self, layer: int, got: Mapping[str, Tensor], real: Tensor, sets: Mapping[Target, Tensor]) -> None:
-        """Add one layer of one batch; ``sets`` (B, T, n) bool by target."""
+        """Add one layer of one batch. ``sets`` (B, T, n) bool by target."""
         full = (real.sum(-1) == self.window).nonzero()[:, 0].tolist()
         full = full[: self.requests - len(self.kept[Target.MLP][layer])]
         for row in full:
@@ -134,7 +134,7 @@ def _rows(
     alike: Mapping[str, list[list[int]]],
     seed: int,
 ) -> Iterator[UnionRow]:
-    """The rows of one layer and batch size; ``sets`` (W, S, bytes)."""
+    """The rows of one layer and batch size. ``sets`` (W, S, bytes)."""
     generator = np.random.default_rng(seed)
     orders = [np.arange(len(sets)), *(generator.permutation(len(sets)) for _ in range(REPEATS - 1))]
     documents = np.concatenate([union_share(sets, _cut(order, size), n_units).mean(1) for order in orders])

@@ -24,8 +24,8 @@ SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
 class SparsityRow:
     """How many units of one layer a token can do without (Fig. 3).
 
-    ``loss``: ‖what the silenced units add‖ / ‖what all add‖ at most; 0: neurons that ReLU silences anyway.
-    ``silenced``: mean share; ``needed``: mean count per token, with its 10th, 50th and 90th percentile.
+    ``loss``: ‖what the silenced units add‖ / ‖what all add‖ at most. 0: neurons that ReLU silences anyway.
+    ``silenced``: mean share. ``needed``: mean count per token, with its 10th, 50th and 90th percentile.
     """
 
     layer: int
@@ -53,7 +53,7 @@ class ConcentrationRow:
     """How uneven a layer's neurons are: the share of all activations that the most active ones make.
 
     ``exponent`` and ``r2``: of the straight line of log frequency against log rank over the upper half of the ranks
-    (neurons active at least once); a power law has an r2 near 1. ``never``: share of neurons never active.
+    (neurons active at least once). A power law has an r2 near 1. ``never``: share of neurons never active.
     """
 
     layer: int
@@ -69,7 +69,7 @@ class ConcentrationRow:
 
 @dataclasses.dataclass(frozen=True)
 class OverlapRow:
-    """Mean |A and B| / |A or B| of the sets of two tokens ``distance`` positions apart; 0: of different windows."""
+    """Mean |A and B| / |A or B| of the sets of two tokens ``distance`` positions apart. 0: of different windows."""
 
     layer: int
     target: str
@@ -81,10 +81,10 @@ class OverlapRow:
 def needed_heads(head_out: Tensor, out_proj_weight: Tensor, losses: Sequence[float]) -> Tensor:
     """Which heads a token needs: all but the longest list of least-contributing ones that it can lose.
 
-    Heads are silenced by rising ‖W_h o_h‖; as many as keep ‖sum of the silenced W_h o_h‖ <= loss x ‖sum of all‖.
+    Heads are silenced by rising ‖W_h o_h‖, as many as keep ‖sum of the silenced W_h o_h‖ <= loss x ‖sum of all‖.
 
     Args:
-        head_out: (N, h, e). out_proj_weight: (d, h * e), as stored; its bias is never silenced.
+        head_out: (N, h, e). out_proj_weight: (d, h * e), as stored. Its bias is never silenced.
         losses: each in (0, 1).
     Returns: (len(losses), N, h) bool.
     """
@@ -110,7 +110,7 @@ def needed_neurons(activation: Tensor, fc2_weight: Tensor, loss: float) -> Tenso
     The count is found by bisection between none and all, as if the loss rose with every neuron: one product with
     fc2 for each bit of the number of neurons.
 
-    Args: ``activation`` (N, f), post-ReLU; ``fc2_weight`` (d, f), as stored.
+    Args: ``activation`` (N, f), post-ReLU. ``fc2_weight`` (d, f), as stored.
     Returns: (N,) int64.
     """
     weight, values = fc2_weight.float(), activation.float()
@@ -128,7 +128,7 @@ def needed_neurons(activation: Tensor, fc2_weight: Tensor, loss: float) -> Tenso
 
 
 def jaccard(sets: Tensor, others: Tensor) -> Tensor:
-    """|A and B| / |A or B| of pairs of sets: (..., n) bool twice -> (...) fp32; NaN where both are empty."""
+    """|A and B| / |A or B| of pairs of sets: (..., n) bool twice -> (...) fp32. NaN where both are empty."""
     return (sets & others).sum(-1).float() / (sets | others).sum(-1).float()
 
 
@@ -152,7 +152,7 @@ class Units:
         self.overlap: dict[tuple[int, str, int], list[float]] = {}
 
     def layer(self, layer: int, got: Mapping[str, Tensor], real: Tensor) -> dict[Target, Tensor]:
-        """Add one layer of one batch; returns the sets: ``mlp`` (B, T, f) and ``heads`` (B, T, h) bool."""
+        """Add one layer of one batch. Returns the sets: ``mlp`` (B, T, f) and ``heads`` (B, T, h) bool."""
         block = self.blocks[layer]
         active = got["activation"] > 0
         measured = real.flatten().nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""The output projection over selected heads with 4-bit weights; what is not selected is poisoned."""
+"""The output projection over selected heads with 4-bit weights. What is not selected is poisoned."""
 
 import pytest
 import torch

@@ -80,7 +80,7 @@ def outputs(attn_in, bias, dtype=torch.float32):
 
 
 def check(function, reference, tensors, policy="backfill", skip_unselected=True, **options):
-    """Against float64: products are exact, sums of fp32; what is not asked for stays as it was."""
+    """Against float64: products are exact, sums of fp32. What is not asked for stays as it was."""
     attn_in, weight, bias, selection, position, watermark = tensors
     made, exact = outputs(attn_in, bias), outputs(attn_in, bias, torch.float64)
 
@@ -118,7 +118,7 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
 
 
 def lacking(device, lacks, selected, d=64, group=32):
-    """lacks (batch, heads): how many positions each row's head lacks, up to 32; selected: 0 or 1, of the same shape."""
+    """lacks (batch, heads): how many positions each row's head lacks, up to 32. selected: 0 or 1, of the same shape."""
     lacks, selected = (torch.tensor(each, dtype=torch.int32, device=device) for each in (lacks, selected))
     batch, n_heads = lacks.shape
     tensors = case(device, batch, n_heads, 16, d, group, 1.0, capacity=33)
@@ -165,7 +165,7 @@ def test_lines_of_a_tile_in_assembly(device, queues_in_assembly):
      (5, "backfill", 128, 128, 2, 4, 8), (5, "stale", 128, 128, 1, 8, 4), (7, "backfill", 128, 128, 1, 8, 4)],
 )  # fmt: skip
 def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy, d, group, warps, steps, wide):
-    """Words of a first step that are asked for before the inputs, in several steps or beyond a row's end; no program
+    """Words of a first step that are asked for before the inputs, in several steps or beyond a row's end. No program
     leaves while copies are on their way."""
     tensors = lacking(device, *LACKING[case_number], d=d, group=group)
     check(qkv, qkv_reference, tensors, policy, settings=TileSettings(16, 2, 32 * warps, steps, warps, wide))
@@ -175,7 +175,7 @@ def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy,
 
 
 def with_predictor(device, rank=16, n=70):
-    """qkv_select as a function of qkv's arguments; its list is compared with the reference's."""
+    """qkv_select as a function of qkv's arguments. Its list is compared with the reference's."""
     mlp = PredictorWeights(torch.empty(0), torch.randn(n, rank, device=device), torch.randn(n, device=device))
     hidden, zero = torch.randn(1, rank, device=device), torch.zeros(1, device=device)
     state, lists = torch.ones(1, dtype=torch.int32, device=device), []

@@ -1,4 +1,4 @@
-"""The output projection over selected heads against its plain-torch reference; other heads' columns are poisoned."""
+"""The output projection over selected heads against its plain-torch reference. Other heads' columns are poisoned."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 def case(device, batch, n_heads, head_dim, d, density, dtype=torch.float32):
-    """(mixed, weight, bias, residual, selection); columns of heads that no row selects are NaN in the weight."""
+    """(mixed, weight, bias, residual, selection). Columns of heads that no row selects are NaN in the weight."""
     width = n_heads * head_dim
     mixed, residual = torch.randn(batch, width, device=device), torch.randn(batch, d, device=device)
     weight = (torch.randn(d, width, device=device) / width**0.5).to(dtype)

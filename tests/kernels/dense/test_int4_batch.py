@@ -1,4 +1,4 @@
-"""Up to eight tokens with 4-bit rows; what lies beyond a matrix or a batch is poisoned by NaN."""
+"""Up to eight tokens with 4-bit rows. What lies beyond a matrix or a batch is poisoned by NaN."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def assert_listed(case, settings=None):
 
 
 def assert_qkv(device, n_heads, head_dim, d, group, batch, capacity=6, settings=None, pdl=False):
-    """q and each row's place in the caches against float64; nothing else is written. Returns q, k and v."""
+    """q and each row's place in the caches against float64. Nothing else is written. Returns q, k and v."""
     x, weight = inputs(device, batch, d), random_rows(device, n_heads, 3, head_dim, d, group=group)
     bias = torch.randn(n_heads, 3, head_dim, device=device).half()
     position = torch.tensor([3, 0, 5, 1, 4, 2, 2, 0][:batch], dtype=torch.int32, device=device)
@@ -142,7 +142,7 @@ def test_a_fault_stays_with_its_token(device):
 
 @pytest.mark.parametrize(("warps", "pairs"), [(1, 8), (2, 1), (4, 2)])
 def test_programs_of_several_warps_and_passes(device, warps, pairs):
-    """Units are shared out, some warps and the last pass have fewer; the queue wraps around."""
+    """Units are shared out, some warps and the last pass have fewer. The queue wraps around."""
     settings = TokenSettings(1, warps, pairs, 3)
     x, weight = inputs(device, 4, 1920), random_rows(device, 24, 1920)
     got = int4_linear(x, weight, settings=settings)
@@ -179,7 +179,7 @@ def test_codes_are_not_written_out_for_few_rows(device, batch, monkeypatch):
 @pytest.mark.parametrize("batch", [2, 3, 8])
 @pytest.mark.parametrize("d", [2560, 4096, 7168, 9216, 12288])
 def test_at_true_shapes(device, d, batch):
-    """True settings; twice the same bits."""
+    """True settings. Twice the same bits."""
     x, weight = inputs(device, batch, d), random_rows(device, d, d)
     want = int4_linear_reference(x.double(), weight, None, "none")
     got = int4_linear(x, weight)

@@ -34,7 +34,7 @@ def nibbles(rank, d, n, relu, device):
 
 
 class Layer:
-    """A layer with poisoned outputs, and the MLP before it; made twice alike from one seed."""
+    """A layer with poisoned outputs, and the MLP before it. Made twice alike from one seed."""
 
     def __init__(self, device, n_heads, head_dim, d, rank, n, relu, state, with_heads, group=32, kept=3, last=5):
         torch.manual_seed(7)

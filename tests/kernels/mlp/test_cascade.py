@@ -1,4 +1,4 @@
-"""The cascade's fc1 against its reference: what passes, values, dense rows, batches; and the planes it reads."""
+"""The cascade's fc1 against its reference: what passes, values, dense rows, batches, and the planes it reads."""
 
 import dataclasses
 

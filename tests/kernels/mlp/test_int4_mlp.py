@@ -26,7 +26,7 @@ def make_problem(device, n, d, density, group=32, block=16, size=0.05):
 
 
 def check(out, selection, n, w1, b1, w2, b2, residual):
-    """Against fp64, with the error that rounded products may add up to; n (1, d): what fc1 reads."""
+    """Against fp64, with the error that rounded products may add up to. n (1, d): what fc1 reads."""
     want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=out.device)
     weights = MlpWeights(Linear(w1, b1.double()), Linear(w2, b2.double()))
     sparse_mlp_reference(n.double(), None, weights, residual, selection.to_mask(1), want)
@@ -133,7 +133,7 @@ def test_errors_name_what_does_not_fit(device):
 
 
 def test_more_neurons_take_more_programs(device):
-    """One program's list would not hold them; more than all programs' lists do are refused."""
+    """One program's list would not hold them. More than all programs' lists do are refused."""
     n = 2 * module.MOST_ROWS + 1
     selection, rows, tensors = make_problem(device, n, 32, 0.02)
     out, partials = torch.full((1, 32), NAN, device=device), partial_sums(32, device).fill_(NAN)

@@ -26,7 +26,7 @@ def poisoned(n, device, block=64):
 
 
 def check(out, mask, logits, threshold, band=1e-4):
-    """The set equals the reference's but for logits within `band` of the threshold; list, counts and bits agree."""
+    """The set equals the reference's but for logits within `band` of the threshold. List, counts and bits agree."""
     got = out.to_mask(mask.shape[0])
     doubtful = (logits - threshold).abs() < band
     assert not ((got != mask) & ~doubtful).any()

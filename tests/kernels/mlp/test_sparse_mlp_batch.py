@@ -1,4 +1,4 @@
-"""fc1 and fc2 of several batch rows over the union of what they selected; the predictor's first product."""
+"""fc1 and fc2 of several batch rows over the union of what they selected. The predictor's first product."""
 
 import pytest
 import torch
