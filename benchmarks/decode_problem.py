@@ -47,7 +47,7 @@ def random_weights(
     # A LayerNorm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
     shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
     for layer in weights.layers:
-        layer.fc1.bias.fill_(shift)
+        layer.up.bias.fill_(shift)
     return weights
 
 
@@ -173,12 +173,12 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             total += 2 * shape.head_dim * size * float(chosen["heads"].sum(1).double() @ context)
             n = alive = int(chosen["mlp"].any(0).sum())
             if (number, "mlp") in engine.predictors:
-                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.fc1.bias.dtype)
-                fc1 = layer.fc1.weight.dense(x.dtype)
-                active = torch.nn.functional.linear(x, fc1, layer.fc1.bias) > 0
+                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.up.bias.dtype)
+                fc1 = layer.up.weight.dense(x.dtype)
+                active = torch.nn.functional.linear(x, fc1, layer.up.bias) > 0
                 alive = int((active & chosen["mlp"]).any(0).sum())
                 live = [live[0] + alive, live[1] + n]
-            total += (n * layer.fc1.weight.nbytes + alive * layer.fc2.weight.nbytes) / shape.d_ffn
+            total += (n * layer.up.weight.nbytes + alive * layer.down.weight.nbytes) / shape.d_ffn
     steps = n_steps * shape.n_layers
     return {
         "mlp_density": selected["mlp"][0] / steps,

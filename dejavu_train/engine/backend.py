@@ -1,8 +1,8 @@
-"""The backend ``triton`` of SparseOPTForCausalLM: the decode engine behind ``generate()`` and ``forward()``.
+"""The backend ``triton`` of sparse models: the decode engine behind ``generate()`` and ``forward()``.
 
 Engines are built and captured once per number of rows and size of context, and reused. They share the weights with the
-Hugging Face model, whose q, k and v projections become views of the engine's layout (`share`): beside the
-weights there are the caches of each engine, and fc1 as planes where a bundle has a second stage.
+Hugging Face model, whose q, k and v projections become views of the engine's layout (`share`). Beside
+the weights there are the caches of each engine, and up as planes where a bundle has a second stage.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class EngineBackend(EnginePool):
     """Engines for one model and bundle.
 
     Args:
-        model: an OPTForCausalLM on one GPU; its modules are changed so that they share the engine's tensors.
+        model: a Hugging Face model on one GPU, whose modules are changed so that they share the engine's tensors.
         bundle: predictors and thresholds.
         kv_policy: as in `DecodeEngine`.
         ops: "triton", or "reference" for plain torch on any device (slow, for tests).

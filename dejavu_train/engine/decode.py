@@ -40,7 +40,7 @@ class DecodeEngine(Session):
     """Decodes up to `options.batch` rows of up to `options.context` tokens.
 
     Args:
-        model: a Hugging Face OPTForCausalLM, which is copied, or `DecodeWeights`, of which this engine shares what
+        model: a Hugging Face model, which is copied, or `DecodeWeights`, of which this engine shares what
             already has its layout.
         bundle: a `Bundle`, or loaded predictors by (layer, target); None = dense.
     Attributes:

@@ -51,8 +51,8 @@ class GuardedMlp:
 
     def __init__(self, body: Mlp, guard: GuardState, layer: int) -> None:
         self.body, self.guard, self.key = body, guard, UnitKey(layer, Target.MLP)
-        # Rows of fc2 are neurons here.
-        self.norms = torch.linalg.vector_norm(body.weights.fc2.weight.dense(), dim=1)
+        # Rows of down are neurons here.
+        self.norms = torch.linalg.vector_norm(body.weights.down.weight.dense(), dim=1)
 
     def select(self, x: Tensor) -> None:
         body, neurons = self.body, self.body.neurons

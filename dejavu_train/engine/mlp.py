@@ -1,4 +1,4 @@
-"""The MLP half of a decoding step, x (B, d) -> out (B, d), fp32: out = x + fc2(relu(fc1(LayerNorm(x)))), as planned.
+"""The MLP half of a decoding step, x (B, d) -> out (B, d), fp32: out = x + down(relu(up(LayerNorm(x)))), as planned.
 
 Ways differ in how they compute, never in which neurons count: those that the predictor, and the second stage where
 there is one, select.
@@ -17,7 +17,7 @@ class Mlp:
     """Neurons are selected, then multiplied.
 
     Args:
-        codes_down: fc2 of few rows is multiplied from its codes. neurons: what selects, or None.
+        codes_down: down of few rows is multiplied from its codes. neurons: what selects, or None.
         ahead: of the next layer, whose input this half makes, or None.
     """
 
@@ -48,7 +48,7 @@ class Mlp:
             work.ops.pack(neurons.selection, work.carried.packed, pdl=work.pdl)
 
     def complete(self, x: Tensor) -> None:
-        """Normalise what fc1 reads, where the predictor has not, and run the second stage of several rows."""
+        """Normalise what up reads, where the predictor has not, and run the second stage of several rows."""
         plan, work, neurons = self.plan, self.work, self.neurons
         assert neurons is not None
         if not plan.own:
@@ -74,11 +74,11 @@ class Mlp:
 
     def _rows(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
-        work.ops.dense_rows(x, weights.norm2, weights.fc1.weight, weights.fc1.bias, "relu", work.hidden, pdl=work.pdl)
+        work.ops.dense_rows(x, weights.norm2, weights.up.weight, weights.up.bias, "relu", work.hidden, pdl=work.pdl)
         if self.codes_down:  # what a ReLU has made zero is left out
             self.down(work.hidden, x, out)
         else:
-            work.ops.dense_wide(work.hidden, weights.fc2.weight, weights.fc2.bias, x, out, pdl=work.pdl)
+            work.ops.dense_wide(work.hidden, weights.down.weight, weights.down.bias, x, out, pdl=work.pdl)
 
     def _listed_grid(self, x: Tensor, out: Tensor) -> None:
         plan, weights, work = self.plan, self.weights, self.work
@@ -97,8 +97,8 @@ class Mlp:
         self.test(self.work.state.row_state, x, out)
 
     def test(self, row_state: Tensor, x: Tensor, out: Tensor) -> None:
-        """The second stage of one row, with fc1 as planes, and fc2 of what passes it."""
-        work, fc2, neurons = self.work, self.weights.fc2, self.neurons
+        """The second stage of one row, with up as planes, and down of what passes it."""
+        work, down, neurons = self.work, self.weights.down, self.neurons
         assert neurons is not None and self.weights.cascade is not None
         work.ops.cascade(
             work.carried.normalised,
@@ -108,21 +108,21 @@ class Mlp:
             row_state=row_state,
             pdl=work.pdl,
         )
-        work.ops.sparse_fc2(work.carried.packed, fc2.weight, fc2.bias, x, out, partials=work.partials, pdl=work.pdl)
+        work.ops.sparse_fc2(work.carried.packed, down.weight, down.bias, x, out, partials=work.partials, pdl=work.pdl)
 
     def _listed_batch(self, x: Tensor, out: Tensor) -> None:
-        work, fc1, fc2, neurons = self.work, self.weights.fc1, self.weights.fc2, self.neurons
+        work, up, down, neurons = self.work, self.weights.up, self.weights.down, self.neurons
         assert neurons is not None
         work.ops.fc1_batch(
-            work.carried.normalised, fc1.weight, fc1.bias, neurons.selection, work.activations, pdl=work.pdl
+            work.carried.normalised, up.weight, up.bias, neurons.selection, work.activations, pdl=work.pdl
         )
-        work.ops.fc2_batch(work.activations, fc2.weight, fc2.bias, x, out, pdl=work.pdl)
+        work.ops.fc2_batch(work.activations, down.weight, down.bias, x, out, pdl=work.pdl)
 
     def _listed_codes(self, x: Tensor, out: Tensor) -> None:
-        work, carried, fc1, neurons = self.work, self.work.carried, self.weights.fc1, self.neurons
+        work, carried, up, neurons = self.work, self.work.carried, self.weights.up, self.neurons
         assert neurons is not None
         hidden = work.ops.int4_listed(
-            carried.normalised, fc1.weight, fc1.bias, carried.packed.ids, carried.packed.count,
+            carried.normalised, up.weight, up.bias, carried.packed.ids, carried.packed.count,
             neurons.selection.row_bits, pdl=work.pdl,
         )  # fmt: skip
         self.down(hidden, x, out)
@@ -136,15 +136,15 @@ class Mlp:
 
     def up(self, x: Tensor) -> Tensor:
         """(B, d_ffn): all neurons of any number of rows."""
-        work, fc1 = self.work, self.weights.fc1
-        return work.ops.dense_hidden(x, self.weights.norm2, fc1.weight, fc1.bias, "relu", pdl=work.pdl)
+        work, up = self.work, self.weights.up
+        return work.ops.dense_hidden(x, self.weights.norm2, up.weight, up.bias, "relu", pdl=work.pdl)
 
     def down(self, hidden: Tensor, x: Tensor, out: Tensor) -> None:
-        """out = x + fc2(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
-        work, fc2 = self.work, self.weights.fc2
+        """out = x + down(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
+        work, down = self.work, self.weights.down
         if self.codes_down:
             hidden = hidden.float() if len(x) == 1 else hidden
-            work.ops.int4_fc2(hidden, fc2.weight, fc2.bias, x, out, work.partials, pdl=work.pdl)
+            work.ops.int4_fc2(hidden, down.weight, down.bias, x, out, work.partials, pdl=work.pdl)
         else:
-            transposed = self.weights.fc2_transposed
-            work.ops.dense_add(hidden, fc2.weight, fc2.bias, x, out, transposed=transposed, pdl=work.pdl)
+            transposed = self.weights.down_transposed
+            work.ops.dense_add(hidden, down.weight, down.bias, x, out, transposed=transposed, pdl=work.pdl)

@@ -40,7 +40,7 @@ from kernels.common.limits import (
 # rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step). What a step
 # adds, and more rows, leave less. Below 4096: not measured.
 DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
-CODES_FROM = 4096  # d from which a dense step of one row and 4-bit weights runs fc1 and fc2 apart. Not measured below.
+CODES_FROM = 4096  # d from which a dense step of one row and 4-bit weights runs up and down apart. Not measured below.
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 SPARE = 2**31  # bytes that stay free beside a screen of the LM head, for weights that are still to be arranged
 
@@ -125,7 +125,7 @@ def _check_formats(formats: Formats, predictors: Mapping[UnitKey, PredictorFacts
         return
     if any(facts.second_stage for facts in predictors.values()):
         raise Unsupported(
-            "the decode engine runs no second stage on 4-bit weights, of which its test would read as much as fc1 is;"
+            "the decode engine runs no second stage on 4-bit weights, of which its test would read as much as up is;"
             " calibrate a bundle with calibrate.cascade null"
         )
     if engine is not Engine.REFERENCE and formats.dtype != "float16":

@@ -42,12 +42,12 @@ class Kernels(StrEnum):
     QKV_ALL = "q/k/v of all heads"
     QKV_SELECTED = "q/k/v of selected heads"
     QKV_SELECT = "q/k/v beside the MLP's predictor"
-    ROWS = "fc1, then fc2"
-    LISTED_GRID = "fc1 and fc2 in one grid over a list"
-    SECOND_STAGE = "a second stage, then fc2"
-    LISTED_BATCH = "fc1, then fc2, over the list of several rows"
-    LISTED_CODES = "fc1 over the list of several rows, then fc2"
-    PRODUCTS = "fc1, then fc2, as products of several rows"
+    ROWS = "up, then down"
+    LISTED_GRID = "up and down in one grid over a list"
+    SECOND_STAGE = "a second stage, then down"
+    LISTED_BATCH = "up, then down, over the list of several rows"
+    LISTED_CODES = "up over the list of several rows, then down"
+    PRODUCTS = "up, then down, as products of several rows"
     COMPILED = "compiled for CPUs"
 
 
@@ -72,7 +72,7 @@ class Formats:
 
     Attributes:
         layers, head: of the layers' matrices and of the LM head. dtype: of what is no matrix, and of the caches.
-        group: columns of fc2 that share a scale, of int4.
+        group: columns of down that share a scale, of int4.
     """
 
     layers: str
@@ -138,7 +138,7 @@ class StepPlan:
     Attributes:
         halves: attention and MLP of each layer in turn. head_why: of the LM head. screened: greedy tokens go through a
             screen of it. coming: bytes that an engine takes beside weights and predictors, by what they are for.
-        codes_down: fc2 of few rows is multiplied from its codes. carveout: percent of shared memory.
+        codes_down: down of few rows is multiplied from its codes. carveout: percent of shared memory.
     """
 
     engine: Engine

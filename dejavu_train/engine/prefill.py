@@ -73,9 +73,9 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
         return tuple(heads[..., part, :].transpose(-2, -3) for part in range(3))
 
     def down(neurons: Tensor) -> Tensor:
-        fc2 = layer.fc2.weight.dense(dtype)
-        product = neurons @ fc2 if layer.fc2_transposed else F.linear(neurons, fc2)
-        return product.float() + layer.fc2.bias.float()
+        down = layer.down.weight.dense(dtype)
+        product = neurons @ down if layer.down_transposed else F.linear(neurons, down)
+        return product.float() + layer.down.bias.float()
 
     return SimpleNamespace(
         norm_attn=lambda x: layer_norm_reference(x, layer.norm1, dtype),
@@ -83,6 +83,6 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float(),
         norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
-        neurons=lambda n: F.linear(n, layer.whole_fc1().weight.dense(dtype), layer.fc1.bias).relu_(),
+        neurons=lambda n: F.linear(n, layer.whole_up().weight.dense(dtype), layer.up.bias).relu_(),
         down=down,
     )

@@ -34,7 +34,7 @@ def of_numbers(operation: Callable[P, R]) -> Callable[P, R]:
         if isinstance(given, Linear):
             return Linear(numbers(given.weight), given.bias)
         if isinstance(given, MlpWeights):
-            return MlpWeights(numbers(given.fc1), numbers(given.fc2))
+            return MlpWeights(numbers(given.up), numbers(given.down))
         if not isinstance(given, Int4Rows):
             return given
         whole = given.dense()
@@ -111,10 +111,10 @@ def sparse_mlp(
 ) -> None:
     """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
     ids = rows.ids[: int(rows.count)].long()
-    w1, w2 = (fc.weight.parts()[0] for fc in (weights.fc1, weights.fc2))
+    w1, w2 = (fc.weight.parts()[0] for fc in (weights.up, weights.down))
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
-    h = (F.linear(n.float(), w1[ids].float()) + weights.fc1.bias[ids].float()).relu()
-    out.copy_(h @ w2[ids].float() + weights.fc2.bias.float() + residual)
+    h = (F.linear(n.float(), w1[ids].float()) + weights.up.bias[ids].float()).relu()
+    out.copy_(h @ w2[ids].float() + weights.down.bias.float() + residual)
 
 
 def mlp_ahead(

@@ -1,14 +1,17 @@
 """Reads an OPT model, writes the tensors as the decode engine reads them: one layout for dense and sparse.
 
-fc1 as stored (ffn, d); fc2 transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both, and as
-stored (d, ffn) where it is dense, so that every output row has one owner; q, k, v grouped by head
-(h, 3, head_dim, d), so that a head is one contiguous range; the out-projection as stored (d, h * head_dim): a head's
-columns of a row are contiguous, and every output row has one owner. An MLP with a second stage holds fc1 as its two
-planes for one row, and for several rows as their sum beside the upper plane, which the second stage reads.
+- up: as stored (ffn, d).
+- down: transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both. Where it is dense it is as
+  stored (d, ffn), so that every output row has one owner.
+- q, k, v: grouped by head (h, 3, head_dim, d), so that a head is one contiguous range.
+- out-projection: as stored (d, h * head_dim). A head's columns of a row are contiguous, every output row has one owner.
 
-Matrices of 4 bits are `Int4Rows`, code for code those of the model: q, k, v in the same order, fc2 transposed always,
-the out-projection head by head (h, d, head_dim). There is no second stage: it would test with 4 bits of fc1, which is
-all that there is.
+An MLP with a second stage holds up as its two planes for one row. For several rows it holds their sum beside the upper
+plane, which the second stage reads.
+
+Matrices of 4 bits are `Int4Rows`, code for code those of the model. q, k and v have the same order, down is transposed
+always, the out-projection lies head by head (h, d, head_dim). There is no second stage: it would test with 4 bits of
+up, which is all that there is.
 
 A set of weights is never changed: every engine arranges a list of layers for itself, and what has the right layout
 already is shared.
@@ -27,6 +30,7 @@ from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 from dejavu_train.engine.planned import Formats
 from dejavu_train.engine.predictors import Grid, TargetPredictor
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of, dims_of
+from dejavu_train.families.opt import DOWN, OUT, QKV, UP
 from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
@@ -50,61 +54,61 @@ class LayerWeights:
     qkv: Linear
     out: Linear
     norm2: LayerNormWeights
-    fc1: Linear
-    fc2: Linear
-    fc2_transposed: bool = False
+    up: Linear
+    down: Linear
+    down_transposed: bool = False
     cascade: CascadeWeights | None = None
 
     @property
     def packed(self) -> bool:
         """Whether the matrices lie in 4 bits."""
-        return self.fc1.weight.format is Format.INT4
+        return self.up.weight.format is Format.INT4
 
     @property
     def mlp(self) -> MlpWeights:
-        """fc1 and fc2 for kernels that run both, fc2 as rows of neurons."""
-        return MlpWeights(self.fc1, self.fc2)
+        """up and down for kernels that run both, down as rows of neurons."""
+        return MlpWeights(self.up, self.down)
 
     def whole_out(self, dtype: torch.dtype) -> Tensor:
         """The out-projection (d, h * head_dim) as numbers."""
         whole = self.out.weight.dense(dtype)
         return whole.transpose(0, 1).flatten(1) if self.packed else whole
 
-    def whole_fc1(self) -> Linear:
-        """fc1 (ffn, d) for dense products, out of its planes where it is stored so."""
-        stored = self.fc1.weight
+    def whole_up(self) -> Linear:
+        """up (ffn, d) for dense products, out of its planes where it is stored so."""
+        stored = self.up.weight
         if self.cascade is None or stored.format is Format.INT4 or stored.numbers.numel():
-            return self.fc1
+            return self.up
         upper, lower = self.cascade.parts()
-        return Linear.of(upper.add_(lower).to(stored.numbers.dtype), self.fc1.bias)
+        return Linear.of(upper.add_(lower).to(stored.numbers.dtype), self.up.bias)
 
     def arranged(self, transposed: bool, grid: Grid | None, batch: int) -> "LayerWeights":
         """This layer for an engine of `batch` rows; tensors that need no other layout are shared.
 
         Args:
-            transposed: fc2 as rows of neurons.
+            transposed: down as rows of neurons.
             grid: of a second stage's planes, with its thresholds; None = a single stage.
         """
         if self.packed:
             return self
-        layer = self if self.cascade is None else dataclasses.replace(self, fc1=self.whole_fc1(), cascade=None)
-        if transposed != self.fc2_transposed:
-            (stored,) = self.fc2.weight.parts()
-            turned = Linear.of(stored.T.contiguous(), self.fc2.bias)
-            layer = dataclasses.replace(layer, fc2=turned, fc2_transposed=transposed)
+        layer = self if self.cascade is None else dataclasses.replace(self, up=self.whole_up(), cascade=None)
+        if transposed != self.down_transposed:
+            (stored,) = self.down.weight.parts()
+            turned = Linear.of(stored.T.contiguous(), self.down.bias)
+            layer = dataclasses.replace(layer, down=turned, down_transposed=transposed)
         if grid is None:
             return layer
-        (stored,), bias = layer.fc1.weight.parts(), layer.fc1.bias
+        (stored,), bias = layer.up.weight.parts(), layer.up.bias
         planes = BitPlanes.of(stored, *grid[:2])
         cascade = CascadeWeights(
             planes.upper, planes.rest, planes.step, planes.scale, bias.float(), grid[2].to(stored.device)
         )
         nothing = Linear.of(stored.new_empty(0, stored.shape[1]), bias)
-        layer = dataclasses.replace(layer, fc1=nothing, cascade=cascade)
+        layer = dataclasses.replace(layer, up=nothing, cascade=cascade)
         if batch == 1:
             return layer
         upper_only = dataclasses.replace(cascade, rest=planes.rest[:0])
-        return dataclasses.replace(layer, fc1=layer.whole_fc1(), cascade=upper_only)
+        return dataclasses.replace(layer, up=layer.whole_up(), cascade=upper_only)
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,14 @@ class DecodeWeights:
         share: bool = False,
         transposed: Collection[int] = (),
     ) -> "DecodeWeights":
-        """The weights of a Hugging Face OPTForCausalLM; matrices of 4 bits keep their codes and scales.
+        """The weights of a Hugging Face model. Matrices of 4 bits keep their codes and scales.
 
         Args:
-            model: `OPTForCausalLM`, pre-norm.
-            share: use the model's own tensors instead of copies. The model stays as it is for whoever calls it, but its
-                q, k and v projections become `GroupedProjection`s, and fc2 of the `transposed` layers a transposed
-                view; so nothing exists twice. Needs the model's own dtype and device.
-            transposed: layers whose fc2 is laid out as rows of neurons from the start.
+            model: of a registered family.
+            share: use the model's own tensors instead of copies, so that nothing exists twice. The model stays as it is
+                for whoever calls it. Its q, k and v projections become `GroupedProjection`s, and down of the
+                `transposed` layers a transposed view. Needs the model's own dtype and device.
+            transposed: layers whose down is laid out as rows of neurons from the start.
         Raises:
             UserError: not a pre-norm ReLU OPT. Unsupported: an LM head in 8 bits.
         """
@@ -190,8 +194,8 @@ class DecodeWeights:
                 matrices = {
                     "qkv": qkv,
                     "out": rows(block.out, h, d),
-                    "fc1": rows(block.up, shape.d_ffn),
-                    "fc2": rows(block.down, shape.d_ffn),
+                    "up": rows(block.up, shape.d_ffn),
+                    "down": rows(block.down, shape.d_ffn),
                 }
                 del each
             else:
@@ -204,8 +208,8 @@ class DecodeWeights:
                 matrices = {
                     "qkv": Rows(numbers),
                     "out": matrix(block.out),
-                    "fc1": matrix(block.up),
-                    "fc2": matrix(block.down, turned=number in transposed),
+                    "up": matrix(block.up),
+                    "down": matrix(block.down, turned=number in transposed),
                 }
             layers.append(
                 LayerWeights(
@@ -213,9 +217,9 @@ class DecodeWeights:
                     qkv=Linear(matrices["qkv"], torch.stack([bias(part).view(h, hd) for part in parts], dim=1)),
                     out=Linear(matrices["out"], bias(block.out)),
                     norm2=norm(block.norm_mlp),
-                    fc1=Linear(matrices["fc1"], bias(block.up)),
-                    fc2=Linear(matrices["fc2"], bias(block.down)),
-                    fc2_transposed=packed or number in transposed,
+                    up=Linear(matrices["up"], bias(block.up)),
+                    down=Linear(matrices["down"], bias(block.down)),
+                    down_transposed=packed or number in transposed,
                 )
             )
             del parts, block
@@ -297,12 +301,12 @@ class DecodeWeights:
         layers = [
             LayerWeights(
                 norm1=norm(),
-                qkv=Linear(matrix("self_attn.q_proj", h, 3, hd, d), zeros(h, 3, hd)),
-                out=Linear(matrix("self_attn.out_proj", h, d, hd) if packed else Rows(normal(d, h * hd)), zeros(d)),
+                qkv=Linear(matrix(QKV[0], h, 3, hd, d), zeros(h, 3, hd)),
+                out=Linear(matrix(OUT, h, d, hd) if packed else Rows(normal(d, h * hd)), zeros(d)),
                 norm2=norm(),
-                fc1=Linear(matrix("fc1", ffn, d), zeros(ffn)),
-                fc2=Linear(matrix("fc2", ffn, d) if packed else Rows(normal(d, ffn)), zeros(d)),
-                fc2_transposed=packed,
+                up=Linear(matrix(UP, ffn, d), zeros(ffn)),
+                down=Linear(matrix(DOWN, ffn, d) if packed else Rows(normal(d, ffn)), zeros(d)),
+                down_transposed=packed,
             )
             for _ in range(shape.n_layers)
         ]
@@ -320,14 +324,14 @@ class DecodeWeights:
     @property
     def formats(self) -> Formats:
         own = Rows(self.embedding)
-        down = self.layers[0].fc2.weight if self.layers else own
+        down = self.layers[0].down.weight if self.layers else own
         group = down.group if down.format is Format.INT4 else 0
         return Formats(down.format, self.lm_head.format, own.format, group)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
-            for linear in (layer.qkv, layer.out, layer.fc1, layer.fc2):
+            for linear in (layer.qkv, layer.out, layer.up, layer.down):
                 yield from linear.weight.parts()
             if layer.cascade is not None:
                 yield from (layer.cascade.upper, layer.cascade.rest)
@@ -344,7 +348,7 @@ def formats_of(model: Any, dtype: torch.dtype) -> Formats:
     """How the weights of a Hugging Face model lie in an engine of this dtype."""
     coded = [m for m in model.modules() if isinstance(m, CodedLinear) and m is not model.lm_head]
     bits = model.lm_head.layout.sizes.bits if isinstance(model.lm_head, CodedLinear) else 0
-    group = coded[-1].layout.sizes.group if coded else 0  # the last matrix of a layer is fc2
+    group = coded[-1].layout.sizes.group if coded else 0  # the last matrix of a layer is down
     return Formats(
         "int4" if coded else dtype_name(dtype), f"int{bits}" if bits else dtype_name(dtype), dtype_name(dtype), group
     )

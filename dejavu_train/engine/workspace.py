@@ -27,7 +27,7 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), hidden (B, d_ffn) fp32. heads_out (B, d) fp32, before a 4-bit projection fp16. attention: for
-    partial results. partials: fc2's of up to eight rows. every_neuron: the list of all, for one row. activations and
+    partial results. partials: down's of up to eight rows. every_neuron: the list of all, for one row. activations and
     levels: for several. carried: what one half leaves for another. ahead: the stream of look-ahead predictors, or None.
     """
 
@@ -97,7 +97,7 @@ class SitePredictor:
         selection: receives what is selected.
         norm: the LayerNorm of the site.
         own: whether it runs between other kernels, not on the look-ahead stream.
-        normalised_out: (B, d), receives what the predictor read, where fc1 reads the same; or None.
+        normalised_out: (B, d), receives what the predictor read, where up reads the same, or None.
         listed: receives the list without gaps, where the kernels can leave it, or None.
     """
 

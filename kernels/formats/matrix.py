@@ -69,5 +69,5 @@ class Linear:
 class MlpWeights:
     """Both layers of an MLP, with a neuron as a row of either weight, (n, d). The biases are (n) and (d)."""
 
-    fc1: Linear
-    fc2: Linear
+    up: Linear
+    down: Linear

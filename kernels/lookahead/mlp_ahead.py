@@ -257,7 +257,7 @@ def mlp_ahead(
     """`int4_mlp` of x (1, d) fp32, the residual too, and what it leaves for the next layer. Errors: as there."""
     pdl = use_pdl(pdl, out.device)
     sums = int4_mlp_partials(x, ln, weights, rows, partials, early, pdl, late=ahead.norm)
-    _add_ahead(*sums, weights.fc2.bias, x, out, ahead, pdl)
+    _add_ahead(*sums, weights.down.bias, x, out, ahead, pdl)
 
 
 def _add_ahead(

@@ -316,8 +316,8 @@ def int4_mlp_partials(
     """
     n, d = check_mlp(x, ln, weights, rows, early)
     check_dtype("x", x, (torch.float16 if ln is None else torch.float32,))
-    w1 = check_int4("fc1.weight", weights.fc1.weight, (n, d), x)
-    w2 = check_int4("fc2.weight", weights.fc2.weight, (n, d), x)
+    w1 = check_int4("fc1.weight", weights.up.weight, (n, d), x)
+    w2 = check_int4("fc2.weight", weights.down.weight, (n, d), x)
     require(w1.group == w2.group, f"fc1 and fc2 must have groups of one size, not {w1.group} and {w2.group}")
     require(late is None or ln is not None, "there is nothing to estimate where x is normalised already")
     settings = settings or int4_mlp_settings(d)
@@ -335,7 +335,7 @@ def int4_mlp_partials(
         None if ln is None else ln.bias,
         w1.words,
         w1.scales,
-        weights.fc1.bias,
+        weights.up.bias,
         w2.words,
         w2.scales,
         rows.ids,
@@ -382,4 +382,4 @@ def int4_mlp(
     check_shape("residual", residual, *x.shape)
     check_shape("out", out, *x.shape)
     sums = int4_mlp_partials(x, ln, weights, rows, partials, early, pdl, settings)
-    add_partials(*sums, weights.fc2.bias, residual, out, pdl)
+    add_partials(*sums, weights.down.bias, residual, out, pdl)

@@ -56,7 +56,7 @@ def sparse_mlp_reference(
 ) -> None:
     """Plain torch over a selection, mask (B, n) bool, in fp64 where x is. 4-bit weights meet x in fp16."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    fc1, fc2 = weights.fc1, weights.fc2
+    fc1, fc2 = weights.up, weights.down
     dtype = torch.float16 if fc1.weight.format is Format.INT4 else fc1.weight.numbers.dtype
     n = x.to(dtype) if ln is None else layer_norm_reference(x, ln, dtype)
     h = (n.to(wide) @ fc1.weight.dense(wide).T + fc1.bias.to(wide)).relu()
@@ -197,10 +197,10 @@ def check_mlp(
     x: Tensor, ln: LayerNormWeights | None, weights: MlpWeights, rows: PackedSelection, early: str | None
 ) -> tuple[int, int]:
     """(n, d) of the weights. Raise ValueError for what neither format goes with."""
-    n, d = weights.fc1.weight.shape
+    n, d = weights.up.weight.shape
     check_device("x", x)
     check_shape("x", x, 1, d)
-    check_shape("fc1.bias", weights.fc1.bias, n)
+    check_shape("fc1.bias", weights.up.bias, n)
     check_shape("rows.ids", rows.ids, n)
     if early not in (None, "x", "list") or (early == "x" and ln is not None):
         raise ValueError(f'early must be "list", None, or "x" without a LayerNorm, got {early!r}')
@@ -225,8 +225,8 @@ def sparse_mlp(
     Errors: shapes, a CPU tensor.
     """
     n, d = check_mlp(x, ln, weights, rows, early)
-    w1 = check_numbers("fc1.weight", weights.fc1.weight, n, d)
-    w2 = check_numbers("fc2.weight", weights.fc2.weight, n, d)
+    w1 = check_numbers("fc1.weight", weights.up.weight, n, d)
+    w2 = check_numbers("fc2.weight", weights.down.weight, n, d)
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
     settings = settings or mlp_settings(d, ln is not None)
@@ -240,7 +240,7 @@ def sparse_mlp(
         None if ln is None else ln.weight,
         None if ln is None else ln.bias,
         w1,
-        weights.fc1.bias,
+        weights.up.bias,
         w2,
         rows.ids,
         rows.count,
@@ -257,4 +257,4 @@ def sparse_mlp(
         num_warps=min(settings.warps, max(1, settings.block // 32)),  # no more threads than columns
         launch_pdl=pdl,
     )
-    add_partials(partials, programs, weights.fc2.bias, residual, out, pdl)
+    add_partials(partials, programs, weights.down.bias, residual, out, pdl)

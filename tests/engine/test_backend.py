@@ -329,7 +329,7 @@ def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, 
     own = {p.untyped_storage().data_ptr() for p in dense.parameters()}
     for held in model._runtime.engines.engines.values():
         for layer in held.weights.layers:
-            for name in ("qkv", "out", "fc1", "fc2"):
+            for name in ("qkv", "out", "up", "down"):
                 assert getattr(layer, name).weight.numbers.untyped_storage().data_ptr() in own, f"{name} exists twice"
         assert held.weights.embedding.data_ptr() == dense.model.decoder.embed_tokens.weight.data_ptr()
     total = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in dense.parameters()}.values())

@@ -101,23 +101,23 @@ def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
     bundle, rows = random_bundle(model), rows_of(9)
     linears = {name: each for name, each in vars(weights.layers[0]).items() if isinstance(each, Linear)}
     before = {name: (each.weight.numbers.data_ptr(), each.bias.data_ptr()) for name, each in linears.items()}
-    assert set(before) == {"qkv", "out", "fc1", "fc2"}
+    assert set(before) == {"qkv", "out", "up", "down"}
     sparse = engine(weights, bundle)
-    held = [layer.mlp.weights.fc2.weight.numbers for layer in sparse.core.layers]
+    held = [layer.mlp.weights.down.weight.numbers for layer in sparse.core.layers]
     copies = [tensor.clone() for tensor in held]
     tested, dense = engine(weights, random_bundle(model, cascade=True)), engine(weights)
     for name, pointers in before.items():
         each = getattr(weights.layers[0], name)
         found = each.weight.numbers.data_ptr(), each.bias.data_ptr()
         assert found == pointers, f"{name} of the given weights was replaced"
-    now = [layer.mlp.weights.fc2.weight.numbers for layer in sparse.core.layers]
+    now = [layer.mlp.weights.down.weight.numbers for layer in sparse.core.layers]
     assert [t.data_ptr() for t in now] == [t.data_ptr() for t in held]
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
-    one, other = (each.weights.layers[0].fc1.weight.numbers for each in (sparse, dense))
+    one, other = (each.weights.layers[0].up.weight.numbers for each in (sparse, dense))
     assert one.data_ptr() == other.data_ptr(), "the same layout is shared"
     torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(sparse.score(rows)[0], masked_nll(model, bundle, rows[0]), atol=2e-5, rtol=1e-5)
-    assert tested.weights.layers[0].fc1.weight.numbers.numel() == 0, "one row reads planes only"
+    assert tested.weights.layers[0].up.weight.numbers.numel() == 0, "one row reads planes only"
 
 
 def test_weights_that_are_released_exist_once(model):
@@ -128,17 +128,17 @@ def test_weights_that_are_released_exist_once(model):
     assert not weights.layers
     torch.testing.assert_close(second.score(row)[0], masked_nll(model, None, row[0]), atol=2e-5, rtol=1e-5)
     assert torch.equal(first.score(row)[0], expected)
-    one, other = (each.weights.layers[0].fc1.weight.numbers for each in (second, first))
+    one, other = (each.weights.layers[0].up.weight.numbers for each in (second, first))
     assert one.data_ptr() == other.data_ptr()
 
 
 def test_weights_come_back_from_planes(model):
     """Weights arranged for a cascade, given to a dense engine: fc1 as its planes hold it, in the same dtype."""
-    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].fc1.weight.numbers
+    exact = DecodeWeights.from_model(model, torch.float32, "cpu").layers[0].up.weight.numbers
     for batch in (1, 2):
         arranged = engine(model, random_bundle(model, cascade=True), batch=batch).weights
         limit = arranged.layers[0].cascade.scale[:, None] * 0.51
-        assert ((arranged.layers[0].whole_fc1().weight.numbers - exact).abs() <= limit).all()
+        assert ((arranged.layers[0].whole_up().weight.numbers - exact).abs() <= limit).all()
         rows, dense = rows_of(9), engine(arranged)
         assert dense.weights.layers[0].cascade is None
         torch.testing.assert_close(dense.score(rows)[0], masked_nll(model, None, rows[0]), atol=1e-2, rtol=1e-2)

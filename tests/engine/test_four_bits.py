@@ -35,12 +35,12 @@ def model():
 def test_codes_and_scales_are_the_models_own(model):
     layer = DecodeWeights.from_model(model, torch.float16, "cpu").layers[1]
     block = model.model.decoder.layers[1]
-    assert all(isinstance(each.weight, Int4Rows) for each in (layer.qkv, layer.out, layer.fc1, layer.fc2))
+    assert all(isinstance(each.weight, Int4Rows) for each in (layer.qkv, layer.out, layer.up, layer.down))
     exact = torch.stack([getattr(block.self_attn, f"{name}_proj").weight.view(2, 32, 64) for name in "qkv"], 1)
     assert torch.equal(layer.qkv.weight.dense(), exact)
     assert torch.equal(layer.whole_out(torch.float32), block.self_attn.out_proj.weight)
-    assert torch.equal(layer.fc1.weight.dense(), block.fc1.weight)
-    assert torch.equal(layer.fc2.weight.dense(), block.fc2.weight.T)
+    assert torch.equal(layer.up.weight.dense(), block.fc1.weight)
+    assert torch.equal(layer.down.weight.dense(), block.fc2.weight.T)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
 def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, rows, op):
     codes, hidden = random_rows(device, 40, 256, group=128), torch.rand(rows, 40, device=device).half()
     bias, x = torch.randn(256, device=device), torch.randn(rows, 256, device=device)
-    weights = SimpleNamespace(fc2=Linear(codes, bias), fc2_transposed=True)
+    weights = SimpleNamespace(down=Linear(codes, bias), down_transposed=True)
     called = []
 
     def noted(name):
@@ -168,7 +168,7 @@ def test_a_shared_model_stays_what_it_was(model):
     assert torch.equal(own(row).logits, expected)
     attention, layer = own.model.decoder.layers[0].self_attn, weights.layers[0]
     owners = {tensor.untyped_storage().data_ptr() for tensor in weights.tensors()}
-    held = (attention.q_proj.words, attention.v_proj.scales, attention.out_proj.words, layer.fc2.weight.words)
+    held = (attention.q_proj.words, attention.v_proj.scales, attention.out_proj.words, layer.down.weight.words)
     assert all(tensor.untyped_storage().data_ptr() in owners for tensor in held), "nothing exists twice"
 
 
@@ -182,7 +182,7 @@ def test_the_backend_shares_the_models_rows():
     torch.testing.assert_close(backend.engine(1, 20).score([row])[0], expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(masked_nll(own, bundle, row), expected, atol=2e-5, rtol=1e-5)
     fc1 = own.model.decoder.layers[0].fc1
-    assert backend.weights.layers[0].fc1.weight.words.data_ptr() == fc1.words.data_ptr()
+    assert backend.weights.layers[0].up.weight.words.data_ptr() == fc1.words.data_ptr()
     with pytest.raises(Unsupported, match="no second stage"):  # at once: "auto" then takes another backend
         EngineBackend(own, random_bundle(own, cascade=True), ops="reference")
 
@@ -192,8 +192,8 @@ def test_random_layers_lie_as_those_of_a_model(model):
     made = DecodeWeights.random(given.shape, torch.float16, "cpu", packed=True)
     for mine, other in zip(made.tensors(), given.tensors(), strict=True):
         assert mine.shape == other.shape and mine.dtype == other.dtype
-    assert 0.018 < made.layers[0].fc1.weight.dense().std() < 0.022
-    assert abs(made.layers[0].fc1.weight.dense().mean()) < 1e-3
+    assert 0.018 < made.layers[0].up.weight.dense().std() < 0.022
+    assert abs(made.layers[0].up.weight.dense().mean()) < 1e-3
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

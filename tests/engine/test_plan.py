@@ -98,7 +98,7 @@ def test_a_66b_shape_in_four_bits_needs_neither_weights_nor_a_gpu():
     text = made.describe()
     assert "attention of layer 0: the selected units" in text and "attention of layers 1-63:" in text
     assert "in the grid of the MLP before; its LayerNorm comes late" in text
-    assert "MLP of layers 0-63: the selected units; fc1 and fc2 in one grid over a list" in text
+    assert "MLP of layers 0-63: the selected units; up and down in one grid over a list" in text
 
 
 def test_a_guard_makes_no_input_ahead_and_says_so():

@@ -9,10 +9,9 @@ ALLOWED = {
     "families/opt.py": "the family",
     "sparse/model.py": "the public class SparseOPTForCausalLM",
 }
-ENGINE = "engine/"  # its kernels have these names still
 
 
 def test_names_of_opt_stand_in_its_family():
     library = REPOSITORY / "dejavu_train"
     found = {str(path.relative_to(library)) for path in library.rglob("*.py") if WORDS.search(path.read_text())}
-    assert {name for name in found if not name.startswith(ENGINE)} == set(ALLOWED)
+    assert found == set(ALLOWED)

@@ -88,8 +88,8 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
     return found
 
 
-def read_rules(weights: CpuWeights, bundle: Any, fc1: Any = None) -> Rules:
-    """The rules of a bundle, of a list of predictors, or of none. See `make_selectors` for ``fc1``."""
+def read_rules(weights: CpuWeights, bundle: Any, up: Any = None) -> Rules:
+    """The rules of a bundle, of a list of predictors, or of none. See `make_selectors` for ``up``."""
     listed = bundle is None or isinstance(bundle, list)
     predictors: list[TargetPredictor] = (bundle or []) if listed else read_predictors(bundle)
     means, cascades = ({}, {}) if listed else (bundle.head_means(), bundle.cascades())
@@ -100,7 +100,7 @@ def read_rules(weights: CpuWeights, bundle: Any, fc1: Any = None) -> Rules:
         facts[key] = PredictorFacts(
             site, len(each.down), each.stored, each.stored, each.top_k, density=each.density, second_stage=tested
         )
-    return Rules(make_selectors(weights, predictors, means, cascades, fc1), facts)
+    return Rules(make_selectors(weights, predictors, means, cascades, up), facts)
 
 
 class _Flat:
