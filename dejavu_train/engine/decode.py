@@ -106,10 +106,6 @@ class DecodeEngine(Session):
         """One token for every row that is not done."""
         self.core.step(mode, score)
 
-    def reset(self) -> None:
-        """Forget all rows. Captured graphs stay valid."""
-        self.core.reset()
-
     def begin(
         self,
         rows: Sequence[Sequence[int]],

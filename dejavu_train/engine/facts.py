@@ -33,9 +33,9 @@ class PredictorFacts:
     second_stage: bool = False
 
 
-def check_calibrated(bundle: Any) -> None:
+def check_calibrated(bundle: Any, engine: str = "the decode engine") -> None:
     """Raise UserError for a predictor that is neither dense on purpose nor has a threshold, or is no low-rank one."""
-    check_low_rank(bundle.specs, "the decode engine")
+    check_low_rank(bundle.specs, engine)
     for (layer, target), spec in bundle.specs.items():
         if spec.threshold is None and spec.top_k is None and not spec.keep_dense and not spec.curve:
             raise UserError(

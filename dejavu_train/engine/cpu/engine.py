@@ -133,10 +133,6 @@ class CpuEngine(Session):
         """Send the threads home; the engine cannot be used afterwards. Done by itself when the engine is forgotten."""
         self._close()
 
-    def reset(self) -> None:
-        """Forget all rows."""
-        self.state.clear()
-
     @property
     def turns(self) -> Turns:
         """Of this process: one that was forked may have copied them while a call held them."""

@@ -7,11 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, MLP_UP, Selectors, padded
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.engine.facts import PredictorFacts
-from dejavu_train.errors import UserError
+from dejavu_train.engine.facts import PredictorFacts, check_calibrated
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
 from dejavu_train.predictors.bit_planes import BitPlanes
 from dejavu_train.predictors.quantization import pack_nibbles
@@ -63,15 +61,10 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
         UserError: thresholds that were never calibrated.
         Unsupported: a predictor that is no low-rank one.
     """
-    check_low_rank(bundle.specs, "the CPU engine")
+    check_calibrated(bundle, "the CPU engine")
     found = []
     for (layer, target), entry in sorted(bundle.specs.items()):
         if entry.threshold is None and entry.top_k is None:
-            if not entry.keep_dense and not entry.curve:
-                raise UserError(
-                    f"the {target} predictor of layer {layer} was never calibrated (no threshold and no curve);"
-                    " run python -m dejavu_train.calibration.calibrate on this bundle"
-                )
             continue
         module = bundle.predictor(layer, target)
         bias = torch.zeros(module.up.shape[0]) if module.bias is None else module.bias.detach().float()
