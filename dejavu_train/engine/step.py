@@ -1,8 +1,6 @@
-"""One decoding step of the engine: its state, its halves in order, and the CUDA graph that replays them.
+"""One decoding step of the engine: its state, its layers in order, and the CUDA graph that replays them.
 
-The step is a loop: embed. Then for each layer an attention half and an MLP half (`attention`, `mlp`), in
-front of each of which the predictors that read its site run. Then the LM head and the choice of the next token. Which
-kernels a half launches stands in its `run`.
+`DecodeStep.eager` is the forward pass. What each method in it queues follows the plan (`planned.StepPlan`).
 """
 
 import contextlib

@@ -15,7 +15,7 @@ class PredictorWeights:
     """down (rank, d), up (n, rank), bias (n) or None. In fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales.
 
     For up to eight rows also as nibbles, uint8 (rank, ceil(d / 2)) and (n, ceil(rank / 2)), see `codes`. For several
-    rows of fp16 and of widths that `nibbles_batch.takes`.
+    rows of fp16 and of widths that `limits.takes_nibbles`.
 
     sums: of down with the LayerNorm in front of it, where that is known (`with_norm`): a shorter kernel for one row.
     """
