@@ -281,5 +281,5 @@ def test_buffers_that_are_carried_over_are_written_by_whom_their_class_says(name
         assert {str(launch) for launch in queued if writes(launch, tensor.data_ptr())} == expected, buffer_name
     carried.arrived.fill_(3)
     carried.moments.fill_(5)
-    engine.reset()
+    engine.core.reset()
     assert not carried.arrived.any() and not carried.moments.any(), "a step that was cut short leaves nothing behind"
