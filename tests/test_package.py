@@ -87,6 +87,20 @@ def test_the_example_that_scores(tiny_opt, bundle_folder, text_file, capsys):
     assert example("densities", tiny_opt, bundle_folder / "nowhere", text_file) == 2
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/start/python.md", "docs/guides/which-density.md"])
+def test_the_python_of_a_page_runs(name, tiny_opt, bundle_folder, tmp_path, monkeypatch):
+    """Block by block, in one namespace, on the tiny model and through gather, which needs no compiler."""
+    monkeypatch.chdir(tmp_path)
+    model = dejavu_train.SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle_folder, backend="gather")
+    names = {"model": model}
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / name).read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        block = re.sub(r'"checkpoints/[\w/-]*bundle"', f"{str(bundle_folder)!r}, backend='gather'", block)
+        block = block.replace("backend='gather', backend=\"gather\"", "backend='gather'")
+        exec(block.replace('"checkpoints/opt-mini"', repr(str(tiny_opt))), names)
+
+
 def code_texts() -> list[str]:
     """Every string of dejavu_train as one, with U+2026 where a value is put in."""
     found = []
