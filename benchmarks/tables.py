@@ -137,10 +137,10 @@ KINDS = {  # column -> engine and options of its rows
     "transformers eager": ("hf", ""),
     "transformers compiled": ("hf-compile", ""),
     "dense": ("dense", ""),
-    "sparse, heads 50 %": ("sparse", ""),
-    "look-ahead, heads 50 %": ("sparse", "site=1"),
-    "sparse, heads 85 %": ("sparse", "head_density=0.85"),
-    "sparse, heads 100 %": ("sparse", "head_density=1.0"),
+    "sparse (heads 50 %)": ("sparse", ""),
+    "look-ahead (heads 50 %)": ("sparse", "site=1"),
+    "sparse (heads 85 %)": ("sparse", "head_density=0.85"),
+    "sparse (heads 100 %)": ("sparse", "head_density=1.0"),
 }
 
 
