@@ -1,4 +1,4 @@
-"""Continues a prompt, dense and sparse: python examples/generate.py MODEL BUNDLE --prompt "Once upon a time"."""
+"""Continues a prompt, dense and sparse: python examples/generate.py [MODEL BUNDLE] --prompt "The function returns"."""
 
 import argparse
 import sys
@@ -12,8 +12,8 @@ from dejavu_train.errors import exit_on_user_error
 
 def main(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="folder or hub id of an OPT, for instance checkpoints/opt-mini")
-    parser.add_argument("bundle", help="folder or hub id of its predictors, for instance checkpoints/demo/bundle")
+    parser.add_argument("model", nargs="?", default="checkpoints/opt-mini", help="folder or hub id of an OPT")
+    parser.add_argument("bundle", nargs="?", default="checkpoints/opt-mini/bundle", help="the same of its predictors")
     parser.add_argument("--prompt", default="The function returns")
     parser.add_argument("--tokens", type=int, default=32, help="how many to generate")
     parser.add_argument("--backend", default="auto", help="auto takes the engine of the device")

@@ -23,18 +23,21 @@ tags:
 """
 _INTRODUCTION = """# Predictors for contextual sparsity
 
-A small network, the predictor, reads the input of an OPT block and says which MLP neurons and attention heads matter
-for this token; only their weights are read. `predictors.safetensors` holds one predictor for every layer and target,
+A small network, the predictor, reads the input of a block. It says which MLP neurons and attention heads matter for
+this token. Only their weights are read. `predictors.safetensors` holds one predictor for every layer and target,
 `bundle.json` their thresholds and calibration curves. The model itself is not here.
 """
 _FIGURES = """## Calibration
 
 **In domain**: measured on documents set aside for calibration, of the same source as those that trained the
-predictors. On other text the selection may be worse; `infer.py --text` measures it. Density is the share of units that
-the predictor selects; in a cascade these are candidates, of which a second stage keeps "selected", a share of all.
-Recall is the share of the active neurons that are selected; for heads, the overlap with equally many heads of the
-largest contribution. Retained mass is the share of all units' contribution that the selected ones carry. A cascade's
-recall and retained mass are those of both stages.
+predictors. On other text the selection may be worse. `infer.py --text` measures it.
+
+- Density is the share of units that the predictor selects. In a cascade these are candidates.
+- Selected is the share of all units that pass the second stage of a cascade.
+- Recall is the share of the active neurons that are selected. For heads: of equally many heads of the largest
+  contribution.
+- Retained mass is the share of all units' contribution that the selected ones carry.
+- A cascade's recall and retained mass are those of both stages.
 """
 _LOADING = """## Loading
 
@@ -62,7 +65,7 @@ def card(
     facts = {
         "model": code(model),
         "weight hash": code(weight_hash),
-        "sizes": f"{shape.n_layers} layers, d_model {shape.d_model}, d_ffn {shape.d_ffn}, {shape.n_heads} heads",
+        "sizes": f"`{shape.n_layers} layers, d_model {shape.d_model}, d_ffn {shape.d_ffn}, {shape.n_heads} heads`",
         "trained on": _text(metadata.get("text")),
         "written by": f"dejavu_train {package_version()}",
     }
