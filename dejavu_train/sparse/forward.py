@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
 from dejavu_train.families import family_of
 from dejavu_train.models.finite import check_finite
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call
-from dejavu_train.sparse.inputs import READ, as_rows, keep_columns, positions_of
+from dejavu_train.sparse.inputs import READ, SparseFrom, as_rows, keep_columns, positions_of
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import Runtime
 
@@ -29,7 +30,8 @@ class Given:
     """The arguments of a forward pass, by their names in transformers. ``rest``: its other keywords.
 
     Raises:
-        UserError: both or none of ids and embeddings, ids that are no rows of tokens, or a cache that is none.
+        UserError: both or none of ids and embeddings, ids that are no rows of tokens, a cache that is
+            none, or ``torch.export``.
     """
 
     input_ids: Tensor | None
@@ -43,6 +45,11 @@ class Given:
     rest: dict[str, Any]
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_exporting():
+            raise UserError(
+                "torch.export keeps one graph for every input, and a sparse model's follows from what each token"
+                " selects; export the dense model"
+            )
         if (self.input_ids is None) == (self.inputs_embeds is None):
             raise UserError("give exactly one of input_ids and inputs_embeds")
         if self.input_ids is not None:
@@ -77,6 +84,14 @@ class Given:
             )
         return found
 
+    def check_labels(self, start: SparseFrom) -> None:
+        """Raise :class:`UserError` for labels of a text that is dense everywhere: ``start`` is ``sparse_from``."""
+        if self.labels is not None and isinstance(start, str) and not self.past:
+            raise UserError(
+                "sparse_from='prompt' takes all of a scored text for the prompt and leaves every position dense;"
+                " set sparse_from to a position, 0 for all"
+            )
+
     def shown(self, positions: Tensor) -> Tensor:
         """(B, K) bool: which of the requested positions are none of padding."""
         return keep_columns((positions >= 0)[..., None], self.logits_to_keep)[..., 0]
@@ -106,6 +121,16 @@ def through_mask(
         logits = output.logits if isinstance(output, CausalLMOutputWithPast) else output[given.labels is not None]
         check_finite(logits, given.shown(positions), lambda: finite, model.config.num_hidden_layers)
     return output
+
+
+def find_fault(model: Any, dense: Callable[..., Any], runtime: Runtime, tokens: list[int]) -> None:
+    """Raise :class:`UserError` by the name of the layer where numbers of a row of ``tokens`` cease to be finite."""
+    finite: list[Tensor] = []
+    ids = torch.tensor([tokens], device=model.device)
+    selector, means = Predicted(runtime.bundle, model.device, model), runtime.bundle.head_means(model.device)
+    with torch.no_grad(), masking(model, selector, means=means, finite=finite):
+        logits = dense(input_ids=ids, use_cache=False).logits
+    check_finite(logits, torch.ones_like(ids, dtype=torch.bool), lambda: finite, model.config.num_hidden_layers)
 
 
 def through_gather(

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -209,6 +209,24 @@ def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, voc
             f"the cache holds {past} tokens and the prompt has {new}: give the whole text, longer than the cache, or"
             f" new tokens with an attention_mask of {behind}"
         )
+
+
+def refuse_for_gather(
+    inputs: Tensor | None, kwargs: dict[str, Any], setting: Callable[[str], Any], config: PreTrainedConfig
+) -> None:
+    """Refuse what ``generate`` cannot do through ``gather``.
+
+    Args:
+        inputs, kwargs: of ``generate``.
+        setting: gives a setting of generation by its name.
+    Raises:
+        UserError: as :func:`refuse_right_padding` and :func:`refuse_outputs`, or a cache of another implementation.
+    """
+    refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
+    asked = {name: setting(name) for name in ("output_attentions", "output_hidden_states") if setting(name)}
+    refuse_outputs({**asked, "is_causal": kwargs.get("is_causal")}, config)
+    if setting("cache_implementation") is not None:
+        raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
 
 
 def refuse_right_padding(inputs: Tensor | None, kwargs: dict[str, Any], pad: Any, ending: Any) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.base import dense_type
+from dejavu_train.families.plain import exchanged_forward
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.opt import load_with_info
@@ -85,6 +87,27 @@ def _find_bundle(
         raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
     bundle = Bundle.from_pretrained(folder / PREDICTORS_FOLDER, predictor_class=classes)
     return bundle if Path(name).is_dir() else dataclasses.replace(bundle, model=name)
+
+
+def wrapped_class(cls: Any, model: Any) -> type[PreTrainedModel]:
+    """The dense class of a model that ``cls``, a sparse class, may wrap.
+
+    Raises:
+        UserError: no model of that class, or one with a ``forward`` of its own.
+    """
+    dense = cls.dense_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None)
+    if dense is None or not isinstance(model, dense):
+        wanted = "a causal language model of transformers" if dense is None else f"an {dense.__name__}"
+        raise UserError(
+            f"{cls.__name__}.from_model takes {wanted}, got a {type(model).__name__}; from_pretrained"
+            " loads one by its name, and of a model that wraps one give the one inside"
+        )
+    if type(model).forward not in (dense.forward, cls.forward) or exchanged_forward(model):
+        raise UserError(
+            f"{cls.__name__}.from_model takes the layers and the head of a model, and this {type(model).__name__}"
+            " has a forward of its own around them; put that into a module inside, or into a hook"
+        )
+    return dense
 
 
 def adopt(cls: type[PreTrainedModel], model: PreTrainedModel) -> Any:

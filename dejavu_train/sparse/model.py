@@ -24,14 +24,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, OPTForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.families.plain import exchanged_forward
-from dejavu_train.models.finite import check_finite
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
@@ -40,6 +37,7 @@ from dejavu_train.sparse.forward import (
     Given,
     Output,
     check_cache,
+    find_fault,
     output_of,
     refuse_on_engine,
     through_gather,
@@ -52,14 +50,13 @@ from dejavu_train.sparse.inputs import (
     keep_columns,
     prompt_lengths,
     read_sparse_from,
+    refuse_for_gather,
     refuse_outputs,
-    refuse_right_padding,
     sparse_positions,
     unread_keywords,
     visible_columns,
 )
-from dejavu_train.sparse.loading import adopt, load_together
-from dejavu_train.sparse.masked import masking
+from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
 from dejavu_train.sparse.runtime import BACKENDS, Runtime, Settings, check_bundle_of
 from dejavu_train.sparse.runtime import ENGINES as ENGINES
 from dejavu_train.sparse.saving import save_together
@@ -131,18 +128,7 @@ class SparseCausalLM(_Dense):
         if kv_policy not in KV_POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         sparse_from = read_sparse_from(sparse_from)
-        dense = cls.dense_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None)
-        if dense is None or not isinstance(model, dense):
-            wanted = "a causal language model of transformers" if dense is None else f"an {dense.__name__}"
-            raise UserError(
-                f"{cls.__name__}.from_model takes {wanted}, got a {type(model).__name__}; from_pretrained"
-                " loads one by its name, and of a model that wraps one give the one inside"
-            )
-        if type(model).forward not in (dense.forward, cls.forward) or exchanged_forward(model):
-            raise UserError(
-                f"{cls.__name__}.from_model takes the layers and the head of a model, and this {type(model).__name__}"
-                " has a forward of its own around them; put that into a module inside, or into a hook"
-            )
+        dense = wrapped_class(cls, model)
         check_bundle_of(model, bundle)
         sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
         sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
@@ -280,11 +266,6 @@ class SparseCausalLM(_Dense):
         """``mask``, ``gather``, ``triton`` or ``cpu``, in use; another one is chosen with :meth:`from_model`."""
         return "mask" if self._bundle is None else self._runtime.backend
 
-    @property
-    def _gathering(self) -> bool:
-        """Whether the caller stands in a call of ``generate()`` that transformers' loops run."""
-        return call_of(self) is not None
-
     def guard_report(self) -> dict[str, Any] | None:
         """What the guard has measured since it was made or reset, see :meth:`GuardState.report`; None without one."""
         guarded = self._runtime.guarded
@@ -301,12 +282,7 @@ class SparseCausalLM(_Dense):
         if isinstance(refusal, Unsupported) and self._settings.auto:
             return self._log_once(refusal)
         if refusal.tokens is not None:
-            finite: list[Tensor] = []
-            ids = torch.tensor([refusal.tokens], device=self.device)
-            selector = Predicted(runtime.bundle, self.device, self)
-            with torch.no_grad(), masking(self, selector, means=runtime.bundle.head_means(self.device), finite=finite):
-                logits = super().forward(input_ids=ids, use_cache=False).logits
-            check_finite(logits, torch.ones_like(ids, dtype=torch.bool), lambda: finite, self.config.num_hidden_layers)
+            find_fault(self, super().forward, runtime, refusal.tokens)
         raise refusal
 
     def _log_once(self, refusal: UserError) -> None:
@@ -362,11 +338,6 @@ class SparseCausalLM(_Dense):
                 attentions, hidden states or (in the backward pass) gradients; ``mask`` under gradient checkpointing;
                 ``triton`` with any cache, ``use_cache=True``, embeddings or positions; any under ``torch.export``.
         """
-        if torch.compiler.is_exporting():
-            raise UserError(
-                "torch.export keeps one graph for every input, and a sparse model's follows from what each token"
-                " selects; export the dense model"
-            )
         given = Given(
             input_ids, attention_mask, past_key_values, inputs_embeds, position_ids, labels, use_cache, logits_to_keep,
             kwargs,
@@ -377,11 +348,7 @@ class SparseCausalLM(_Dense):
         if runtime.backend != "mask":
             given.attention_mask = visible_columns(attention_mask, given.tokens.shape[:2], given.past, self.device)
         positions = given.positions(self.device, self.config.max_position_embeddings)
-        if labels is not None and isinstance(start, str) and not given.past:
-            raise UserError(
-                "sparse_from='prompt' takes all of a scored text for the prompt and leaves every position dense;"
-                " set sparse_from to a position, 0 for all"
-            )
+        given.check_labels(start)
         sparse = sparse_positions(start, positions, given.past)
         if runtime.backend == "mask":
             return through_mask(self, super().forward, runtime, given, positions, sparse)
@@ -396,7 +363,7 @@ class SparseCausalLM(_Dense):
                 return output_of(self, keep_columns(logits, logits_to_keep), given)
             except UserError as refusal:
                 self._judge(refusal, runtime)
-        with runtime.turn(nested=self._gathering), torch.autocast(self.device.type, enabled=False):
+        with runtime.turn(nested=call_of(self) is not None), torch.autocast(self.device.type, enabled=False):
             return through_gather(self, runtime, call, given, positions, sparse)
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers looks at its signature
@@ -414,7 +381,7 @@ class SparseCausalLM(_Dense):
         Raises:
             UserError: ``triton`` was asked for anything else; ``gather`` for prompts that are padded on the right.
         """
-        runtime, nested, start = self._runtime, self._gathering, self.sparse_from
+        runtime, nested, start = self._runtime, call_of(self) is not None, self.sparse_from
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:
@@ -439,12 +406,8 @@ class SparseCausalLM(_Dense):
         if isinstance(cache, SparseCache):
             cache.finished = None
         if not mask:
-            refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
-            asked = {name: setting(name) for name in ("output_attentions", "output_hidden_states") if setting(name)}
-            refuse_outputs({**asked, "is_causal": kwargs.get("is_causal")}, self.config)
+            refuse_for_gather(inputs, kwargs, setting, self.config)
             check_cache(cache)
-            if setting("cache_implementation") is not None:
-                raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
         ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
         if isinstance(start, str):
             start = prompt_lengths(inputs, kwargs, setting("pad_token_id"), cache)
