@@ -32,7 +32,7 @@ from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import Reader
 from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.selectors import TargetPredictor
-from dejavu_train.families import ModelDims
+from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.models.opt import load_opt
 
 WARM_UP = 2
@@ -76,7 +76,7 @@ def random_predictors(
     generator = torch.Generator().manual_seed(1)
     found = []
     for layer in range(shape.n_layers):
-        for target, density, r in (("mlp", mlp_density, rank), ("heads", head_density, 32)):
+        for target, density, r in ((Target.MLP, mlp_density, rank), (Target.HEADS, head_density, 32)):
             if density == 1:
                 continue
             n = shape.units(target)
@@ -88,12 +88,10 @@ def random_predictors(
                     scales[f"{name}_scale"] = weight.abs().amax(1) / 127
                 down = (down / scales["down_scale"][:, None]).round().to(torch.int8)
                 up = (up / scales["up_scale"][:, None]).round().to(torch.int8)
-            site = "mlp_in" if target == "mlp" else "attn_in"
+            site = UnitKey(layer, target).site
             threshold = statistics.NormalDist().inv_cdf(1 - density)
             found.append(
-                TargetPredictor(
-                    layer, target, site, layer, stored, down, up, torch.zeros(n), threshold=threshold, **scales
-                )
+                TargetPredictor(layer, target, site, stored, down, up, torch.zeros(n), threshold=threshold, **scales)
             )
     return found
 

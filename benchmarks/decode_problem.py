@@ -14,7 +14,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
-from dejavu_train.families import ModelDims
+from dejavu_train.families import ModelDims, Site
 from kernels.common.layer_norm import layer_norm_reference
 from kernels.mlp.predictor import PredictorWeights
 from kernels.mlp.select import predict_reference
@@ -91,7 +91,7 @@ def random_predictors(
             elif dtype != "float16":
                 pair = pair.quantized(torch.int8)
         result[layer, target] = TargetPredictor(
-            layer, target, ("attn_in", "mlp_in")[half % 2], half // 2, pair, torch.zeros(1, device="cuda"), None,
+            layer, target, Site.at(half), pair, torch.zeros(1, device="cuda"), None,
             folded, torch.zeros(n, device="cuda"), density,
         )  # fmt: skip
     return result
@@ -111,12 +111,12 @@ def nibbles(pair: PredictorWeights) -> PredictorWeights:
 
 def logits_of(engine: DecodeEngine, predictor: TargetPredictor) -> torch.Tensor:
     """(B, n) fp32: what a predictor said in the last step, in plain torch from the residual stream that it left."""
-    layer, later = engine.weights.layers[predictor.site_layer], predictor.site == "mlp_in"
+    layer, later = engine.weights.layers[predictor.site.layer], predictor.site.half % 2
     weights = predictor.weights
     if predictor.folded is not None:
         eye = torch.eye(len(predictor.folded), dtype=predictor.folded.dtype, device=predictor.folded.device)
         weights = PredictorWeights(predictor.folded, eye, predictor.bias)
-    x = engine.core.x[2 * predictor.site_layer + later]
+    x = engine.core.x[predictor.site.half]
     return predict_reference(x, weights, layer.norm2 if later else layer.norm1)
 
 

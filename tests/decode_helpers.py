@@ -10,12 +10,20 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.families import ModelDims, dims_of, family_of
+from dejavu_train.families import LayerInput, ModelDims, Site, dims_of, family_of
 from dejavu_train.families.block import forward_block, positions_like
 from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import int4_rows
 from kernels.mlp.predictor import quantize_rows
+
+
+class Spec(SimpleNamespace):
+    """What a bundle's spec says of a predictor, as far as engines ask."""
+
+    @property
+    def reads(self):
+        return Site(self.site_layer, LayerInput(self.site))
 
 
 def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0) -> OPTForCausalLM:
@@ -98,7 +106,7 @@ def random_bundle(
             bundle.predictors[layer, target] = made.requires_grad_(False)
             dense = layer in dense_layers
             k = None if top_k is None else max(1, int(top_k * n_out))
-            bundle.specs[layer, target] = SimpleNamespace(
+            bundle.specs[layer, target] = Spec(
                 kind="low_rank",
                 rank=rank,
                 d_in=shape.d_model,

@@ -72,7 +72,7 @@ class PredictorSpec:
 
     @property
     def reads(self) -> Site:
-        return Site(self.site_layer, self.site)
+        return Site(self.site_layer, LayerInput(self.site))  # a file holds its text
 
     @property
     def dense(self) -> bool:

@@ -26,7 +26,7 @@ from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
 from dejavu_train.errors import Unsupported
-from dejavu_train.families import UnitKey
+from dejavu_train.families import Target, UnitKey
 from kernels.common.checks import runs_on
 
 
@@ -73,7 +73,9 @@ class EngineBackend(EnginePool):
         plan_step(self.shape, facts, formats_of(model, dtype), options, engine)  # refuses now what no engine can run
         self.kv_policy, self.ops, self.guard, self._dtype = kv_policy, ops, guard, dtype
         self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor]] = {}
-        self._transposed = {layer for (layer, target), e in bundle.specs.items() if target == "mlp" and not e.dense}
+        self._transposed = {
+            layer for (layer, target), e in bundle.specs.items() if target == Target.MLP and not e.dense
+        }
 
     def _read(self, model: Any) -> DecodeWeights:
         return DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)

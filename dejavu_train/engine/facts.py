@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.errors import UserError
-from dejavu_train.families import LayerInput, Site, Target, UnitKey
+from dejavu_train.families import Site, Target, UnitKey
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ def check_calibrated(bundle: Any, engine: str = "the decode engine") -> None:
             )
 
 
-def folds(layer: int, target: str, spec: Any) -> bool:
+def folds(layer: int, target: Target, spec: Any) -> bool:
     """Whether a predictor is one matrix of h rows: of heads, without a nonlinearity, of its layer's attn_in, or of
     mlp_in of the layer before. That is one stage instead of two, and fewer bytes wherever the rank exceeds h."""
-    if target != "heads" or spec.nonlinearity == "relu" or spec.top_k is not None:
+    if target != Target.HEADS or spec.nonlinearity == "relu" or spec.top_k is not None:
         return False
-    return Site(spec.site_layer, LayerInput(spec.site)).half in (2 * layer, 2 * layer - 1)
+    return spec.reads.half in (2 * layer, 2 * layer - 1)
 
 
 def expected_union(density: float, batch: int, frequency: Tensor | None = None) -> float:
@@ -97,8 +97,8 @@ def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> 
         if spec.threshold is not None or spec.top_k is not None:
             union = expected_union(spec.density, rows, bundle.frequency(layer, target))
             found[UnitKey(layer, Target(target))] = PredictorFacts(
-                Site(spec.site_layer, LayerInput(spec.site)),
+                spec.reads,
                 spec.rank, spec.dtype if (layer, target) in codes else dtype, spec.dtype,
-                spec.top_k, folds(layer, target, spec), spec.density, union, target == "mlp" and layer in tested,
+                spec.top_k, folds(layer, target, spec), spec.density, union, target == Target.MLP and layer in tested,
             )  # fmt: skip
     return found

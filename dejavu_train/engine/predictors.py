@@ -25,8 +25,7 @@ class TargetPredictor:
 
     layer: int
     target: Target
-    site: str
-    site_layer: int
+    site: Site
     weights: PredictorWeights
     threshold: Tensor
     top_k: int | None
@@ -42,15 +41,14 @@ class TargetPredictor:
         """For an engine of so many rows."""
         name = str(self.weights.up.dtype).removeprefix("torch.")
         return PredictorFacts(
-            Site(self.site_layer, LayerInput(self.site)),
-            len(self.weights.down), "int4" if name == "uint8" else name, self.stored,
+            self.site, len(self.weights.down), "int4" if name == "uint8" else name, self.stored,
             self.top_k, self.folded is not None, self.density, expected_union(self.density, rows, self.frequency),
             self.grid is not None,
         )  # fmt: skip
 
     @property
     def ahead(self) -> bool:
-        return (self.site, self.site_layer) == ("mlp_in", self.layer - 1)
+        return self.site == Site(self.layer - 1, LayerInput.MLP)
 
     @property
     def own_folded(self) -> Tensor | None:
@@ -95,17 +93,16 @@ def load_predictors(
         predictors[UnitKey(layer, Target(target))] = TargetPredictor(
             layer,
             target,
-            spec.site,
-            spec.site_layer,
+            spec.reads,
             weights,
             torch.tensor([spec.threshold or 0.0], dtype=torch.float32, device=device),
             spec.top_k,
             folded,
             bias.to(device),
             spec.density,
-            means.get(layer) if target == "heads" else None,
+            means.get(layer) if target == Target.HEADS else None,
             bundle.frequency(layer, target),
-            grids.get(layer) if target == "mlp" else None,
+            grids.get(layer) if target == Target.MLP else None,
             spec.dtype,
         )
     return predictors

@@ -117,8 +117,8 @@ class DecodeStep:
         selection = Selection.empty(self.shape.units(predictor.target), device, block)
         if half.place is Place.GRIDS:
             return TargetSelection(predictor, selection, None)
-        weights = self.weights.layers[predictor.site_layer]
-        norm = weights.norm1 if predictor.site == "attn_in" else weights.norm2
+        weights = self.weights.layers[predictor.site.layer]
+        norm = weights.norm1 if predictor.site.input == LayerInput.ATTN else weights.norm2
         carried = self.work.carried
         normalised = carried.normalised if half.own and half.target == Target.MLP else None
         known = dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))

@@ -9,7 +9,6 @@ from dejavu_train.engine.carried import Carried
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.families import LayerInput, Site
 from kernels.attention.flash_decode import AttentionScratch
 from kernels.attention.head_select import HeadPredictor
 from kernels.common.layer_norm import LayerNormWeights
@@ -111,7 +110,7 @@ class SitePredictor:
         normalised_out: Tensor | None,
         listed: PackedSelection | None = None,
     ) -> None:
-        self.site = Site(predictor.site_layer, LayerInput(predictor.site))
+        self.site = predictor.site
         self.work, self.norm = work, norm
         self.stream = None if own else work.ahead
         self.normalised_out = normalised_out

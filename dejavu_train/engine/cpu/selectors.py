@@ -10,11 +10,11 @@ from torch import Tensor
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, MLP_UP, Selectors, padded
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.facts import PredictorFacts, check_calibrated
-from dejavu_train.families import LayerInput, Site, Target, UnitKey
+from dejavu_train.families import Site, Target, UnitKey
 from dejavu_train.predictors.bit_planes import BitPlanes
 from dejavu_train.predictors.quantization import pack_nibbles
 
-TARGETS = {"heads": HEADS, "mlp": MLP}
+COLUMNS = {Target.HEADS: HEADS, Target.MLP: MLP}
 KINDS = {"float32": FLOAT32, "bfloat16": FLOAT32, "float16": FLOAT16, "int8": INT8, "int4": INT4}
 ARRAYS = ("float32", "float16", "int8", "int4")
 DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8, "int4": np.uint8}
@@ -26,14 +26,13 @@ class TargetPredictor:
 
     Attributes:
         stored: float32, float16, int8 or int4: how ``Selectors`` keeps the two matrices. int4 codes lie in -8..7.
-        site, site_layer: what it reads; threshold, top_k: what it selects, one of the two.
+        site: what it reads. threshold, top_k: what it selects, one of the two.
         density: the share of units that a row selects.
     """
 
     layer: int
-    target: str
-    site: str
-    site_layer: int
+    target: Target
+    site: Site
     stored: str
     down: Tensor
     up: Tensor
@@ -74,7 +73,7 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
                 parts[part], parts[f"{part}_scale"] = bundle.codes(layer, target, part)
         found.append(
             TargetPredictor(
-                layer, target, entry.site, entry.site_layer, entry.dtype, bias=bias, relu=module.nonlinearity == "relu",
+                layer, target, entry.reads, entry.dtype, bias=bias, relu=module.nonlinearity == "relu",
                 threshold=entry.threshold, top_k=entry.top_k, density=entry.density, **parts,
             )
         )  # fmt: skip
@@ -88,10 +87,9 @@ def read_rules(weights: CpuWeights, bundle: Any, up: Any = None) -> Rules:
     means, cascades = ({}, {}) if listed else (bundle.head_means(), bundle.cascades())
     facts = {}
     for each in predictors:
-        key, site = UnitKey(each.layer, Target(each.target)), Site(each.site_layer, LayerInput(each.site))
         tested = each.target == Target.MLP and each.layer in cascades
-        facts[key] = PredictorFacts(
-            site, len(each.down), each.stored, each.stored, each.top_k, density=each.density, second_stage=tested
+        facts[UnitKey(each.layer, each.target)] = PredictorFacts(
+            each.site, len(each.down), each.stored, each.stored, each.top_k, density=each.density, second_stage=tested
         )
     return Rules(make_selectors(weights, predictors, means, cascades, up), facts)
 
@@ -159,8 +157,8 @@ def make_selectors(
     spec = np.zeros((len(predictors), 10), np.int64)
     for number, predictor in enumerate(predictors):
         spec[number] = _spec(predictor, flat)
-        at[predictor.layer, TARGETS[predictor.target]] = number
-        readers[2 * predictor.site_layer + (predictor.site == "mlp_in")].append(number)
+        at[predictor.layer, COLUMNS[predictor.target]] = number
+        readers[predictor.site.half].append(number)
     kept = np.full(n_layers, -1, np.int64)
     sparse_heads = np.flatnonzero(at[:, HEADS] >= 0)
     kept[sparse_heads] = np.arange(len(sparse_heads))
