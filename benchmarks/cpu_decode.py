@@ -1,11 +1,11 @@
 """Times one decoding step on a CPU: transformers eager and compiled, our dense and sparse engine, in turns.
 
-Every rival takes a few steps in each round, so that whatever else runs on the machine meets all of them; medians over
+Every rival takes a few steps in each round, so that whatever else runs on the machine meets all of them. Medians over
 all rounds. One of them reads half a gigabyte in sequence: its median is the read bandwidth that the others are compared
 with, because that of a shared host changes twofold within seconds. Rows go to benchmarks/results/cpu_decode.csv with
 the processor's name.
 MB a token are counted by the engine: weights, predictors, LM head, K and V. Random shapes: predictors really run, on
-thresholds at the quantiles of their logits; biases of fc1 make the stated share of neurons active.
+thresholds at the quantiles of their logits. Biases of fc1 make the stated share of neurons active.
 
     python -m benchmarks.cpu_decode --model checkpoints/opt-mini --bundle checkpoints/demo/bundle
     python -m benchmarks.cpu_decode --shape 1.3b --rivals eager
@@ -44,7 +44,7 @@ COLUMNS = (
 
 @dataclass
 class Rival:
-    """Somebody who decodes one token a call, or reads ``n_bytes`` of memory; times in seconds.
+    """Somebody who decodes one token a call, or reads ``n_bytes`` of memory. Times in seconds.
 
     engine: ours, whose bytes are counted.
     """
@@ -60,7 +60,7 @@ class Rival:
 
 
 def random_weights(shape: ModelDims, stored: str, group: int | None, live_share: float) -> CpuWeights:
-    """Random weights whose neurons are active with this probability; see `decode_problem.random_weights`."""
+    """Random weights whose neurons are active with this probability. See `decode_problem.random_weights`."""
     weights = CpuWeights.random(shape, stored, group, std=STD)
     weights.model.up_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
     return weights
@@ -69,7 +69,7 @@ def random_weights(shape: ModelDims, stored: str, group: int | None, live_share:
 def random_predictors(
     shape: ModelDims, rank: int, mlp_density: float, head_density: float, stored: str
 ) -> list[TargetPredictor]:
-    """Random predictors that select about these shares; none for a share of 1.
+    """Random predictors that select about these shares. None for a share of 1.
 
     A LayerNorm's output has norm sqrt(d), so logits are normal with deviation 1 once B is scaled by the norm of A x.
     """
@@ -155,7 +155,7 @@ def note_densities(rival: Rival) -> None:
 
 
 def row_of(rival: Rival, batch: int, bandwidth: float, tokens: int) -> dict[str, Any]:
-    """The measured columns of one rival; tokens: all steps that it took, those not counted included."""
+    """The measured columns of one rival. tokens: all steps that it took, those not counted included."""
     times = [1e3 * seconds for seconds in rival.times]
     cuts = statistics.quantiles(times, n=5, method="inclusive")
     row: dict[str, Any] = {
@@ -190,7 +190,7 @@ def cpu_name() -> str:
 
 
 def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list[tuple[str, CpuEngine]], float | str]:
-    """Our rivals, dense and sparse, in every asked format; sparse and dense share the weights."""
+    """Our rivals, dense and sparse, in every asked format. Sparse and dense share the weights."""
     engines: list[tuple[str, CpuEngine]] = []
     options: dict[str, Any] = {"batch": args.batch, "context": context}
     for stored in args.stored:

@@ -60,11 +60,11 @@ def random_predictors(
     dtype: str = "float16",
     heads_ahead: int = 0,
 ) -> dict[tuple[int, str], TargetPredictor]:
-    """Predictors of both targets, none for a density of 1; thresholds are set later, see `set_thresholds`.
+    """Predictors of both targets, none for a density of 1. Thresholds are set later, see `set_thresholds`.
 
     Args:
         mlp_density, head_density: what one row selects, by which the engine chooses how a layer runs.
-        lookahead: half-blocks between the MLP's site and fc1; heads_ahead: between the heads' site and q/k/v.
+        lookahead: half-blocks between the MLP's site and fc1. heads_ahead: between the heads' site and q/k/v.
         dtype: of the MLP predictors: float16, or int8 or int4 with a scale a row.
     """
     generator = torch.Generator("cuda").manual_seed(1)
@@ -141,7 +141,7 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
 def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
     """Densities and live share over some eager steps, and the bytes that a step must read.
 
-    Rows of the union are read once; of fc2 those that are live for a row that selects them; K/V of a head for each row
+    Rows of the union are read once. Of fc2 those that are live for a row that selects them. K/V of a head for each row
     that selects it.
     """
     shape, size = engine.shape, engine.weights.embedding.element_size()
@@ -190,7 +190,7 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
 
 
 def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
-    """Rows of random known tokens; `prompt` of them run densely, the others are forced one by one."""
+    """Rows of random known tokens. `prompt` of them run densely, the others are forced one by one."""
     generator = torch.Generator().manual_seed(0)
     total = min(prompt + steps, engine.context)
     rows = torch.randint(3, engine.shape.vocab_size, (engine.batch, total), generator=generator).tolist()

@@ -52,7 +52,7 @@ def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, position
 
 @dataclass
 class RandomBundle:
-    """What the engine reads of a bundle, with random predictors; thresholds near the logits' quantiles."""
+    """What the engine reads of a bundle, with random predictors. Thresholds near the logits' quantiles."""
 
     shape: ModelDims
     specs: dict = field(default_factory=dict)

@@ -44,9 +44,7 @@ class Guard:
     def __post_init__(self) -> None:
         check_ranges(self, "guard.", {"every": NUMBER})
         if self.every == 1:
-            raise UserError(
-                f"guard.every must be at least 2 (1 would be the dense model), or 0 for no guard, got {self.every}"
-            )
+            raise UserError(f"guard.every must be at least 2, or 0 for no guard, got {self.every}")
         if self.retained_mass is not None and not 0 < self.retained_mass < 1:
             raise UserError(f"guard.retained_mass must lie between 0 and 1, got {self.retained_mass}")
         check_ranges(self, "guard.", {"memory": COUNT})

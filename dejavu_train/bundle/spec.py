@@ -27,9 +27,9 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by a 
 class PredictorSpec:
     """One predictor: what it selects, what it reads, from which logit on, and how good that was on ``calibration``.
 
-    ``threshold`` and ``top_k`` exclude each other; with neither the layer is dense. ``curve`` holds equally long lists
+    ``threshold`` and ``top_k`` exclude each other, with neither the layer is dense. ``curve`` holds equally long lists
     ``density`` (rising), ``threshold`` (falling), ``recall``, ``precision``, ``retained_mass`` and perhaps
-    ``loss_increase``; it may be empty, then ``Bundle.at`` cannot move the threshold. ``replacement`` says what stands
+    ``loss_increase``. It may be empty, then ``Bundle.at`` cannot move the threshold. ``replacement`` says what stands
     in for a skipped head: nothing (``none``) or the mean of its output (``mean``).
 
     A ``cascade`` (MLP only) is a low-rank predictor whose selection is tested once more on the upper plane of ``up``,
@@ -111,7 +111,7 @@ _OPEN = ("top_k", "precision", "active_density", "stage2_retained_mass", "thresh
 
 
 def tensor_name(layer: int, target: Target, part: str) -> str:
-    """Name of a tensor in ``predictors.safetensors``; ``part`` as in ``Bundle``."""
+    """Name of a tensor in ``predictors.safetensors``. ``part`` as in ``Bundle``."""
     return f"layers.{layer}.{target}.{part}"
 
 

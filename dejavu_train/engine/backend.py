@@ -109,10 +109,10 @@ class EngineBackend(EnginePool):
         )  # fmt: skip
 
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
-        """(B, T, V) in the model's dtype, every position through the engine's steps; zeros at padding.
+        """(B, T, V) in the model's dtype, every position through the engine's steps. Zeros at padding.
 
         Args:
-            input_ids: (B, T); visible: (B, T) bool, false for padding; sparse_from: "prompt" = all dense.
+            input_ids: (B, T). visible: (B, T) bool, false for padding. sparse_from: "prompt" = all dense.
         """
         rows = [ids[seen].tolist() for ids, seen in zip(input_ids.cpu(), visible.cpu(), strict=True)]
         starts = list(map(len, rows)) if isinstance(sparse_from, str) else starts_of(sparse_from, len(rows))

@@ -1,4 +1,4 @@
-"""The decode engine: reads an OPT and a bundle, writes tokens; a whole step, sampling included, is one CUDA graph.
+"""The decode engine: reads an OPT and a bundle, writes tokens. A whole step, sampling included, is one CUDA graph.
 
 Dense and sparse come from the same code: a layer without a predictor runs densely. All state (tokens, positions,
 watermarks, counts, seeds, what is forced and what is sampled) lives in device tensors, so one captured step serves
@@ -42,7 +42,7 @@ class DecodeEngine(Session):
     Args:
         model: a Hugging Face model, which is copied, or `DecodeWeights`, of which this engine shares what
             already has its layout.
-        bundle: a `Bundle`, or loaded predictors by (layer, target); None = dense.
+        bundle: a `Bundle`, or loaded predictors by (layer, target). None = dense.
     Attributes:
         plan: how a step runs. See `describe`.
         memory: bytes by what they are for.
@@ -153,14 +153,14 @@ class DecodeEngine(Session):
         self.core.tail(sampler.mode, score)
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
-        """Up to CHUNK steps; see `Session.steps`."""
+        """Up to CHUNK steps. See `Session.steps`."""
         n = min(n, CHUNK)
         for _ in range(n):
             self.core.step(mode, score)
         return n
 
     def look(self, n: int) -> tuple[list[int], bool]:
-        """One copy from the device. Raises UserError for logits that hold NaN; see `Session.look`."""
+        """One copy from the device. Raises UserError for logits that hold NaN. See `Session.look`."""
         done, last, fault = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
         for b, position in enumerate(fault):
             if position:
@@ -177,10 +177,10 @@ class DecodeEngine(Session):
         """Teacher forcing, every token through the decoding step: the logits behind every token.
 
         Args:
-            rows: token ids, each of 1 to `context` tokens; at most `batch` rows.
-            sparse_from: first sparse position; earlier ones select everything.
+            rows: token ids, each of 1 to `context` tokens. At most `batch` rows.
+            sparse_from: first sparse position. Earlier ones select everything.
         Returns:
-            (B, T, V) on the engine's device, T the longest row; what stands behind a shorter row is undefined.
+            (B, T, V) on the engine's device, T the longest row. What stands behind a shorter row is undefined.
         """
         lengths = [len(row) for row in rows]
         total, starts = [n + 1 for n in lengths], per_row(sparse_from, lengths)

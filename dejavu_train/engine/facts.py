@@ -56,7 +56,7 @@ def expected_union(density: float, batch: int, frequency: Tensor | None = None) 
     """The share of units that `batch` rows of this density select together.
 
     Args:
-        frequency: (n,) how often each unit is needed; None = all alike.
+        frequency: (n,) how often each unit is needed. None = all alike.
 
     >>> round(expected_union(0.1, 2), 4)
     0.19

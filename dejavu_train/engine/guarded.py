@@ -1,6 +1,6 @@
 """The halves of a decoding step that a guard measures: they compute all units, and note what would have been selected.
 
-The predictors run as in any other step, by the same kernels; what they select is read, and then replaced by everything.
+The predictors run as in any other step, by the same kernels. What they select is read, and then replaced by everything.
 Plain torch without a question to the host, so that a whole measured step is captured as a graph of its own. Beside the
 dense step it reads the predictors, and of a second stage the candidates' upper planes (one row: also what passes).
 """
@@ -16,7 +16,7 @@ from dejavu_train.families import Target, UnitKey
 
 
 class GuardedAttention:
-    """All heads of every row; K and V that were skipped before are filled in as the policy says."""
+    """All heads of every row. K and V that were skipped before are filled in as the policy says."""
 
     def __init__(self, body: Attention, guard: GuardState, layer: int) -> None:
         self.body, self.guard, self.key = body, guard, UnitKey(layer, Target.HEADS)

@@ -378,7 +378,7 @@ def read_as_codes(bundle: Any, dtype: torch.dtype, rows: int) -> frozenset[UnitK
 def carveout(halves: Sequence[HalfPlan], packed: bool) -> int:
     """Percent of shared memory that is best for a step, by whole steps at four widths (`launch.share_carveout`).
 
-    One H200, 85 % of the heads: 6.7B takes 1.42 ms at 50 % and 1.31 at 75 %, 66B 6.49 at both; dense 6.7B 1.90 ms at
+    One H200, 85 % of the heads: 6.7B takes 1.42 ms at 50 % and 1.31 at 75 %, 66B 6.49 at both. Dense 6.7B 1.90 ms at
     50 % and 2.05 at 75 %.
     """
     heads = any(half.place is not None or half.kernels is Kernels.QKV_SELECT for half in halves[::2])

@@ -18,8 +18,8 @@ Grid = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class TargetPredictor:
-    """The predictor of one (layer, target) on the device. threshold (1) fp32; folded (h, d) = up @ down and mean
-    (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average;
+    """The predictor of one (layer, target) on the device. threshold (1) fp32. folded (h, d) = up @ down and mean
+    (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average.
     frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`.
     ahead: reads mlp_in of the layer before, as folded then does."""
 
@@ -59,10 +59,10 @@ class TargetPredictor:
 def load_predictors(
     bundle: Any, dtype: torch.dtype, device: torch.device | str, codes: Collection[UnitKey] = ()
 ) -> dict[UnitKey, TargetPredictor]:
-    """The predictors of a bundle by (layer, target); dense specs are left out.
+    """The predictors of a bundle by (layer, target). Dense specs are left out.
 
     Args:
-        dtype: of the model; predictors are kept in it.
+        dtype: of the model. Predictors are kept in it.
         codes: of those that stay codes with row scales, int4 two a byte, see `plan.read_as_codes`.
     Raises:
         UserError: thresholds that were never calibrated.

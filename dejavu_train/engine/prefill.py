@@ -1,6 +1,6 @@
 """The dense prompt phase: many tokens at once in plain torch, K/V written into the engine's static caches.
 
-Matrices of 4 bits are written out in the model's dtype one after another; each is gone before the next one.
+Matrices of 4 bits are written out in the model's dtype one after another. Each is gone before the next one.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ def prefill(
     """Run the first counts[b] tokens of each row densely.
 
     Args:
-        tokens: (B, T) integers; counts: B numbers of tokens, 0 = nothing to do for this row.
-        k_cache, v_cache: per layer (>= B, h, T, head_dim); rows below B are written up to counts[b].
+        tokens: (B, T) integers. counts: B numbers of tokens, 0 = nothing to do for this row.
+        k_cache, v_cache: per layer (>= B, h, T, head_dim). rows below B are written up to counts[b].
     Returns:
         (B, d) fp32, the residual stream of each row's last token after the last layer (zeros where counts[b] is 0).
     """

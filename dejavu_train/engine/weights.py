@@ -48,7 +48,7 @@ POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; see the module's docstring for the shapes."""
+    """One decoder layer. See the module's docstring for the shapes."""
 
     norm1: LayerNormWeights
     qkv: Linear
@@ -83,11 +83,11 @@ class LayerWeights:
         return Linear.of(upper.add_(lower).to(stored.numbers.dtype), self.up.bias)
 
     def arranged(self, transposed: bool, grid: Grid | None, batch: int) -> "LayerWeights":
-        """This layer for an engine of `batch` rows; tensors that need no other layout are shared.
+        """This layer for an engine of `batch` rows. Tensors that need no other layout are shared.
 
         Args:
             transposed: down as rows of neurons.
-            grid: of a second stage's planes, with its thresholds; None = a single stage.
+            grid: of a second stage's planes, with its thresholds. None = a single stage.
         """
         if self.packed:
             return self
@@ -151,7 +151,7 @@ class DecodeWeights:
             return tensor.detach().to(device=device, dtype=dtype, copy=not share).contiguous()
 
         def matrix(linear: Any, turned: bool = False) -> Rows:
-            """The weight, or its transpose; shared with the module where that is asked for."""
+            """The weight, or its transpose. Shared with the module where that is asked for."""
             stored = linear.weight.detach()
             tensor = own(stored.T if turned else stored)
             if share:
@@ -243,7 +243,7 @@ class DecodeWeights:
     def arranged(
         self, predictors: Mapping[UnitKey, TargetPredictor], batch: int, release: bool = False
     ) -> "DecodeWeights":
-        """The weights as an engine with these predictors and rows reads them; this object keeps its own layers.
+        """The weights as an engine with these predictors and rows reads them. This object keeps its own layers.
 
         release: this object gives its layers up, so that a model that fills the GPU never exists twice. Engines made
             from it before go on with their own.
@@ -272,7 +272,7 @@ class DecodeWeights:
     ) -> "DecodeWeights":
         """Random weights of a true shape, made on the device: for benchmarks. Layers share nothing.
 
-        packed: matrices of random words, with scales of either sign, that stand nowhere as numbers; packed_head: the LM
+        packed: matrices of random words, with scales of either sign, that stand nowhere as numbers. packed_head: the LM
             head as well, which is the embedding otherwise.
         """
         generator = torch.Generator(device).manual_seed(seed)
@@ -339,7 +339,7 @@ class DecodeWeights:
 
 
 def engine_dtype(model: Any, ops: str) -> torch.dtype:
-    """Of an engine's weights and caches: the model's; of 4-bit matrices float16, which their kernels multiply with."""
+    """Of an engine's weights and caches: the model's. Of 4-bit matrices float16, which their kernels multiply with."""
     packed = any(isinstance(module, CodedLinear) for module in model.modules())
     return torch.float16 if packed and ops == "triton" else model.dtype
 

@@ -1,4 +1,4 @@
-"""What the halves of a decoding step share: operations, token state, scratch; and the predictors that run at a site."""
+"""What the halves of a decoding step share: operations, token state, scratch, and the predictors that run at a site."""
 
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ class Workspace:
         )
 
     def reset(self) -> None:
-        """Forget all rows; tickets are zero between calls, unless a step was cut short."""
+        """Forget all rows. Tickets are zero between calls, unless a step was cut short."""
         batch, capacity = self.state.tokens.shape
         fresh = TokenState.empty(batch, capacity, self.state.tokens.device)
         for name, tensor in vars(fresh).items():
@@ -89,7 +89,7 @@ def _list_of_all(n: int, device: torch.device) -> PackedSelection:
 
 
 class SitePredictor:
-    """Runs one predictor where its site is made; the half of its target reads `selection` after `join`.
+    """Runs one predictor where its site is made. The half of its target reads `selection` after `join`.
 
     Args:
         predictor: of one (layer, target).
@@ -143,7 +143,7 @@ class SitePredictor:
 
 @dataclass(frozen=True)
 class TargetSelection:
-    """A target's predictor, the selection it fills, and what runs it at its site; None = the half runs it itself."""
+    """A target's predictor, the selection it fills, and what runs it at its site. None = the half runs it itself."""
 
     predictor: TargetPredictor
     selection: Selection

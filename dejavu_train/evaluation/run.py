@@ -54,7 +54,7 @@ def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: b
     """The quality rows in the order of the table: dense, the reference of all, as calibrated, what else is asked for.
 
     Args:
-        targets: of the bundle; no row stands at densities of others.
+        targets: of the bundle. No row stands at densities of others.
         first: of the first text. Later ones take predicted and oracle rows only, and the heads' densities at the
             largest of ``densities``, unless ``yardstick_texts`` is ``all``: each row is a pass.
     """
@@ -142,8 +142,8 @@ def checked(config: InferConfig) -> tuple[Bundle, torch.device]:
     """The bundle and the device, after all checks that need no model.
 
     Raises:
-        UserError: as :func:`dejavu_train.evaluation.check.check`; a bundle that is damaged, of another model, or cannot
-            give what is asked; a device that is not there.
+        UserError: as :func:`dejavu_train.evaluation.check.check`. A bundle that is damaged, of another model, or cannot
+            give what is asked. A device that is not there.
     """
     check(config)
     bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
@@ -159,7 +159,7 @@ def checked(config: InferConfig) -> tuple[Bundle, torch.device]:
 
 
 def print_plan(config: InferConfig) -> None:
-    """Check everything that needs no model, then print what would be scored, timed and written; writes nothing.
+    """Check everything that needs no model, then print what would be scored, timed and written. Writes nothing.
 
     Raises:
         UserError: as :func:`checked`.

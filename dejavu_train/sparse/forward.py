@@ -204,7 +204,7 @@ def _checkpoints_gradients(model: torch.nn.Module) -> bool:
 
 
 class _RefuseGradient(torch.autograd.Function):
-    """The same values; a backward pass is refused: ``gather`` would give the head a gradient and no layer below it."""
+    """The same values. A backward pass is refused: ``gather`` would give the head a gradient and no layer below it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

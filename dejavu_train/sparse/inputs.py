@@ -1,4 +1,4 @@
-"""What stands where in the inputs of a sparse model: positions, padding, lengths of prompts; and which it refuses.
+"""What stands where in the inputs of a sparse model: positions, padding, lengths of prompts, and which it refuses.
 
 ``docs/reference/signatures.md`` lists every parameter of transformers' calls and what becomes of it here.
 """
@@ -41,7 +41,7 @@ def read_sparse_from(value: Any) -> SparseFrom:
 
 
 def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
-    """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``; "prompt": those behind a cache of ``past``.
+    """(B, T) bool: which of ``positions`` lie at or behind ``sparse_from``. "prompt": those behind a cache of ``past``.
 
     Raises:
         UserError: starts for another number of rows.
@@ -61,7 +61,7 @@ def keep_columns(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Of ``values`` (B, T, n) the columns whose logits are requested, (B, K, n).
 
     Args:
-        logits_to_keep: the last so many (0 = all); (K,) columns of all rows; (B, K) int64, those of each row; or (B, T)
+        logits_to_keep: the last so many (0 = all). (K,) columns of all rows. (B, K) int64, those of each row, or (B, T)
             bool, whose columns come back as one row (number of true, n).
     """
     if isinstance(logits_to_keep, int):
@@ -118,7 +118,7 @@ def positions_of(
     past: int,
     device: torch.device,
 ) -> Tensor:
-    """(B, T) int64, the position of every new token; -1 for padding, as transformers counts.
+    """(B, T) int64, the position of every new token. -1 for padding, as transformers counts.
 
     Raises:
         UserError: ``position_ids`` of another shape or dtype, or below -1.
@@ -166,8 +166,8 @@ def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, voc
     """Refuse what ``generate`` of transformers would end with a traceback for, or continue wrongly.
 
     Args:
-        inputs, kwargs: of ``generate``; pad: the padding token, which transformers looks for where no mask is given.
-        vocab_size: token ids lie below; limit: positions of the model.
+        inputs, kwargs: of ``generate``. pad: the padding token, which transformers looks for where no mask is given.
+        vocab_size: token ids lie below. limit: positions of the model.
     Raises:
         UserError: no tensor of token ids, an id outside the vocabulary, more tokens than positions, a mask of another
             shape or with an empty row, a cache that holds the whole prompt.

@@ -2,14 +2,14 @@
 
 Four backends select the same units:
 
-- ``mask``: the dense model with the unselected taken out; whole sequences, for study.
+- ``mask``: the dense model with the unselected taken out. Whole sequences, for study.
 - ``gather``: reads selected rows only, in plain torch on any device, with everything that transformers' loops do.
 - ``triton``: the decode engine, one CUDA graph a token, on a GPU. What it cannot do is refused and names ``gather``.
 - ``cpu``: the compiled engine for CPUs, for ``generate()`` of up to 4 rows.
 
-``torch.compile`` leaves ``gather`` as it is, because its sizes follow from the tokens; ``torch.export`` is refused.
+``torch.compile`` leaves ``gather`` as it is, because its sizes follow from the tokens. ``torch.export`` is refused.
 
-``auto`` takes the engine where it runs here, else ``gather``; a call that the engine refuses then runs through
+``auto`` takes the engine where it runs here, else ``gather``. A call that the engine refuses then runs through
 ``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, one
 per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the paper.
 """
@@ -82,13 +82,13 @@ class SparseCausalLM(_Dense):
     Attributes:
         dense_class: of transformers. None in this class alone, whose models take the class that suits the dense one.
         sparse_from: may be changed between calls.
-        kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``; ``mask`` computes all K and V anyway.
+        kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``. ``mask`` computes all K and V anyway.
     """
 
     dense_class: ClassVar[type[PreTrainedModel] | None] = None
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        """For transformers' own use; a model made this way has no bundle."""
+        """For transformers' own use. A model made this way has no bundle."""
         super().__init__(config)
         self.sparse_from = 0
         self.kv_policy = "backfill"
@@ -108,15 +108,15 @@ class SparseCausalLM(_Dense):
         ops: str = "triton",
         guard: Guard | None = None,
     ) -> Self:
-        """Wrap a dense model; the weights are shared, not copied. The caller knows that the bundle belongs to it.
+        """Wrap a dense model. The weights are shared, not copied. The caller knows that the bundle belongs to it.
 
-        ``gather`` and ``triton`` lay some weights of the model out anew, in place; the dense model keeps its values and
+        ``gather`` and ``triton`` lay some weights of the model out anew, in place. The dense model keeps its values and
         goes on working. Through ``triton`` its q, k and v projections become views of the engine's tensor, see
         ``models/grouped.py``.
 
         Args:
             ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
-            guard: decode every N-th token densely and move thresholds, see :class:`Guard`; ``gather`` and ``triton``.
+            guard: decode every N-th token densely and move thresholds, see :class:`Guard`. ``gather`` and ``triton``.
                 Its thresholds and measurements are state of the model: they go on from one call to the next, until
                 :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype.
         Raises:
@@ -157,12 +157,12 @@ class SparseCausalLM(_Dense):
 
         Args:
             pretrained_model_name_or_path: folder or hub id of a model.
-            predictors: a bundle, or where it lies; None: in the model's folder, as :meth:`save_pretrained` leaves it.
+            predictors: a bundle, or where it lies. None: in the model's folder, as :meth:`save_pretrained` leaves it.
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             sparse_from: first sparse position: one for all rows, (B,) one per row, or ``prompt``: the prompt is dense.
             kv_policy: of heads that a token skips: ``backfill``, ``always`` or ``stale``, see ``gather``.
-            dtype: ``float32``, ``float16`` or ``bfloat16``, by any name that torch has; ``auto`` or None: as stored.
-            device: where the model lies; ignored when ``device_map`` is given.
+            dtype: ``float32``, ``float16`` or ``bfloat16``, by any name that torch has. ``auto`` or None: as stored.
+            device: where the model lies. Ignored when ``device_map`` is given.
             revision: commit or tag of a hub model.
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
@@ -172,7 +172,7 @@ class SparseCausalLM(_Dense):
                 and its values, ``attn_implementation`` (of ``mask``), ``max_memory``, ``offload_folder`` and the like.
 
         Returns:
-            The model; with ``output_loading_info=True`` a pair of it and what transformers says of the loading.
+            The model, with ``output_loading_info=True`` a pair of it and what transformers says of the loading.
 
         Raises:
             UserError: no such model or bundle, a bundle of other weights or of another tokenizer, a keyword that is
@@ -191,7 +191,7 @@ class SparseCausalLM(_Dense):
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | Path, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write the model and, in its folder ``predictors``, the bundle; keywords as in transformers.
+        """Write the model and, in its folder ``predictors``, the bundle. Keywords as in transformers.
 
         The folder may be the one that the model came from: it is written aside and renamed. The config.json names a
         model type of its own: ``AutoModelForCausalLM`` loads this class where this package is imported and refuses the
@@ -218,7 +218,7 @@ class SparseCausalLM(_Dense):
 
     @property
     def sparse_from(self) -> SparseFrom:
-        """First sparse position: one of all rows, (B,) one per row, or ``prompt``; may be set between calls.
+        """First sparse position: one of all rows, (B,) one per row, or ``prompt``. May be set between calls.
 
         Raises:
             UserError: set to anything else.
@@ -231,7 +231,7 @@ class SparseCausalLM(_Dense):
 
     @property
     def bundle(self) -> Bundle:
-        """The predictors and thresholds in use; change them with :meth:`set_bundle`."""
+        """The predictors and thresholds in use. Change them with :meth:`set_bundle`."""
         assert self._bundle is not None, "make this model with from_pretrained or from_model"
         return self._bundle
 
@@ -255,7 +255,7 @@ class SparseCausalLM(_Dense):
 
     @property
     def _runtime(self) -> Runtime:
-        """What a call runs through that begins now; made anew where weights, dtype or device have changed since."""
+        """What a call runs through that begins now. Made anew where weights, dtype or device have changed since."""
         with self._held.lock, no_mode(self.device):
             if self._held.value is None or not self._held.value.fits(self):
                 self._held.value = self._run_with(self.bundle)
@@ -263,11 +263,11 @@ class SparseCausalLM(_Dense):
 
     @property
     def backend(self) -> str:
-        """``mask``, ``gather``, ``triton`` or ``cpu``, in use; another one is chosen with :meth:`from_model`."""
+        """``mask``, ``gather``, ``triton`` or ``cpu``, in use. Another one is chosen with :meth:`from_model`."""
         return "mask" if self._bundle is None else self._runtime.backend
 
     def guard_report(self) -> dict[str, Any] | None:
-        """What the guard has measured since it was made or reset, see :meth:`GuardState.report`; None without one."""
+        """What the guard has measured since it was made or reset, see :meth:`GuardState.report`. None without one."""
         guarded = self._runtime.guarded
         return None if guarded is None else guarded.report()
 
@@ -278,7 +278,7 @@ class SparseCausalLM(_Dense):
             guarded.reset()
 
     def _judge(self, refusal: UserError, runtime: Runtime) -> None:
-        """Return where gather may stand in for an engine that refuses, else raise; a fault by the layer's name."""
+        """Return where gather may stand in for an engine that refuses, else raise. A fault by the layer's name."""
         if isinstance(refusal, Unsupported) and self._settings.auto:
             return self._log_once(refusal)
         if refusal.tokens is not None:
@@ -312,7 +312,7 @@ class SparseCausalLM(_Dense):
         return replica
 
     def new_cache(self) -> SparseCache | None:
-        """An empty cache for this backend; None where transformers makes its own."""
+        """An empty cache for this backend. None where transformers makes its own."""
         return None if self._runtime.backend == "mask" else SparseCache(self.config.num_hidden_layers)
 
     def forward(  # type: ignore[override]
@@ -331,12 +331,12 @@ class SparseCausalLM(_Dense):
         """As the dense model's.
 
         ``sparse_call`` is given by ``generate()``: a forward pass that somebody else makes meanwhile is not part of it.
-        Through ``triton`` every position of whole rows is scored by the engine's steps; no cache comes back.
+        Through ``triton`` every position of whole rows is scored by the engine's steps. No cache comes back.
 
         Raises:
             UserError: ``gather`` with another cache than a SparseCache, a mask that is not (B, S), or asked for
-                attentions, hidden states or (in the backward pass) gradients; ``mask`` under gradient checkpointing;
-                ``triton`` with any cache, ``use_cache=True``, embeddings or positions; any under ``torch.export``.
+                attentions, hidden states or (in the backward pass) gradients. ``mask`` under gradient checkpointing.
+                ``triton`` with any cache, ``use_cache=True``, embeddings or positions. Any under ``torch.export``.
         """
         given = Given(
             input_ids, attention_mask, past_key_values, inputs_embeds, position_ids, labels, use_cache, logits_to_keep,
@@ -379,7 +379,7 @@ class SparseCausalLM(_Dense):
         (sequences only).
 
         Raises:
-            UserError: ``triton`` was asked for anything else; ``gather`` for prompts that are padded on the right.
+            UserError: ``triton`` was asked for anything else. ``gather`` for prompts that are padded on the right.
         """
         runtime, nested, start = self._runtime, call_of(self) is not None, self.sparse_from
         settings = generation_config or self.generation_config

@@ -5,8 +5,8 @@
     head i of row b is selected where <predictor[i], n[b]> + bias[i] > threshold; a tie or a NaN is not
 
 The selection is a `Selection` of which the kernels write row_bits alone: bit b of row_bits[i], row b selects head i.
-B rows, d model dimension, h heads, T positions of the cache. x (B, d) fp32; predictor (h, d); bias (h), threshold (1)
-fp32; position (B) int32; row_state (B) int32: 0 selects nothing, 1 by the logits, 2 everything; attn_in (B, T, d).
+B rows, d model dimension, h heads, T positions of the cache. x (B, d) fp32. predictor (h, d). bias (h), threshold (1)
+fp32. position (B) int32. row_state (B) int32: 0 selects nothing, 1 by the logits, 2 everything. attn_in (B, T, d).
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def head_select_reference(
 
 @triton.jit
 def selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr):
-    """(the selected heads in ascending order (H_TILE,), H beyond them; their number)."""
+    """(the selected heads in ascending order (H_TILE,), H beyond them, their number)."""
     heads = tl.arange(0, H_TILE)
     chosen = (tl.load(row_bits + heads, mask=heads < H, other=0, cache_modifier=".cg") != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
@@ -170,7 +170,7 @@ def head_select(
 
 
 def head_selection(n_heads: int, device: torch.device | str) -> Selection:
-    """An empty selection of heads, one id a block; kernels write its row_bits alone."""
+    """An empty selection of heads, one id a block. Kernels write its row_bits alone."""
     selection = Selection.empty(n_heads, device, block=1)
     selection.ids.copy_(torch.arange(n_heads, dtype=torch.int32))
     return selection

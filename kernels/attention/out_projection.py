@@ -1,10 +1,10 @@
 """The output projection over the selected heads: y[b, i] = residual[b, i] + bias[i] + sum_j w[i, j] mixed[b, j].
 
-j runs over the columns of the selected heads; mixed (B, h * head_dim) fp32 is zero elsewhere; w (d, h * head_dim).
+j runs over the columns of the selected heads. mixed (B, h * head_dim) fp32 is zero elsewhere. w (d, h * head_dim).
 A head's columns of a row are 256 contiguous bytes at head dim 128, so the rows need no transposing: every output has
-one owner, and there are no partial sums, no atomics and no second pass; bias and residual cost nothing.
+one owner, and there are no partial sums, no atomics and no second pass. bias and residual cost nothing.
 Two kernels: rows in registers, or, where a selection leaves many rows (d near 9216), tiles of 16 outputs on the tensor
-cores, a selected head a step of a cp.async pipeline; these round mixed to the weights' dtype, as the reference does.
+cores, a selected head a step of a cp.async pipeline. These round mixed to the weights' dtype, as the reference does.
 
 The attention kernel lets this one start before it has waited for q/k/v itself. What is older than q/k/v is read before
 the wait: selection, bias, residual. So a program's first columns are loaded into registers while q/k/v ends and
@@ -32,7 +32,7 @@ VECTOR = 8  # neighbouring columns that one thread sums on its own
 
 @dataclass(frozen=True)
 class ProjectSettings:
-    """rows: of a program; width: columns of a step, at most."""
+    """rows: of a program. width: columns of a step, at most."""
 
     rows: int
     width: int
@@ -41,7 +41,7 @@ class ProjectSettings:
 
 @dataclass(frozen=True)
 class HeadTileSettings:
-    """rows: of a program; stages: of the pipeline over heads."""
+    """rows: of a program. stages: of the pipeline over heads."""
 
     rows: int
     stages: int
@@ -188,9 +188,9 @@ def project_heads(
     pdl: bool = False,
     settings: ProjectSettings | HeadTileSettings | HeadRowSettings | None = None,
 ) -> None:
-    """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim); selection None = all heads.
+    """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim). selection None = all heads.
 
-    One row runs in one kernel, bitwise deterministic; several as a matrix product over all columns: the union of the
+    One row runs in one kernel, bitwise deterministic. Several as a matrix product over all columns: the union of the
     heads of several rows leaves little out. Selection and residual must be older than the two launches before this one.
     4-bit rows lie head by head, Int4Rows (h, d, head_dim), and take mixed in fp16: see `out_projection_int4`. Errors:
     shapes, a CPU tensor.

@@ -3,10 +3,10 @@
     y[i] = residual[i] + bias[i] + sum_h scale[h, i] sum_j code[h, i, j] mixed[h head_dim + j],   h selected
 
 The weight lies head by head, Int4Rows of shape (h, d, head_dim) with one scale a head and output, so that a skipped
-head skips codes and scales alike, and a head's outputs are one range of memory; fp16 weights (`out_projection`) keep
+head skips codes and scales alike, and a head's outputs are one range of memory. fp16 weights (`out_projection`) keep
 rows of all heads. mixed (1, h * head_dim) fp16, as attention rounds it: every program reads it whole, and in fp32 that
 took twice the loads. Products are exact, sums in fp32.
-A program owns TILES times 8 outputs; its warps take heads in turn, SPAN at a time, two beside each other as a unit of
+A program owns TILES times 8 outputs. its warps take heads in turn, SPAN at a time, two beside each other as a unit of
 `int4_mma`: its rows 0 to 7 are 8 outputs of one head, rows 8 to 15 the same outputs of another one, and the heads'
 inputs lie in two columns. Tiles of 8 outputs let all multiprocessors have as many at widths such as 9216.
 The first span is read before the wait: selection, bias and residual are older than the launch before, see
@@ -39,7 +39,7 @@ ROWS = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class HeadRowSettings:
-    """warps: of a program; span: heads of a warp that are on their way, 2, 4 or 8; tiles: of 8 outputs of a program.
+    """warps: of a program. span: heads of a warp that are on their way, 2, 4 or 8. tiles: of 8 outputs of a program.
 
     registers: of a thread, at most: programs that are not resident at once wait for a second round.
     """
@@ -75,7 +75,7 @@ def project_head_rows_reference(
     out: Tensor,
     pdl: bool = False,
 ) -> None:
-    """Plain torch; mixed is zero in heads that are not selected. fp64 where mixed is."""
+    """Plain torch. mixed is zero in heads that are not selected. fp64 where mixed is."""
     wide = torch.float64 if mixed.dtype == torch.float64 else torch.float32
     n_heads, _, head_dim = weight.shape
     x = mixed.half().to(wide).view(-1, n_heads, head_dim)
@@ -125,7 +125,7 @@ def _heads(its, begin, lane, UNITS: tl.constexpr, SPAN: tl.constexpr, H: tl.cons
 def _head_input(
     mixed, heads, begin, n, lane, W: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr
 ):
-    """4 V planes of the input of each lane group's entry, see `_heads`; zero beyond the last one. mixed: its pairs."""
+    """4 V planes of the input of each lane group's entry, see `_heads`. Zero beyond the last one. mixed: its pairs."""
     number = begin + lane % 32 // 4 % SPAN * (lane.shape[0] // 32) + lane // 32
     planes = ()
     for v in tl.static_range(V):
@@ -143,7 +143,7 @@ def _ask_heads(
 ):  # fmt: skip
     """The queue with a lane's words of two entries on their way, and the scales of its row of them.
 
-    Entries 2 PAIR and 2 PAIR + 1 of the span, whose heads the lane groups of these numbers hold in `heads`; the inputs
+    Entries 2 PAIR and 2 PAIR + 1 of the span, whose heads the lane groups of these numbers hold in `heads`. The inputs
     of the two are columns of the lanes t = PAIR, and other lanes' scales zero. rows: a tile's, g of 8.
     """
     found = ()
@@ -247,9 +247,9 @@ def project_head_rows(
     pdl: bool = False,
     settings: HeadRowSettings | None = None,
 ) -> None:
-    """mixed (B, h * head_dim) fp16, residual and out (B, d) fp32, weight (h, d, head_dim); selection None = all heads.
+    """mixed (B, h * head_dim) fp16, residual and out (B, d) fp32, weight (h, d, head_dim). selection None = all heads.
 
-    One row runs in one kernel; several as a product over all heads, up to eight from the codes, more after these were
+    One row runs in one kernel. Several as a product over all heads, up to eight from the codes, more after these were
     written out in fp16. Bitwise deterministic. Selection and residual must be older than the two launches before this.
     Errors: shapes, dtypes, head dims, groups other than a head, a CPU tensor.
     """

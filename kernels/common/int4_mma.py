@@ -1,7 +1,7 @@
 """Sixteen rows of 4-bit words times up to eight inputs on the tensor cores, words going from memory to fragments.
 
 A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = (lane / 4, lane % 4) takes V adjacent
-words of row g and of row g + 8, 16 bytes where V is 4, and the same columns of input g; the four lanes of a g take
+words of row g and of row g + 8, 16 bytes where V is 4, and the same columns of input g. The four lanes of a g take
 neighbouring words: a unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over
 columns is free, so a word's pairs are already what m16n8k16 wants of this lane: pairs 0, 1 of both rows' words are A,
 pairs 0, 1 of the input's eight columns B, and 2, 3 those of a second instruction. Words come through a queue
@@ -12,7 +12,7 @@ By count, a word: nine to make fp16 numbers of its codes (`int4_tiles`), one mma
 of words, four of inputs, two of scales, four multiplications: 11.5. Products are exact, sums in fp32.
 
 One input needs no column of B for itself: it lies in all of them, eight units of it side by side, unit s in column s,
-which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four; the
+which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four. The
 others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
 `int4_row_step` multiplies so. Two or four inputs lie there as four or two units each (`int4_tile`), of which a lane
 group reads one.
@@ -76,7 +76,7 @@ FOUR_FLOATS = tl.constexpr((tl.float32,) * 4)
 def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """fp32 (L,) sums of codes times x: row g for inputs 2 t and 2 t + 1, then row g + 8 for these.
 
-    words: V of row g, then V of row g + 8; x: 4 V planes of pairs of input g's columns.
+    words: V of row g, then V of row g + 8. x: 4 V planes of pairs of input g's columns.
     """
     L: tl.constexpr = words[0].shape[0]
     if ASM:
@@ -135,7 +135,7 @@ def fp16_pairs(low, high, ASM: tl.constexpr = ASSEMBLY):
 def _ask_pair(queue, at, unit, lane, PAIR: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
     """The queue with a warp's words of its units `unit` + 2 PAIR and the next of 16 rows on their way, in slot PAIR.
 
-    at: where `unit` begins in the first row; beyond the rows' end zeros.
+    at: where `unit` begins in the first row. Beyond the rows' end zeros.
     """
     left = W - (unit + 2 * PAIR) * (4 * V)
     return ask_lines(queue, lane, at, 16, left, PAIR, V, W, PAIR * 8 * V, not WHOLE)
@@ -143,7 +143,7 @@ def _ask_pair(queue, at, unit, lane, PAIR: tl.constexpr, W: tl.constexpr, V: tl.
 
 @triton.jit
 def _ask_input(queue, x, unit, lane, SLOT: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
-    """The queue with a lane's input of `unit` on its way, two asks, zeros beyond the end; x: its int32 pairs."""
+    """The queue with a lane's input of `unit` on its way, two asks, zeros beyond the end. x: its int32 pairs."""
     place = unit * (4 * V) + lane % 4 * V
     there = place < W
     at = x + 4 * place
@@ -225,7 +225,7 @@ def ask_inputs(
     queue, x, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, INPUTS: tl.constexpr,
     TURN: tl.constexpr, ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
-    """Asks for the inputs with which an `int4_tile` begins; without ASM for nothing, see `ask_words`."""
+    """Asks for the inputs with which an `int4_tile` begins. Without ASM for nothing, see `ask_words`."""
     V: tl.constexpr = unit_vector(W, GROUP)
     SIDE: tl.constexpr = units_beside(INPUTS, TURN)
     if ASM:
@@ -264,7 +264,7 @@ def int4_tile(
     Inputs go through it as well: a load of these into registers is issued 25 instructions before what needs it, which
     waits.
     begun: `first_scales` of a tile for which `ask_words` and `ask_inputs` were called. What these asked for is waited
-    for at once, because it was not asked for in the order in which it is taken; later asks are. Such a tile may take
+    for at once, because it was not asked for in the order in which it is taken. Later asks are. Such a tile may take
     STEPS units in turns of TURN: the words of STEPS units are then on their way, but only the inputs of TURN.
     """
     V: tl.constexpr = unit_vector(W, GROUP)

@@ -107,7 +107,7 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
     """acc (16 tiles (L,)) plus a lane's word of each of four neurons times the factors of the columns of B.
 
     Tile 8 s + 4 q + 2 r + p of lane (g, t): column 2 (2 q + r) + s of the word of lane group g, column 2 t + p of B,
-    times 2^24 where r is 0 and 2^20 where it is 1; codes are raised ones, 0..15.
+    times 2^24 where r is 0 and 2^20 where it is 1. Codes are raised ones, 0..15.
     """
     if ASM:
         more = tl.inline_asm_elementwise(
@@ -136,7 +136,7 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
 @triton.jit
 def fc2_products_of_sets(acc, words, factors, SETS: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """`fc2_products` with SETS columns of factors each, b0 and b1 in turn in `factors`, whose operands of A are made
-    once; of `acc` 16 tiles a set."""
+    once. Of `acc` 16 tiles a set."""
     more = ()
     if ASM:
         a = tl.inline_asm_elementwise(OPERANDS, OPERANDS_OPERANDS, words, dtype=SIXTEEN_INTS, is_pure=True, pack=1)

@@ -40,7 +40,7 @@ def _pieces(words, vector, warps):
 
 @triton.constexpr_function
 def _planes_text(vector, rounds):
-    """PTX: $0.. = 4 `vector` pairs of fp16, four from each of the `vector` addresses that follow; of several rounds,
+    """PTX: $0.. = 4 `vector` pairs of fp16, four from each of the `vector` addresses that follow. Of several rounds,
     where the last operand is not zero, else the pairs that stand before it."""
     n = 4 * vector
     text = "{ bar.warp.sync 0xffffffff;"
@@ -71,7 +71,7 @@ def _chunk(word, V: tl.constexpr):
 
 @triton.jit
 def _put(room, kept, low, high, K: tl.constexpr, lane, V: tl.constexpr, ASM: tl.constexpr):
-    """Piece K of a round, four columns of each lane in two int32 pairs; without ASM `kept` with them."""
+    """Piece K of a round, four columns of each lane in two int32 pairs. Without ASM `kept` with them."""
     if ASM:
         at = room + _chunk(16 * K + lane % 32 // 2, V) + lane % 2 * 8
         tl.inline_asm_elementwise(
@@ -113,7 +113,7 @@ def _planes(room, kept, before, NUMBER: tl.constexpr, lane, V: tl.constexpr, ASM
 
 @triton.jit
 def unit_pairs(x, lane, W: tl.constexpr, GROUP: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1):
-    """x (8 W,) fp16 as it is, in the planes of `normalised_units`; x: its int32 pairs."""
+    """x (8 W,) fp16 as it is, in the planes of `normalised_units`. x: its int32 pairs."""
     V: tl.constexpr = unit_vector(W, GROUP)
     planes = ()
     for octet in tl.static_range((pairs_of_a_warp(W, V, lane.shape[0] // 32) + 3) // 4):
@@ -129,7 +129,7 @@ def unit_pairs(x, lane, W: tl.constexpr, GROUP: tl.constexpr, CACHE: tl.constexp
 
 @triton.jit
 def _piece(row, K: tl.constexpr, lane, W: tl.constexpr, V: tl.constexpr):
-    """A lane's four columns of piece K of its warp, a tile (L, 4); zero beyond the row."""
+    """A lane's four columns of piece K of its warp, a tile (L, 4). Zero beyond the row."""
     WARPS: tl.constexpr = lane.shape[0] // 32
     INSIDE: tl.constexpr = ((16 * K + 15) // (8 * V) + 1) * WARPS * 8 * V <= W
     word = 16 * K + lane % 32 // 2
@@ -179,7 +179,7 @@ def normalised_units(
     x, norms, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr = ASSEMBLY
 ):
     """(planes, mean, 1 / deviation) of LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight units of a
-    warp, lane group g unit g. Units that a warp has not may be anything. norms: `unit_norms`; once a kernel."""
+    warp, lane group g unit g. Units that a warp has not may be anything. norms: `unit_norms`. Once a kernel."""
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     PIECES: tl.constexpr = _pieces(W, V, WARPS)

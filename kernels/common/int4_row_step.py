@@ -59,7 +59,7 @@ def unit_of(step, warp, WARPS: tl.constexpr):
 
 @triton.jit
 def two_rows(rows, lane, LISTED: tl.constexpr):
-    """(a lane's rows g and g + 8 of the sixteen, whether they are there); of those beyond the last one, the last."""
+    """(a lane's rows g and g + 8 of the sixteen, whether they are there). Of those beyond the last one, the last."""
     if LISTED:
         row = rows[4].to(tl.int64)
         other_row = rows[5].to(tl.int64)
@@ -198,7 +198,7 @@ def int4_rows_step(
 ):  # fmt: skip
     """Products (16,) of `rows` with x, and queue, first slot and scales of `next_rows`.
 
-    queue, s: `first_rows` of `rows`, with the same constants, whose first slot is 0; x: `normalised_units`. As soon as
+    queue, s: `first_rows` of `rows`, with the same constants, whose first slot is 0. x: `normalised_units`. As soon as
     a pair is taken, the one that comes AHEAD pairs later is asked for. From ROLLED_FROM pairs on, and of LISTED rows,
     those that share registers of x are a loop that stays one: instructions that a program reads once, or that are too
     many to be kept, take longer to come than words do (66B's sparse MLP: 10 us for fc1 in one piece, 5 in a loop).

@@ -1,8 +1,8 @@
 """Words of 4-bit codes in registers: what all kernels that read them share.
 
 By count of instructions a word: a shift and four lop3, (word & 0x000F000F) | 0x64006400 is the pair 1024 + raised code
-in fp16, with the mask 0x00F000F0 1024 + 16 times the raised one; four additions or fma take 1032, or 64 + 8, off.
-Exact. What multiplies the pairs is `int4_mma`; fc2's codes are multiplied as they lie (`int4_neurons`).
+in fp16, with the mask 0x00F000F0 1024 + 16 times the raised one. Four additions or fma take 1032, or 64 + 8, off.
+Exact. What multiplies the pairs is `int4_mma`. fc2's codes are multiplied as they lie (`int4_neurons`).
 
 Each assembly has a twin in plain arithmetic for the interpreter (ASM False), which rounds in the same places.
 """
@@ -61,7 +61,7 @@ def pairs_of(low, high):
 
 @triton.jit
 def split_words(tile, VECTOR: tl.constexpr):
-    """The VECTOR words of a tile (L, VECTOR), a tile each; those of a thread are renamed, not moved."""
+    """The VECTOR words of a tile (L, VECTOR), a tile each. Those of a thread are renamed, not moved."""
     if VECTOR == 2:
         words = tl.split(tile)
     else:

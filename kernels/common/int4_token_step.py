@@ -3,13 +3,13 @@
     y[b, i] = sum_h sum_j code[h, i, j] scale[h, i, j // group] x[b, h 8 W + j]
 
 Segments h of W words a row each: a matrix has one, the out-projection's head-major rows one a head. The products are
-those of `int4_row_step`; T tokens lie in the columns of B as 8 / T units side by side, so that a lane holds T times as
+those of `int4_row_step`. T tokens lie in the columns of B as 8 / T units side by side, so that a lane holds T times as
 much of x as of one token, in registers: column n has token n % T of unit n // T. A program's warps share out the units,
 in pairs: two of a row, or of two segments. Of C lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8 for columns 2 t
 and 2 t + 1, which are two tokens of one unit.
 
 What a thread cannot hold of x at once it takes in passes over the rows: pairs `begin` .. `begin` + PAIRS - 1 of each
-warp, which all functions here name; pairs beyond a warp's last one are not read. In plain torch:
+warp, which all functions here name. pairs beyond a warp's last one are not read. In plain torch:
 `kernels.dense.int4_batch.int4_by_head_reference`.
 """
 
@@ -117,7 +117,7 @@ def token_planes(
     x, batch, begin, lane, W: tl.constexpr, GROUP: tl.constexpr, SEGMENTS: tl.constexpr, T: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """4 V planes of fp16 pairs for each of `bodies`: a lane's part of x (B, SEGMENTS 8 W), here its int32 pairs; tokens
+    """4 V planes of fp16 pairs for each of `bodies`: a lane's part of x (B, SEGMENTS 8 W), here its int32 pairs. tokens
     from `batch` on are the last one again."""
     V: tl.constexpr = unit_vector(W, GROUP)
     UNITS: tl.constexpr = segment_units(W, GROUP)
@@ -142,7 +142,7 @@ def ask_first_rows(
 ):  # fmt: skip
     """The empty queue with the first AHEAD pairs of `rows` on their way.
 
-    rows: as in `int4_row_step`; n_rows: of a segment. WHOLE: that is a multiple of 16.
+    rows: as in `int4_row_step`. n_rows: of a segment. WHOLE: that is a multiple of 16.
     """
     for k in tl.static_range(AHEAD):
         own = at_slot(queue, k, line_slot_bytes(lane.shape[0], unit_vector(W, GROUP)))
@@ -192,7 +192,7 @@ def int4_tokens_step(
     """(sums with the pass's products of `rows` and T tokens, queue, first slot, scales of `next_rows`).
 
     sums: four tiles (L,), see `int4_mma.tile_sums`. queue: `ask_first_rows` of `rows`, with the same constants, whose
-    first slot is 0; s: `token_scales`; x: `token_planes`. As soon as a pair is taken, the one that comes AHEAD pairs
+    first slot is 0. s: `token_scales`. x: `token_planes`. As soon as a pair is taken, the one that comes AHEAD pairs
     later is asked for. Of two tokens two pairs share registers of x, and are a loop that stays one (`int4_row_step`
     says why).
     """

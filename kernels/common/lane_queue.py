@@ -4,13 +4,13 @@ Loads into registers do not stay where they are written: the assembler moves the
 before them, and of sixteen loads that were meant to be on their way five were, none at times. `cp.async` keeps its
 place among the waits, and what is on its way is bounded by shared memory, not by registers.
 
-`ask` and `take`: a lane takes back what it asked for itself, so no barrier is needed; a slot holds two pieces of V
+`ask` and `take`: a lane takes back what it asked for itself, so no barrier is needed. A slot holds two pieces of V
 words of each lane. `ask_lines` and `take_unit`: the lanes of a warp read each other's copies, because a load should
 cover whole cache lines, which are not the words that a lane of the tensor cores wants: they wait for each other, and a
-slot holds 8 V words of sixteen rows for each warp. Such a row's line is eight chunks of V words, two units of four; in
+slot holds 8 V words of sixteen rows for each warp. Such a row's line is eight chunks of V words, two units of four. In
 odd rows the units change places, so that lanes that take together find no bank shared (V = 4).
 
-Slots are numbers known when compiling, or of `at_slot`; what was asked for first is taken first, and every `ask` counts
+Slots are numbers known when compiling, or of `at_slot`. What was asked for first is taken first, and every `ask` counts
 for `take`, also one for nothing. The state is a tuple that loops hand on: with ASM the queue's address in shared
 memory, without it, in the interpreter, the words themselves.
 """
@@ -49,7 +49,7 @@ def _room(name, size, align):
 
 @triton.jit
 def shared_room(number, NAME: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr):
-    """The address of SIZE bytes of shared memory, int32 as often as there are numbers; NAME: once a kernel."""
+    """The address of SIZE bytes of shared memory, int32 as often as there are numbers. NAME: once a kernel."""
     return tl.inline_asm_elementwise(_room(NAME, SIZE, ALIGN), "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -90,7 +90,7 @@ def _take_operands(words):
 
 @triton.jit
 def lane_queue(lane, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """An empty queue of BYTES, one a kernel; lane: tl.arange over the program's threads."""
+    """An empty queue of BYTES, one a kernel. lane: tl.arange over the program's threads."""
     queue = ()
     if ASM:
         queue = (shared_room(lane, "room", BYTES, 128),)
@@ -104,7 +104,7 @@ def ask(
 ):  # fmt: skip
     """The queue with V words from `one` and V from `two` (pointers, (L,)) on their way into SLOT.
 
-    PARTLY: first and second (L,) say which lanes' words are read; others get zeros. AGAIN: other programs read the same
+    PARTLY: first and second (L,) say which lanes' words are read. Others get zeros. AGAIN: other programs read the same
     words, which the caches should keep. LATE: the queue is one of `at_slot`.
     """
     L: tl.constexpr = lane.shape[0]
@@ -170,7 +170,7 @@ def _line_copies(to, sources, sizes, vector):
 def _ask_lines(lanes, slot, vector, words, start, partly):
     """PTX: when all lanes of the warp are here, copies from every fourth row of `words` words into slot `slot` of $1.
 
-    $2: a lane's first row, `start` words before what it copies; $3..$6: how many bytes, where `partly`.
+    $2: a lane's first row, `start` words before what it copies. $3..$6: how many bytes, where `partly`.
     """
     sources = [f"$2 + {4 * (start + 4 * four * words)}" for four in range(4)]
     sizes = [f"{4 * vector}, ${3 + four}" if partly else f"{4 * vector}" for four in range(4)]
@@ -179,7 +179,7 @@ def _ask_lines(lanes, slot, vector, words, start, partly):
 
 @triton.constexpr_function
 def _take_unit(lanes, slot, unit, vector, behind):
-    """PTX: the words of a unit of rows g and g + 8; first waits, for the copies and the other lanes, where it is 0."""
+    """PTX: the words of a unit of rows g and g + 8. first waits, for the copies and the other lanes, where it is 0."""
     text = f"cp.async.wait_group {behind}; bar.warp.sync 0xffffffff;" if unit == 0 else ""
     for half in (0, 1):
         names = ", ".join(f"${half * vector + v}" for v in range(vector))
@@ -208,7 +208,7 @@ def ask_lines(
     """The queue with 8 V words of each of sixteen rows, W words apart, on their way into SLOT, for each warp.
 
     at: pointers (L,), the same for a warp, START words before its line of the first row. What was in SLOT must have
-    been taken. PARTLY: of the rows only `rows` are read and of their lines only `left` words, a multiple of V; zeros
+    been taken. PARTLY: of the rows only `rows` are read and of their lines only `left` words, a multiple of V. Zeros
     stand for the others. A load is four rows of 32 V bytes each.
     """
     L: tl.constexpr = lane.shape[0]
@@ -245,7 +245,7 @@ def ask_units(
     ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
     """`ask_lines` into the first slot of lines whose two units, 4 V words each, lie anywhere: `first` and `second`
-    words (L,) behind `at`, the same for a warp, in the first of `rows` rows; of these `left_..` words are read."""
+    words (L,) behind `at`, the same for a warp, in the first of `rows` rows. Of these `left_..` words are read."""
     L: tl.constexpr = lane.shape[0]
     if ASM:
         row = lane % 32 // 8

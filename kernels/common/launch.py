@@ -44,7 +44,7 @@ def padded_batch(batch: int) -> int:
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """What the tensor cores multiply for weights of this dtype; stored codes are taken to fp16, which is exact."""
+    """What the tensor cores multiply for weights of this dtype. Stored codes are taken to fp16, which is exact."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float16)
 
 
@@ -60,7 +60,7 @@ def two_tiles(d: int) -> tuple[int, int]:
 
 
 def n_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; under the interpreter a handful, for speed."""
+    """Multiprocessors of the device. Under the interpreter a handful, for speed."""
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -77,7 +77,7 @@ def registers_for(programs: int, warps: int) -> int:
 
 @functools.cache
 def _knows_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch needs compute capability 9.0; the interpreter has no such instruction."""
+    """Programmatic dependent launch needs compute capability 9.0. The interpreter has no such instruction."""
     return not INTERPRET and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -100,7 +100,7 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
 
 
 def share_carveout(percent: int) -> int:
-    """Asks for one split of shared memory and L1 for every kernel of this package compiled so far; returns how many.
+    """Asks for one split of shared memory and L1 for every kernel of this package compiled so far. Returns how many.
 
     percent: of shared memory. `limits.DRIVERS_CARVEOUT` leaves it to the driver (again).
     By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
@@ -156,7 +156,7 @@ def wait_for_started(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_count(counter, count):
-    """Until `count` programs of this grid have counted themselves; what they stored may then be read, past the L1.
+    """Until `count` programs of this grid have counted themselves. What they stored may then be read, past the L1.
 
     They are numbered below this one and wait for nothing but the kernel before. That a grid's programs begin in their
     order is what GPUs do, not what CUDA promises.
@@ -186,7 +186,7 @@ def prefetch_l2(base, offsets, mask):
 
 @triton.jit
 def list_slots(items, running, block_slots):
-    """Slots of the items (R,) of a list in blocks of block_slots; running (N,): inclusive sums of the counts."""
+    """Slots of the items (R,) of a list in blocks of block_slots. running (N,): inclusive sums of the counts."""
     before = running[None, :] <= items[:, None]
     block = tl.sum(before.to(tl.int32), 1)
     start = tl.max(tl.where(before, running[None, :], 0), 1)

@@ -4,7 +4,7 @@ Thread t = 32 w + l of L has the items (w R + r) 32 + l, r < R, and says of each
 those that are, in the order of their numbers, 16 bits each: the order does not depend on timing. Any warp may then take
 any of them four by four, so that all have as many, which a loop over each warp's own items could not do.
 
-With ASM the list lies in shared memory that the caller has (`list_bytes`); without it, in the interpreter, it is a
+With ASM the list lies in shared memory that the caller has (`list_bytes`). Without it, in the interpreter, it is a
 tuple of tiles: the place of each item in the list, or -1.
 """
 
@@ -23,7 +23,7 @@ def list_bytes(lanes, rounds):
 
 @triton.constexpr_function
 def _write_list(lanes, rounds):
-    """PTX: $0 = how many of the flags $2.. are not zero in all threads; their items' numbers go to $1."""
+    """PTX: $0 = how many of the flags $2.. are not zero in all threads. Their items' numbers go to $1."""
     warps = lanes // 32
     counts = 2 * lanes * rounds  # behind the list
     text = "{ .reg .pred p; .reg .b32 below, warp, own, item, at, n, total; .reg .b16 short;"
@@ -52,7 +52,7 @@ def _write_operands(rounds):
 
 @triton.jit
 def write_list(at, wanted, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """(the list, how many items it has, int32 (L,)) of R tiles (L,) of flags; at: address in shared memory, (L,).
+    """(the list, how many items it has, int32 (L,)) of R tiles (L,) of flags. at: address in shared memory, (L,).
 
     Barriers of all threads stand before and behind the writes. lane: tl.arange over the program's threads.
     """
@@ -93,7 +93,7 @@ def _item_at(items, place, lane, R: tl.constexpr):
 
 @triton.jit
 def list_four(items, four, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """The items 4 four .. 4 four + 3 of `write_list`'s list, int32 (L,) each, in one load; undefined beyond its end.
+    """The items 4 four .. 4 four + 3 of `write_list`'s list, int32 (L,) each, in one load. Undefined beyond its end.
 
     The list lies at a multiple of 8 bytes.
     """

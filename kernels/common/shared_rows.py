@@ -1,8 +1,8 @@
 """A program's list of row numbers with a value each, in shared memory, written sixteen at a time for all its warps.
 
 All threads of a program hold the same sixteen numbers and values and write what is wanted of them, at most CAPACITY in
-all, a multiple of 16; after a barrier (`tl.debug_barrier`) any lane reads four of them in two loads. With ASM the state
-is the list's address; without it, in the interpreter, the list.
+all, a multiple of 16. After a barrier (`tl.debug_barrier`) any lane reads four of them in two loads. With ASM the state
+is the list's address. Without it, in the interpreter, the list.
 """
 
 import triton
@@ -41,7 +41,7 @@ FOUR_OF_EACH = tl.constexpr((tl.int32,) * 4 + (tl.float32,) * 4)
 
 @triton.jit
 def rows_list(program, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """An empty list, one a kernel; program: any number."""
+    """An empty list, one a kernel. program: any number."""
     if ASM:
         listed = (shared_room(program, "listed", rows_bytes(CAPACITY), 16),)
     else:
@@ -76,7 +76,7 @@ def append_rows(listed, held, numbers, values, wanted, CAPACITY: tl.constexpr, A
 
 @triton.jit
 def four_rows(listed, four, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """Rows 4 four .. 4 four + 3 of the list: four tiles (L,) of numbers, four of values; undefined beyond its end."""
+    """Rows 4 four .. 4 four + 3 of the list: four tiles (L,) of numbers, four of values. Undefined beyond its end."""
     four = tl.minimum(four, CAPACITY // 4 - 1)
     if ASM:
         found = tl.inline_asm_elementwise(

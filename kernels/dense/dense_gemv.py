@@ -1,12 +1,12 @@
 """A dense matrix times one normalised vector: y[i] = act(sum_j w[i, j] n[j] + bias[i]),  n = LayerNorm(x).
 
-x (1, d) fp32, w (n, d) row-major, y (1, n) fp32; sums in fp32. Programs stride over the rows, ROWS at a time; the rows
+x (1, d) fp32, w (n, d) row-major, y (1, n) fp32. Sums in fp32. Programs stride over the rows, ROWS at a time. The rows
 that come next are always on their way before these are summed, the first ones before the wait for the stage before
 (weights depend on nothing). x stays in registers, in one-dimensional pieces spread over all threads of a program: a
 width such as 7168 is seven pieces of 1024, where two powers of two would pad it to 8192.
 
-GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_row_step`; n
-is then rounded to fp16, and rows go sixteen at a time. BLOCK is a piece's columns; of words, a program's threads, and
+GROUP chooses the weights' format: 0 = numbers, else 4-bit words with a scale for GROUP columns, see `int4_row_step`. n
+is then rounded to fp16, and rows go sixteen at a time. BLOCK is a piece's columns. Of words, a program's threads, and
 ROWS how many pairs of units its queue has room for. WHOLE: there are a multiple of sixteen rows.
 """
 
@@ -30,7 +30,7 @@ from kernels.formats.matrix import Matrix
 
 @dataclass(frozen=True)
 class RowSettings:
-    """programs: per multiprocessor; rows: of a step; width: columns of a piece of a row, at most."""
+    """programs: per multiprocessor. rows: of a step. width: columns of a piece of a row, at most."""
 
     programs: int
     rows: int
@@ -55,7 +55,7 @@ def row_settings(d: int) -> RowSettings:
 
 @dataclass(frozen=True)
 class Int4RowSettings:
-    """programs: per multiprocessor; warps: of one; ahead: pairs of units that a warp's queue has room for, at most.
+    """programs: per multiprocessor. warps: of one. ahead: pairs of units that a warp's queue has room for, at most.
 
     A pair is 128 bytes of 16 rows, 2 KB (`int4_row_step`).
     fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
@@ -101,7 +101,7 @@ def dense_rows_reference(
 
 @triton.jit
 def row_pieces(weight, line, n_rows, c, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row; rows from n_rows on are not read.
+    """Rows line .. line + ROWS - 1 as a tuple of pieces (BLOCK,), row by row. Rows from n_rows on are not read.
 
     weight: of D columns, numbers or words of an integer type.
     """
@@ -275,8 +275,8 @@ def dense_rows(
 ) -> None:
     """x (B, d) fp32, weight (n, d), bias (n) or None, activation "none" or "relu" -> out (B, n) fp32.
 
-    One row runs in one kernel, bitwise deterministic; several as a matrix product, of more than eight with 4-bit rows
-    after these were written out in fp16. Errors: shapes, a CPU tensor, an unknown activation; of 4-bit rows dtypes and
+    One row runs in one kernel, bitwise deterministic. Several as a matrix product, of more than eight with 4-bit rows
+    after these were written out in fp16. Errors: shapes, a CPU tensor, an unknown activation. Of 4-bit rows dtypes and
     groups.
     """
     check_device("x", x)

@@ -6,7 +6,7 @@
                                                                                         `int4_by_head`, (h, d, head_dim)
     q, k_cache, v_cache at position[b] <- the first, without act, weight (h, 3, head_dim, d)     `int4_qkv`
 
-x (B, .) fp16; products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
+x (B, .) fp16. Products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
 their registers (`int4_token_step`), where one token takes the place of two. `int4_listed` reads the rows that a list
 names, those that one of the tokens has selected, and stores zeros for all others. fc2, whose rows are neurons, has a
 kernel of its own (`int4_fc2`). More tokens than eight are worth writing the matrix out once (`int4_numbers`).
@@ -55,7 +55,7 @@ ROWS = 16  # of a step
 
 @dataclass(frozen=True)
 class TokenSettings:
-    """programs: per multiprocessor; warps: of one; pairs: of units that a warp takes in one pass over the rows, and
+    """programs: per multiprocessor. warps: of one. pairs: of units that a warp takes in one pass over the rows, and
     ahead: that its queue has room for, both at most."""
 
     programs: int
@@ -154,7 +154,7 @@ def _pass(
     WHOLE: tl.constexpr, LISTED: tl.constexpr, RELU: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Pass `turn` over a program's rows, of which the last one stores y, or of q/k/v's rows (HEAD_DIM > 0) q, in y's
-    place, and the caches; the queue when it is over."""
+    place, and the caches. The queue when it is over."""
     b = tl.arange(0, T)
     its = token_planes(x, batch, turn * PAIRS, lane, W, GROUP, SEGMENTS, T, PAIRS)
     rows = all_rows

@@ -3,7 +3,7 @@
     q[b, i]           = W_q[i] n(b) + b_q[i]        n(b) = LayerNorm(x[b])
     k_cache[b, i, t]  = W_k[i] n(b) + b_k[i]        (v likewise), t = position[b]
 
-x (B, d) fp32; weight, bias, q and the caches as in `qkv`. Dense layers need neither kept inputs nor a list of heads.
+x (B, d) fp32. weight, bias, q and the caches as in `qkv`. Dense layers need neither kept inputs nor a list of heads.
 """
 
 import torch
@@ -33,7 +33,7 @@ from kernels.formats.matrix import Linear
 def qkv_dense_reference(
     x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
 ) -> None:
-    """Plain torch; also several rows on the GPU, where cuBLAS does the matrix product. No host synchronisation."""
+    """Plain torch. Also several rows on the GPU, where cuBLAS does the matrix product. No host synchronisation."""
     batch, n_heads, head_dim = q.shape
     weight, n = operands_reference(x, ln, weights.weight)
     rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + weights.bias.float().flatten()

@@ -42,7 +42,7 @@ ROWS_AT_ONCE = 512  # rounded to codes together
 
 @dataclass(frozen=True)
 class ScreenSettings:
-    """programs: per multiprocessor; rows: of a step, 2, 4, 8 or 16; warps: of a program, a thread has four words of a
+    """programs: per multiprocessor. rows: of a step, 2, 4, 8 or 16. warps: of a program, a thread has four words of a
     piece."""
 
     programs: int
@@ -50,7 +50,7 @@ class ScreenSettings:
     warps: int
 
     def block(self, d: int) -> int:
-        """Words of a piece of a row; no more threads than it has words of four codes."""
+        """Words of a piece of a row. No more threads than it has words of four codes."""
         return min(triton.next_power_of_2(d // CODES_PER_WORD), 128 * self.warps)
 
     @property
@@ -78,7 +78,7 @@ def screen_settings(d: int) -> ScreenSettings:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value;
+    """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value.
     -inf and 0 where there is none."""
 
     values: Tensor
@@ -96,7 +96,7 @@ class Chosen:
 class ScreenedHead:
     """An LM head (V, d) with its screen.
 
-    ln: the LayerNorm before it; gain, shift (d,) fp32: of it, times a. words (V, d / 4) int32: four codes each; scales
+    ln: the LayerNorm before it. gain, shift (d,) fp32: of it, times a. words (V, d / 4) int32: four codes each. scales
     (V, 2) fp32: scale, and by how much a screened logit is off at most, as a share of |n'| + steps (|f| + tiny). tiny:
     the norm of what rounding n may lose below fp16's normal numbers, times a. upper (V,), lows (P,) fp32: scratch.
     best: what programs found.
@@ -117,7 +117,7 @@ class ScreenedHead:
 
     @classmethod
     def of(cls, weight: Tensor, ln: LayerNormWeights, settings: ScreenSettings | None = None) -> "ScreenedHead":
-        """Round weight (V, d), d a multiple of 16, to codes; a row with a NaN keeps it in its error."""
+        """Round weight (V, d), d a multiple of 16, to codes. A row with a NaN keeps it in its error."""
         n, d = weight.shape
         check_shape("weight", weight, n, d)
         check_dtype("weight", weight, FLOAT_TYPES)
@@ -193,8 +193,8 @@ def dot_of_bytes(words, levels, sums, ASM: tl.constexpr = ASSEMBLY):
 
 @triton.jit
 def _piece(vector, j, c, D: tl.constexpr, BLOCK: tl.constexpr):
-    """What meets piece j of a row's words, fp32 (BLOCK, 4): each word's four columns. A thread reads 16 bytes at once;
-    columns of one number each, for four words a thread, took 14 us of a multiprocessor's L1."""
+    """What meets piece j of a row's words, fp32 (BLOCK, 4): each word's four columns. A thread reads 16 bytes at once.
+    Columns of one number each, for four words a thread, took 14 us of a multiprocessor's L1."""
     word = (j * BLOCK + c)[:, None]
     at = vector + 4 * word + tl.arange(0, 4)[None, :]
     return tl.load(at, mask=word < D // 4, other=0.0).to(tl.float32)
@@ -202,7 +202,7 @@ def _piece(vector, j, c, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr):
-    """(high levels, low levels as words, t, |n'|, |f|) of n' = LayerNorm(x) with this gain and shift; of |f| also what
+    """(high levels, low levels as words, t, |n'|, |f|) of n' = LayerNorm(x) with this gain and shift. Of |f| also what
     fp32 may lose of n'. Gain and shift are loaded when they are needed: with all that else is in registers they would
     cost a multiprocessor one of its programs."""
     STEPS: tl.constexpr = (D // 4 + BLOCK - 1) // BLOCK

@@ -2,7 +2,7 @@
 
     hidden[r] = act(scale[r] (a <down[r], u> + c gains[r] + shifts[r]))
 
-u (d,) fp16 as kept at the present position, a and c as in `late_norm`; down (rank, ceil(d / 2)) nibbles with a scale a
+u (d,) fp16 as kept at the present position, a and c as in `late_norm`. down (rank, ceil(d / 2)) nibbles with a scale a
 row (`codes`), gains and shifts (rank,): `norm_sums`. These programs come first in the grid and count themselves when
 their values lie in memory. A tile of sixteen rows (`qkv_int4`) would be there as late as a tile of q/k/v is: the second
 half would come behind all of these where they run at once. Where they take two rounds, tiles take fewer places.
@@ -26,7 +26,7 @@ def _block(width, lanes):
 
 @triton.jit
 def _pieces(w, first, n_rows, columns, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """A piece of each of ROWS rows from `first` on; of rows beyond the end the last one again."""
+    """A piece of each of ROWS rows from `first` on. Of rows beyond the end the last one again."""
     pieces = ()
     for r in tl.static_range(ROWS):
         at = w + tl.minimum(first + r, n_rows - 1).to(tl.int64) * WIDTH

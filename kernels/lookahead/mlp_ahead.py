@@ -7,7 +7,7 @@ heads.
 One row. u and moments as in `late_norm`, u kept at the present position of attn_in. The heads' predictor reads what the
 MLP read, half a block before the layer whose heads it selects: its programs run while the MLP does, since residual is
 older than that. So no stage lies between the layers. Without such a predictor (`heads` None) nothing is selected.
-The other stages are `qkv_select` and `attend_pack`; the first layer begins with `site_predict`, and so does one whose
+The other stages are `qkv_select` and `attend_pack`. The first layer begins with `site_predict`, and so does one whose
 heads are selected at their own site.
 """
 
@@ -62,7 +62,7 @@ class HeadsAhead:
 class LateSite:
     """A layer's attn_in that the MLP of the layer before makes, and what reads it.
 
-    norm: its LayerNorm; attn_in (1, T, d) fp16, which keeps u; position (1,) int32. gains, shifts (h, 3, head_dim)
+    norm: its LayerNorm. attn_in (1, T, d) fp16, which keeps u. position (1,) int32. gains, shifts (h, 3, head_dim)
     fp32: W gain, and W shift + bias, of q/k/v. heads: or None.
     The first half of the MLP's predictor: down, its nibbles (rank, ceil(d / 2)), and scale, of its rows. With
     tile_scales, all one, down has words of 4-bit codes instead, rank rows and zeros up to a multiple of 16. Their

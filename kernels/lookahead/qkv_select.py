@@ -7,7 +7,7 @@ program needs more registers than a tile of q/k/v does, this product runs on the
 times hidden, whose 16-bit parts (high, low) are columns of one product, which loses nothing to their rounding. In fp16
 two parts hold up to 131008: a larger hidden value counts as that. Codes and nibbles become fp16 numbers, exactly.
 Nibbles whose rows are whole words are multiplied as 4-bit weights are (`select_nibbles`), with fewer instructions. One
-batch row. Shapes and layouts as in `qkv` and `select`; up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
+batch row. Shapes and layouts as in `qkv` and `select`. up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
 Where the MLP before made the input (`mlp_ahead`), there was no stage 1: hidden is made by the first programs of this
 grid, in tiles (`qkv_int4`) or a few rows each (`late_rows`), and the last ones wait for these.
 """

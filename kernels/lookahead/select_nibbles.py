@@ -3,9 +3,9 @@
     up[i] . hidden + bias[i] > threshold,   hidden (rank,) fp32, up (n, rank / 2) bytes, see `codes`
 
 A warp multiplies 16 rows, a program L / 2 of them at a time. Byte b of a row holds column b in its low nibble and
-column rank / 2 + b in its high one; four bytes are a word of `int4_mma`, whose pairs of columns are then bytes 0 and 2,
+column rank / 2 + b in its high one. Four bytes are a word of `int4_mma`, whose pairs of columns are then bytes 0 and 2,
 low and high nibbles, and bytes 1 and 3. hidden is a sum of two fp16 numbers (`select_batch.saturated`), which lie in
-neighbouring columns of B; four units of a row lie side by side there, of which a lane group holds one part of one.
+neighbouring columns of B. Four units of a row lie side by side there, of which a lane group holds one part of one.
 Products are exact, sums in fp32. All words are on their way before the wait.
 
 In plain torch: `select.predict_select_reference`.
@@ -85,7 +85,7 @@ def select_nibbles(
     """A program's whole work, its wait included: list and bits of neurons block_number * BLOCK .. + BLOCK - 1.
 
     up: pointer to bytes, of rows whose words are whole (`takes`). COUNT: so many programs of this grid make hidden, and
-    count themselves in `arrived`; 0: it is there.
+    count themselves in `arrived`. 0: it is there.
     """
     W: tl.constexpr = RANK // 8
     V: tl.constexpr = word_vector(W)

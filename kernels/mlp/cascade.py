@@ -5,15 +5,15 @@
     passed[b, i] = candidate[b, i] and (s[b, i] > stage2_threshold[i] or row b is dense)
     h[b, i] = relu(sum_j (step[i] u[i, j] + scale[i] l[i, j]) x[b, j] + bias[i]) where passed, else 0
 
-x (B, d), normalised already; h as a list of its live rows. A weight is step u + scale l with u in -7..7 and l in
+x (B, d), normalised already. h as a list of its live rows. A weight is step u + scale l with u in -7..7 and l in
 -2048..2047. The test is in integers: products of eight nibbles take five instructions, and every backend finds the same
 sums. What passes is computed with x and the weight as they are. Planes of words of 32 bits, W = d / 8: nibble k of
-upper[i, w] is u + 8 of column k W + w; rest[i] is W words of the upper nibbles of l + 2048 in the same order, then 2 W
+upper[i, w] is u + 8 of column k W + w. rest[i] is W words of the upper nibbles of l + 2048 in the same order, then 2 W
 words of its low bytes, byte k of word w being that of column k W + w and, in the second W words, of column
 (4 + k) W + w. So a thread's 16 bytes of any plane meet the same few contiguous parts of x.
 Program p takes entries p, p + P, ... of a packed list, rounds x for itself while the list arrives, tests all its
 candidates, and then reads what passed, its lines asked of the L2 beforehand. row_bits is set to what passed, so that
-the selection says afterwards what was used. One batch row; several are tested by cascade_batch.py.
+the selection says afterwards what was used. One batch row. Several are tested by cascade_batch.py.
 Half the bytes of whole candidate rows, but not less time yet: docs/notes/sparse-mlp.md.
 """
 
@@ -33,7 +33,7 @@ from kernels.mlp.sparse_fc2 import PackedSelection
 
 @dataclass(frozen=True)
 class CascadeWeights:
-    """upper (n, d / 8) int32, rest (n, 3 d / 8) int32 (no rows where only the second stage reads this); step, scale,
+    """upper (n, d / 8) int32, rest (n, 3 d / 8) int32 (no rows where only the second stage reads this). step, scale,
     bias, stage2_threshold (n,) fp32."""
 
     upper: Tensor
@@ -75,7 +75,7 @@ def second_stage(x: Tensor, weights: CascadeWeights, candidates: Tensor, row_sta
 def cascade_reference(
     x: Tensor, weights: CascadeWeights, candidates: Tensor, row_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h (B, n) and passed (B, n) bool in plain torch, from candidates (B, n) bool; h in fp64 when x is fp64."""
+    """h (B, n) and passed (B, n) bool in plain torch, from candidates (B, n) bool. h in fp64 when x is fp64."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     upper, lower = weights.parts()
     passed = second_stage(x, weights, candidates, row_state)
@@ -108,7 +108,7 @@ def _cascade_kernel(
     """One batch row, a packed list: program p takes entries p, p + P, ..., CAP of them at a time.
 
     Ids and what belongs to their rows arrive together, and x is rounded meanwhile, by every program for itself. Then
-    all upper planes, two on their way ahead of the one that is summed; then the rows of what passed, one ahead.
+    all upper planes, two on their way ahead of the one that is summed. Then the rows of what passed, one ahead.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -206,7 +206,7 @@ def cascade(
 ) -> None:
     """Test the candidates in `selection` and compute what passes, for one batch row.
 
-    x: (1, d) fp32/fp16/bf16. selection.row_bits becomes what passed; its list stays that of the candidates. out: the
+    x: (1, d) fp32/fp16/bf16. selection.row_bits becomes what passed. Its list stays that of the candidates. out: the
     packed list of the candidates (`pack`), whose values become h, zero where a candidate fails. row_state: (1,) int32,
     2 = a dense row, which is not tested. warps, programs: launch settings. Errors: shapes, dtypes, a CPU tensor.
     """

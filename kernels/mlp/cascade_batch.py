@@ -5,7 +5,7 @@
 
 r, unit, u, step and threshold as in cascade.py. u and r are whole numbers of at most 7 and 127, exact in fp16, and a
 tensor core's sums of their products are exact in fp32 up to widths of 18,000, so every backend finds the same set. One
-kernel rounds x; in the other a program owns a block of the selection, multiplies the upper planes of its candidates
+kernel rounds x. In the other a program owns a block of the selection, multiplies the upper planes of its candidates
 with all rows at once, and rewrites the block's list. What passed is then computed by `fc1_batch` from whole rows of
 fc1."""
 
@@ -114,7 +114,7 @@ def cascade_test(
 ) -> None:
     """Take out of `selection`, its list included, what does not pass the second stage in any row.
 
-    x (B, d), B > 1, fp32 or 16 bits, as fc1 reads it; weights.rest is not read. row_state (B,) int32: 2 = a dense row,
+    x (B, d), B > 1, fp32 or 16 bits, as fc1 reads it. weights.rest is not read. row_state (B,) int32: 2 = a dense row,
     which is not tested. Errors: shapes, dtypes, a CPU tensor.
     """
     batch, d = check_input("x", x)

@@ -1,6 +1,6 @@
 """Device functions of a cascade's kernels: rounding x, products of a word of nibbles, products of a whole row.
 
-See cascade.py for the planes' layout; w is a tile of words, W = d / 8.
+See cascade.py for the planes' layout. w is a tile of words, W = d / 8.
 """
 
 import triton

@@ -2,9 +2,9 @@
 
     out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] scale[i, j // group] code[i, j]
 
-h (B, n), after the ReLU; weight (n, d), a row a neuron, of which columns are outputs. Only rows are read whose h is not
+h (B, n), after the ReLU. weight (n, d), a row a neuron, of which columns are outputs. Only rows are read whose h is not
 zero for one of the tokens that a program has. Neurons lie along K of the tensor cores' m16n8k16, outputs along M,
-tokens along N. The factor h * scale * 64 is rounded to fp16; products with the codes are exact, sums in fp32:
+tokens along N. The factor h * scale * 64 is rounded to fp16. Products with the codes are exact, sums in fp32:
 |h * scale| must stay below 1023, or sums are NaN.
 
 No code is converted (`int4_neurons`): 7 instructions a word by count, and 6 for list, addresses, words, scales and h.
@@ -16,7 +16,7 @@ eight lanes of a row one line of 128 bytes. Columns that share a scale are at le
 or 4 tokens: column n of B has the factors of token n % T with the scale of lane groups n // T * T to
 n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two sets of columns
 of B and of sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue
-of each lane (`lane_queue`). Programs that share columns add up in `add_partials`; everything has a fixed order. In
+of each lane (`lane_queue`). Programs that share columns add up in `add_partials`. Everything has a fixed order. In
 plain torch: `int4_fc2_reference`.
 
 What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
@@ -56,8 +56,8 @@ ASKS = tl.constexpr(4)  # of a unit
 
 @dataclass(frozen=True)
 class Int4Fc2Settings:
-    """warps: of a program; ahead: units of sixteen rows on their way; programs: a grid's; registers: of a thread, at
-    most; fetched: rows that the L2 is asked for early, a multiple of 8, at most as many as a program has threads."""
+    """warps: of a program. ahead: units of sixteen rows on their way. programs: a grid's. registers: of a thread, at
+    most. fetched: rows that the L2 is asked for early, a multiple of 8, at most as many as a program has threads."""
 
     warps: int
     ahead: int
@@ -126,8 +126,8 @@ def _ask_unit(
 ):  # fmt: skip
     """(the queue with a lane's words of four rows of the list on their way and their scales, the rows, which are there)
 
-    weight, scales: where the lane's words and its pair of scales of the program's first row are; four: number of the
-    rows in the list, in fours; left: rows of the list from the first of them on, if any; inside: the lane has columns.
+    weight, scales: where the lane's words and its pair of scales of the program's first row are. four: number of the
+    rows in the list, in fours. left: rows of the list from the first of them on, if any. inside: the lane has columns.
     """
     rows = list_four(items, four, tl.arange(0, place.shape[0]), ROUNDS)
     live = (left > 0, left > 1, left > 2, left > 3)
@@ -146,7 +146,7 @@ def _ask_unit(
 
 @triton.jit
 def _load_four(h, rows, live, SETS: tl.constexpr):
-    """h of four rows for a lane's token of each set, whose rows `h` points to; zero where the rows are not."""
+    """h of four rows for a lane's token of each set, whose rows `h` points to. Zero where the rows are not."""
     found = ()
     for s in tl.static_range(SETS):
         at = _four_rows(h[s], rows, 1)
@@ -285,7 +285,7 @@ def int4_fc2(
     pdl: bool = False,
     settings: Int4Fc2Settings | None = None,
 ) -> None:
-    """h (1, n) fp32, or (B, n) fp16 with B from 2 to 8; residual and out (B, d) fp32, weight (n, d); bitwise
+    """h (1, n) fp32, or (B, n) fp16 with B from 2 to 8. residual and out (B, d) fp32, weight (n, d). Bitwise
     deterministic. See the module's docstring.
 
     Errors: shapes, dtypes, groups and batches that `takes_down` refuses, a CPU tensor.

@@ -2,7 +2,7 @@
 
     out[j] = residual[j] + b2[j] + sum_k h[k] w2_t[ids[k], j],   h[k] = relu(sum_j w1[ids[k], j] n[j] + b1[ids[k]])
 
-n = LayerNorm(x), rounded to fp16, or x itself; x (1, d) fp32 (fp16 without a LayerNorm); w1, w2_t (n, d), of w2_t
+n = LayerNorm(x), rounded to fp16, or x itself. x (1, d) fp32 (fp16 without a LayerNorm). w1, w2_t (n, d), of w2_t
 columns are outputs. A program takes its part of the list, neighbours whose rows lie on few pages of memory, sixteen at
 a time, as the tensor cores want them in both products. A dense step is the list of all rows, where `int4_fc2` does
 not say otherwise.
@@ -15,7 +15,7 @@ lane groups' columns. What takes a multiprocessor's time there is not the produc
 has all d: each is one of eight columns of C, the others being those of other lane groups' scales. So as many stripes as
 lane groups share a scale (T) have their factors in different columns of B, and their sums in one C: of stripe s in
 columns A s to A s + A - 1, A = 8 / T, one for each scale of a stripe. A program's sum is rounded to fp16, and must stay
-below 65504; `add_partials` adds them up in a fixed order.
+below 65504. `add_partials` adds them up in a fixed order.
 
 What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
 the predictor normalised it), or the list and its first rows (EARLY_LIST, a look-ahead predictor).
@@ -50,8 +50,8 @@ MOST_ROWS = 384  # of a program, live or not, for which its list has room: 3 KB
 
 @dataclass(frozen=True)
 class Int4MlpSettings:
-    """programs: grid size, at most MAX_SPLITS; warps: of one; ahead: pairs of units of fc1 that a warp's queue has room
-    for, at most; registers: of a thread, at most."""
+    """programs: grid size, at most MAX_SPLITS. warps: of one. ahead: pairs of units of fc1 that a warp's queue has room
+    for, at most. registers: of a thread, at most."""
 
     programs: int
     warps: int
@@ -61,7 +61,7 @@ class Int4MlpSettings:
 
 def int4_mlp_settings(d: int) -> Int4MlpSettings:
     """Launch settings by width, from whole steps (`benchmarks/results/int4_settings.csv`): a program for each of 132
-    multiprocessors, or two, of which one multiplies while the other has barriers; up to 5120 two would have half a
+    multiprocessors, or two, of which one multiplies while the other has barriers. Up to 5120 two would have half a
     step each.
     """
     if INTERPRET:
@@ -155,7 +155,7 @@ def _ask_slot(queue, words, item, word, place, W: tl.constexpr, V: tl.constexpr)
 def _sums_of_columns(
     queue, words, scales, listed, held, to, lane, W: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """fc2 of the `held` rows of the list, whose sums are stored as fp16 at `to` (8 W,); queue: an empty one."""
+    """fc2 of the `held` rows of the list, whose sums are stored as fp16 at `to` (8 W,). queue: an empty one."""
     V: tl.constexpr = lane_vector(W)
     L: tl.constexpr = lane.shape[0]
     WARPS: tl.constexpr = L // 32
@@ -311,7 +311,7 @@ def int4_mlp_partials(
 ) -> tuple[Tensor, int]:
     """(partial sums in fp16, how many of them) whose sum with residual and fc2's bias is `int4_mlp`.
 
-    late: of what the sum will be; its estimate is made here, which is that
+    late: of what the sum will be. Its estimate is made here, which is that
     of x, with a LayerNorm, and its moments are set to zero.
     """
     n, d = check_mlp(x, ln, weights, rows, early)
@@ -373,7 +373,7 @@ def int4_mlp(
     pdl: bool = False,
     settings: Int4MlpSettings | None = None,
 ) -> None:
-    """Reads rows.ids and rows.count; residual and out (1, d) fp32; bitwise deterministic. See the module's docstring.
+    """Reads rows.ids and rows.count. residual and out (1, d) fp32. Bitwise deterministic. See the module's docstring.
 
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, dtypes, groups, a CPU tensor.

@@ -4,7 +4,7 @@
     row b selects neuron i where up_scale[i] sum_r up[i, r] hidden[b, r] + bias[i] > threshold  `select_nibbles_batch`
 
 x (B, d) fp16, down (rank, d / 2) and up (n, rank / 2) bytes as a bundle stores them (`codes`). A warp multiplies
-sixteen rows with eight columns of B (`int4_mma`); four bytes are a word, whose pairs of columns are bytes 0 and 2, low
+sixteen rows with eight columns of B (`int4_mma`). Four bytes are a word, whose pairs of columns are bytes 0 and 2, low
 and high nibbles, and bytes 1 and 3. Products are exact, sums in fp32. All words are on their way before the wait.
 
 A program of `predict_down_nibbles` has sixteen rows and all their columns. It leaves hidden as the other kernel reads
@@ -36,7 +36,7 @@ DOWN_WARPS = 8
 def _row_words(rows, at, there, first_unit, lane, W: tl.constexpr, UNITS: tl.constexpr, STRIDE: tl.constexpr):
     """A lane's words of UNITS units, every STRIDE-th from first_unit on: for each V of row g, then V of row g + 8.
 
-    rows: how many words lie between rows g and g + 8; at: to a lane's row g; there: whether either row is one.
+    rows: how many words lie between rows g and g + 8. at: to a lane's row g. there: whether either row is one.
     """
     V: tl.constexpr = word_vector(W)
     words = ()
@@ -50,7 +50,7 @@ def _row_words(rows, at, there, first_unit, lane, W: tl.constexpr, UNITS: tl.con
 
 @triton.jit
 def _input_planes(x, word, W: tl.constexpr):
-    """The planes of x for V words of a row from `word` on; x: to a lane's input, its pairs of fp16 as int32."""
+    """The planes of x for V words of a row from `word` on. x: to a lane's input, its pairs of fp16 as int32."""
     V: tl.constexpr = word_vector(W)
     planes = ()
     if V == 1:
@@ -122,14 +122,14 @@ def _predict_nibbles_kernel(
 
 @triton.jit
 def _touch(at, ASM: tl.constexpr = ASSEMBLY):
-    """Loads what lies there, and 32 bytes around it, into the L1; nobody waits for it."""
+    """Loads what lies there, and 32 bytes around it, into the L1. Nobody waits for it."""
     if ASM:
         tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _hidden_planes(planes, word, W: tl.constexpr):
-    """The planes of hidden for V words of a row of `up`; planes: to a lane's row and part."""
+    """The planes of hidden for V words of a row of `up`. planes: to a lane's row and part."""
     V: tl.constexpr = word_vector(W)
     found = ()
     for v in tl.static_range(V):
@@ -229,7 +229,7 @@ def _select_nibbles_kernel(
 def predict_down_nibbles(
     x: Tensor, down: Tensor, scale: Tensor, planes: Tensor, relu: bool, pdl: bool, count: Tensor | None = None
 ) -> None:
-    """x (B, d) fp16, down (rank, d / 2) uint8, scale (rank,) fp32 -> planes (2, B, rank) fp16; count (1): set to zero.
+    """x (B, d) fp16, down (rank, d / 2) uint8, scale (rank,) fp32 -> planes (2, B, rank) fp16. count (1): set to zero.
 
     Errors: shapes, dtypes, devices.
     """

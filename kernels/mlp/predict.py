@@ -4,7 +4,7 @@
                                                           + sum_j w[r, j] b[j]
 
 x (1, d), w (rank, d), y (1, rank) fp32, sums in fp32. The two last sums depend on weights alone (`norm_sums`). The rows
-are in registers before the wait for the stage before; after it one pass over x gives products, mean and variance
+are in registers before the wait for the stage before. After it one pass over x gives products, mean and variance
 together, and one reduction adds them all up: a barrier, where a sum each would take a dozen. A program also normalises
 its slice of x for fc1.
 
@@ -39,7 +39,7 @@ MAX_ROWS = 7
 
 @dataclass(frozen=True)
 class PredictSettings:
-    """rows: of a program, at most MAX_ROWS; block: columns a piece of a row; warps."""
+    """rows: of a program, at most MAX_ROWS. block: columns a piece of a row. warps."""
 
     rows: int
     block: int
@@ -66,7 +66,7 @@ def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
 def predict_down_reference(
     x: Tensor, ln: LayerNormWeights, weight: Tensor, scale: Tensor | None = None, relu: bool = False
 ) -> Tensor:
-    """(1, rank) in plain torch; fp64 when x is fp64."""
+    """(1, rank) in plain torch. fp64 when x is fp64."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     y = layer_norm_reference(x, ln, wide) @ unscaled(weight, scale, wide, x.shape[1]).T
     return y.relu() if relu else y
@@ -74,7 +74,7 @@ def predict_down_reference(
 
 @triton.jit
 def row_tiles(w_ptr, first, n_rows, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Rows first .. first + ROWS - 1 in pieces (BLOCK,), row by row; the last row again beyond n_rows."""
+    """Rows first .. first + ROWS - 1 in pieces (BLOCK,), row by row. The last row again beyond n_rows."""
     tiles = ()
     for r in tl.static_range(ROWS):
         at = w_ptr + tl.minimum(first + r, n_rows - 1).to(tl.int64) * D
@@ -176,7 +176,7 @@ def normalised_rows(
     BEFORE: tl.constexpr = 0,
     EARLY: tl.constexpr = False,
 ):
-    """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars; stores its slice of n.
+    """Products of program pid's ROWS rows with LayerNorm(x), with the wait, as scalars. Stores its slice of n.
 
     BEFORE: programs of the grid that have rows of another matrix. EARLY: lets the next kernel start before the wait.
     """
@@ -295,8 +295,8 @@ def predict_down(
     pdl: bool = False,
     settings: PredictSettings | None = None,
 ) -> None:
-    """x (1, d) fp32/fp16/bf16; weight (rank, d) as x, or int8/fp8 with scale (rank,) fp32, or (rank, ceil(d / 2)) uint8
-    nibbles with such a scale; out (1, rank) fp32.
+    """x (1, d) fp32/fp16/bf16. weight (rank, d) as x, or int8/fp8 with scale (rank,) fp32, or (rank, ceil(d / 2)) uint8
+    nibbles with such a scale. out (1, rank) fp32.
 
     sums: as `norm_sums` gives them. normalised_out: (1, d), receives LN(x). Sums in fp32, in a fixed order.
     Errors: shapes, dtypes, a CPU tensor.

@@ -1,6 +1,6 @@
 """A predictor's first product for several rows: out[b, r] = act(scale[r] sum_j w[r, j] x[b, j]).
 
-A few hundred rows are too few programs for a GPU, so several share the columns of a row; a second kernel adds their
+A few hundred rows are too few programs for a GPU, so several share the columns of a row. A second kernel adds their
 partial sums in a fixed order. x (B, d), w (rank, d), sums in fp32.
 """
 

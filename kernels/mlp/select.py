@@ -1,9 +1,9 @@
-"""Predict and select: logits = up @ act(down @ x) + bias; a row of weights is selected where logit > threshold.
+"""Predict and select: logits = up @ act(down @ x) + bias. A row of weights is selected where logit > threshold.
 
-x (B, d); down (rank, d); up (n, rank); bias (n). A NaN logit is never selected. The result is a list of ids on the
+x (B, d). down (rank, d). up (n, rank). bias (n). A NaN logit is never selected. The result is a list of ids on the
 device, made without sorting or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
 its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. `sparse_fc2.pack` closes
-the gaps. For B > 1 the list is the union of the batch's sets; bit b of row_bits[i] says that row b selected i.
+the gaps. For B > 1 the list is the union of the batch's sets. Bit b of row_bits[i] says that row b selected i.
 """
 
 import torch
@@ -25,7 +25,7 @@ from kernels.mlp.select_batch import select_batch_kernel, store_chosen
 
 
 def predict_reference(x: Tensor, predictor: PredictorWeights, ln: LayerNormWeights | None = None) -> Tensor:
-    """Logits (B, n) in plain torch; fp64 when x is fp64."""
+    """Logits (B, n) in plain torch. fp64 when x is fp64."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     if ln is not None:
         x = layer_norm_reference(x, ln, wide)
@@ -73,7 +73,7 @@ def _select_kernel(
 ):
     """One batch row: a program owns a block. Its whole tile of `up` is static, so it is in registers before the wait.
 
-    Columns come in chunks of a power of two, and what is left of them as a rest. RANK: elements of a row of `up`; where
+    Columns come in chunks of a power of two, and what is left of them as a rest. RANK: elements of a row of `up`, where
     they are nibbles, HIGH of them have a column in the high one too.
     """
     pid = tl.program_id(0)
@@ -156,7 +156,7 @@ def predict_select(
     row_state: (B,) int32 on the device, 0 = the row selects nothing (finished), 1 = by its logits, 2 = everything (a
     dense position). normalised_out: (B, d), receives LN(x), so that fc1 need not normalise again. logits_out: (B, n)
     fp32.
-    pdl: launch as programmatic dependents of the kernels before; threshold and row_state must then be older than the
+    pdl: launch as programmatic dependents of the kernels before. threshold and row_state must then be older than the
     launch before this call. Errors: shapes, dtypes, a CPU tensor.
     """
     batch, _ = check_input("x", x)
@@ -217,7 +217,7 @@ def _select_top_k(predictor: Predictor, logits: Tensor | None, row_state: Tensor
 
 
 def _room_for_logits(logits: Tensor | None, top_k: int | None, batch: int, n: int, like: Tensor) -> Tensor | None:
-    """logits (B, n) fp32, checked; fresh ones where top_k needs some."""
+    """logits (B, n) fp32, checked. Fresh ones where top_k needs some."""
     if logits is not None:
         check_tensor("logits_out", logits, (batch, n), (torch.float32,), like)
     if top_k is not None:

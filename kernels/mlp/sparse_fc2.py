@@ -2,7 +2,7 @@
 
 `pack` closes the gaps of a list in one small kernel, in the list's order. `sparse_fc2` reads the rows as an unbroken
 stream: a program owns a stripe of columns and every SPLITS-th row, keeps ROWS of them on their way and one accumulator
-a column; nothing is reduced or waited for inside the loop. Rows of zero values are not read. A second kernel adds the
+a column. Nothing is reduced or waited for inside the loop. Rows of zero values are not read. A second kernel adds the
 partial sums in an order that the shape fixes: many narrow programs read them at once, where a last arriver would read
 them alone. w_t (n, d), values fp32.
 """
@@ -26,7 +26,7 @@ MAX_SPLITS = 264  # rows of the scratch for partial sums
 
 @dataclass(frozen=True)
 class PackedSelection:
-    """ids (n) int32, defined below count (1) int32, old ones beyond it; values (n) fp32, where a kernel wrote some."""
+    """ids (n) int32, defined below count (1) int32, old ones beyond it. values (n) fp32, where a kernel wrote some."""
 
     ids: Tensor
     values: Tensor
@@ -157,7 +157,7 @@ def _entries(ids, values, first, n, STRIDE: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def gathered_tiles(w, rows, live, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS gathered rows in pieces (BLOCK,), row by row; a row for which `live` is zero is not read."""
+    """ROWS gathered rows in pieces (BLOCK,), row by row. A row for which `live` is zero is not read."""
     tiles = ()
     for r in tl.static_range(ROWS):
         at = w + rows[r].to(tl.int64) * D
@@ -241,7 +241,7 @@ def _add_kernel(
 
 
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
-    """out (B, d) = residual + bias + the first `splits` times B d partial sums; pdl as `use_pdl` gives it."""
+    """out (B, d) = residual + bias + the first `splits` times B d partial sums. pdl as `use_pdl` gives it."""
     batch, d = out.shape
     stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (64 // partials.element_size(), 64, 4)
     if INTERPRET:
@@ -264,7 +264,7 @@ def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, 
 
 @dataclass(frozen=True)
 class Fc2Settings:
-    """stripe: columns of a program; splits: programs a stripe; rows: on their way at once, twice."""
+    """stripe: columns of a program. splits: programs a stripe. rows: on their way at once, twice."""
 
     stripe: int
     splits: int
@@ -283,7 +283,7 @@ def fc2_settings(d: int) -> Fc2Settings:
 
 
 def partial_sums(d: int, device: torch.device | str) -> Tensor:
-    """Scratch for every kernel that `add_partials` follows; shared by calls that run one after another."""
+    """Scratch for every kernel that `add_partials` follows. Shared by calls that run one after another."""
     return torch.zeros(MAX_SPLITS, d, device=device, dtype=torch.float32)
 
 
@@ -297,7 +297,7 @@ def sparse_fc2(
     pdl: bool = False,
     settings: Fc2Settings | None = None,
 ) -> None:
-    """weight (n, d), bias (d), residual and out (1, d) fp32; bitwise deterministic. Errors: shapes, a CPU tensor."""
+    """weight (n, d), bias (d), residual and out (1, d) fp32. Bitwise deterministic. Errors: shapes, a CPU tensor."""
     check_device("rows.ids", rows.ids)
     n, d = weight.shape
     numbers = check_numbers("weight", weight, n, d)

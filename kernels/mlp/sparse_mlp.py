@@ -2,11 +2,11 @@
 
     out[j] = residual[j] + b2[j] + sum_k h[k] w2_t[ids[k], j],   h[k] = relu(sum_j w1[ids[k], j] n[j] + b1[ids[k]])
 
-n = LayerNorm(x), rounded to w1's dtype, or x itself; x (1, d) fp32 (or as w1, without a LayerNorm); w1, w2_t (n, d).
+n = LayerNorm(x), rounded to w1's dtype, or x itself. x (1, d) fp32 (or as w1, without a LayerNorm). w1, w2_t (n, d).
 Program p takes entries p, p + P, p + 2 P, ... of the list, ROWS at a time: their rows of fc1, one reduction for all of
 them, then at once their rows of fc2, those of value zero left out. The rows of fc1 that come next, and the rows of fc2,
 are on their way meanwhile. So nothing waits between the two products, where two kernels end, start and fill the
-memory's queues again; what it costs is a sum of all d columns for each program, which `add_partials` adds up in a fixed
+memory's queues again. What it costs is a sum of all d columns for each program, which `add_partials` adds up in a fixed
 order. Hence few programs, one or two a multiprocessor.
 
 What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
@@ -30,7 +30,7 @@ from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, ga
 
 @dataclass(frozen=True)
 class MlpSettings:
-    """programs: grid size, at most MAX_SPLITS; block: columns a piece of a row; rows: entries a step, at most 8."""
+    """programs: grid size, at most MAX_SPLITS. block: columns a piece of a row. rows: entries a step, at most 8."""
 
     programs: int
     block: int
@@ -65,7 +65,7 @@ def sparse_mlp_reference(
 
 @triton.jit
 def _ids(ids, first, step, last, ROWS: tl.constexpr):
-    """Entries first, first + step, ... of the list; beyond the list's end old ones, in range."""
+    """Entries first, first + step, ... of the list. Beyond the list's end old ones, in range."""
     rows = ()
     for r in tl.static_range(ROWS):
         rows = rows + (tl.load(ids + tl.minimum(first + r * step, last), cache_modifier=".cg"),)
@@ -94,7 +94,7 @@ def _added(acc, tiles, values, STEPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _layer_norm(x, gain, shift, D: tl.constexpr, EPS: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr):
-    """LayerNorm of pieces, zero beyond D where gain and shift are; mean and variance by one reduction."""
+    """LayerNorm of pieces, zero beyond D where gain and shift are. Mean and variance by one reduction."""
     total = x[0].to(tl.float32)
     squares = total * total
     for j in tl.static_range(1, STEPS):
@@ -219,7 +219,7 @@ def sparse_mlp(
     pdl: bool = False,
     settings: MlpSettings | None = None,
 ) -> None:
-    """Reads rows.ids and rows.count; residual and out (1, d) fp32; bitwise deterministic. See the module's docstring.
+    """Reads rows.ids and rows.count. residual and out (1, d) fp32. Bitwise deterministic. See the module's docstring.
 
     early: what was written before the launch before this one: "x" (without a LayerNorm here), "list", or None.
     Errors: shapes, a CPU tensor.

@@ -6,7 +6,7 @@
 x (B, d) in the weights' dtype, w and w_t (n, d), values in the weights' dtype, sums in fp32. A program of fc1 takes an
 even, contiguous share of the list, up to ROWS gathered rows as M, the padded batch as N. A list entry that is zero in
 every batch row gets the id -1, and fc2 does not read its row. In fc2 STRIPE columns are M, the batch is N, list entries
-are K; programs share the entries, and the last one of a stripe to arrive adds the partial sums in their order.
+are K. Programs share the entries, and the last one of a stripe to arrive adds the partial sums in their order.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from kernels.mlp.selection import Selection
 
 @dataclass(frozen=True)
 class BatchActivations:
-    """ids (n) int32 and values (n, padded batch) below count (1) int32; scratch of fc2: partials (splits, B, d) fp32,
+    """ids (n) int32 and values (n, padded batch) below count (1) int32. Scratch of fc2: partials (splits, B, d) fp32,
     tickets (stripes) int32, zero between calls."""
 
     ids: Tensor
@@ -172,7 +172,7 @@ def _fc2_batch_kernel(
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """programs of fc1; block: columns (fc1) or list entries (fc2) of a step; stages of the cp.async pipeline."""
+    """programs of fc1. block: columns (fc1) or list entries (fc2) of a step. stages: of the cp.async pipeline."""
 
     programs: int
     block: int
@@ -193,7 +193,7 @@ def fc1_batch(
     out: BatchActivations,
     pdl: bool = False,
 ) -> None:
-    """x (B, d), B > 1, weight (n, d) and bias (n); x and weight of one dtype. Errors: shapes, dtypes."""
+    """x (B, d), B > 1, weight (n, d) and bias (n). x and weight of one dtype. Errors: shapes, dtypes."""
     batch, d = check_input("x", x)
     n = weight.shape[0]
     require(batch > 1, "one batch row has a kernel of its own: sparse_mlp")
@@ -239,7 +239,7 @@ def fc2_batch(
     out: Tensor,
     pdl: bool = False,
 ) -> None:
-    """weight_t (n, d), bias (d), residual and out (B, d) fp32; bitwise deterministic. Errors: shapes, dtypes."""
+    """weight_t (n, d), bias (d), residual and out (B, d) fp32. Bitwise deterministic. Errors: shapes, dtypes."""
     batch, d = check_input("residual", residual)
     n = weight_t.shape[0]
     numbers = check_numbers("weight_t", weight_t, n, d)

@@ -22,7 +22,7 @@ PLAIN = "!"  # behind the name of a kernel that is not launched as a dependent
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, the addresses of its tensors and its options by their names; or a product of torch."""
+    """A kernel, the addresses of its tensors and its options by their names, or a product of torch."""
 
     kernel: str
     tensors: dict[str, int] = field(default_factory=dict)
@@ -151,7 +151,7 @@ def guard(bundle: Any) -> Any:
 
 
 def build(model: Any, bundle: Any, crossed: bool, monkeypatch: Any, **options: Any) -> DecodeEngine:
-    """An engine of kernels on the CPU; crossed: that computes layers whole as a GPU would."""
+    """An engine of kernels on the CPU. crossed: that computes layers whole as a GPU would."""
     with monkeypatch.context() as patched:
         patched.setattr("dejavu_train.engine.plan.crossover_measured", lambda engine: crossed)
         return DecodeEngine(model, bundle, EngineOptions(**options))

@@ -63,7 +63,7 @@ def test_predictors_of_other_sites_and_odd_ranks(tiny_opt, options):
 
 @pytest.mark.parametrize(("heads", "relu", "top_k"), [(2, False, None), (4, True, None), (2, True, 0.4)])
 def test_odd_sizes_equal_the_masked_model(heads, relu, top_k):
-    """Head dim 10, 13 neurons, an odd vocabulary; a dense layer among sparse ones; relu and top-k predictors."""
+    """Head dim 10, 13 neurons, an odd vocabulary. A dense layer among sparse ones. Relu and top-k predictors."""
     model = random_opt(d_model=10 * heads, n_heads=heads, d_ffn=13, n_layers=3, vocab=101)
     bundle = random_bundle(model, relu=relu, top_k=top_k, means=True, dense_layers=(1,))
     row = tokens(40, vocab=101)
@@ -192,7 +192,7 @@ def test_sampling_follows_the_distribution_and_the_seed(tiny_opt):
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (40, 0.8), (10_000, 0.5)])
 def test_top_k_samples_as_transformers_filters(tiny_opt, top_k, top_p):
-    """Against softmax over what transformers' warpers leave; of two equal logits at the edge both stay."""
+    """Against softmax over what transformers' warpers leave. Of two equal logits at the edge both stay."""
     model, prompt = load_opt(str(tiny_opt)), tokens(5)
     head = model.lm_head.weight
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_bytes_are_counted(tiny_opt):
 
 
 def test_greedy_takes_the_largest_fp32_logit_though_int8_screens(tiny_opt):
-    """Rows of the LM head that differ by less than int8 can tell; of equal ones the first."""
+    """Rows of the LM head that differ by less than int8 can tell. Of equal ones the first."""
     model, prompt = load_opt(str(tiny_opt)), tokens(7, vocab=100)
     with torch.no_grad():
         head = model.lm_head.weight

@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_its_mates(model):
 
 
 def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
-    """Each arranges layers for itself; a second one must not take from the first what its graph has captured."""
+    """Each arranges layers for itself. A second one must not take from the first what its graph has captured."""
     weights = DecodeWeights.from_model(model, torch.float32, "cpu")
     bundle, rows = random_bundle(model), rows_of(9)
     linears = {name: each for name, each in vars(weights.layers[0]).items() if isinstance(each, Linear)}

@@ -220,7 +220,7 @@ def test_which_predictors_are_read_as_codes():
 
 @pytest.mark.parametrize("targets", [("mlp",), ("mlp", "heads")])
 def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model, targets):
-    """Of selected heads each layer keeps its own; the heads' predictors of this bundle are not folded, so not fused."""
+    """Of selected heads each layer keeps its own. The heads' predictors of this bundle are not folded, so not fused."""
     bundle = random_bundle(model, lookahead=1, targets=targets)
     made = engine(model, bundle, context=40)
     inputs, halves = made.core.work.carried.inputs, made.plan.halves[::2]

@@ -5,13 +5,13 @@ neurons, h heads, e head width, N threads, P predictors, R the largest rank, C l
 
 A *row* is d weights that are multiplied with one number or summed into one. It is a row of q, k, v, up or the LM head
 as stored, or a column of the output projection or of down. All rows of a model lie in one array, so that whatever is
-selected is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns; fp32 codes have
-scale 1. Rows of codes of a 4-bit model are int8 rows; those of its output projection have scale 1, and a scale of each
+selected is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns. fp32 codes have
+scale 1. Rows of codes of a 4-bit model are int8 rows. Those of its output projection have scale 1, and a scale of each
 head and output (``out_scale``) that what a head's rows sum up to is multiplied with: so its groups lie, across a head's
 rows.
 Columns from d to D are zero, in rows and in vectors.
 
-The *operand* is what rows are multiplied with: an fp32 vector for fp32 rows; for int8 rows whole numbers in
+The *operand* is what rows are multiplied with: an fp32 vector for fp32 rows. For int8 rows whole numbers in
 -LEVELS..LEVELS with a unit, since products of whole numbers are several times faster than those of converted codes.
 """
 
@@ -36,7 +36,7 @@ LEVELS = 32767  # of an operand: int16
 
 
 class Model(Group):
-    """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32; first (L, 4): first row of each part.
+    """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32. first (L, 4): first row of each part.
 
     Rows of q, k and v: (first[QKV] + (3 head + part) e + i), part 0, 1, 2 for q, k, v. norms (2 L + 1, 2, d): weight
     and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head exists
@@ -72,11 +72,11 @@ class Selectors(Group):
     """What a bundle adds: predictors, the means of skipped heads, the second stage of cascades.
 
     at (L, 2): number of the predictor of a target, -1 = dense. sites (2 L + 1), readers: the predictors that read half
-    block s (attn_in of layer s // 2, or mlp_in) are readers[sites[s] : sites[s + 1]]. spec (P, 10): see the columns;
-    offsets count elements of the flat arrays float32, float16 (as uint16), int8 and int4 (bytes of two codes, as in
-    ``quantization``); down lies there as stored, up transposed. out_bias (L, d) includes the projected means; means (L,
+    block s (attn_in of layer s // 2, or mlp_in) are readers[sites[s] : sites[s + 1]]. spec (P, 10): see the columns.
+    Offsets count elements of the flat arrays float32, float16 (as uint16), int8 and int4 (bytes of two codes, as in
+    ``quantization``). Down lies there as stored, up transposed. out_bias (L, d) includes the projected means. means (L,
     h, e). kept (L): where attn_in of a layer is kept, -1 = nowhere. fine (L): number of the cascade, -1 = none. upper
-    (C f, D / 2): two codes + 8 a byte, column j low and D / 2 + j high; whole (C f, D) int16 with whole_scale (C f, 1);
+    (C f, D / 2): two codes + 8 a byte, column j low and D / 2 + j high. whole (C f, D) int16 with whole_scale (C f, 1).
     grid (C f, 2), with columns step, stage-2 threshold.
     """
 
@@ -108,7 +108,7 @@ class State(Group):
     """Per row: tokens (B, T) int32, nll (B, T) fp32, the rest (B): see ``advance``. fault: 0, or the position before
     which numbers were first not finite, and fault_site the half block that they came from, as `normalise` counts, 0 =
     the LM head. keys (L, B, h, e, T), values (L, B, h, T, e) fp32, attn_in (layers with sparse heads, B, T, D) as
-    operands, with attn_unit (., B, T); watermark (L, B, h): K and V are valid below.
+    operands, with attn_unit (., B, T). watermark (L, B, h): K and V are valid below.
     """
 
     tokens: np.ndarray
@@ -136,7 +136,7 @@ class State(Group):
         super().__init__("State", **fields)
 
     def clear(self) -> None:
-        """Forget all rows; caches keep their content, which no watermark and no position reaches."""
+        """Forget all rows. Caches keep their content, which no watermark and no position reaches."""
         zero = (self.position, self.known, self.least, self.limit, self.sparse_from, self.fault, self.fault_site)
         for array in (*zero, self.watermark):
             array[:] = 0

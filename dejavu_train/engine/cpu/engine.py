@@ -1,8 +1,8 @@
-"""The decode engine for CPUs: reads an OPT and a bundle, writes tokens; a whole step is one call of compiled code.
+"""The decode engine for CPUs: reads an OPT and a bundle, writes tokens. A whole step is one call of compiled code.
 
 Dense and sparse come from the same code: a layer without a predictor runs densely. At batch 1 a processor reads weights
 at the speed of its memory, so a step takes as long as the rows that it reads. Threads are as many as the process may
-use; they wait without taking time from other work (see ``team``).
+use. They wait without taking time from other work (see ``team``).
 """
 
 import os
@@ -60,11 +60,11 @@ class CpuEngine(Session):
         bundle: a `Bundle`, a list of `TargetPredictor`, or the `rules` of an engine with the same weights. None: a
             dense engine.
         batch: rows, at most 4. Fewer prompts may be given.
-        context: tokens a row can hold, prompt included; None = the model's limit.
-        stored: float32, int8 or codes, how weights are kept; a given `CpuWeights` keeps its own. None = the codes of a
+        context: tokens a row can hold, prompt included. None = the model's limit.
+        stored: float32, int8 or codes, how weights are kept. A given `CpuWeights` keeps its own. None = the codes of a
             4-bit model where they fit, else float32.
         group: columns that share a scale of int8 weights, a multiple of 64 up to 4096, of codes 64 or the model's
-            group; None = 64.
+            group. None = 64.
         threads: None = as many as the process may use.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
@@ -130,7 +130,7 @@ class CpuEngine(Session):
         return f"{self.plan.describe()}\nkept as {self.weights.describe()}, {threads}"
 
     def close(self) -> None:
-        """Send the threads home; the engine cannot be used afterwards. Done by itself when the engine is forgotten."""
+        """Send the threads home. The engine cannot be used afterwards. Done by itself when the engine is forgotten."""
         self._close()
 
     @property
@@ -158,7 +158,7 @@ class CpuEngine(Session):
         self._call(1, mode, score)
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
-        """Up to n steps in one call of compiled code that takes about CALL_SECONDS; see `Session.steps`."""
+        """Up to n steps in one call of compiled code that takes about CALL_SECONDS. See `Session.steps`."""
         n = max(1, min(n, int(CALL_SECONDS / self._seconds_per_step)))
         started = time.perf_counter()
         self._call(n, mode, score)
@@ -166,7 +166,7 @@ class CpuEngine(Session):
         return n
 
     def look(self, n: int) -> tuple[list[int], bool]:
-        """Raises UserError for numbers that are not finite, by layer; see `Session.look`."""
+        """Raises UserError for numbers that are not finite, by layer. See `Session.look`."""
         state = self.state
         if state.fault.any():
             b = int(state.fault.argmax())

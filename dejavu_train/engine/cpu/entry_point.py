@@ -1,6 +1,6 @@
 """The compiled entry point, cached on disk under a hash of all the sources that it is compiled from.
 
-Numba's cache looks at the file of the entry point alone; a hash of the whole package in the closure, which is part of
+Numba's cache looks at the file of the entry point alone. A hash of the whole package in the closure, which is part of
 the cache's key, makes a change anywhere in it compile anew. Where the cache cannot be used, every process compiles.
 """
 
@@ -59,7 +59,7 @@ _compiling = threading.Lock()
 
 
 def prepare(arguments: tuple[Any, ...]) -> None:
-    """Compile ``enter`` for arguments of these types, or load it; says on stderr what takes long.
+    """Compile ``enter`` for arguments of these types, or load it. Says on stderr what takes long.
 
     Callers wait for each other: numba's compiler is for one thread at a time.
     """
@@ -106,7 +106,7 @@ def _compile(kinds: tuple[Any, ...]) -> None:
 
 
 def _use_cache(kinds: tuple[Any, ...], damaged: bool) -> None:
-    """Have ``enter`` look into numba's cache on disk; what is damaged there is forgotten."""
+    """Have ``enter`` look into numba's cache on disk. What is damaged there is forgotten."""
     enter.enable_caching()
     cache = enter._cache
     # numba numbers the files of an index: two processes that compile at once would give theirs the same name.

@@ -1,6 +1,6 @@
 """Sums over four rows of weights at once, written in LLVM's language: what reads nearly all of a step's bytes.
 
-A loop over one row waits for its last sum and starts the processor's prefetching anew at every row; four rows side by
+A loop over one row waits for its last sum and starts the processor's prefetching anew at every row. Four rows side by
 side read dense weights as fast as a plain sum reads memory. The loops are written out because products of int8 codes
 need ``vpmaddwd`` (two 16-bit products and their sum in each 32-bit lane), which LLVM does not find by itself.
 
@@ -83,7 +83,7 @@ def _sum(builder: Any, vector: Any) -> Any:
 def _loop(
     builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
-    """``carried = body(i, carried)`` for i from start to stop, at least once; returns the last ``carried``."""
+    """``carried = body(i, carried)`` for i from start to stop, at least once. Returns the last ``carried``."""
     before = builder.basic_block
     inside, after = builder.append_basic_block("loop"), builder.append_basic_block("done")
     builder.branch(inside)
@@ -118,7 +118,7 @@ def _pair_products(context: Any, builder: Any, a: Any, b: Any) -> Any:
 
 
 def _dot_floats(rows: _Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
-    """Four sums of code * x over all columns, in fp32; two vectors of sums for each row."""
+    """Four sums of code * x over all columns, in fp32. Two vectors of sums for each row."""
     builder = rows.builder
 
     def chunk(column: Any, sums: list[Any]) -> list[Any]:
@@ -189,7 +189,7 @@ def dot_four(
 ) -> Any:
     """out[first : first + 4] = the rows numbers[first : first + 4] of a list of n, each times x, times ``unit``.
 
-    rows (., D) fp32, or int16 with one scale a row, and x (D) fp32; or rows int8, scales (., G) for each ``group``
+    rows (., D) fp32, or int16 with one scale a row, and x (D) fp32, or rows int8, scales (., G) for each ``group``
     columns, and x (D) int16. scales of fp32 rows are not read. out (at least n + 3) fp32.
     """
 
@@ -284,7 +284,7 @@ def add_four(
 
 @intrinsic
 def dot_nibbles(typingctx: Any, pairs: Any, number: Any, coming: Any, levels: Any) -> Any:
-    """Sum of (code + 8) * level, exact: row ``number`` of pairs (., D / 2) uint8, levels (D) int16; int32.
+    """Sum of (code + 8) * level, exact: row ``number`` of pairs (., D / 2) uint8, levels (D) int16. int32.
 
     A byte holds column j in its lower half and column D / 2 + j in its upper half. Row ``coming`` is fetched meanwhile.
     """

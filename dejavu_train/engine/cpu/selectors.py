@@ -1,4 +1,4 @@
-"""Reads a bundle, writes the arrays of its selection rules for the CPU engine; predictors stay as they are stored."""
+"""Reads a bundle, writes the arrays of its selection rules for the CPU engine. predictors stay as they are stored."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8, "int4": 
 
 @dataclasses.dataclass(frozen=True)
 class TargetPredictor:
-    """One predictor: down (rank, d) and up (n, rank), fp32, or int8 codes with a scale for each row; bias (n).
+    """One predictor: down (rank, d) and up (n, rank), fp32, or int8 codes with a scale for each row. bias (n).
 
     Attributes:
         stored: float32, float16, int8 or int4: how ``Selectors`` keeps the two matrices. int4 codes lie in -8..7.
@@ -95,7 +95,7 @@ def read_rules(weights: CpuWeights, bundle: Any, up: Any = None) -> Rules:
 
 
 class _Flat:
-    """Grows one flat array for each kind; ``add`` returns where an addition starts."""
+    """Grows one flat array for each kind. ``add`` returns where an addition starts."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[np.ndarray]] = {name: [] for name in (*ARRAYS, "scale", "bias")}
@@ -142,7 +142,7 @@ def make_selectors(
     cascades: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
     up: Any = None,
 ) -> Selectors:
-    """The arrays for these predictors; none = a dense engine.
+    """The arrays for these predictors. None = a dense engine.
 
     Args:
         means: by layer (h, e) fp32, what stands in for skipped heads.

@@ -56,14 +56,14 @@ class CpuWeights:
 
         Args:
             model: pre-norm OPT, of any floating dtype.
-            stored: ``float32``; ``int8``: weights rounded to 8 bits; ``codes`` of a 4-bit model, exact but for
+            stored: ``float32``. ``int8``: weights rounded to 8 bits. ``codes`` of a 4-bit model, exact but for
                 embeddings and LM head, unless the head is codes too. LayerNorms, biases and positions are fp32. None =
                 codes where the model has them in groups of whole chunks, else fp32.
             group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP, of codes one that divides the
-                model's group, whose scales then stand there more than once; None = CHUNK. Not of fp32.
+                model's group, whose scales then stand there more than once. None = CHUNK. Not of fp32.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
-            UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model; weights that are
+            UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model. Weights that are
                 not finite, by layer.
         """
         shape = dims_of(model.config)
@@ -130,7 +130,7 @@ class CpuWeights:
     def random(
         cls, shape: ModelDims, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
     ) -> "CpuWeights":
-        """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing; codes have 8 bits."""
+        """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing. Codes have 8 bits."""
         weights = _empty(shape, stored, group, True, 1e-5)
         generator = torch.Generator().manual_seed(seed)
         weights.model.norms[:, 0] = 1

@@ -121,7 +121,7 @@ class Walk:
 
 
 def buffer(node: ast.AST, names: dict[str, str]) -> str:
-    """What the kernel calls the buffer that an expression points into; "" for anything else."""
+    """What the kernel calls the buffer that an expression points into. "" for anything else."""
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.BinOp):
             node = node.left
@@ -148,7 +148,7 @@ def walks(key: str) -> list[tuple[Walk, bool]]:
 
 
 def short(key: str) -> str:
-    """As a list of queued kernels calls it; with its module where two have one name."""
+    """As a list of queued kernels calls it, with its module where two have one name."""
     module, name = key.split(".")
     name = name.removeprefix("_").removesuffix("_kernel")
     return f"{module}.{name}" if name == "add" else name
