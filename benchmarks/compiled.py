@@ -34,12 +34,13 @@ from kernels.common import checks, launch
 from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import LateNorm
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.common.partial_sums import partial_sums
 from kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
 from kernels.dense.screened_head import ScreenedHead
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear, MlpWeights, Rows
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from kernels.mlp import int4_fc2, int4_mlp, predict, select, sparse_fc2, sparse_mlp
+from kernels.mlp import int4_fc2, int4_mlp, pack, predict, select, sparse_mlp
 from kernels.mlp.predictor import Predictor, PredictorWeights
 from kernels.mlp.selection import Selection
 from kernels.sampling import TokenState
@@ -185,8 +186,8 @@ class Layer:
         self.qkv = Linear(matrix(h, 3, hd, d), halves(h, 3, hd))
         self.mlp = MlpWeights(Linear(self.w, self.bias), Linear(self.w, self.out_bias))
         self.heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
-        self.listed, self.partials = sparse_fc2.PackedSelection.empty(self.n, "cpu"), sparse_fc2.partial_sums(d, "cpu")
-        self.bits = Selection.empty(self.n, "cpu", sparse_fc2.packed_block(d))
+        self.listed, self.partials = pack.PackedSelection.empty(self.n, "cpu"), partial_sums(d, "cpu")
+        self.bits = Selection.empty(self.n, "cpu", pack.packed_block(d))
 
     def predictor(self, weights: PredictorWeights) -> Predictor:
         return Predictor(weights, self.limit, self.bits, self.z)
@@ -236,8 +237,6 @@ def cases_of(d: int) -> Iterator[Case]:
         given = (x if norm else halves(1, d), norm, own.mlp, x, own.listed, own.y, own.partials)
         name = f"sparse_mlp {d} {'norm' if norm else 'own'} {early}"
         yield name, partial(sparse_mlp.sparse_mlp, *given, early, True)
-    given = (own.listed, w, own.out_bias, x, own.y, own.partials)
-    yield f"sparse_fc2 {d}", partial(sparse_fc2.sparse_fc2, *given, True)
     for kind, predictor in predictors.items():
         given = (x, ln, predictor.down, (torch.empty(rank), torch.empty(rank)), own.z, predictor.down_scale)
         yield f"predict {d} {kind}", partial(predict.predict_down, *given, normalised_out=halves(1, d), pdl=True)

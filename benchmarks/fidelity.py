@@ -32,7 +32,6 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.evaluation.baselines import Given
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
-from dejavu_train.predictors.bit_planes import input_levels
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -59,8 +58,7 @@ def bits(words: Tensor, n_rows: int) -> Tensor:
 
 class Watching(Predicted):
     """Selections of the bundle. Keeps by (layer, target), as (B, T, n): `chosen`. `margin`, how far each logit lies
-    from its threshold. `values`, the logits. Of a cascade the margin is that of the nearer decision, less one level of
-    the second stage's rounded input times the largest weight: a level at a rounding boundary may fall on either side.
+    from its threshold. `values`, the logits.
     """
 
     def __init__(self, bundle: Bundle, model: Any) -> None:
@@ -73,15 +71,8 @@ class Watching(Predicted):
         keep, spec = super().__call__(layer, target, sites), self.bundle.specs.get((layer, target))
         if keep is not None and spec is not None:
             logits = self.predictors[layer, target](sites[spec.reads].float())
-            margin = (logits - (spec.threshold or 0.0)).abs()
-            if target == "mlp" and layer in self._second_stages:
-                second_stage = self._second_stages[layer]
-                x = sites[spec.key.site]
-                level = input_levels(x)[1] * second_stage.planes.step * 7
-                margin = torch.minimum(
-                    margin, ((second_stage.scores(x) - second_stage.stage2_threshold).abs() - level).clamp_min(0.0)
-                )
-            self.chosen[layer, target], self.margin[layer, target] = keep, margin
+            self.chosen[layer, target] = keep
+            self.margin[layer, target] = (logits - (spec.threshold or 0.0)).abs()
             self.values[layer, target] = logits
         return keep
 
@@ -102,9 +93,6 @@ class Exact(Given):
             logits = self.predictors[layer, target](sites[spec.reads])
             self.off[layer, target] = (logits - self.watched.values[layer, target]).abs().amax(-1, keepdim=True)
         return keep
-
-    def up(self, layer: int) -> Any:
-        return self.watched.up(layer)
 
 
 class Partings:
@@ -311,9 +299,8 @@ def compare_replay(model: Any, bundle: Bundle, rows: list[list[int]], n: int, lo
 
 
 def adopted(bundle: Bundle, model: str) -> Bundle:
-    """The bundle with its predictors as a single stage, for weights that it was not made for."""
-    specs = {key: dataclasses.replace(spec, kind="low_rank") for key, spec in bundle.specs.items()}
-    return dataclasses.replace(bundle, specs=specs, model=model, weight_hash=weight_hash(model))
+    """The bundle for weights that it was not made for."""
+    return dataclasses.replace(bundle, model=model, weight_hash=weight_hash(model))
 
 
 def main() -> int:
@@ -329,13 +316,13 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     ways = ["stream", "inline", "fused"]
     parser.add_argument("--look-ahead", default="fused", choices=ways, help="of a bundle with earlier sites")
-    parser.add_argument("--adopt", action="store_true", help="a bundle of other weights, without its second stage")
+    parser.add_argument("--adopt", action="store_true", help="a bundle of other weights")
     parser.add_argument("--batch", type=int, default=16, help="rows at once (sets, half); up to 8 with 4-bit weights")
     parser.add_argument("--gather-device", default="cuda", help="cpu: where other programs share the GPU (greedy)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = load_opt(args.model, "float32", "cuda")
-    bundle = Bundle.from_pretrained(args.bundle)
+    bundle = Bundle.from_pretrained(args.bundle).one_stage()  # as the engine reads it
     if args.adopt:
         bundle = adopted(bundle, args.model)
     if args.mlp_density or args.head_density:

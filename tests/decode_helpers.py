@@ -12,7 +12,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import LayerInput, ModelDims, Site, dims_of, family_of
 from dejavu_train.families.block import forward_block, positions_like
-from dejavu_train.predictors.bit_planes import build_second_stage, choose_grid
+from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import int4_rows
 from kernels.mlp.predictor import quantize_rows
@@ -152,6 +152,7 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
     """tokens (T) -> (logits (T, V), {(layer, target): mask (T, n)}): dense compute, unselected units set to zero.
 
     K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where unselected.
+    Candidates of a second stage are what is selected, as the engine reads them.
     margins: a list that receives, for each predictor with a threshold, the distance (T,) of its nearest logit to it.
     """
     family, shape = family_of(model), dims_of(model.config)
@@ -186,14 +187,7 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
 
     def up(i, fc1, n):
         select("mlp_in", i, n)
-        if bundle is None or i not in bundle.grids or (i, "mlp") not in masks:
-            return fc1(n)
-        second_stage = build_second_stage(fc1.weight, fc1.bias, *bundle.grids[i])
-        passed = second_stage.passed(n)
-        if margins is not None:
-            margins.append((second_stage.scores(n) - second_stage.stage2_threshold).abs().amin(1))
-        masks[i, "mlp"] = masks[i, "mlp"] & (passed | (torch.arange(steps) < sparse_from)[:, None])
-        return F.linear(n, second_stage.planes.weight(), second_stage.bias)
+        return fc1(n)
 
     def activate(i, y):
         return F.relu(y) * masks.get((i, "mlp"), torch.ones_like(y))

@@ -165,6 +165,14 @@ class Bundle:
             specs[key] = specs[key].at(density, self.selects_top_k(key[1]) if top_k is None else top_k)
         return dataclasses.replace(self, specs=specs)
 
+    def one_stage(self) -> "Bundle":
+        """The same without second stages: candidates are what is selected, as the decode engine of a GPU reads them."""
+        specs = dict(self.specs)
+        for key, spec in specs.items():
+            if spec.kind == "cascade":
+                specs[key] = dataclasses.replace(spec, kind="low_rank", stage2_retained_mass=None)
+        return dataclasses.replace(self, specs=specs)
+
     def at(
         self, mlp_density: float | None = None, head_density: float | None = None, top_k: bool | None = None
     ) -> "Bundle":

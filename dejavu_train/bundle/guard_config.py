@@ -23,8 +23,8 @@ class Guard:
     a right threshold wanders by about (spread of a token's retained mass) / sqrt(2 memory).
 
     Of a cascade the candidates' threshold moves so that what passes both stages holds the promise. The second stage's
-    thresholds stay, because they test the weights themselves, which no change of text makes wrong. Thresholds of heads
-    stay. What heads retain is measured.
+    thresholds stay, because they test the weights themselves, which no change of text makes wrong. The engine of a
+    GPU runs no second stage, so there the candidates hold it. Thresholds of heads stay. What heads retain is measured.
 
     Attributes:
         every: every so many-th decoding step is dense. 2 or more, or 0: no guard.

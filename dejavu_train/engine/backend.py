@@ -1,8 +1,8 @@
 """The backend ``triton`` of sparse models: the decode engine behind ``generate()`` and ``forward()``.
 
 Engines are built and captured once per number of rows and size of context, and reused. They share the weights with the
-Hugging Face model, whose q, k and v projections become views of the engine's layout (`share`). Beside
-the weights there are the caches of each engine, and up as planes where a bundle has a second stage.
+Hugging Face model, whose q, k and v projections become views of the engine's layout (`share`). Beside the weights there
+are the caches of each engine. Of a bundle with a second stage the candidates are read whole.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from kernels.common.kv_cache import KvCache
 from kernels.common.late_norm import LateNorm
 from kernels.common.limits import MOST_TOKENS
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
-from kernels.mlp.sparse_fc2 import PackedSelection
+from kernels.mlp.pack import PackedSelection
 
 
 class Carried:

@@ -91,7 +91,7 @@ class DecodeEngine(Session):
         self.plan = plan = with_screen(plan, options.screen, free_bytes(device) if device.type == "cuda" else None)
         self.memory = held_bytes(weights, loaded) | dict(plan.coming)
         check_room(plan.coming, device)
-        self.weights = weights.arranged(loaded, plan.batch, options.release or not given)
+        self.weights = weights.arranged(loaded, options.release or not given)
         self.shape, self.batch, self.context, self.device = shape, plan.batch, plan.context, device
         self.guard, self.predictors = guard, loaded
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard)

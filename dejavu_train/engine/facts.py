@@ -19,7 +19,7 @@ class PredictorFacts:
     Attributes:
         site: layer and input that it reads. stored, format: in the bundle, and as the engine's kernels read it.
         folds: its two matrices can be one. density, union: the share of units that one row and all rows select.
-        second_stage: its selection is tested once more.
+        second_stage: the bundle has one. Engines for CPUs run it, others read its candidates whole.
     """
 
     site: Site

@@ -2,7 +2,7 @@
 
 The predictors run as in any other step, by the same kernels. What they select is read, and then replaced by everything.
 Plain torch without a question to the host, so that a whole measured step is captured as a graph of its own. Beside the
-dense step it reads the predictors, and of a second stage the candidates' upper planes (one row: also what passes).
+dense step it reads the predictors.
 """
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import Attention
 from dejavu_train.engine.mlp import Mlp
-from dejavu_train.engine.planned import Kernels
 from dejavu_train.families import Target, UnitKey
 
 
@@ -55,27 +54,13 @@ class GuardedMlp:
         self.norms = torch.linalg.vector_norm(body.weights.down.weight.dense(), dim=1)
 
     def select(self, x: Tensor) -> None:
-        body, neurons = self.body, self.body.neurons
+        neurons = self.body.neurons
         assert neurons is not None
         neurons.join()
-        self.candidates = neurons.selection.to_mask(len(x))
-        if body.plan.second_stage:
-            body.select(x)
+        self.selected = neurons.selection.to_mask(len(x))
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
-        body, work, neurons = self.body, self.body.work, self.body.neurons
-        assert neurons is not None
-        if body.plan.kernels is Kernels.SECOND_STAGE:
-            body.multiply(x, out)  # the second stage leaves what passed; its output is overwritten
-        selected = neurons.selection.to_mask(len(x)) if body.plan.second_stage else self.candidates
-        if body.plan.kernels is Kernels.SECOND_STAGE:
-            neurons.selection.set_mask(torch.ones_like(selected))
-            work.ops.pack(neurons.selection, work.carried.packed, pdl=work.pdl)
-            body.test(torch.full_like(work.state.row_state, 2), x, out)
-            hidden = torch.zeros_like(work.hidden)
-            hidden[0, work.carried.packed.ids.long()] = work.carried.packed.values
-        else:
-            hidden = body.up(x)
-            body.down(hidden, x, out)
-        rows = work.state.row_state == 1
-        self.guard.measure(self.key, rows, self.candidates, selected, hidden.float() * self.norms)
+        hidden = self.body.up(x)
+        self.body.down(hidden, x, out)
+        rows = self.body.work.state.row_state == 1
+        self.guard.measure(self.key, rows, self.selected, self.selected, hidden.float() * self.norms)

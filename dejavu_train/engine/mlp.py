@@ -1,7 +1,6 @@
 """The MLP half of a decoding step, x (B, d) -> out (B, d), fp32: out = x + down(relu(up(LayerNorm(x)))), as planned.
 
-Ways differ in how they compute, never in which neurons count: those that the predictor, and the second stage where
-there is one, select.
+Ways differ in how they compute, never in which neurons count: those that the predictor selects.
 """
 
 import torch
@@ -36,36 +35,21 @@ class Mlp:
         self.shifts = torch.arange(rows, dtype=torch.int32, device=work.hidden.device)[:, None]
 
     def select(self, x: Tensor) -> None:
-        """Wait for the selection, complete it, and close the gaps of its list."""
+        """Wait for the selection, normalise what up reads where the predictor has not, and close gaps of the list."""
         plan, work, neurons = self.plan, self.work, self.neurons
         if neurons is None:
             return
         neurons.join()
-        listed = plan.kernels in (Kernels.LISTED_BATCH, Kernels.LISTED_CODES)
-        if listed or (plan.kernels is Kernels.PRODUCTS and plan.second_stage):
-            self.complete(x)
+        if plan.kernels in (Kernels.LISTED_BATCH, Kernels.LISTED_CODES) and not plan.own:
+            work.ops.layer_norm(x, self.weights.norm2, work.carried.normalised, pdl=work.pdl)
         if plan.packer is Packer.KERNEL:
             work.ops.pack(neurons.selection, work.carried.packed, pdl=work.pdl)
-
-    def complete(self, x: Tensor) -> None:
-        """Normalise what up reads, where the predictor has not, and run the second stage of several rows."""
-        plan, work, neurons = self.plan, self.work, self.neurons
-        assert neurons is not None
-        if not plan.own:
-            work.ops.layer_norm(x, self.weights.norm2, work.carried.normalised, pdl=work.pdl)
-        if plan.second_stage and plan.kernels is not Kernels.SECOND_STAGE:
-            assert self.weights.cascade is not None
-            work.ops.cascade_test(
-                work.carried.normalised, self.weights.cascade, neurons.selection, work.state.row_state, work.levels,
-                pdl=work.pdl,
-            )  # fmt: skip
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """out = x + the MLP of x, of the selected neurons."""
         ways = {
             Kernels.ROWS: self._rows,
             Kernels.LISTED_GRID: self._listed_grid,
-            Kernels.SECOND_STAGE: self._second_stage,
             Kernels.LISTED_BATCH: self._listed_batch,
             Kernels.LISTED_CODES: self._listed_codes,
             Kernels.PRODUCTS: self._products,
@@ -91,24 +75,6 @@ class Mlp:
         source, norm = (work.carried.normalised, None) if plan.own else (x, weights.norm2)
         one_grid = work.ops.int4_mlp if weights.packed else work.ops.sparse_mlp
         one_grid(source, norm, weights.mlp, x, rows, out, work.partials, plan.early, work.pdl)
-
-    def _second_stage(self, x: Tensor, out: Tensor) -> None:
-        self.complete(x)
-        self.test(self.work.state.row_state, x, out)
-
-    def test(self, row_state: Tensor, x: Tensor, out: Tensor) -> None:
-        """The second stage of one row, with up as planes, and down of what passes it."""
-        work, down, neurons = self.work, self.weights.down, self.neurons
-        assert neurons is not None and self.weights.cascade is not None
-        work.ops.cascade(
-            work.carried.normalised,
-            self.weights.cascade,
-            neurons.selection,
-            work.carried.packed,
-            row_state=row_state,
-            pdl=work.pdl,
-        )
-        work.ops.sparse_fc2(work.carried.packed, down.weight, down.bias, x, out, partials=work.partials, pdl=work.pdl)
 
     def _listed_batch(self, x: Tensor, out: Tensor) -> None:
         work, up, down, neurons = self.work, self.weights.up, self.weights.down, self.neurons

@@ -19,21 +19,10 @@ from kernels.formats.matrix import Linear, Matrix, MlpWeights
 from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from kernels.lookahead.mlp_ahead import LateSite
 from kernels.lookahead.site_predict import SiteRows
-from kernels.mlp import (
-    cascade,
-    cascade_batch,
-    int4_fc2,
-    int4_mlp,
-    select,
-    sparse_fc2,
-    sparse_mlp,
-    sparse_mlp_batch,
-)
-from kernels.mlp.cascade import CascadeWeights
-from kernels.mlp.cascade_batch import InputLevels
+from kernels.mlp import int4_fc2, int4_mlp, pack, select, sparse_mlp, sparse_mlp_batch
+from kernels.mlp.pack import PackedSelection
 from kernels.mlp.predictor import Predictor
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection, sparse_fc2_reference
 from kernels.mlp.sparse_mlp_batch import BatchActivations
 from kernels.sampling import TokenState
 
@@ -208,40 +197,6 @@ class StepOps(Protocol):
         pdl: bool = False,
     ) -> None: ...
 
-    def cascade(
-        self,
-        x: Tensor,
-        weights: CascadeWeights,
-        selection: Selection,
-        out: PackedSelection,
-        /,
-        row_state: Tensor | None = None,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def sparse_fc2(
-        self,
-        rows: PackedSelection,
-        weight: Matrix,
-        bias: Tensor,
-        residual: Tensor,
-        out: Tensor,
-        /,
-        partials: Tensor | None = None,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def cascade_test(
-        self,
-        x: Tensor,
-        weights: CascadeWeights,
-        selection: Selection,
-        row_state: Tensor,
-        scratch: InputLevels,
-        /,
-        pdl: bool = False,
-    ) -> None: ...
-
     def fc1_batch(
         self, x: Tensor, weight: Matrix, bias: Tensor, selection: Selection, out: BatchActivations, /, pdl: bool = False
     ) -> None: ...
@@ -350,13 +305,10 @@ class TritonOps:
     project_heads = staticmethod(out_projection.project_heads)
     predict_select = staticmethod(select.predict_select)
     layer_norm = staticmethod(layer_norm.layer_norm)
-    pack = staticmethod(sparse_fc2.pack)
+    pack = staticmethod(pack.pack)
     sparse_mlp = staticmethod(sparse_mlp.sparse_mlp)
     int4_mlp = staticmethod(int4_mlp.int4_mlp)
     mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
-    cascade = staticmethod(cascade.cascade)
-    sparse_fc2 = staticmethod(sparse_fc2.sparse_fc2)
-    cascade_test = staticmethod(cascade_batch.cascade_test)
     fc1_batch = staticmethod(sparse_mlp_batch.fc1_batch)
     fc2_batch = staticmethod(sparse_mlp_batch.fc2_batch)
     dense_rows = staticmethod(dense_gemv.dense_rows)
@@ -387,14 +339,11 @@ class TorchOps:
     sparse_mlp = staticmethod(of_numbers(reference.sparse_mlp))
     int4_mlp = staticmethod(of_numbers(reference.sparse_mlp))
     mlp_ahead = staticmethod(of_numbers(reference.mlp_ahead))
-    cascade = staticmethod(of_numbers(reference.cascade))
-    sparse_fc2 = staticmethod(of_numbers(reference.sparse_fc2))
-    cascade_test = staticmethod(of_numbers(reference.cascade_test))
     fc1_batch = staticmethod(of_numbers(reference.fc1_batch))
     fc2_batch = staticmethod(of_numbers(reference.fc2_batch))
     dense_rows = staticmethod(of_numbers(dense_gemv.dense_rows_reference))
     dense_wide = staticmethod(of_numbers(dense_wide.dense_wide_reference))
-    int4_fc2 = staticmethod(of_numbers(sparse_fc2_reference))
+    int4_fc2 = staticmethod(of_numbers(int4_fc2.int4_fc2_reference))
     int4_listed = staticmethod(of_numbers(reference.int4_listed))
     dense_hidden = staticmethod(of_numbers(reference.dense_hidden))
     dense_add = staticmethod(of_numbers(reference.dense_add))

@@ -4,8 +4,8 @@ A plan is made from sizes and from what is known of the predictors. It reads no 
 what it selects. Several rows read what they select together, where that leaves enough out: `DENSE_FROM_BATCHES`. A
 layer that computes all of its units masks each row by its own selection, so which units count never depends on a plan.
 
-A second stage is never left out. At one row its kernel is slower than reading all candidates whole
-(`benchmarks/results/cascade.csv`). But what passes it is what is selected, and no other kernel finds that out.
+A second stage saves bytes, and no time on a GPU (`benchmarks/results/cascade.csv`). There its candidates are what is
+selected, and are read whole. That is no less than the second stage would let through. The engine for CPUs runs it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def plan_step(
         compiled = tuple(_compiled(key, predictors.get(key)) for key in keys)
         head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
         return StepPlan(engine, dims, batch, context, options.kv_policy, formats, compiled, False, head_why=head)
-    _check_formats(formats, predictors, engine)
+    _check_formats(formats, engine)
     chooser = _Chooser(dims, predictors, formats, options, engine)
     halves = tuple(half for layer in range(dims.n_layers) for half in (chooser.attention(layer), chooser.mlp(layer)))
     plan = StepPlan(engine, dims, batch, context, options.kv_policy, formats, halves, chooser.codes_down)
@@ -113,7 +113,7 @@ def _check_dims(dims: ModelDims, engine: Engine) -> None:
         raise Unsupported(f"head dim {dims.head_dim} has no kernels (there are {', '.join(map(str, HEAD_DIMS))})")
 
 
-def _check_formats(formats: Formats, predictors: Mapping[UnitKey, PredictorFacts], engine: Engine) -> None:
+def _check_formats(formats: Formats, engine: Engine) -> None:
     """Raise Unsupported for weights that no kernel reads."""
     if formats.head == "int8":
         raise Unsupported("the decode engine has no kernel for an LM head in int8; quantise with --lm_head int4")
@@ -123,11 +123,6 @@ def _check_formats(formats: Formats, predictors: Mapping[UnitKey, PredictorFacts
         )
     if not formats.packed:
         return
-    if any(facts.second_stage for facts in predictors.values()):
-        raise Unsupported(
-            "the decode engine runs no second stage on 4-bit weights, of which its test would read as much as up is;"
-            " calibrate a bundle with calibrate.cascade null"
-        )
     if engine is not Engine.REFERENCE and formats.dtype != "float16":
         raise Unsupported(
             f"4-bit weights meet float16 inputs in the decode engine, not {formats.dtype}; load them with float16"
@@ -316,24 +311,25 @@ class _Chooser:
         selected, reason = self._neurons_selected(facts.union)
         packer, early = None, None
         if self.batch == 1:
-            kernels = Kernels.SECOND_STAGE if facts.second_stage else Kernels.LISTED_GRID
+            kernels = Kernels.LISTED_GRID
             packer = Packer.ATTENTION if place is Place.GRIDS else Packer.KERNEL
             # Data written two launches ago is complete, so the kernel may read it before it waits for the launch before
             # its own: x where the predictor normalised it and its list was packed after that, or the list itself where
             # the predictor ran beside attention.
-            if not facts.second_stage:
-                early = Early.X if ahead == 0 else Early.LIST if place is Place.GRIDS else None
+            early = Early.X if ahead == 0 else Early.LIST if place is Place.GRIDS else None
         elif selected and self.packed:
             # Only between its own MLP and itself: every layer's list lies in the same place.
             listed = ahead == 0 and facts.format == "int4" and facts.top_k is None
             kernels, packer = Kernels.LISTED_CODES, Packer.PREDICTOR if listed else Packer.KERNEL
         elif selected:
             kernels = Kernels.LISTED_BATCH
+        if facts.second_stage:
+            why.append("candidates of a second stage are read whole: it saves bytes, and no time here")
         if facts.stored not in (facts.format, ""):
             why.append(f"{facts.stored} is read as codes by one row, or int4 in float16 by 2 to {MOST_TOKENS} rows")
         return HalfPlan(
             Target.MLP, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
-            facts.format, ahead, False, facts.second_stage, packer, early, facts.density, facts.union,
+            facts.format, ahead, packer=packer, early=early, density=facts.density, union=facts.union,
         )  # fmt: skip
 
     def _neurons_selected(self, union: float) -> tuple[bool, str]:

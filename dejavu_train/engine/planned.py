@@ -44,7 +44,6 @@ class Kernels(StrEnum):
     QKV_SELECT = "q/k/v beside the MLP's predictor"
     ROWS = "up, then down"
     LISTED_GRID = "up and down in one grid over a list"
-    SECOND_STAGE = "a second stage, then down"
     LISTED_BATCH = "up, then down, over the list of several rows"
     LISTED_CODES = "up over the list of several rows, then down"
     PRODUCTS = "up, then down, as products of several rows"
@@ -93,7 +92,7 @@ class HalfPlan:
     Attributes:
         run, kernels: which units, by what. site, place, format: of its predictor, or None.
         ahead: halves between the predictor's site and this one. late: the MLP before makes this half's input, and its
-            LayerNorm comes with the products. second_stage: the predictor's selection is tested once more.
+            LayerNorm comes with the products. second_stage: runs, and tests the predictor's selection once more.
         packer, early: of an MLP's list, or None. density, union: the share of units that one row and all rows select.
         why: reasons, also of what is not done.
     """
@@ -124,9 +123,7 @@ class HalfPlan:
             assert self.site is not None
             where = f"{self.site.input} {self.ahead} half layers before" if self.ahead else self.site.input
             parts.append(f"predictor in {self.format} of {where}, {self.place.value}")
-        parts += ["its LayerNorm comes late"] * self.late + ["a second stage"] * (
-            self.second_stage and self.kernels is not Kernels.SECOND_STAGE
-        )
+        parts += ["its LayerNorm comes late"] * self.late + ["a second stage"] * self.second_stage
         parts += [f"list packed by {self.packer.value}"] if self.packer is not None else []
         return "; ".join(parts)
 

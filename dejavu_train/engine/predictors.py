@@ -13,15 +13,13 @@ from dejavu_train.models.opt import DTYPES
 from dejavu_train.predictors.quantization import pack_nibbles
 from kernels.mlp.predictor import PredictorWeights
 
-Grid = tuple[Tensor, Tensor, Tensor]
-
 
 @dataclass(frozen=True)
 class TargetPredictor:
     """The predictor of one (layer, target) on the device. threshold (1) fp32. folded (h, d) = up @ down and mean
     (h, head_dim) fp32, what stands in for a skipped head, heads only. density: what one row selects on average.
-    frequency (n) fp32 on the CPU, how often each unit is needed, or None. grid: of a cascade, see `Bundle.cascades`.
-    ahead: reads mlp_in of the layer before, as folded then does."""
+    frequency (n) fp32 on the CPU, how often each unit is needed, or None. second_stage: the bundle has
+    one. ahead: reads mlp_in of the layer before, as folded then does."""
 
     layer: int
     target: Target
@@ -34,7 +32,7 @@ class TargetPredictor:
     density: float
     mean: Tensor | None = None
     frequency: Tensor | None = None
-    grid: Grid | None = None
+    second_stage: bool = False
     stored: str = ""
 
     def facts(self, rows: int) -> PredictorFacts:
@@ -43,7 +41,7 @@ class TargetPredictor:
         return PredictorFacts(
             self.site, len(self.weights.down), "int4" if name == "uint8" else name, self.stored,
             self.top_k, self.folded is not None, self.density, expected_union(self.density, rows, self.frequency),
-            self.grid is not None,
+            self.second_stage,
         )  # fmt: skip
 
     @property
@@ -70,7 +68,7 @@ def load_predictors(
     check_calibrated(bundle)
     predictors = {}
     means = bundle.head_means(device)
-    grids = bundle.cascades()
+    tested = bundle.cascades()
     for (layer, target), spec in bundle.specs.items():
         if spec.threshold is None and spec.top_k is None:
             continue
@@ -102,7 +100,7 @@ def load_predictors(
             spec.density,
             means.get(layer) if target == Target.HEADS else None,
             bundle.frequency(layer, target),
-            grids.get(layer) if target == Target.MLP else None,
+            target == Target.MLP and layer in tested,
             spec.dtype,
         )
     return predictors

@@ -83,6 +83,6 @@ def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float(),
         norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
-        neurons=lambda n: F.linear(n, layer.whole_up().weight.dense(dtype), layer.up.bias).relu_(),
+        neurons=lambda n: F.linear(n, layer.up.weight.dense(dtype), layer.up.bias).relu_(),
         down=down,
     )

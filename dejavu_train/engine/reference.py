@@ -15,12 +15,10 @@ from kernels.dense.dense_gemv import operands_reference
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference
-from kernels.mlp.cascade import CascadeWeights, cascade_reference
-from kernels.mlp.cascade_batch import InputLevels, cascade_test_reference
+from kernels.mlp.pack import PackedSelection
 from kernels.mlp.predictor import Predictor
 from kernels.mlp.select import predict_select_reference
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection
 from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 
 P = ParamSpec("P")
@@ -75,7 +73,7 @@ def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) 
 
 
 def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
-    """See `kernels.mlp.sparse_fc2.pack`."""
+    """See `kernels.mlp.pack.pack`."""
     ids = rows.indices()
     out.ids[: len(ids)] = ids.int()
     out.count.fill_(len(ids))
@@ -131,46 +129,6 @@ def mlp_ahead(
     """See `kernels.lookahead.mlp_ahead.mlp_ahead`."""
     sparse_mlp(x, ln, weights, x, rows, out)
     add_ahead_reference(x, out, ahead)
-
-
-def cascade(
-    x: Tensor,
-    weights: CascadeWeights,
-    selection: Selection,
-    out: PackedSelection,
-    row_state: Tensor | None = None,
-    pdl: bool = False,
-) -> None:
-    """See `kernels.mlp.cascade.cascade`."""
-    h, passed = cascade_reference(x, weights, selection.to_mask(1), row_state)
-    ids = out.ids[: int(out.count)].long()
-    out.values[: len(ids)] = h[0, ids]
-    selection.row_bits.copy_(passed[0].int())
-
-
-def sparse_fc2(
-    rows: PackedSelection,
-    weight: Matrix,
-    bias: Tensor,
-    residual: Tensor,
-    out: Tensor,
-    partials: Tensor | None = None,
-    pdl: bool = False,
-) -> None:
-    """See `kernels.mlp.sparse_fc2.sparse_fc2`."""
-    out.copy_(rows.to_dense() @ weight.dense() + bias.float() + residual)
-
-
-def cascade_test(
-    x: Tensor,
-    weights: CascadeWeights,
-    selection: Selection,
-    row_state: Tensor,
-    scratch: InputLevels,
-    pdl: bool = False,
-) -> None:
-    """See `kernels.mlp.cascade_batch.cascade_test`."""
-    cascade_test_reference(x, weights, selection, row_state)
 
 
 def fc1_batch(

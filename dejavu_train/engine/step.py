@@ -27,7 +27,7 @@ from kernels.common import launch
 from kernels.common.kv_cache import KvCache
 from kernels.dense.screened_head import ScreenedHead
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
-from kernels.mlp import sparse_fc2
+from kernels.mlp.pack import packed_block
 from kernels.mlp.selection import Selection
 
 BATCH_BLOCK = 64  # of the selections of several rows
@@ -113,7 +113,7 @@ class DecodeStep:
         predictor, device, half = self.predictors[key], self.device, self.plan.half(*key)
         if half.place in (Place.FOLDED, Place.BEFORE):
             return TargetSelection(predictor, head_select.head_selection(self.shape.n_heads, device), None)
-        block = sparse_fc2.packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
+        block = packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
         selection = Selection.empty(self.shape.units(predictor.target), device, block)
         if half.place is Place.GRIDS:
             return TargetSelection(predictor, selection, None)

@@ -6,19 +6,15 @@
 - q, k, v: grouped by head (h, 3, head_dim, d), so that a head is one contiguous range.
 - out-projection: as stored (d, h * head_dim). A head's columns of a row are contiguous, every output row has one owner.
 
-An MLP with a second stage holds up as its two planes for one row. For several rows it holds their sum beside the upper
-plane, which the second stage reads.
-
 Matrices of 4 bits are `Int4Rows`, code for code those of the model. q, k and v have the same order, down is transposed
-always, the out-projection lies head by head (h, d, head_dim). There is no second stage: it would test with 4 bits of
-up, which is all that there is.
+always, the out-projection lies head by head (h, d, head_dim).
 
 A set of weights is never changed: every engine arranges a list of layers for itself, and what has the right layout
 already is shared.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +24,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine.planned import Formats
-from dejavu_train.engine.predictors import Grid, TargetPredictor
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.opt import DOWN, OUT, QKV, UP
 from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
-from dejavu_train.predictors.bit_planes import BitPlanes
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.formats.format import Format
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
-from kernels.mlp.cascade import CascadeWeights
 
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
 POSITION_ROWS = 2  # OPT's position table has two rows more than positions
@@ -57,7 +50,6 @@ class LayerWeights:
     up: Linear
     down: Linear
     down_transposed: bool = False
-    cascade: CascadeWeights | None = None
 
     @property
     def packed(self) -> bool:
@@ -74,41 +66,13 @@ class LayerWeights:
         whole = self.out.weight.dense(dtype)
         return whole.transpose(0, 1).flatten(1) if self.packed else whole
 
-    def whole_up(self) -> Linear:
-        """up (ffn, d) for dense products, out of its planes where it is stored so."""
-        stored = self.up.weight
-        if self.cascade is None or stored.format is Format.INT4 or stored.numbers.numel():
-            return self.up
-        upper, lower = self.cascade.parts()
-        return Linear.of(upper.add_(lower).to(stored.numbers.dtype), self.up.bias)
-
-    def arranged(self, transposed: bool, grid: Grid | None, batch: int) -> "LayerWeights":
-        """This layer for an engine of `batch` rows. Tensors that need no other layout are shared.
-
-        Args:
-            transposed: down as rows of neurons.
-            grid: of a second stage's planes, with its thresholds. None = a single stage.
-        """
-        if self.packed:
+    def arranged(self, transposed: bool) -> "LayerWeights":
+        """This layer with down as rows of neurons, or as stored. Tensors that need no other layout are shared."""
+        if self.packed or transposed == self.down_transposed:
             return self
-        layer = self if self.cascade is None else dataclasses.replace(self, up=self.whole_up(), cascade=None)
-        if transposed != self.down_transposed:
-            (stored,) = self.down.weight.parts()
-            turned = Linear.of(stored.T.contiguous(), self.down.bias)
-            layer = dataclasses.replace(layer, down=turned, down_transposed=transposed)
-        if grid is None:
-            return layer
-        (stored,), bias = layer.up.weight.parts(), layer.up.bias
-        planes = BitPlanes.of(stored, *grid[:2])
-        cascade = CascadeWeights(
-            planes.upper, planes.rest, planes.step, planes.scale, bias.float(), grid[2].to(stored.device)
-        )
-        nothing = Linear.of(stored.new_empty(0, stored.shape[1]), bias)
-        layer = dataclasses.replace(layer, up=nothing, cascade=cascade)
-        if batch == 1:
-            return layer
-        upper_only = dataclasses.replace(cascade, rest=planes.rest[:0])
-        return dataclasses.replace(layer, up=layer.whole_up(), cascade=upper_only)
+        (stored,) = self.down.weight.parts()
+        turned = Linear.of(stored.T.contiguous(), self.down.bias)
+        return dataclasses.replace(self, down=turned, down_transposed=transposed)
 
 
 @dataclass(frozen=True)
@@ -240,10 +204,8 @@ class DecodeWeights:
             lm_head=lm_head,
         )
 
-    def arranged(
-        self, predictors: Mapping[UnitKey, TargetPredictor], batch: int, release: bool = False
-    ) -> "DecodeWeights":
-        """The weights as an engine with these predictors and rows reads them. This object keeps its own layers.
+    def arranged(self, predictors: Collection[UnitKey], release: bool = False) -> "DecodeWeights":
+        """The weights as an engine with predictors of these reads them. This object keeps its own layers.
 
         release: this object gives its layers up, so that a model that fills the GPU never exists twice. Engines made
             from it before go on with their own.
@@ -253,9 +215,8 @@ class DecodeWeights:
             self.layers.clear()
         layers = []
         for number, layer in enumerate(given):
-            mlp = predictors.get(UnitKey(number, Target.MLP))
             assert layer is not None
-            layers.append(layer.arranged(mlp is not None, mlp.grid if mlp else None, batch))
+            layers.append(layer.arranged(UnitKey(number, Target.MLP) in predictors))
             given[number] = layer = None
         return dataclasses.replace(self, layers=layers)
 
@@ -333,8 +294,6 @@ class DecodeWeights:
         for layer in self.layers:
             for linear in (layer.qkv, layer.out, layer.up, layer.down):
                 yield from linear.weight.parts()
-            if layer.cascade is not None:
-                yield from (layer.cascade.upper, layer.cascade.rest)
         yield from self.lm_head.parts()
 
 

@@ -13,10 +13,10 @@ from kernels.attention.flash_decode import AttentionScratch
 from kernels.attention.head_select import HeadPredictor
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.common.limits import MOST_TOKENS
-from kernels.mlp.cascade_batch import InputLevels
+from kernels.common.partial_sums import partial_sums
+from kernels.mlp.pack import PackedSelection
 from kernels.mlp.predictor import Predictor
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection, partial_sums
 from kernels.mlp.sparse_mlp_batch import BatchActivations
 from kernels.sampling import TokenState
 
@@ -26,8 +26,8 @@ class Workspace:
     """Buffers that one half of a layer after the other uses, on one device.
 
     q (B, h, head_dim), hidden (B, d_ffn) fp32. heads_out (B, d) fp32, before a 4-bit projection fp16. attention: for
-    partial results. partials: down's of up to eight rows. every_neuron: the list of all, for one row. activations and
-    levels: for several. carried: what one half leaves for another. ahead: the stream of look-ahead predictors, or None.
+    partial results. partials: down's of up to eight rows. every_neuron: the list of all, for one row. activations: for
+    several. carried: what one half leaves for another. ahead: the stream of look-ahead predictors, or None.
     """
 
     ops: StepOps
@@ -43,7 +43,6 @@ class Workspace:
     every_neuron: PackedSelection
     partials: Tensor
     activations: BatchActivations
-    levels: InputLevels
 
     @classmethod
     def empty(cls, plan: StepPlan, ops: StepOps, pdl: bool, dtype: torch.dtype, device: torch.device) -> "Workspace":
@@ -67,7 +66,6 @@ class Workspace:
             every_neuron=_list_of_all(one, device),
             partials=partial_sums(d if batch <= MOST_TOKENS else 0, device),
             activations=BatchActivations.empty(several, batch, d, dtype, device),
-            levels=InputLevels.empty(batch if several else 0, d, device),
         )
 
     def reset(self) -> None:

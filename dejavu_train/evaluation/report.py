@@ -213,6 +213,8 @@ def tables(found: dict[str, Any]) -> str:
     if found["timing"]:
         timing, read = timing_table(found), found.get("read_gb_s")
         note = f"\nthis machine reads memory at {read:.1f} GB/s" if read else ""
+        whole = [row["backend"] for row in found["timing"] if row.get("second_stage") is False]
+        note += f"\n{' and '.join(whole)} read candidates of the second stage whole" if whole else ""
         parts.append(table(timing.headings, timing.cells) + note)
     return "\n\n".join(parts)
 

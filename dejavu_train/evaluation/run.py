@@ -31,6 +31,7 @@ from dejavu_train.evaluation.timing import (
     CPU,
     DENSE_CPU,
     DENSE_ENGINE,
+    TRITON,
     WARM_UP,
     Clock,
     Timing,
@@ -333,7 +334,13 @@ def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, pro
     else:
         timing = time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens)
     densities = (1.0, 1.0) if used is None else (used.mean_density(Target.MLP), used.mean_density(Target.HEADS))
-    return dataclasses.replace(timing, mlp_density=densities[0], head_density=densities[1])
+    staged = used is not None and any(spec.kind == "cascade" and not spec.dense for spec in used.specs.values())
+    return dataclasses.replace(
+        timing,
+        mlp_density=densities[0],
+        head_density=densities[1],
+        second_stage=backend != TRITON if staged else None,
+    )
 
 
 def _check_room(config: InferConfig, dense: Any, held: EvalCorpus) -> None:

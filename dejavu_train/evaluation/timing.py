@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = 3
 # Engines without a bundle; with one the decode engine is named as the backend, triton, and the one for CPUs cpu.
-DENSE_ENGINE, DENSE_CPU, CPU = "dense-engine", "dense-cpu", "cpu"
+DENSE_ENGINE, DENSE_CPU, CPU, TRITON = "dense-engine", "dense-cpu", "cpu", "triton"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Timing:
     """Of the bundle that was timed, a mean over the layers as calibrated; 1.0: dense."""
     head_density: float | None = None
     """The same of the heads."""
+    second_stage: bool | None = None
+    """Whether a second stage tested the candidates. False: they were read whole. None: the bundle has none."""
 
 
 class Clock(BaseStreamer):

@@ -127,7 +127,8 @@ def find_fault(model: Any, dense: Callable[..., Any], runtime: Runtime, tokens: 
     """Raise :class:`UserError` by the name of the layer where numbers of a row of ``tokens`` cease to be finite."""
     finite: list[Tensor] = []
     ids = torch.tensor([tokens], device=model.device)
-    selector, means = Predicted(runtime.bundle, model.device, model), runtime.bundle.head_means(model.device)
+    staged = None if runtime.backend == "triton" else model  # it selects all candidates
+    selector, means = Predicted(runtime.bundle, model.device, staged), runtime.bundle.head_means(model.device)
     with torch.no_grad(), masking(model, selector, means=means, finite=finite):
         logits = dense(input_ids=ids, use_cache=False).logits
     check_finite(logits, torch.ones_like(ids, dtype=torch.bool), lambda: finite, model.config.num_hidden_layers)

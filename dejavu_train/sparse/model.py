@@ -1,6 +1,6 @@
 """A sparse model that is used as the dense one is: the same signature, ``generate()``, config and device.
 
-Four backends select the same units:
+Four backends select the same units, but that ``triton`` has no second stage and selects all candidates:
 
 - ``mask``: the dense model with the unselected taken out. Whole sequences, for study.
 - ``gather``: reads selected rows only, in plain torch on any device, with everything that transformers' loops do.

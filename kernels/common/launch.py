@@ -48,17 +48,6 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float16)
 
 
-def two_tiles(d: int) -> tuple[int, int]:
-    """Splits d into the largest power of two (`tl.arange` takes no other size) and the one that covers the rest (or 0).
-
-    >>> two_tiles(9216), two_tiles(7168), two_tiles(4096)
-    ((8192, 1024), (4096, 4096), (4096, 0))
-    """
-    first = 1 << (d.bit_length() - 1)
-    rest = d - first
-    return first, triton.next_power_of_2(rest) if rest else 0
-
-
 def n_sms(device: torch.device) -> int:
     """Multiprocessors of the device. Under the interpreter a handful, for speed."""
     if device.type != "cuda":
@@ -173,15 +162,6 @@ def count_program(counter):
     """Counts this program for `wait_for_count`, with all that it has stored."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release")
-
-
-@triton.jit
-def prefetch_l2(base, offsets, mask):
-    """Ask the L2 for the 128-byte lines at base + offsets. Masked entries ask for the first line again."""
-    safe = (base + tl.where(mask, offsets, 0)).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "mov.u32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [safe], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """LayerNorm as a prologue: y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, in fp32.
 
-For one batch row it is no kernel of its own, except in front of a cascade whose predictor looks ahead: the kernels that
-read the residual stream x (1, d) fp32 normalise it on the way in. For a batch it is one (`layer_norm`).
+For one batch row it is no kernel of its own. Kernels that read the residual stream x (1, d) fp32 normalise it on the
+way in. For a batch it is one (`layer_norm`).
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,8 @@ from kernels.attention.flash_decode import WARPS, AttentionScratch, attend, atte
 from kernels.common.checks import check_shape
 from kernels.common.kv_cache import KvCache
 from kernels.common.launch import use_pdl
+from kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection, pack_launch, pack_ranges
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
 

@@ -25,15 +25,16 @@ from kernels.common.late_norm import LateNorm, add_moments, late_store_reference
 from kernels.common.launch import start_dependents, start_dependents_and_wait, sums_together, use_pdl, wait_for_started
 from kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
 from kernels.common.limits import TILE_ROWS, TILED_FROM
+from kernels.common.partial_sums import summed_partials
 from kernels.common.row_state import by_state
 from kernels.formats.format import Format
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear, Matrix, MlpWeights
 from kernels.mlp.codes import nibble_codes, stored_width
 from kernels.mlp.int4_mlp import int4_mlp_partials
+from kernels.mlp.pack import PackedSelection
 from kernels.mlp.predict import norm_sums
 from kernels.mlp.predictor import PredictorWeights
-from kernels.mlp.sparse_fc2 import PackedSelection, summed_partials
 
 ROWS = 4  # of a program of `late_rows`
 STRIPE = 32  # columns of a program that sums

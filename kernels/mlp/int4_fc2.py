@@ -44,10 +44,9 @@ from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
 from kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
+from kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
 from kernels.common.shared_list import list_bytes, list_four, write_list
-from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Matrix
-from kernels.mlp.sparse_fc2 import MAX_SPLITS, add_partials, partial_sums
 
 MOST_ROUNDS = 20  # rows of each thread, of which a list holds those to be read
 COLUMNS = tl.constexpr(256)  # of a warp
@@ -74,7 +73,15 @@ def int4_fc2_settings(tokens: int = 1) -> Int4Fc2Settings:
     return Int4Fc2Settings(4, 2, 396, 128, 32) if tokens <= 4 else Int4Fc2Settings(4, 2, 264, 248, 32)
 
 
-def int4_fc2_reference(h: Tensor, weight: Int4Rows, bias: Tensor, residual: Tensor, out: Tensor) -> None:
+def int4_fc2_reference(
+    h: Tensor,
+    weight: Matrix,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    partials: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
     """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
     out.copy_(h.to(wide) @ weight.dense(wide) + bias.to(wide) + residual)

@@ -38,9 +38,10 @@ from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emp
 from kernels.common.late_norm import LateNorm
 from kernels.common.launch import use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights
+from kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
 from kernels.common.shared_rows import append_rows, four_rows, rows_list
 from kernels.formats.matrix import MlpWeights
-from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, partial_sums
+from kernels.mlp.pack import PackedSelection
 from kernels.mlp.sparse_mlp import check_mlp
 
 ROWS = tl.constexpr(16)  # of a step

@@ -1,9 +1,9 @@
 """Predict and select: logits = up @ act(down @ x) + bias. A row of weights is selected where logit > threshold.
 
 x (B, d). down (rank, d). up (n, rank). bias (n). A NaN logit is never selected. The result is a list of ids on the
-device, made without sorting or a host synchronisation: block p owns rows [p * block, (p + 1) * block), writes
-its selected ids in ascending order to slots [p * block, p * block + counts[p]) and its count. `sparse_fc2.pack` closes
-the gaps. For B > 1 the list is the union of the batch's sets. Bit b of row_bits[i] says that row b selected i.
+device, made without sorting or a host synchronisation. Block p owns rows [p * block, (p + 1) * block). It writes its
+selected ids in ascending order to slots [p * block, p * block + counts[p]), and its count. `pack` closes the gaps. For
+B > 1 the list is the union of the batch's sets. Bit b of row_bits[i] says that row b selected i.
 """
 
 import torch

@@ -23,9 +23,10 @@ from torch import Tensor
 from kernels.common.checks import INTERPRET, check_device, check_numbers, check_shape
 from kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
+from kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
 from kernels.formats.format import Format
 from kernels.formats.matrix import MlpWeights
-from kernels.mlp.sparse_fc2 import MAX_SPLITS, PackedSelection, add_partials, gathered_tiles, partial_sums
+from kernels.mlp.pack import PackedSelection
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,19 @@ def sparse_mlp_reference(
     n = x.to(dtype) if ln is None else layer_norm_reference(x, ln, dtype)
     h = (n.to(wide) @ fc1.weight.dense(wide).T + fc1.bias.to(wide)).relu()
     out.copy_(torch.where(mask, h, 0.0) @ fc2.weight.dense(wide) + fc2.bias.to(wide) + residual)
+
+
+@triton.jit
+def gathered_tiles(w, rows, live, columns, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS gathered rows in pieces (BLOCK,), row by row. A row for which `live` is zero is not read."""
+    tiles = ()
+    for r in tl.static_range(ROWS):
+        at = w + rows[r].to(tl.int64) * D
+        limit = tl.where(live[r] != 0, D, 0)
+        for j in tl.static_range((D + BLOCK - 1) // BLOCK):
+            c = j * BLOCK + columns
+            tiles = tiles + (tl.load(at + c, mask=c < limit, other=0.0, eviction_policy="evict_first"),)
+    return tiles
 
 
 @triton.jit

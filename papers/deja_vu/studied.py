@@ -6,7 +6,6 @@ only the choice differs (``baselines``). It needs three passes.
 Letters: B batch, T positions, n units.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -101,14 +100,6 @@ class StudiedOPT(SparseOPTForCausalLM):
         best = Given({key: keep_top(orders[key], kept) for key, kept in counts.items()})
         with masking(self, best, sparse, means=runtime.means):
             return dense_or_masked()
-
-
-def one_stage(bundle: Bundle) -> Bundle:
-    """The bundle without second stages: candidates are what is selected, as in the paper."""
-    specs = {
-        key: dataclasses.replace(spec, kind="low_rank", stage2_retained_mass=None) for key, spec in bundle.specs.items()
-    }
-    return dataclasses.replace(bundle, specs=specs)
 
 
 def densities_for(sparsity: float, shape: ModelDims) -> tuple[float, float]:

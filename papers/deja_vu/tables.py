@@ -34,7 +34,7 @@ from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from papers.deja_vu.restructure import STRUCTURES, check_structure, restructured
-from papers.deja_vu.studied import SELECTED_BY, StudiedOPT, densities_for, one_stage, total_sparsity
+from papers.deja_vu.studied import SELECTED_BY, StudiedOPT, densities_for, total_sparsity
 from papers.deja_vu.trend import plot_trend
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def paper(config: PaperConfig) -> Iterator[list[PaperRow]]:
     bundle = Bundle.from_pretrained(config.bundle)
     bundle.check_model(config.model)
     asked = variants(config, bundle)
-    alone = one_stage(bundle)
+    alone = bundle.one_stage()
     bundles = {
         v: (bundle if v.table == "structures" else alone.at(v.mlp_density, v.head_density))
         for v in asked

@@ -107,11 +107,8 @@ for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):
     _case(f"{_bits}, guard, own heads", _packed, {"lookahead": 1, "own_heads": True}, guard=True)
     for _batch in (1, 2, 9):
         _case(f"{_bits}, guard, {_batch} rows", _packed, {}, batch=_batch, guard=True, crossover=True)
-for _batch in (1, 2, 9):
-    _case(f"second stage, {_batch} rows", False, {"cascade": True}, batch=_batch, crossover=True)
-    _case(f"second stage, guard, {_batch} rows", False, {"cascade": True}, batch=_batch, guard=True, crossover=True)
-_case("second stage ahead", False, {"cascade": True, "lookahead": 1, "own_heads": True})
-_case("second stage ahead, 2 rows", False, {"cascade": True, "lookahead": 1}, batch=2)
+for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):
+    _case(f"{_bits}, second stage", _packed, {"cascade": True})
 _case("4 bits, dense and wide", True, None, pays_from=256)
 _case("a screen", False, {}, screen=True)
 _case("4 bits, a head of 4 bits", True, {}, packed_head=True)

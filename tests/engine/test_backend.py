@@ -60,7 +60,7 @@ def test_greedy_rows_of_unequal_lengths_equal_gather(folder, start, options):
     made, (ids, mask) = make_bundle(folder, **options).at(0.4, 0.5), padded((3, 11, 7))
     out = {}
     for backend in ("gather", "triton"):
-        model = sparse(folder, made, backend, start)
+        model = sparse(folder, made if backend == "triton" else made.one_stage(), backend, start)
         out[backend] = model.generate(ids, attention_mask=mask, **GREEDY)
     assert torch.equal(out["gather"], out["triton"])
     assert model._runtime.gatherer is None, "the engine must have done it"
@@ -261,7 +261,7 @@ def test_forward_scores_every_position_as_mask_does(folder, batch, options):
     made, ids = make_bundle(folder, **options).at(0.4, 0.5), tokens(batch, 14)
     with torch.no_grad():
         for start in (0, 5):
-            expected = sparse(folder, made, "mask", start)(ids, labels=ids)
+            expected = sparse(folder, made.one_stage(), "mask", start)(ids, labels=ids)
             got = sparse(folder, made, "triton", start)(ids, labels=ids)
             torch.testing.assert_close(got.logits, expected.logits, atol=2e-4, rtol=2e-4)
             torch.testing.assert_close(got.loss, expected.loss, atol=1e-4, rtol=1e-4)

@@ -145,8 +145,8 @@ def test_the_class_generates_and_scores_through_the_engine(tmp_path, options):
     prompts = rows_of(9, 5, 12)
     ids = torch.tensor([[1] * (12 - len(row)) + row for row in prompts], device="cuda")
     mask, made = (ids != 1).long(), {}
-    for backend in ("gather", "auto"):
-        model = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), bundle, backend, "prompt")
+    for backend, read in (("gather", bundle.one_stage()), ("auto", bundle)):
+        model = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), read, backend, "prompt")
         made[backend] = model.generate(
             ids, attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
         )  # fmt: skip

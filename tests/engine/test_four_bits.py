@@ -19,12 +19,12 @@ from dejavu_train.engine.plan import read_as_codes
 from dejavu_train.engine.planned import Kernels, Place, Run
 from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.engine.weights import DecodeWeights
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.errors import UserError
 from dejavu_train.models.int4 import CodedLinear
 from kernels.common.limits import takes_down
+from kernels.common.partial_sums import partial_sums
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear
-from kernels.mlp.sparse_fc2 import partial_sums
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,8 @@ def test_codes_and_scales_are_the_models_own(model):
 @pytest.mark.parametrize(
     "options",
     [None, {}, {"means": True, "relu": True, "lookahead": 1}, {"top_k": 0.4, "dense_layers": (1,)},
-     {"lookahead": 1, "int4": True, "targets": ("mlp",)}, {"lookahead": 1, "int4": True, "means": True}],
+     {"lookahead": 1, "int4": True, "targets": ("mlp",)}, {"lookahead": 1, "int4": True, "means": True},
+     {"cascade": True, "lookahead": 1}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize(("lengths", "sparse_from"), [((80,), 0), ((40, 7, 31), 6)])
@@ -183,8 +184,6 @@ def test_the_backend_shares_the_models_rows():
     torch.testing.assert_close(masked_nll(own, bundle, row), expected, atol=2e-5, rtol=1e-5)
     fc1 = own.model.decoder.layers[0].fc1
     assert backend.weights.layers[0].up.weight.words.data_ptr() == fc1.words.data_ptr()
-    with pytest.raises(Unsupported, match="no second stage"):  # at once: "auto" then takes another backend
-        EngineBackend(own, random_bundle(own, cascade=True), ops="reference")
 
 
 def test_random_layers_lie_as_those_of_a_model(model):
@@ -313,8 +312,6 @@ def test_what_does_not_fit_is_refused_with_the_parts(monkeypatch):
 
 
 def test_what_is_not_done_is_refused(model):
-    with pytest.raises(UserError, match=r"no second stage on 4-bit weights.*calibrate\.cascade null"):
-        engine(model, random_bundle(model, cascade=True))
     with pytest.raises(UserError, match="float16 inputs in the decode engine, not float32"):
         DecodeEngine(
             model,

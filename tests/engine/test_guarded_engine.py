@@ -54,8 +54,8 @@ def test_gather_equals_the_engine(folder, options, rows):
     bundle, ids = bundle_of(folder, **options), tokens(rows, 25)
     guard = Guard(every=EVERY, memory=16)
     got = {}
-    for backend in ("gather", "triton"):
-        model = sparse(folder, bundle, backend, guard=guard)
+    for backend, read in (("gather", bundle.one_stage()), ("triton", bundle)):
+        model = sparse(folder, read, backend, guard=guard)
         with torch.no_grad():
             got[backend] = model(ids).logits, model.guard_report(), thresholds(model)
     (logits, report, moved), (expected, wanted, like) = got["triton"], got["gather"]
@@ -93,7 +93,7 @@ def test_the_n_th_token_is_dense_and_the_others_are_the_bundles(folder, options)
     selected = {}
     with torch.no_grad():
         got = model(ids).logits
-        watched = Watched(bundle, "cpu", dense)
+        watched = Watched(bundle.one_stage(), "cpu", dense)
         with masking(dense, watched, positions.expand(2, -1), observe, bundle.head_means()):
             expected = dense(ids).logits
     assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -1,5 +1,7 @@
 """Plans of a decoding step, from sizes alone: which half runs how, where its predictor runs, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from dejavu_train.bundle.guard_config import Guard
@@ -53,8 +55,7 @@ DENSE_HEADS = ALL, K.QKV_ALL, None
         (HALF, None, {"batch": 2}, (*DENSE_HEADS, ALL, K.PRODUCTS, None)),
         (HALF, {}, {}, (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.LISTED_GRID, P.SITE)),
         (INT4, {}, {}, (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.LISTED_GRID, P.SITE)),
-        (HALF, {"second_stage": True}, {}, (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.SECOND_STAGE, P.SITE)),
-        (HALF, {"top_k": 9}, {}, (SELECTED, K.QKV_SELECTED, P.SITE, SELECTED, K.LISTED_GRID, P.SITE)),
+            (HALF, {"top_k": 9}, {}, (SELECTED, K.QKV_SELECTED, P.SITE, SELECTED, K.LISTED_GRID, P.SITE)),
         # look-ahead: of 66B in 4 bits everything but the first layer's heads runs in the grids of other kernels
         (INT4, {"ahead": 1}, {}, (SELECTED, K.QKV_SELECT, P.BEFORE, SELECTED, K.LISTED_GRID, P.GRIDS)),
         (INT4, {"ahead": 1, "heads": False}, {}, (ALL, K.QKV_SELECT, None, SELECTED, K.LISTED_GRID, P.GRIDS)),
@@ -85,6 +86,18 @@ def test_how_a_layer_runs(formats, predictors, options, expected):
     assert kinds(made) == expected
     assert made.streams == (P.STREAM in expected)
     assert all(half.why for half in made.halves), "each choice has a reason"
+
+
+@pytest.mark.parametrize("formats", [HALF, INT4])
+@pytest.mark.parametrize("options", [{}, {"batch": 8}, {"batch": 9}])
+def test_candidates_of_a_second_stage_are_read_whole_and_it_is_said(formats, options):
+    """Every half is planned as without one, but for the reason."""
+    one, two = (plan(facts(second_stage=staged, format="float16"), formats, **options) for staged in (False, True))
+    added = "candidates of a second stage are read whole: it saves bytes, and no time here"
+    assert [replace(half, why=tuple(why for why in half.why if why != added)) for half in two.halves] == [*one.halves]
+    assert added in two.describe() and added not in one.describe()
+    on_cpus = plan(facts(OPT_6B, second_stage=True), FULL, OPT_6B, Engine.CPU)
+    assert on_cpus.half(5, Target.MLP).second_stage and "; a second stage" in on_cpus.describe()
 
 
 def test_a_66b_shape_in_four_bits_needs_neither_weights_nor_a_gpu():
@@ -181,7 +194,6 @@ def test_what_there_are_no_kernels_for_is_refused_in_one_line(engine, values, me
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: plan(facts(second_stage=True)), "no second stage on 4-bit weights"),
         (lambda: plan(None, Formats("int4", "float32", "float32", 128)), "float16 inputs in the decode engine, not"),
         (lambda: plan(None, Formats("float16", "int8", "float16")), "no kernel for an LM head in int8"),
         (lambda: plan(None, HALF, OPT_6B, Engine.CPU), "keeps weights in float32, and this model is in float16"),

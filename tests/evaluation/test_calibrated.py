@@ -9,11 +9,13 @@ from conftest import REPOSITORY
 from four_bit_models import four_bits
 from transformers import OPTConfig, OPTForCausalLM
 
+from dejavu_train.evaluation import run
 from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
 from dejavu_train.evaluation.cli import read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.perplexity import EvalSetting
 from dejavu_train.evaluation.run import _moved, quality_rows
+from dejavu_train.evaluation.timing import Timing
 
 CPU = torch.device("cpu")
 
@@ -119,3 +121,16 @@ def test_the_first_line_says_what_runs(tiny_opt, bundle, tmp_path):
     coded.config.quantization_config = {"quant_method": "dejavu_int4", "bits": 4}
     coded.config.save_pretrained(tmp_path)
     assert "backend cpu, weights in 4 bits" in opening(config(tmp_path), bundle, CPU)
+
+
+def test_a_timing_says_whether_a_second_stage_ran(tiny_opt, bundle, monkeypatch):
+    def timed(_model, _bundle, backend, *_):
+        return Timing(backend, "cpu", 1, 4, 4, {})
+
+    monkeypatch.setattr(run, "time_engine", timed)
+
+    def said(backend, given):
+        return run._time_one(config(tiny_opt), None, given, backend, torch.ones(1, 4)).second_stage
+
+    assert said("triton", bundle) is False and said("cpu", bundle) is True
+    assert said("dense-engine", bundle) is said("triton", bundle.one_stage()) is said("cpu", bundle.at(1.0)) is None

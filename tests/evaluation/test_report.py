@@ -78,6 +78,9 @@ def test_table(found):
     assert [line[0] for line in lines] == ["docs", "docs", "docs", "prose", "docs"]
     assert lines[0][1:6] == ["as", "calibrated", "(5", "%,", "50"]
     assert lines[3][1:6] == ["20", "%,", "100", "%", "0.250"] and "11.91%" in lines[3] and lines[3][-1] == "-"
+    assert "second stage" not in text
+    found["timing"] += [found["timing"][0] | {"backend": "triton", "second_stage": False}]
+    assert report.tables(found).endswith("\ntriton read candidates of the second stage whole")
     found |= {"texts": [], "quality": [], "layers": [], "timing": []}
     assert report.tables(found).count("\n") == 0
     assert report.table(["a", "b"], [["x", "10"], ["yyy", "5"]]).splitlines() == ["a     b", "x    10", "yyy   5"]

@@ -11,7 +11,7 @@ from dejavu_train.families import ModelDims
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
 from papers.deja_vu.restructure import STRUCTURES, restructured, skipped_layers
-from papers.deja_vu.studied import StudiedOPT, densities_for, one_stage, total_sparsity
+from papers.deja_vu.studied import StudiedOPT, densities_for, total_sparsity
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_padding_is_not_counted(deep_opt, dense):
 def test_one_stage_selects_the_candidates(tiny_opt):
     bundle = make_bundle(tiny_opt, cascade=True).at(0.4, 1.0)
     model = load_opt(str(tiny_opt))
-    both, alone = (StudiedOPT.study(model, made) for made in (bundle, one_stage(bundle)))
+    both, alone = (StudiedOPT.study(model, made) for made in (bundle, bundle.one_stage()))
     for made in (both, alone):
         made(tokens())
     assert both.density("mlp") < alone.density("mlp")

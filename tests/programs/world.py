@@ -121,7 +121,8 @@ class World:
         start = self.start
         if isinstance(start, str):
             start = prompt_lengths if prompt_lengths is not None else 1 << 30
-        return oracle_of(truth if truth is not None else self.truth, self.bundle, start)
+        bundle = self.bundle.one_stage() if self.backend == "reference" else self.bundle
+        return oracle_of(truth if truth is not None else self.truth, bundle, start)
 
     def folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.scratch))

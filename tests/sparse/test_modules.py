@@ -207,7 +207,8 @@ def test_a_model_made_in_inference_mode_runs(dense, bundle, backend):
         layer(model).fc1.weight.mul_(-1.5)
     changed = load_opt(dense.config._name_or_path)
     changed.load_state_dict(model.state_dict())
-    assert given(model)[1] == given(sparse(changed, some, "mask"))[1] != expected
+    read = some.one_stage() if backend == "triton" else some
+    assert given(model)[1] == given(sparse(changed, read, "mask"))[1] != expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

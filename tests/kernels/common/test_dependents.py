@@ -27,7 +27,7 @@ REWRITTEN = {
 }  # buffers that every layer rewrites, by kernels' names for them
 # Kernels that trigger before they wait, because what follows them has weights to load.
 TRIGGER_FIRST = {
-    "flash_decode", "attend_pack", "site", "predict_down", "predict_nibbles", "pack", "sparse_fc2.add", "add_ahead",
+    "flash_decode", "attend_pack", "site", "predict_down", "predict_nibbles", "pack", "partial_sums.add", "add_ahead",
 }  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def test_4_early_reads_of_buffers_that_layers_rewrite_go_past_the_l1(key):
 
 def test_4_is_about_the_kernels_that_it_should_be():
     found = {short(key) for key in LAUNCHED for walk, _ in walks(key) if REWRITTEN & set(walk.early)}
-    assert {"int4_mlp", "sparse_mlp", "project_head_rows", "add_ahead", "flash_decode", "sparse_fc2.add"} <= found
+    assert {"int4_mlp", "sparse_mlp", "project_head_rows", "add_ahead", "flash_decode", "partial_sums.add"} <= found
 
 
 def test_5_embed_triggers_behind_its_wait_and_stands_between_advance_and_who_reads_row_state(monkeypatch):

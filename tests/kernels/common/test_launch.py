@@ -35,8 +35,9 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     """What stands before the wait in the compiled kernels: every layer rewrites the list, x and the residual."""
     from int4_helpers import random_rows
 
+    from kernels.common import partial_sums
     from kernels.formats.matrix import Linear, MlpWeights
-    from kernels.mlp import int4_mlp, sparse_fc2, sparse_mlp
+    from kernels.mlp import int4_mlp, pack, sparse_mlp
     from kernels.mlp.selection import Selection
 
     if torch.cuda.get_device_capability() < (9, 0):
@@ -45,13 +46,13 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     w1, w2 = (torch.randn(n, d, device="cuda").half() for _ in range(2))
     b1, b2 = torch.zeros(n, device="cuda").half(), torch.zeros(d, device="cuda").half()
     x, out = torch.randn(1, d, device="cuda"), torch.empty(1, d, device="cuda")
-    rows = sparse_fc2.PackedSelection.empty(n, "cuda")
-    sparse_fc2.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
+    rows = pack.PackedSelection.empty(n, "cuda")
+    pack.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
     weights = MlpWeights(Linear.of(w1, b1), Linear.of(w2, b2))
     sparse_mlp.sparse_mlp(x.half(), None, weights, x, rows, out, early=early, pdl=True)
     four_bits = MlpWeights(Linear(random_rows("cuda", n, d), b1), Linear(random_rows("cuda", n, d), b2))
     int4_mlp.int4_mlp(x.half(), None, four_bits, x, rows, out, early=early, pdl=True)
-    for function in (sparse_mlp._sparse_mlp_kernel, int4_mlp._int4_mlp_kernel, sparse_fc2._add_kernel):
+    for function in (sparse_mlp._sparse_mlp_kernel, int4_mlp._int4_mlp_kernel, partial_sums._add_kernel):
         compiled = [kernel for cached in function.device_caches.values() for kernel in cached[0].values()]
         texts = [kernel.asm["ptx"] for kernel in compiled if "griddepcontrol.wait" in kernel.asm["ptx"]]
         assert texts and any("ld.global.cg" in text.split("griddepcontrol.wait")[0] for text in texts), function

@@ -19,8 +19,8 @@ from kernels.dense.int4_batch import (
 )
 from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear
+from kernels.mlp.pack import PackedSelection, pack
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection, pack
 
 
 def inputs(device, batch, n):

@@ -12,10 +12,10 @@ from kernels.formats.matrix import Linear
 from kernels.lookahead.attend_pack import attend_pack
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
+from kernels.mlp.pack import PackedSelection
 from kernels.mlp.predictor import Predictor, PredictorWeights, quantize_rows
 from kernels.mlp.select import select_rows
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection
 
 NAN = float("nan")
 

@@ -13,9 +13,9 @@ from kernels.formats.matrix import Linear, MlpWeights
 from kernels.lookahead import mlp_ahead as module
 from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
 from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
+from kernels.mlp.pack import PackedSelection
 from kernels.mlp.predictor import Predictor, PredictorWeights
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection
 from kernels.mlp.sparse_mlp import sparse_mlp_reference
 
 NAN = float("nan")

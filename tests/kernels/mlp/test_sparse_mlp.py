@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from kernels.common.partial_sums import partial_sums
 from kernels.formats.matrix import Linear, MlpWeights
+from kernels.mlp.pack import PackedSelection, pack
 from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_fc2 import PackedSelection, pack, partial_sums
 from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
 
 NAN = float("nan")
@@ -15,7 +16,6 @@ NAN = float("nan")
 def make_problem(device, n, d, density, dtype=torch.float32, block=16):
     selection = Selection.from_mask(torch.rand(1, n, device=device) < density, block)
     rows = PackedSelection.empty(n, device)
-    rows.values.fill_(NAN)
     pack(selection, rows)
     x = torch.randn(1, d, device=device).to(dtype)
     w1, w2 = (torch.randn(n, d, device=device).mul_(d**-0.5).to(dtype) for _ in range(2))
