@@ -8,11 +8,6 @@ beyond the last one and the others are distinguished better. The lower plane hol
 whole weight is a number of 13 to 16 bits relative to the row's largest. Planes of given scale and steps are a function
 of the weights: quantised again, they give the same integers.
 
-Words of 32 bits, so that kernels read 16 bytes a thread and multiply contiguous parts of the input: with W = d / 8,
-nibble k of upper[i, w] is u + 8 of column k W + w. rest[i] holds W words of the upper nibbles of l + 2048, in the same
-order, then 2 W words of its low bytes: byte k of word w is that of column k W + w, in the second W words of column
-(4 + k) W + w.
-
 Letters: n neurons, d model width, r some rows.
 """
 
@@ -25,7 +20,6 @@ from torch.nn import functional as F
 from dejavu_train.errors import UserError
 
 STEPS = (4095, 2048, 1024, 640, 448, 320)
-ROWS_AT_ONCE = 2048
 
 
 def choose_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,10 +41,10 @@ def choose_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BitPlanes:
-    """upper (n, d / 8) int32, rest (n, 3 d / 8) int32, step (n,) and scale (n,) fp32: weight = step u + scale l."""
+    """whole (n, d) int16 = steps u + l, steps (n,) fp32, step (n,) and scale (n,) fp32: weight = step u + scale l."""
 
-    upper: Tensor
-    rest: Tensor
+    whole: Tensor
+    steps: Tensor
     step: Tensor
     scale: Tensor
 
@@ -61,20 +55,18 @@ class BitPlanes:
         Raises:
             UserError: a width that is no multiple of 8.
         """
-        n, d = weight.shape
+        d = weight.shape[1]
         if d % 8:
             raise UserError(f"a cascade reads up in planes and needs a model width that is a multiple of 8, got {d}")
-        scale, count = scale.to(weight.device), steps.to(weight.device).float()
-        parts = [
-            _pack(weight[i : i + ROWS_AT_ONCE], scale[i : i + ROWS_AT_ONCE, None], count[i : i + ROWS_AT_ONCE, None])
-            for i in range(0, n, ROWS_AT_ONCE)
-        ]
-        upper, rest = (torch.cat(each) for each in zip(*parts, strict=True))
-        return cls(upper, rest, scale * count, scale)
+        scale, steps = scale.to(weight.device), steps.to(weight.device).float()
+        limit = (7 * steps + 2047)[:, None]
+        whole = torch.minimum(torch.maximum((weight.float() / scale[:, None]).round_(), -limit), limit)
+        return cls(whole.to(torch.int16), steps, scale * steps, scale)
 
     def codes(self, rows: Tensor | None = None) -> Tensor:
         """The upper plane as whole numbers u (r, d) fp32, of all rows or those with the given numbers."""
-        return _nibbles(self.upper if rows is None else self.upper[rows]).sub_(8).float()
+        whole, steps = (t if rows is None else t[rows] for t in (self.whole, self.steps))
+        return whole.float().div_(steps[:, None]).round_().clamp_(-7, 7)
 
     def coarse(self, rows: Tensor | None = None) -> Tensor:
         """The upper plane alone as weights (r, d) fp32."""
@@ -82,39 +74,10 @@ class BitPlanes:
 
     def weight(self, rows: Tensor | None = None) -> Tensor:
         """Both planes: the weights (r, d) fp32 that every backend multiplies with."""
-        rest, scale = (self.rest, self.scale) if rows is None else (self.rest[rows], self.scale[rows])
-        words = rest.shape[1] // 3
-        low = torch.cat([_bytes(rest[:, words : 2 * words]), _bytes(rest[:, 2 * words :])], dim=1)
-        lower = (_nibbles(rest[:, :words]) << 8).add_(low).sub_(2048)
-        return torch.addcmul(self.coarse(rows), lower.float(), scale[:, None])
-
-
-def _pack(weight: Tensor, scale: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    limit = 7 * count + 2047
-    whole = torch.minimum(torch.maximum((weight.float() / scale).round(), -limit), limit)
-    upper = (whole / count).round().clamp(-7, 7)
-    lower = (whole - upper * count).clamp(-2048, 2047).int() + 2048
-    by_part = (lower & 255).unflatten(1, (2, 4, -1))
-    low = sum(by_part[:, :, k] << 8 * k for k in range(4))
-    assert isinstance(low, Tensor)
-    return _words(upper.int() + 8), torch.cat([_words(lower >> 8), low.flatten(1)], dim=1)
-
-
-def _words(nibbles: Tensor) -> Tensor:
-    """(r, d) int32 in 0..15 -> (r, d / 8) int32."""
-    parts = nibbles.unflatten(1, (8, -1))
-    words = parts[:, 0].clone()
-    for k in range(1, 8):
-        words |= parts[:, k] << 4 * k
-    return words
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    return torch.cat([words >> 4 * k & 15 for k in range(8)], dim=1)
-
-
-def _bytes(words: Tensor) -> Tensor:
-    return torch.cat([words >> 8 * k & 255 for k in range(4)], dim=1)
+        whole, *each = (t if rows is None else t[rows] for t in (self.whole, self.steps, self.step, self.scale))
+        steps, step, scale = (numbers[:, None] for numbers in each)
+        upper = self.codes(rows)
+        return torch.addcmul(upper * step, whole - upper * steps, scale)
 
 
 def input_levels(x: Tensor) -> tuple[Tensor, Tensor]:

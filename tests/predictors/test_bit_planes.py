@@ -28,22 +28,18 @@ def test_planes_of_planes_are_the_same():
     scale, steps = choose_grid(weight)
     first = BitPlanes.of(weight, scale, steps)
     again = BitPlanes.of(first.weight(), scale, steps)
-    assert torch.equal(first.upper, again.upper) and torch.equal(first.rest, again.rest)
+    assert torch.equal(first.whole, again.whole)
     halves = BitPlanes.of(weight.half(), scale, steps)  # the model in fp16: its weights, to its rounding
     assert (halves.weight() - weight).abs().max() <= 2**-10 * weight.abs().max()
 
 
-def test_the_layout_is_what_kernels_read():
-    weight = torch.randn(5, 64)
-    planes = planes_of(weight)
-    assert planes.upper.shape == (5, 8) and planes.rest.shape == (5, 24)
-    assert planes.upper.dtype == planes.rest.dtype == torch.int32
-    row, column, words = 2, 5 * 8 + 3, 8
-    u = (int(planes.upper[row, 3]) >> 20 & 15) - 8
-    middle, low = int(planes.rest[row, 3]) >> 20 & 15, int(planes.rest[row, 2 * words + 3]) >> 8 & 255
-    value = planes.step[row] * u + planes.scale[row] * ((middle << 8 | low) - 2048)
-    torch.testing.assert_close(planes.weight()[row, column], value, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(planes.coarse()[row, column], planes.step[row] * u)
+def test_a_weight_is_a_number_of_each_plane():
+    planes = planes_of(torch.randn(5, 64))
+    upper, whole = planes.codes(), planes.whole.float()
+    lower = whole - upper * planes.steps[:, None]
+    assert planes.whole.dtype == torch.int16 and upper.abs().max() == 7 and -2048 <= lower.min() <= lower.max() <= 2047
+    torch.testing.assert_close(planes.weight(), planes.scale[:, None] * whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(planes.coarse(), planes.step[:, None] * upper, rtol=0, atol=0)
 
 
 def test_rows_alone_are_rows_of_the_whole():
