@@ -344,7 +344,7 @@ class TorchOps:
     dense_rows = staticmethod(of_numbers(dense_gemv.dense_rows_reference))
     dense_wide = staticmethod(of_numbers(dense_wide.dense_wide_reference))
     int4_fc2 = staticmethod(of_numbers(int4_fc2.int4_fc2_reference))
-    int4_listed = staticmethod(of_numbers(reference.int4_listed))
+    int4_listed = staticmethod(of_numbers(int4_batch.int4_listed_reference))
     dense_hidden = staticmethod(of_numbers(reference.dense_hidden))
     dense_add = staticmethod(of_numbers(reference.dense_add))
     screened_head = staticmethod(of_numbers(screened_head.screened_head_reference))

@@ -149,14 +149,6 @@ def fc2_batch(
     out.copy_(fc2_batch_reference(rows.to_dense(len(out)), weight_t, bias, residual))
 
 
-def int4_listed(
-    x: Tensor, weight: Matrix, bias: Tensor, ids: Tensor, count: Tensor, row_bits: Tensor, pdl: bool = False
-) -> Tensor:
-    """See `kernels.dense.int4_batch.int4_listed`."""
-    mask = (row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1 != 0
-    return fc1_batch_reference(x, weight, bias, mask)
-
-
 def dense_hidden(
     x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor | None, activation: str, pdl: bool = False
 ) -> Tensor:

@@ -81,7 +81,7 @@ def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:
     return TokenSettings(2, 4, 36 // tokens, 5)
 
 
-def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, activation: str) -> Tensor:
+def int4_linear_reference(x: Tensor, weight: Matrix, bias: Tensor | None, activation: str) -> Tensor:
     """Plain torch, in fp64 where x is."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(wide) @ weight.dense(wide).flatten(0, -2).T
@@ -90,8 +90,10 @@ def int4_linear_reference(x: Tensor, weight: Int4Rows, bias: Tensor | None, acti
     return y.relu() if activation == "relu" else y
 
 
-def int4_listed_reference(x: Tensor, weight: Int4Rows, bias: Tensor, row_bits: Tensor) -> Tensor:
-    """Plain torch, in fp64 where x is."""
+def int4_listed_reference(
+    x: Tensor, weight: Matrix, bias: Tensor, ids: Tensor, count: Tensor, row_bits: Tensor, pdl: bool = False
+) -> Tensor:
+    """Plain torch, in fp64 where x is. The bits alone say what is selected."""
     y = int4_linear_reference(x, weight, bias, "relu")
     return y.masked_fill((row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1 == 0, 0.0)
 
