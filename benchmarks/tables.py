@@ -3,7 +3,7 @@
     python -m benchmarks.tables             writes them
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
     python -m benchmarks.tables --release   writes nothing, exits with 1 where a table shows rows of other sources
-    python -m benchmarks.tables --demo checkpoints/demo/results.json    takes the demo's rows, then writes
+    python -m benchmarks.tables --demo checkpoints/demo/results.json    takes the demo's rows, draws, writes
 
 A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``. What stands there is replaced. A table
 whose rows do not exist is left empty, and one line says so. Nothing in a table is typed by hand: every number is
@@ -25,6 +25,7 @@ from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
+from dejavu_train.evaluation.picture import plot_curves
 
 ROOT = Path(__file__).parent.parent
 FILES = (
@@ -37,6 +38,7 @@ FILES = (
     "docs/notes/decode-engine.md",
     "checkpoints/opt-mini/README.md",
 )
+CURVE = "docs/results/curve.png"
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
 GENERATE = "benchmarks/results/generate.jsonl"
 SAMPLES = "benchmarks/results/samples.csv"
@@ -301,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.demo:
         found = json.loads(options.demo.read_text()) | {"sources": measured_sources("dejavu_train")}
         (ROOT / DEMO).write_text(json.dumps(found, indent=1) + "\n")
+        plot_curves(found, ROOT / CURVE)
     changed, older = [], []
     for name in FILES:
         path = ROOT / name

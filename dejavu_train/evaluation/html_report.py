@@ -15,7 +15,7 @@ import logging
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.report import Table
+from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.files import read_json, write_text
 
@@ -49,12 +50,14 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Everything in a results folder. ``observed`` is observations.json, ``tasks`` the rows of each file of tasks,
+    """Everything in a results folder. ``curve`` and ``panels`` are pictures of the quality rows as SVG: one text with
+    its verdict, and every text. ``observed`` is observations.json, ``tasks`` the rows of each file of tasks,
     ``trend`` the picture of the paper's Fig. 7 as SVG, ``generation`` generation.json with its picture as ``svg``."""
 
     folder: Path
     found: dict[str, Any]
     curve: str | None
+    panels: str | None
     observed: dict[str, Any] | None
     observations: list[Observation]
     tasks: dict[str, Table]
@@ -85,7 +88,8 @@ def read_results(folder: str | Path) -> Results:
         drawn = folder / "paper" / "fig7.svg"
         trend = _svg(drawn) if drawn.is_file() else None
         generation = _generation(folder / "generation")
-        return Results(folder, found, _curve(found), observed, observations, tasks, trend, generation)
+        curve, panels = _drawn(found, plot_curves), _drawn(found, plot_texts)
+        return Results(folder, found, curve, panels, observed, observations, tasks, trend, generation)
     except UserError:
         raise
     except (KeyError, OSError) as error:
@@ -139,13 +143,13 @@ def _shown(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _curve(found: dict[str, Any]) -> str | None:
-    """The picture of the quality rows as SVG. None without rows or without matplotlib."""
+def _drawn(found: dict[str, Any], plot: Callable[[dict[str, Any], Path], bool]) -> str | None:
+    """A picture of the quality rows as SVG. None without rows or without matplotlib."""
     if not found["quality"]:
         return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "curve.svg"
-        return path.read_text(encoding="utf-8") if plot_curves(found, path) else None
+        return path.read_text(encoding="utf-8") if plot(found, path) else None
 
 
 def page(results: Results) -> str:

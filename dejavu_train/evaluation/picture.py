@@ -1,132 +1,123 @@
-"""Reads results, draws curve.png or curve.svg: every text a panel, the same axes for all, so that drift is seen."""
+"""Reads results, draws curve.png or curve.svg for a reader of ten seconds: one text, one panel, a verdict as title."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, pyplot, save
+from dejavu_train.evaluation.verdict import likelihood, widest
 
-from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, PINK, RED, pyplot, save
-
-# selection -> colour, marker, line, label
-CURVES = {
-    "predicted": (BLUE, "o", "-", "predicted"),
-    "oracle": (GREEN, "s", "--", "oracle (knows this token's activations)"),
-    "noncontextual": (PINK, "D", "-.", "non-contextual (embedding only)"),
-    "static": (ORANGE, "^", "-", "static (most often active)"),
-    "random": (RED, "v", ":", "random"),
-    "as calibrated": (BLACK, "*", "", "the bundle as calibrated (its heads too)"),
+CURVES = {  # selection -> colour, marker, label; where curves meet, labels stand in this order
+    "dense": (BLACK, "", "dense model:\nreads all {units}"),
+    "oracle": (GREEN, "s", "oracle: the best choice,\nknown only in hindsight"),
+    "predicted": (BLUE, "o", "predicted: small networks\nchoose for each token"),
+    "static": (ORANGE, "^", "static: the same {units}\nfor every token"),
 }
-_YARDSTICKS = ("noncontextual", "static", "random")
-COLUMNS = 3
-LINEAR_UP_TO = 1.0  # per cent; above it the scale of the increase is logarithmic
-_TICKS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-_NEAR = ("predicted", "oracle", "as calibrated")  # the others lie beyond any scale on which these two differ
+_GAP = 0.13  # between two labels, of the panel's height
+_ZOOMED_FROM = 60  # per cent; where all curves stay above it, the axis does not begin at 0
 
 
-def plot_curves(found: dict[str, Any], path: str | Path) -> bool:
-    """Draw each text's increase of perplexity against the share of neurons selected (all heads, sparse everywhere).
+def plot_curves(found: Mapping[str, Any], path: str | Path) -> bool:
+    """Draw how likely a token of the first text stays against the share of neurons that are read.
 
-    A panel per text has predicted and oracle near zero, all on the same scales. Another one per text that has
-    yardsticks has them all, as a ratio to the dense model on a log scale.
+    Predicted stands beside dense, oracle and static.
 
     Args:
         found: results of schema 2.
         path: of the file. Its ending says the format, png or svg.
-    Returns: False without matplotlib, nothing is drawn then.
+    Returns: False without matplotlib or without a predicted row, nothing is drawn then.
     """
     plt = pyplot()
     if plt is None:
         return False
-    scored = [row for row in found["quality"] if row["sparse_from"] == 0]
-    rows = [row for row in scored if row["asked_head_density"] == 1 and not row.get("as_calibrated")]
-    own = [row for row in scored if row.get("as_calibrated") and row["selection"] == "predicted"]
-    rows += [row | {"selection": "as calibrated"} for row in own]
-    by_text = {text["name"]: [row for row in rows if row["text"] == text["name"]] for text in found["texts"]}
-    wide_texts = [name for name, own in by_text.items() if any(row["selection"] in _YARDSTICKS for row in own)]
-    panels = len(by_text) + len(wide_texts) + 1  # the last holds the legend
-    columns = min(panels, COLUMNS)
-    bands = math.ceil(panels / columns)
-    size = (3.3 * columns, 0.7 + 2.75 * bands)
-    figure, grid = plt.subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
-    axes = grid.flatten().tolist()
-    near, wide, rest = axes[: len(by_text)], axes[len(by_text) : panels - 1], axes[panels - 1 :]
-    lines: dict[str, Any] = {}
-    for panel, text in zip(near, found["texts"], strict=True):
-        lines |= _draw(panel, by_text[text["name"]], _NEAR, lambda change, error: (100 * change, 100 * error))
-        panel.set_title(f"{text['name']}\n{text['domain']}, {text['tokens']:,} tokens", fontsize=10)
-        panel.set_ylabel("increase of perplexity, %", fontsize=9)
-    for panel, name in zip(wide, wide_texts, strict=True):
-        lines |= _draw(panel, by_text[name], tuple(CURVES), lambda change, error: (1 + change, 0 * error))
-        panel.set_title(f"{name}\nwith the yardsticks", fontsize=10)
-        panel.set_ylabel("perplexity / dense", fontsize=9)
-    _scale_shares([*near, *wide], rows)
-    _scale_near(near, rows)
-    for panel in wide:
-        panel.set_yscale("log")
-        panel.axhline(1, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
-    for panel in rest:
-        panel.set_axis_off()
-    labels = {CURVES[name][3]: lines[name] for name in CURVES if name in lines}
-    note = f"bars: bootstrap errors over documents\nlinear up to {LINEAR_UP_TO:g} %, then logarithmic"
-    rest[0].legend(
-        labels.values(), labels.keys(), loc="center", frameon=False, fontsize=9, title=note, title_fontsize=8
-    )
-    figure.supxlabel("share of MLP neurons selected per token (all heads)", fontsize=10)
-    figure.suptitle(f"{Path(found['model']).name}: perplexity of the sparse model over the dense one", fontsize=11)
+    scored = [row for row in found["quality"] if row["sparse_from"] == 0 and row["increase"] is not None]
+    predicted = [row for row in scored if row["selection"] == "predicted"]
+    if not predicted:
+        return False
+    mlp = any(row["mlp_density"] not in (None, 1) for row in predicted)
+    share, units = ("mlp_density", "MLP neurons") if mlp else ("head_density", "heads")
+    calibrated = [row for row in predicted if row.get("as_calibrated")]
+    # Rows that differ in one density alone make a curve.
+    curve = [row for row in predicted if not row.get("as_calibrated") and (row["asked_head_density"] == 1 or not mlp)]
+    told = (calibrated or widest(curve or predicted))[0]
+    asked = {_asked(row) for row in curve or [told]}
+    figure, panel = plt.subplots(figsize=(9, 5), layout="constrained")
+    panel.axhline(100, color=BLACK, linewidth=1.2)
+    panel.axvline(100 * told[share], color="0.8", linewidth=1, zorder=0)
+    ends, marked = {"dense": 100.0}, []
+    shares, values = [100 * told[share]], [100.0]
+    for name in ("static", "oracle", "predicted"):
+        own = [row for row in scored if row["selection"] == name and row["text"] == told["text"]]
+        points = sorted((100 * row[share], _kept(row)) for row in own if _asked(row) in asked)
+        if points:
+            colour, marker, _ = CURVES[name]
+            x, y = zip(*points, strict=True)
+            panel.plot(x, y, color=colour, marker=marker, linewidth=2.2, markersize=7, clip_on=False)
+            ends[name] = y[-1]
+            shares += x
+            values += y
+        if name != "oracle":
+            marked += [(name, row) for row in own if _asked(row) == _asked(told)][:1]
+    values += [_kept(row) for _, row in marked]
+    _scale(panel, max(shares), min(values), max(values))
+    for name, row in marked:
+        _say(panel, 100 * row[share], _kept(row), likelihood(row["increase"]), name)
+    _label(panel, ends, units)
+    part = f"{100 * told[share]:.2g} %"
+    panel.set_xlabel(f"{units} that are read for a token, % of all", fontsize=11)
+    panel.set_ylabel("how likely a token stays, dense model = 100 %", fontsize=11)
+    tokens = next(text["tokens"] for text in found["texts"] if text["name"] == told["text"])
+    model = Path(found["model"]).name
+    panel.annotate(
+        f"With {part} of the {units}, a token is {likelihood(told['increase'])}", (0, 1), xycoords="axes fraction",
+        xytext=(0, 30), textcoords="offset points", fontsize=15, fontweight="bold",
+    )  # fmt: skip
+    about = f"than to the dense model. {model} on {tokens:,} tokens of {told['text']}."
+    panel.set_title(about, loc="left", fontsize=11, pad=9)
     save(figure, Path(path).with_suffix(""), [Path(path).suffix.removeprefix(".")])
     return True
 
 
-def _draw(
-    panel: Any, rows: list[dict[str, Any]], names: tuple[str, ...], scaled: Callable[[Any, Any], tuple[Any, Any]]
-) -> dict[str, Any]:
-    """Draw one text's curves, with increases and errors as ``scaled`` returns them. Returns line by selection."""
-    lines = {}
-    for name in names:
-        colour, marker, line, _ = CURVES[name]
-        points = sorted(
-            (row["mlp_density"], row["increase"], row["increase_error"] or 0.0)
-            for row in rows
-            if row["selection"] == name and row["increase"] is not None
-        )
-        if points:
-            x, change, error = np.array(points).T
-            value, bar = scaled(change, error)
-            style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 4.5, "linewidth": 1.4}
-            lines[name] = panel.errorbar(x, value, bar if bar.any() else None, capsize=2.5, **style)
-    return lines
+def _asked(row: Mapping[str, Any]) -> tuple[float, float]:
+    return row["asked_mlp_density"], row["asked_head_density"]
 
 
-def _scale_shares(panels: list[Any], rows: list[dict[str, Any]]) -> None:
-    """The same logarithmic axis of shares for all panels."""
-    shares = [row["mlp_density"] for row in rows if row["selection"] != "dense"]
-    for panel in panels:
-        panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=8)
-        panel.set_xscale("log")
-        panel.set_xticks([], minor=True)
-        if shares:
-            left, right = min(shares) / 1.25, min(1.0, max(shares) * 1.25)
-            shown = [tick for tick in _TICKS if left <= tick <= right]
-            panel.set_xlim(left, right)
-            panel.set_xticks(shown, [f"{100 * tick:g} %" for tick in shown])
+def _kept(row: Mapping[str, Any]) -> float:
+    """A token's likelihood, geometric mean, in per cent of the dense model's."""
+    return float(100 / (1 + row["increase"]))
 
 
-def _scale_near(panels: list[Any], rows: list[dict[str, Any]]) -> None:
-    """The same axis of increases, in per cent, for the panels of all texts."""
-    values = [
-        (100 * row["increase"], 100 * (row["increase_error"] or 0.0))
-        for row in rows
-        if row["selection"] in _NEAR and row["increase"] is not None
-    ]
-    low = min([0.0, *(value - error for value, error in values)]) - 0.15
-    high = 1.3 * max([LINEAR_UP_TO, *(value + error for value, error in values)])
-    ticks = [tick for tick in (-1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if low <= tick <= high]
-    for panel in panels:
-        panel.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
-        panel.set_yscale("symlog", linthresh=LINEAR_UP_TO, linscale=1.2)
-        panel.set_yticks([], minor=True)
-        panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        panel.set_ylim(low, high)
+def _say(panel: Any, x: float, y: float, words: str, name: str) -> None:
+    """Mark a point and write ``words`` beside it: below the predicted curve, which rises, above that at the bottom."""
+    colour, marker, _ = CURVES[name]
+    right = x > 0.8 * panel.get_xlim()[1]
+    panel.plot([x], [y], color=colour, marker=marker, markersize=11, clip_on=False)
+    panel.annotate(
+        words, (x, y), xytext=(-8 if right else 8, -20 if name == "predicted" else 11), textcoords="offset points",
+        ha="right" if right else "left", color=colour, fontsize=11, fontweight="bold",
+    )  # fmt: skip
+
+
+def _scale(panel: Any, widest_share: float, lowest: float, highest: float) -> None:
+    """Both axes from zero, unless all curves lie near the dense model."""
+    bottom = 0.0 if lowest < _ZOOMED_FROM else lowest - 0.4 * (100 - lowest) - 0.2
+    panel.set_ylim(bottom, highest + 0.06 * (highest - bottom))
+    panel.set_xlim(0, min(100.0, 1.2 * widest_share))
+    panel.xaxis.set_major_formatter("{x:g} %")
+    panel.yaxis.set_major_formatter("{x:g} %")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", alpha=0.3)
+
+
+def _label(panel: Any, ends: Mapping[str, float], units: str) -> None:
+    """Write each curve's name at its right end, apart from its neighbours."""
+    bottom, top = panel.get_ylim()
+    place = 1.0 + _GAP
+    for name in sorted(ends, key=lambda name: (-round(ends[name]), list(CURVES).index(name))):
+        place = min((ends[name] - bottom) / (top - bottom), place - _GAP)
+        panel.annotate(
+            CURVES[name][2].format(units=units), (1, ends[name]), xycoords=("axes fraction", "data"),
+            xytext=(1.05, place), textcoords="axes fraction", va="center", fontsize=10.5, color=CURVES[name][0],
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": CURVES[name][0], "relpos": (0, 0.5), "shrinkB": 0},
+        )  # fmt: skip

@@ -121,7 +121,9 @@ def run(config: InferConfig) -> None:
         if plot_curves(found, picture):
             written.append(str(picture))
         else:
-            logger.info("no curve.png: matplotlib is not installed (pip install matplotlib)")
+            drawable = any(row["selection"] == "predicted" for row in found["quality"])
+            why = "matplotlib is not installed (pip install matplotlib)" if drawable else "no predicted row was scored"
+            logger.info("no curve.png: %s", why)
     written.append(str(write_report(config.output)))
     logger.info("wrote %s", " and ".join(written))
     if said := verdict(found):

@@ -23,7 +23,7 @@ def _quality(found: Found) -> list[str]:
     predicted = [row for row in found["quality"] if row["selection"] == "predicted" and row["sparse_from"] == 0]
     if not predicted:
         return []
-    asked = [row for row in predicted if row.get("as_calibrated")] or _widest(predicted)
+    asked = [row for row in predicted if row.get("as_calibrated")] or widest(predicted)
     lines = [f"With {selected(asked[0])}:"]
     for row in asked:
         error = f" (± {100 * row['increase_error']:.2g})" if row["increase_error"] is not None else ""
@@ -37,7 +37,7 @@ def _quality(found: Found) -> list[str]:
     return lines
 
 
-def _widest(rows: Sequence[Found]) -> list[Found]:
+def widest(rows: Sequence[Found]) -> list[Found]:
     """The rows of the densities that most texts were scored at, the largest of these."""
     by_densities: dict[tuple[float, float], list[Found]] = {}
     for row in rows:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.evaluation.figure import pyplot, save
-from dejavu_train.evaluation.picture import CURVES
+from dejavu_train.evaluation.text_panels import CURVES
 
 COLUMNS = 3
 

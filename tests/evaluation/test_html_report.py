@@ -113,7 +113,7 @@ class Page(HTMLParser):
 def test_the_page_is_whole_and_asks_for_nothing(folder):
     page = Page(write_report(folder).read_text(encoding="utf-8"))
     assert all(link.startswith("#") for link in page.links) and not re.search(r"@import|url\((?!#)|fetch\(", page.text)
-    assert len(page.ids) == len(set(page.ids))  # two pictures, one page
+    assert len(page.ids) == len(set(page.ids))  # three pictures, one page
     assert {link[1:] for link in page.links} <= set(page.ids)
     assert NASTY not in page.text and "&lt;script&gt;alert" in page.text and page.text.count("<script") == 1
     for told in (
@@ -127,7 +127,7 @@ def test_the_page_is_whole_and_asks_for_nothing(folder):
         "no GPU &lt;here&gt;",
     ):
         assert told in page.text, told
-    assert page.text.count("<svg") == 2 and "there is no paper/paper.json" in page.text
+    assert page.text.count("<svg") == 3 and "there is no paper/paper.json" in page.text
     first = page.text
     assert write_report(folder).read_text(encoding="utf-8") == first  # from the same files, the same page
 
@@ -214,6 +214,7 @@ buttons[3].click(); told.rising = column(3);
 buttons[3].click(); told.falling = column(3);
 buttons[1].click(); told.layers = column(1);
 told.sorted = [...table.querySelectorAll("th")].map((head) => head.getAttribute("aria-sort"));
+document.querySelectorAll("details").forEach((folded) => { folded.open = true; });
 told.pictures = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect().width);
 told.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 told.fetched = performance.getEntriesByType("resource").length;
@@ -242,5 +243,5 @@ def test_a_browser_shows_and_sorts_it(folder, tmp_path):
     assert told["rising"] == sorted(told["rising"]) == told["falling"][::-1] and told["rising"][0] == "0.450"
     assert told["layers"] == [str(layer) for layer in range(11)]  # as numbers, not as text
     assert told["sorted"][:4] == [None, "ascending", None, None]
-    assert len(told["pictures"]) == 2 and min(told["pictures"]) > 300
+    assert len(told["pictures"]) == 3 and min(told["pictures"]) > 300
     assert told["wide"] <= 0 and told["fetched"] == 0

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
-from dejavu_train.evaluation import report
+from dejavu_train.evaluation import picture, report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting
 from dejavu_train.evaluation.picture import plot_curves
+from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.predictors.metrics import SelectionSums
@@ -87,7 +89,35 @@ def test_table(found):
 
 
 def test_picture(found, tmp_path):
-    assert plot_curves(found, tmp_path / "curve.png")
+    assert plot_curves(found, tmp_path / "curve.png") and plot_texts(found, tmp_path / "texts.svg")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
     report.write_results(found, tmp_path / "new")
     assert (tmp_path / "new/results.json").is_file()
+
+
+def drawn_words(found, monkeypatch):
+    """Everything that curve.png says, in one panel, and what stands on its axis of likelihoods."""
+    figures = []
+    monkeypatch.setattr(picture, "save", lambda figure, *_: figures.append(figure))
+    assert plot_curves(found, "curve.png")
+    (panel,) = figures[0].axes
+    pyplot.close(figures[0])
+    return "\n".join([text.get_text() for text in panel.texts] + [panel.get_title("left"), panel.get_xlabel()]), panel
+
+
+def test_the_picture_says_its_verdict(found, monkeypatch):
+    calibrated, curve = found["quality"][1], found["quality"][6]
+    words, panel = drawn_words(found, monkeypatch)
+    assert calibrated["as_calibrated"] and calibrated["text"] == "docs" and curve["asked_mlp_density"] == 0.2
+    assert "With 10 % of the MLP neurons, a token is 2.5 % less likely" in words
+    for name in ("dense model", "oracle", "predicted", "static"):
+        assert name in words
+    assert "random" not in words and "MLP neurons that are read" in words
+    assert panel.get_ylim()[0] > 50  # all near the dense model: no room is left empty below
+    for row in found["quality"]:
+        row["increase"] = 79.0 if row["selection"] == "static" else row["increase"]
+        row["as_calibrated"] = False
+    words, panel = drawn_words(found, monkeypatch)
+    assert "80 times less likely" in words and panel.get_ylim()[0] == 0
+    found["quality"] = [row for row in found["quality"] if row["selection"] == "dense"]
+    assert not plot_curves(found, "curve.png")
