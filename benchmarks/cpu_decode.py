@@ -31,7 +31,7 @@ from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import Reader
 from dejavu_train.engine.cpu.engine import usable_cores
-from dejavu_train.engine.cpu.selectors import TargetPredictor
+from dejavu_train.engine.cpu.selectors import CpuPredictor
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.models.opt import load_opt
 
@@ -68,7 +68,7 @@ def random_weights(shape: ModelDims, stored: str, group: int | None, live_share:
 
 def random_predictors(
     shape: ModelDims, rank: int, mlp_density: float, head_density: float, stored: str
-) -> list[TargetPredictor]:
+) -> list[CpuPredictor]:
     """Random predictors that select about these shares. None for a share of 1.
 
     A LayerNorm's output has norm sqrt(d), so logits are normal with deviation 1 once B is scaled by the norm of A x.
@@ -91,7 +91,7 @@ def random_predictors(
             site = UnitKey(layer, target).site
             threshold = statistics.NormalDist().inv_cdf(1 - density)
             found.append(
-                TargetPredictor(layer, target, site, stored, down, up, torch.zeros(n), threshold=threshold, **scales)
+                CpuPredictor(layer, target, site, stored, down, up, torch.zeros(n), threshold=threshold, **scales)
             )
     return found
 

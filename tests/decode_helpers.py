@@ -25,6 +25,10 @@ class Spec(SimpleNamespace):
     def reads(self):
         return Site(self.site_layer, LayerInput(self.site))
 
+    @property
+    def dense(self):
+        return self.threshold is None and self.top_k is None
+
 
 def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0) -> OPTForCausalLM:
     torch.manual_seed(seed)

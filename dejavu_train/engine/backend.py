@@ -72,7 +72,7 @@ class EngineBackend(EnginePool):
         engine = Engine.GPU if ops == "triton" else Engine.REFERENCE
         plan_step(self.shape, facts, formats_of(model, dtype), options, engine)  # refuses now what no engine can run
         self.kv_policy, self.ops, self.guard, self._dtype = kv_policy, ops, guard, dtype
-        self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor]] = {}
+        self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor | None]] = {}
         self._transposed = {
             layer for (layer, target), e in bundle.specs.items() if target == Target.MLP and not e.dense
         }

@@ -42,7 +42,7 @@ class DecodeEngine(Session):
     Args:
         model: a Hugging Face model, which is copied, or `DecodeWeights`, of which this engine shares what
             already has its layout.
-        bundle: a `Bundle`, or loaded predictors by (layer, target). None = dense.
+        bundle: a `Bundle`, or loaded predictors by (layer, target), as `load_predictors` gives them. None = dense.
     Attributes:
         plan: how a step runs. See `describe`.
         memory: bytes by what they are for.
@@ -67,8 +67,11 @@ class DecodeEngine(Session):
         shape = model.shape if given else dims_of(model.config)
         dtype = model.embedding.dtype if given else options.dtype or engine_dtype(model, options.ops)
         given_predictors = bundle is None or isinstance(bundle, dict)
-        loaded: dict[UnitKey, TargetPredictor] = (bundle or {}) if given_predictors else {}
-        facts = {UnitKey(layer, Target(target)): each.facts(options.batch) for (layer, target), each in loaded.items()}
+        found: dict[UnitKey, TargetPredictor | None] = (bundle or {}) if given_predictors else {}
+        facts = {
+            UnitKey(layer, Target(target)): None if each is None else each.facts(options.batch)
+            for (layer, target), each in found.items()
+        }
         codes: frozenset[UnitKey] = frozenset()
         if not given_predictors:
             if not shape.has_layers_of(getattr(bundle, "shape", shape)):
@@ -85,7 +88,8 @@ class DecodeEngine(Session):
         if isinstance(guard, Guard):
             guard = GuardState(guard, bundle.specs, device) if guard.every else None
         if not given_predictors:
-            loaded = load_predictors(bundle, dtype, device, codes)
+            found = load_predictors(bundle, dtype, device, codes)
+        loaded = {key: each for key, each in found.items() if each is not None}
         if guard is not None:
             loaded = {key: replace(each, threshold=guard.threshold(key)) for key, each in loaded.items()}
         self.plan = plan = with_screen(plan, options.screen, free_bytes(device) if device.type == "cuda" else None)

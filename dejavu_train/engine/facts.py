@@ -85,16 +85,20 @@ def _scaled(frequency: Tensor, density: float) -> Tensor:
     return (frequency * high).clamp_max(1)
 
 
-def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> dict[UnitKey, PredictorFacts]:
-    """Of a bundle's predictors in an engine of so many rows, without loading them. Arguments as of `load_predictors`.
+def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> dict[UnitKey, PredictorFacts | None]:
+    """Of a bundle's predictors in an engine of so many rows, without loading them. None = left dense.
 
+    Args:
+        codes, dtype: as of `load_predictors`. An engine for CPUs reads codes of all.
     Raises:
         UserError: thresholds that were never calibrated.
     """
     check_calibrated(bundle)
-    tested, found = bundle.cascades(), {}
+    tested = bundle.cascades()
+    found: dict[UnitKey, PredictorFacts | None] = {}
     for (layer, target), spec in bundle.specs.items():
-        if spec.threshold is not None or spec.top_k is not None:
+        found[UnitKey(layer, Target(target))] = None
+        if not spec.dense:
             union = expected_union(spec.density, rows, bundle.frequency(layer, target))
             found[UnitKey(layer, Target(target))] = PredictorFacts(
                 spec.reads,

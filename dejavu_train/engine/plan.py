@@ -35,11 +35,12 @@ from kernels.common.limits import (
     takes_nibbles,
 )
 
+MEASURED_FROM = 4096  # d from which lists of several rows were timed
 # Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its
 # predictor (rank d / 16): benchmarks/results/sparse_mlp.csv. Measured at 4096 and 9216 up to unions of 75 %, where 8
 # rows of the sparse MLP alone still take 0.86 and 0.70 of the dense one's time (50 % in a whole step). What a step
 # adds, and more rows, leave less. Below 4096: not measured.
-DENSE_FROM_BATCHES = ((0, 0.0), (4096, 0.6), (9216, 0.65))
+DENSE_FROM_BATCHES = ((0, 0.0), (MEASURED_FROM, 0.6), (9216, 0.65))
 CODES_FROM = 4096  # d from which a dense step of one row and 4-bit weights runs up and down apart. Not measured below.
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 SPARE = 2**31  # bytes that stay free beside a screen of the LM head, for weights that are still to be arranged
@@ -47,7 +48,7 @@ SPARE = 2**31  # bytes that stay free beside a screen of the LM head, for weight
 
 def plan_step(
     dims: ModelDims,
-    predictors: Mapping[UnitKey, PredictorFacts],
+    predictors: Mapping[UnitKey, PredictorFacts | None],
     formats: Formats,
     options: EngineOptions,
     engine: Engine,
@@ -55,7 +56,7 @@ def plan_step(
     """How an engine runs a decoding step.
 
     Args:
-        predictors: of the (layer, target) that select. Others compute all units.
+        predictors: of the (layer, target) that select. Others compute all units. None = the bundle leaves it dense.
     Raises:
         Unsupported: what the engine has no kernels for. UserError: a context that does not fit the model.
     """
@@ -69,7 +70,7 @@ def plan_step(
     if engine is Engine.CPU:
         _check_compiled(formats, options)
         keys = [UnitKey(layer, target) for layer in range(dims.n_layers) for target in (Target.HEADS, Target.MLP)]
-        compiled = tuple(_compiled(key, predictors.get(key)) for key in keys)
+        compiled = tuple(_compiled(key, predictors) for key in keys)
         head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
         return StepPlan(engine, dims, batch, context, options.kv_policy, formats, compiled, False, head_why=head)
     _check_formats(formats, engine)
@@ -77,7 +78,8 @@ def plan_step(
     halves = tuple(half for layer in range(dims.n_layers) for half in (chooser.attention(layer), chooser.mlp(layer)))
     plan = StepPlan(engine, dims, batch, context, options.kv_policy, formats, halves, chooser.codes_down)
     kept = sum(half.run is Run.SELECTED for half in halves[::2]) + plan.shares_inputs
-    ranks = [predictors[UnitKey(i // 2, Target.MLP)].rank for i, half in enumerate(halves) if half.late]
+    mlps = [predictors.get(UnitKey(i // 2, Target.MLP)) for i, half in enumerate(halves) if half.late]
+    ranks = [facts.rank for facts in mlps if facts is not None]
     scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, ranks)
     coming = cache_bytes(dims, batch, context, DTYPE_BYTES[formats.dtype], kept) | {"scratch": scratch}
     return replace(plan, coming=coming, carveout=carveout(halves, formats.packed))
@@ -147,15 +149,22 @@ def _check_compiled(formats: Formats, options: EngineOptions) -> None:
         raise UserError(f"the CPU engine decodes 1 to {cpu.MAX_BATCH} rows at once, got a batch of {options.batch}")
 
 
-def _compiled(key: UnitKey, facts: PredictorFacts | None) -> HalfPlan:
+def _why_all(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None]) -> str:
+    """Why half a layer without a predictor in use computes all units."""
+    if key in predictors:
+        return "dense in this bundle: its predictor has neither a threshold nor a top k"
+    return f"no predictor of its {'neurons' if key.target == Target.MLP else 'heads'}"
+
+
+def _compiled(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None]) -> HalfPlan:
     """Half a layer of the CPU engine, which reads what is selected, whatever the number of rows."""
+    facts = predictors.get(key)
     if facts is None:
-        units = "neurons" if key.target == Target.MLP else "heads"
-        return HalfPlan(key.target, Run.ALL, Kernels.COMPILED, (f"no predictor of its {units}",))
+        return HalfPlan(key.target, Run.ALL, Kernels.COMPILED, (_why_all(key, predictors),))
     return HalfPlan(
-        key.target, Run.SELECTED, Kernels.COMPILED, ("rows read what they select together",), facts.site, Place.SITE,
-        facts.format, key.site.half - facts.site.half, second_stage=facts.second_stage, density=facts.density,
-        union=facts.union,
+        key.target, Run.SELECTED, Kernels.COMPILED, ("rows read what they select together",), facts.site,
+        Place.COMPILED, facts.format, key.site.half - facts.site.half, second_stage=facts.second_stage,
+        density=facts.density, union=facts.union,
     )  # fmt: skip
 
 
@@ -177,12 +186,12 @@ def cpu_format(group: int, asked: str | None = None) -> str:
 
 
 class _Chooser:
-    """Chooses how each half runs. Methods named `not_...` give the reason why not, or "" where it is so."""
+    """Chooses how each half runs. Methods named `_not_...` give the reason why not, or "" where it is so."""
 
     def __init__(
         self,
         dims: ModelDims,
-        predictors: Mapping[UnitKey, PredictorFacts],
+        predictors: Mapping[UnitKey, PredictorFacts | None],
         formats: Formats,
         options: EngineOptions,
         engine: Engine,
@@ -204,7 +213,7 @@ class _Chooser:
         """Of the MLP's predictor."""
         mlp = self.facts(layer, Target.MLP)
         if mlp is None:
-            return "no MLP predictor"
+            return "its MLP selects nothing"
         if self.options.look_ahead != "fused":
             return f"look_ahead is {self.options.look_ahead}"
         if self.batch > 1:
@@ -260,7 +269,8 @@ class _Chooser:
         kernels = Kernels.QKV_SELECT if fused else Kernels.QKV_ALL
         why = (f"its LayerNorm does not come late: {self.late[layer]}",) if self.packed and not late else ()
         if facts is None:
-            return HalfPlan(Target.HEADS, Run.ALL, kernels, ("no predictor of its heads", *why), late=late)
+            reason = _why_all(UnitKey(layer, Target.HEADS), self.predictors)
+            return HalfPlan(Target.HEADS, Run.ALL, kernels, (reason, *why), late=late)
         ahead, place = self._site(layer, Target.HEADS, facts)
         if late:
             place = Place.BEFORE
@@ -274,9 +284,10 @@ class _Chooser:
                 f"4-bit weights of selected heads are read for up to {MOST_TOKENS} rows at once, not {self.batch};"
                 " take fewer rows, or the policy backfill with crossover"
             )
+        one_matrix = place in (Place.FOLDED, Place.BEFORE)
         return HalfPlan(
             Target.HEADS, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
-            facts.format, ahead, late, density=facts.density, union=facts.union,
+            self.formats.dtype if one_matrix else facts.format, ahead, late, density=facts.density, union=facts.union,
         )  # fmt: skip
 
     def _heads_selected(self) -> tuple[bool, str]:
@@ -303,7 +314,8 @@ class _Chooser:
             kernels = Kernels.ROWS
         if facts is None:
             early = Early.LIST if kernels is Kernels.LISTED_GRID else None  # of all neurons: it never changes
-            return HalfPlan(Target.MLP, Run.ALL, kernels, ("no predictor of its neurons",), early=early)
+            reason = _why_all(UnitKey(layer, Target.MLP), self.predictors)
+            return HalfPlan(Target.MLP, Run.ALL, kernels, (reason,), early=early)
         ahead, place = self._site(layer, Target.MLP, facts)
         why = [f"not in attention's grids: {self.fused[layer]}"] if self.fused[layer] else []
         if not self.fused[layer]:
@@ -342,6 +354,8 @@ class _Chooser:
         if not (self.options.crossover and crossover_measured(self.engine)):
             return True, "crossover is off, or was not measured here"
         limit = dense_from(self.dims.d_model)
+        if limit == 0:
+            return False, f"what several rows gain by a list was not measured below d_model {MEASURED_FROM}"
         return union < limit, f"rows select {union:.2f} together; computing all is faster from {limit:.2f} on"
 
 

@@ -31,6 +31,7 @@ class Place(StrEnum):
 
     FOLDED = "as one matrix in front of q/k/v"
     SITE = "as kernels at its site"
+    COMPILED = "as compiled code at its site"
     STREAM = "on a second stream from its site on"
     GRIDS = "in the grids of q/k/v and attention"
     BEFORE = "in the grid of the MLP before"

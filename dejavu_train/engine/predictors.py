@@ -56,8 +56,8 @@ class TargetPredictor:
 
 def load_predictors(
     bundle: Any, dtype: torch.dtype, device: torch.device | str, codes: Collection[UnitKey] = ()
-) -> dict[UnitKey, TargetPredictor]:
-    """The predictors of a bundle by (layer, target). Dense specs are left out.
+) -> dict[UnitKey, TargetPredictor | None]:
+    """The predictors of a bundle by (layer, target). None = left dense.
 
     Args:
         dtype: of the model. Predictors are kept in it.
@@ -66,11 +66,12 @@ def load_predictors(
         UserError: thresholds that were never calibrated.
     """
     check_calibrated(bundle)
-    predictors = {}
+    predictors: dict[UnitKey, TargetPredictor | None] = {}
     means = bundle.head_means(device)
     tested = bundle.cascades()
     for (layer, target), spec in bundle.specs.items():
-        if spec.threshold is None and spec.top_k is None:
+        if spec.dense:
+            predictors[UnitKey(layer, Target(target))] = None
             continue
         module = bundle.predictor(layer, target)
         down, up = module.down.detach().float(), module.up.detach().float()

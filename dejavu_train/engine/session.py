@@ -5,13 +5,14 @@ Rows of a batch have their own lengths. The engine's state is that of one call, 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dejavu_train.engine.inputs import Sampling, check_length, per_row, read_continuation
+from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.turns import Turns, in_turn
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
@@ -23,14 +24,14 @@ class Session(ABC):
     """What callers ask of an engine. A subclass says how its rows begin, step and are read.
 
     Attributes:
-        batch, context: rows that the engine holds, and tokens of a row. predictors: none = a dense engine.
+        batch, context: rows that the engine holds, and tokens of a row. plan: how a step runs.
         state: has ``tokens`` (batch, context) integers and ``nll`` (batch, context) fp32, tensors or arrays.
     """
 
     shape: ModelDims
     batch: int
     context: int
-    predictors: Sized
+    plan: StepPlan
     state: Any
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class Session(ABC):
             UserError: see the messages. Nothing is decoded then. Or numbers that are not finite, while decoding.
         """
         sampler = sampling or Sampling()
-        dense = len(self.predictors) == 0
+        dense = not self.plan.selecting
         asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, dense)
         check_length(max(asked.total, default=0), self.context, self.shape)
         least = [length + min_new_tokens for length in asked.lengths]

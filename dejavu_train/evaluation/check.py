@@ -1,5 +1,6 @@
 """What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
 
+from dataclasses import replace
 from typing import Any
 
 from dejavu_train.bundle.folder import check_bundle, require_model
@@ -18,7 +19,7 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     """How the engine of this device would run a decoding step of a bundle, or why it would not."""
     from dejavu_train.engine.facts import facts_of  # these import torch
     from dejavu_train.engine.options import EngineOptions
-    from dejavu_train.engine.plan import Engine, Formats, cpu_format, plan_step, read_as_codes
+    from dejavu_train.engine.plan import Engine, Formats, cpu_format, plan_step, read_as_codes, with_screen
     from dejavu_train.models.opt import DTYPES, chosen_dtype
 
     values, dims = read_values(config.model, config.revision), read_dims(config.model, config.revision)
@@ -42,6 +43,10 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
         plan = plan_step(dims, facts_of(bundle, codes, name, config.batch), formats, options, engine)
     except UserError as refusal:
         return f"no engine runs a decoding step: {refusal}"
+    if engine is Engine.GPU:
+        plan = with_screen(plan, None, None)
+        if plan.screened:  # how much is free, nobody knows before the weights lie there
+            plan = replace(plan, head_why=f"{plan.head_why}, where the GPU has room when the engine is built")
     return f"a decoding step:\n{plan.describe()}"
 
 

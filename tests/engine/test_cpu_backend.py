@@ -98,9 +98,10 @@ def test_an_engine_runs_what_a_check_plans(tiny_opt):
     """From the bundle alone, and from what the engine loaded."""
     for options in ({"lookahead": True, "dtype": "int8"}, {"cascade": True, "means": True}):
         bundle = make_bundle(tiny_opt, **options).at(0.3, 0.75)
-        engine = CpuEngine(load_opt(str(tiny_opt)), bundle, context=64)
-        facts = facts_of(bundle, frozenset(bundle.specs), "float32", 1)
-        planned = plan_step(engine.shape, facts, engine.weights.formats, EngineOptions(context=64), Engine.CPU)
+        engine = CpuEngine(load_opt(str(tiny_opt)), bundle, batch=4, context=64)
+        facts = facts_of(bundle, frozenset(bundle.specs), "float32", 4)
+        given = EngineOptions(batch=4, context=64)
+        planned = plan_step(engine.shape, facts, engine.weights.formats, given, Engine.CPU)
         assert planned == engine.plan and planned.describe() in engine.describe()
         tested = [planned.half(layer, "mlp").second_stage for layer in range(engine.shape.n_layers)]
         assert tested == (engine.selectors.fine >= 0).tolist() and any(tested) == ("cascade" in options)

@@ -128,6 +128,31 @@ def test_a_chain_of_late_layers_ends_where_one_is_not():
     assert "the MLP before has no predictor in attention's grids" in " ".join(made.half(5, Target.HEADS).why)
 
 
+@pytest.mark.parametrize(("engine", "formats"), [(Engine.GPU, HALF), (Engine.CPU, FULL)])
+def test_what_a_bundle_leaves_dense_is_said_to_be_so(engine, formats):
+    predictors = facts(OPT_6B) | {UnitKey(0, target): None for target in (Target.HEADS, Target.MLP)}
+    del predictors[UnitKey(1, Target.HEADS)], predictors[UnitKey(1, Target.MLP)]
+    made = plan(predictors, formats, OPT_6B, engine)
+    dense = "dense in this bundle: its predictor has neither a threshold nor a top k"
+    assert [half.why for half in made.halves[:2]] == [(dense,), (dense,)]
+    assert [half.why[0] for half in made.halves[2:4]] == ["no predictor of its heads", "no predictor of its neurons"]
+    assert [half.run for half in made.halves[:5]] == [ALL, ALL, ALL, ALL, SELECTED]
+
+
+def test_one_matrix_of_heads_is_of_the_dtype_that_the_engine_computes_in():
+    assert plan(facts(), HALF).half(5, Target.HEADS).format == "float16"
+    late = plan(facts(ahead=1)).half(5, Target.HEADS)
+    assert (late.place, late.format) == (P.BEFORE, "float16")
+    assert plan(facts(ahead=1), look_ahead="inline").half(5, Target.HEADS).format == "int4"
+
+
+def test_widths_that_were_not_measured_are_no_crossover():
+    small = ModelDims(2048, 8192, 24, 32, 50272, 2048)
+    half = plan(facts(small, union=0.01), HALF, small, batch=2).half(5, Target.MLP)
+    assert half.run is MASKED
+    assert half.why[0] == "what several rows gain by a list was not measured below d_model 4096"
+
+
 def test_what_the_lists_and_early_reads_are():
     own, ahead = plan(facts()).half(5, Target.MLP), plan(facts(ahead=1), look_ahead="stream").half(5, Target.MLP)
     assert (own.packer, own.early) == (Packer.KERNEL, Early.X)
@@ -216,6 +241,6 @@ def test_what_cannot_be_planned_is_refused(made, message):
 
 def test_a_plan_of_the_engine_for_cpus():
     made = plan(facts(OPT_6B, format="int8"), FULL, OPT_6B, Engine.CPU, batch=2)
-    assert kinds(made) == (SELECTED, K.COMPILED, P.SITE, SELECTED, K.COMPILED, P.SITE)
+    assert kinds(made) == (SELECTED, K.COMPILED, P.COMPILED, SELECTED, K.COMPILED, P.COMPILED)
     ahead = plan(facts(OPT_6B, ahead=1, own_heads=True), FULL, OPT_6B, Engine.CPU)
     assert kinds(ahead) == kinds(made), "there are no grids to run beside, nor matrices that are folded"

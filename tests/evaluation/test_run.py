@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from bundles import make_bundle
-from conftest import REPOSITORY, make_text
+from conftest import REPOSITORY, make_text, save_tiny_opt
 
 from dejavu_train.data.text import INSTALLED, cut_plain_text
 from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.check import planned_step
 from dejavu_train.evaluation.cli import main, read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.run import quality_rows
@@ -423,3 +425,15 @@ def test_defaults_are_those_of_the_shipped_config_but_for_other_densities():
     assert read_config(shipped).text == INSTALLED
     assert read_config([*shipped, "--text", "a,b.txt", "--text", "c=d.txt"]).text == ("a,b.txt", "c=d.txt")
     assert Path(read_config([]).bundle).parts[-1] == "bundle"
+
+
+def test_a_check_says_of_a_screen_what_only_the_engine_can_decide(tmp_path):
+    model = save_tiny_opt(tmp_path, hidden_size=64, word_embed_proj_dim=64)
+    bundle = make_bundle(model).at(0.3, 0.75)
+
+    def said(device, **options):
+        return planned_step(InferConfig(model=str(model), **options), bundle, torch.device(device))
+
+    assert "greedy tokens through a screen, where the GPU has room when the engine is built" in said("cuda")
+    assert "all logits, because a screen is for one row" in said("cuda", batch=2)
+    assert "greedy tokens through a screen\n" in said("cpu")

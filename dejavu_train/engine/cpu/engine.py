@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.threads import SUPPORTED, new_control
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.cpu_limits import MAX_BATCH
-from dejavu_train.engine.facts import expected_union
 from dejavu_train.engine.inputs import Sampling, check_rows
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
@@ -57,7 +55,7 @@ class CpuEngine(Session):
 
     Args:
         model: a Hugging Face model, or `CpuWeights`, which several engines may share.
-        bundle: a `Bundle`, a list of `TargetPredictor`, or the `rules` of an engine with the same weights. None: a
+        bundle: a `Bundle`, a list of `CpuPredictor`, or the `rules` of an engine with the same weights. None: a
             dense engine.
         batch: rows, at most 4. Fewer prompts may be given.
         context: tokens a row can hold, prompt included. None = the model's limit.
@@ -98,11 +96,8 @@ class CpuEngine(Session):
         self.threads = threads or usable_cores()
         up = None if given or stored != "int8" else lambda i: blocks_of(model)[i].up.weight
         self.rules = bundle if isinstance(bundle, Rules) else read_rules(self.weights, bundle, up)
-        self.selectors, self.predictors = self.rules.selectors, self.rules.facts
-        facts = {
-            key: replace(each, union=expected_union(each.density, batch)) for key, each in self.rules.facts.items()
-        }
-        self.plan = plan_step(self.shape, facts, self.weights.formats, options, Engine.CPU)
+        self.selectors = self.rules.selectors
+        self.plan = plan_step(self.shape, self.rules.facts(batch), self.weights.formats, options, Engine.CPU)
         self.batch, self.context = self.plan.batch, self.plan.context
         if late:
             for parameter in (each for block in blocks_of(model) for each in block.whole.parameters()):

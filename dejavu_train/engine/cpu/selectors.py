@@ -1,6 +1,8 @@
 """Reads a bundle, writes the arrays of its selection rules for the CPU engine. predictors stay as they are stored."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, HEADS, INT4, INT8, MLP, MLP_UP, Selectors, padded
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.engine.facts import PredictorFacts, check_calibrated
+from dejavu_train.engine.facts import PredictorFacts, check_calibrated, expected_union, facts_of
 from dejavu_train.families import Site, Target, UnitKey
 from dejavu_train.predictors.bit_planes import BitPlanes
 from dejavu_train.predictors.quantization import pack_nibbles
@@ -21,7 +23,7 @@ DTYPES = {"float32": np.float32, "float16": np.uint16, "int8": np.int8, "int4": 
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetPredictor:
+class CpuPredictor:
     """One predictor: down (rank, d) and up (n, rank), fp32, or int8 codes with a scale for each row. bias (n).
 
     Attributes:
@@ -47,13 +49,17 @@ class TargetPredictor:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A bundle as engines with the same weights read it: the arrays of compiled code, and what a plan needs."""
+    """A bundle as engines with the same weights read it: the arrays of compiled code, and what a plan needs.
+
+    Attributes:
+        facts: by (layer, target), of an engine of so many rows. See `facts_of`.
+    """
 
     selectors: Selectors
-    facts: dict[UnitKey, PredictorFacts]
+    facts: Callable[[int], Mapping[UnitKey, PredictorFacts | None]]
 
 
-def read_predictors(bundle: Any) -> list[TargetPredictor]:
+def read_predictors(bundle: Any) -> list[CpuPredictor]:
     """The predictors of a bundle's sparse entries, in order of layers.
 
     Raises:
@@ -63,7 +69,7 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
     check_calibrated(bundle, "the CPU engine")
     found = []
     for (layer, target), entry in sorted(bundle.specs.items()):
-        if entry.threshold is None and entry.top_k is None:
+        if entry.dense:
             continue
         module = bundle.predictor(layer, target)
         bias = torch.zeros(module.up.shape[0]) if module.bias is None else module.bias.detach().float()
@@ -72,7 +78,7 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
             for part in ("down", "up"):
                 parts[part], parts[f"{part}_scale"] = bundle.codes(layer, target, part)
         found.append(
-            TargetPredictor(
+            CpuPredictor(
                 layer, target, entry.reads, entry.dtype, bias=bias, relu=module.nonlinearity == "relu",
                 threshold=entry.threshold, top_k=entry.top_k, density=entry.density, **parts,
             )
@@ -82,16 +88,21 @@ def read_predictors(bundle: Any) -> list[TargetPredictor]:
 
 def read_rules(weights: CpuWeights, bundle: Any, up: Any = None) -> Rules:
     """The rules of a bundle, of a list of predictors, or of none. See `make_selectors` for ``up``."""
-    listed = bundle is None or isinstance(bundle, list)
-    predictors: list[TargetPredictor] = (bundle or []) if listed else read_predictors(bundle)
-    means, cascades = ({}, {}) if listed else (bundle.head_means(), bundle.cascades())
-    facts = {}
-    for each in predictors:
-        tested = each.target == Target.MLP and each.layer in cascades
-        facts[UnitKey(each.layer, each.target)] = PredictorFacts(
-            each.site, len(each.down), each.stored, each.stored, each.top_k, density=each.density, second_stage=tested
-        )
-    return Rules(make_selectors(weights, predictors, means, cascades, up), facts)
+    if bundle is None or isinstance(bundle, list):
+        predictors: list[CpuPredictor] = bundle or []
+        alone = {
+            UnitKey(p.layer, p.target): PredictorFacts(
+                p.site, len(p.down), p.stored, p.stored, p.top_k, density=p.density
+            )
+            for p in predictors
+        }
+        return Rules(make_selectors(weights, predictors), partial(_facts_of_rows, alone))
+    selectors = make_selectors(weights, read_predictors(bundle), bundle.head_means(), bundle.cascades(), up)
+    return Rules(selectors, partial(facts_of, bundle, frozenset(bundle.specs), "float32"))
+
+
+def _facts_of_rows(alone: Mapping[UnitKey, PredictorFacts], rows: int) -> dict[UnitKey, PredictorFacts]:
+    return {key: dataclasses.replace(each, union=expected_union(each.density, rows)) for key, each in alone.items()}
 
 
 class _Flat:
@@ -123,7 +134,7 @@ def _stored(weight: Tensor, kind: int) -> np.ndarray:
     return weight.numpy()
 
 
-def _spec(predictor: TargetPredictor, flat: _Flat) -> list[int]:
+def _spec(predictor: CpuPredictor, flat: _Flat) -> list[int]:
     kind = KINDS[predictor.stored]
     n, rank = predictor.up.shape
     # up is transposed, so that the sums of many units run side by side.
@@ -137,7 +148,7 @@ def _spec(predictor: TargetPredictor, flat: _Flat) -> list[int]:
 
 def make_selectors(
     weights: CpuWeights,
-    predictors: list[TargetPredictor],
+    predictors: list[CpuPredictor],
     means: dict[int, Tensor] | None = None,
     cascades: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None,
     up: Any = None,
