@@ -279,7 +279,7 @@ def test_names_that_stand_twice_agree():
     from dejavu_train.data.text import SETS
     from dejavu_train.evaluation.timing import DENSE_CPU, DENSE_ENGINE
     from dejavu_train.predictors import losses
-    from dejavu_train.sparse.model import BACKENDS
+    from dejavu_train.sparse.runtime import BACKENDS
 
     hints = typing.get_type_hints(InferConfig)
     assert tuple(losses.LOSSES) == LOSSES and typing.get_args(PredictorDtype) == PREDICTOR_DTYPES

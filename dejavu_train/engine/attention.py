@@ -1,8 +1,8 @@
 """The attention half of a decoding step, x (B, d) -> out (B, d), fp32, as its plan says.
 
-LayerNorms are prologues of the kernels, biases and the residual epilogues. With `Kernels.QKV_SELECT` the grids of one
-row also run the predictor of the layer's MLP. A stream of its own costs two events a layer, and its kernels cannot
-start while others end.
+LayerNorms are prologues of the kernels, biases and the residual epilogues. With `Kernels.QKV_WITH_PREDICTOR` the grids
+of one row also run the predictor of the layer's MLP. A stream of its own costs two events a layer, and its kernels
+cannot start while others end.
 """
 
 import torch
@@ -39,7 +39,10 @@ class Attention:
         self.bias, self.mean, self.selection = weights.out.bias, None, None
         self.position, self.inputs = work.state.position, cache.attn_in
         if heads is not None:
-            self.mean, self.selection, self.predictor = heads.predictor.mean, heads.selection, heads.folded()
+            self.mean, self.selection = heads.predictor.mean, heads.selection
+            self.predictor = (
+                heads.folded() if plan.place is Place.FOLDED else HeadPredictor(None, None, None, heads.selection)
+            )
         if self.mean is not None:
             # Attention takes the mean off the selected heads: W (keep ? o - mean : 0) + (b + W mean).
             self.bias = weights.out.bias.float() + weights.whole_out(torch.float32) @ self.mean.flatten()
@@ -48,13 +51,13 @@ class Attention:
                 torch.zeros_like(work.state.position),
                 torch.zeros_like(work.carried.normalised)[:, None],
             )
-        if plan.kernels is Kernels.QKV_SELECT:
+        if plan.kernels is Kernels.QKV_WITH_PREDICTOR:
             assert mlp is not None
             self.neurons = mlp.in_use(1)
             if heads is None:
                 every = head_selection(work.q.shape[1], work.q.device)
                 every.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
-                self.predictor = HeadPredictor(None, mlp.predictor.bias, mlp.predictor.threshold, every)
+                self.predictor = HeadPredictor(None, None, None, every)
             if late is None:
                 self.site = SiteRows.of(self.predictor.rows, mlp.predictor.weights, weights.norm1)
 
@@ -63,7 +66,7 @@ class Attention:
         plan, work, state = self.plan, self.work, self.work.state
         if self.heads is not None:
             self.heads.join()
-        if plan.kernels is Kernels.QKV_SELECT:
+        if plan.kernels is Kernels.QKV_WITH_PREDICTOR:
             if self.late is None:
                 work.ops.site_predict(
                     x, self.weights.norm1, self.site, self.predictor, state.position, state.row_state, self.inputs,
@@ -93,7 +96,7 @@ class Attention:
         """Every head's output, and the list of neurons, where its predictor ran beside q/k/v."""
         work, cache, position = self.work, self.cache, self.work.state.position
         mixed = (work.q, cache, self.selection, position, work.heads_out, work.attention)
-        if self.plan.kernels is Kernels.QKV_SELECT:
+        if self.plan.kernels is Kernels.QKV_WITH_PREDICTOR:
             work.ops.attend_pack(*mixed, self.neurons.selection, work.carried.packed, pdl=work.pdl, mean=self.mean)
         else:
             work.ops.flash_decode(*mixed, pdl=work.pdl, mean=self.mean)

@@ -68,9 +68,7 @@ def held_bytes(weights: "DecodeWeights", predictors: Mapping[Any, "TargetPredict
 
 
 def _matrices(predictor: "TargetPredictor") -> tuple[Tensor, ...]:
-    if predictor.own_folded is not None:
-        return (predictor.own_folded,)
-    folded = () if predictor.folded is None else (predictor.folded,)  # beside what an engine of another kind runs
+    folded = () if predictor.folded is None else (predictor.folded,)  # beside its two matrices
     return (*folded, predictor.weights.down, predictor.weights.up)
 
 

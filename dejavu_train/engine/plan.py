@@ -266,7 +266,7 @@ class _Chooser:
 
     def attention(self, layer: int) -> HalfPlan:
         facts, fused, late = self.facts(layer, Target.HEADS), not self.fused[layer], not self.late[layer]
-        kernels = Kernels.QKV_SELECT if fused else Kernels.QKV_ALL
+        kernels = Kernels.QKV_WITH_PREDICTOR if fused else Kernels.QKV_ALL
         why = (f"its LayerNorm does not come late: {self.late[layer]}",) if self.packed and not late else ()
         if facts is None:
             reason = _why_all(UnitKey(layer, Target.HEADS), self.predictors)
@@ -391,7 +391,7 @@ def carveout(halves: Sequence[HalfPlan], packed: bool) -> int:
     One H200, 85 % of the heads: 6.7B takes 1.42 ms at 50 % and 1.31 at 75 %, 66B 6.49 at both. Dense 6.7B 1.90 ms at
     50 % and 2.05 at 75 %.
     """
-    heads = any(half.place is not None or half.kernels is Kernels.QKV_SELECT for half in halves[::2])
+    heads = any(half.place is not None or half.kernels is Kernels.QKV_WITH_PREDICTOR for half in halves[::2])
     if packed:
         return INT4_CARVEOUT if heads else SPARSE_CARVEOUT
     return SPARSE_CARVEOUT if heads or any(half.place for half in halves) else DRIVERS_CARVEOUT

@@ -42,7 +42,7 @@ class Kernels(StrEnum):
 
     QKV_ALL = "q/k/v of all heads"
     QKV_SELECTED = "q/k/v of selected heads"
-    QKV_SELECT = "q/k/v beside the MLP's predictor"
+    QKV_WITH_PREDICTOR = "q/k/v beside the MLP's predictor"
     ROWS = "up, then down"
     LISTED_GRID = "up and down in one grid over a list"
     LISTED_BATCH = "up, then down, over the list of several rows"
@@ -168,7 +168,7 @@ class StepPlan:
     @property
     def shares_inputs(self) -> bool:
         """Whether attention of all heads keeps its input, in one place for all layers, for the MLP's predictor."""
-        return any(half.kernels is Kernels.QKV_SELECT and half.place is None for half in self.halves)
+        return any(half.kernels is Kernels.QKV_WITH_PREDICTOR and half.place is None for half in self.halves)
 
     def describe(self) -> str:
         """How every layer runs, equal ones together, and why."""

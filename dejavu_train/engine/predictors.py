@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.facts import PredictorFacts, check_calibrated, expected_union, folds
-from dejavu_train.families import LayerInput, Site, Target, UnitKey
+from dejavu_train.families import Site, Target, UnitKey
 from dejavu_train.models.opt import DTYPES
 from dejavu_train.predictors.quantization import pack_nibbles
 from kernels.mlp.predictor import PredictorWeights
@@ -43,15 +43,6 @@ class TargetPredictor:
             self.top_k, self.folded is not None, self.density, expected_union(self.density, rows, self.frequency),
             self.second_stage,
         )  # fmt: skip
-
-    @property
-    def ahead(self) -> bool:
-        return self.site == Site(self.layer - 1, LayerInput.MLP)
-
-    @property
-    def own_folded(self) -> Tensor | None:
-        """folded, where the layer itself can run it."""
-        return None if self.ahead else self.folded
 
 
 def load_predictors(

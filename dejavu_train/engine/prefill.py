@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dejavu_train.engine.weights import POSITION_ROWS, DecodeWeights, LayerWeights
+from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.families.block import forward_block
+from dejavu_train.families.opt import POSITIONS_OFFSET
 from kernels.common.layer_norm import layer_norm_reference
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
@@ -50,7 +51,7 @@ def _run(
 ) -> Tensor:
     longest = max(counts)
     ids = tokens[rows, :longest].long()
-    x = weights.embedding[ids].float() + weights.positions[POSITION_ROWS : POSITION_ROWS + longest].float()
+    x = weights.embedding[ids].float() + weights.positions[POSITIONS_OFFSET : POSITIONS_OFFSET + longest].float()
 
     def attend(keys: Tensor, values: Tensor, _attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for j, (b, count) in enumerate(zip(rows, counts, strict=True)):

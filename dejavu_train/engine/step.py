@@ -136,7 +136,7 @@ class DecodeStep:
         sparse = half.run is Run.SELECTED
         stale = sparse and self.plan.kv_policy == "stale"
         attn_in = self.work.carried.inputs
-        if sparse or half.kernels is not Kernels.QKV_SELECT:
+        if sparse or half.kernels is not Kernels.QKV_WITH_PREDICTOR:
             attn_in = torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device)
         return KvCache(
             k=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
@@ -150,9 +150,7 @@ class DecodeStep:
         """What the MLP before a layer leaves for it."""
         heads, neurons, ahead = chosen.get(UnitKey(layer, Target.HEADS)), chosen[UnitKey(layer, Target.MLP)], None
         if heads is not None:
-            rows, bias, threshold = heads.predictor.folded, heads.predictor.bias, heads.predictor.threshold
-            predictor = head_select.HeadPredictor(rows, bias, threshold, heads.selection)
-            ahead = HeadsAhead.of(predictor, self.weights.layers[layer - 1].norm2, self.state.row_state)
+            ahead = HeadsAhead.of(heads.folded(), self.weights.layers[layer - 1].norm2, self.state.row_state)
         weights, position = self.weights.layers[layer], self.state.position
         return self.work.carried.late_site(weights, self.caches[layer], position, neurons.predictor, ahead)
 

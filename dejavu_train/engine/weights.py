@@ -25,7 +25,7 @@ from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine.planned import Formats
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of, dims_of
-from dejavu_train.families.opt import DOWN, OUT, QKV, UP
+from dejavu_train.families.opt import DOWN, OUT, POSITIONS_OFFSET, QKV, UP
 from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
@@ -36,7 +36,6 @@ from kernels.formats.int4 import Int4Rows
 from kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
-POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ class DecodeWeights:
             for _ in range(shape.n_layers)
         ]
         embedding = normal(shape.vocab_size, d)
-        positions = normal(shape.max_positions + POSITION_ROWS, d)
+        positions = normal(shape.max_positions + POSITIONS_OFFSET, d)
         head = head_sizes(shape, "int4") if packed_head else None
         lm_head: Matrix = Rows(embedding) if head is None else words_of(head.group, shape.vocab_size, d)
         return cls(shape, embedding, positions, layers, norm(), lm_head)

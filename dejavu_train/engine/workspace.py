@@ -148,9 +148,9 @@ class TargetSelection:
     runner: SitePredictor | None
 
     def folded(self) -> HeadPredictor:
-        """Of heads: what the layer itself runs, without rows where the selection is made elsewhere."""
+        """Of heads: the predictor as one matrix."""
         predictor = self.predictor
-        return HeadPredictor(predictor.own_folded, predictor.bias, predictor.threshold, self.selection)
+        return HeadPredictor(predictor.folded, predictor.bias, predictor.threshold, self.selection)
 
     def in_use(self, batch: int) -> Predictor:
         """What a kernel of `batch` rows runs, with scratch of its own."""

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
 from dejavu_train.families.block import forward_block, repeat_groups, split_heads
 from dejavu_train.families.plain import check_calls, plain_blocks
@@ -32,7 +31,6 @@ from dejavu_train.models.hooks import head_contribution, neuron_contribution
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.sparse.cache import SparseCache, SparseLayer
 
-KV_POLICIES = ("backfill", "always", "stale")
 OnSelect = Callable[[int, Target, int, Tensor], None]
 
 
@@ -54,8 +52,6 @@ class GatherDecoder:
     def __init__(
         self, model: PreTrainedModel, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
     ) -> None:
-        if kv_policy not in KV_POLICIES:
-            raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         self.kv_policy = kv_policy
         family = family_of(model)
         self.blocks = plain_blocks(model)

@@ -43,7 +43,6 @@ from dejavu_train.sparse.forward import (
     through_gather,
     through_mask,
 )
-from dejavu_train.sparse.gather import KV_POLICIES
 from dejavu_train.sparse.inputs import (
     SparseFrom,
     check_prompt,
@@ -57,8 +56,7 @@ from dejavu_train.sparse.inputs import (
     visible_columns,
 )
 from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
-from dejavu_train.sparse.runtime import BACKENDS, Runtime, Settings, check_bundle_of
-from dejavu_train.sparse.runtime import ENGINES as ENGINES
+from dejavu_train.sparse.runtime import Runtime, Settings, check_bundle_of
 from dejavu_train.sparse.saving import save_together
 
 logger = logging.getLogger(__name__)
@@ -123,10 +121,6 @@ class SparseCausalLM(_Dense):
             UserError: an unknown backend or policy, a backend that cannot run here, or a bundle or backend that cannot
                 be guarded.
         """
-        if backend not in BACKENDS:
-            raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {backend}")
-        if kv_policy not in KV_POLICIES:
-            raise UserError(f"kv_policy must be one of {', '.join(KV_POLICIES)}, got {kv_policy}")
         sparse_from = read_sparse_from(sparse_from)
         dense = wrapped_class(cls, model)
         check_bundle_of(model, bundle)
@@ -266,6 +260,14 @@ class SparseCausalLM(_Dense):
         """``mask``, ``gather``, ``triton`` or ``cpu``, in use. Another one is chosen with :meth:`from_model`."""
         return "mask" if self._bundle is None else self._runtime.backend
 
+    def describe(self, rows: int = 1, tokens: int = 256) -> str:
+        """What runs in a decoding step of so many rows of so many tokens, and why. An engine is built to tell.
+
+        Raises:
+            UserError: what the engine refuses.
+        """
+        return self._runtime.describe(self, rows, tokens)
+
     def guard_report(self) -> dict[str, Any] | None:
         """What the guard has measured since it was made or reset, see :meth:`GuardState.report`. None without one."""
         guarded = self._runtime.guarded
@@ -402,7 +404,7 @@ class SparseCausalLM(_Dense):
                 self._judge(refusal, runtime)
         mask = runtime.backend == "mask"
         if cache is None and not mask and setting("use_cache") is not False:
-            cache = kwargs["past_key_values"] = self.new_cache()
+            cache = kwargs["past_key_values"] = SparseCache(self.config.num_hidden_layers)  # of `runtime`, as it is
         if isinstance(cache, SparseCache):
             cache.finished = None
         if not mask:

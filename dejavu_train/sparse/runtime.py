@@ -15,6 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
+from dejavu_train.engine.options import POLICIES
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of, dims_of
@@ -25,6 +26,10 @@ from dejavu_train.sparse.gather import GatherDecoder
 
 BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
 ENGINES = ("triton", "cpu")
+WITHOUT_PLAN = {
+    "gather": "plain torch reads the units that a token selects, layer by layer",
+    "mask": "the dense model runs, and unselected units are zeroed",
+}
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,17 @@ class Settings:
 
     Attributes:
         backend: one of BACKENDS. ops: of the engine on a GPU, "triton" or "reference". guard: None without one.
+    Raises:
+        UserError: an unknown backend.
     """
 
     backend: str = "mask"
     ops: str = "triton"
     guard: Guard | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend}")
 
     @property
     def auto(self) -> bool:
@@ -57,13 +68,15 @@ class Runtime:
         guarded: what the guard has measured, or None.
         refusal: why auto did not take the engine, or None.
     Raises:
-        UserError: a bundle of another shape, or a backend that cannot run it or be guarded.
+        UserError: a bundle of another shape, an unknown policy, or a backend that cannot run it or be guarded.
     """
 
     def __init__(
         self, model: Any, bundle: Bundle, settings: Settings, kv_policy: str, earlier: "Runtime | None" = None
     ) -> None:
         check_bundle_of(model, bundle)
+        if kv_policy not in POLICIES:
+            raise UserError(f"kv_policy must be one of {', '.join(POLICIES)}, got {kv_policy}")
         self.bundle, self.kv_policy = bundle, kv_policy
         self.device, self.dtype = model.device, model.dtype
         self.backend, self.refusal = settings.backend, None
@@ -117,6 +130,14 @@ class Runtime:
                 if self.engines is not None:  # weights were laid out anew
                     self._sources = self._read_sources(model)
             return self.gatherer
+
+    def describe(self, model: Any, rows: int, tokens: int) -> str:
+        """See `SparseCausalLM.describe`."""
+        if self.engines is None:
+            refused = "" if self.refusal is None else f"\n    not the engine: {self.refusal}"
+            return f"backend {self.backend}: {WITHOUT_PLAN[self.backend]}{refused}"
+        self.prepare(model)
+        return self.engines.describe(rows, tokens)
 
     @contextlib.contextmanager
     def turn(self, nested: bool) -> Iterator[None]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common.checks import check_device, check_shape
-from kernels.common.launch import column_block, load_vector, use_pdl, wait_for_predecessor
+from kernels.common.launch import column_block, load_vector, row_or, use_pdl, wait_for_predecessor
 from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from kernels.common.row_state import by_state, mask_by_state
 from kernels.dense.dense_gemv import normalised_pieces
@@ -30,12 +30,12 @@ WARPS = 8
 class HeadPredictor:
     """A predictor of heads in one matrix, and what it fills.
 
-    rows: (h, d), or None where the layer selects nothing itself. bias: (h,), threshold: (1,), both fp32.
+    rows: (h, d). bias: (h,), threshold: (1,), both fp32. All three are None where the layer selects nothing itself.
     """
 
     rows: Tensor | None
-    bias: Tensor
-    threshold: Tensor
+    bias: Tensor | None
+    threshold: Tensor | None
     selection: Selection
 
 
@@ -53,6 +53,7 @@ def head_select_reference(
     attn_in[torch.arange(len(x), device=x.device), position.long()] = n
     if heads.rows is None:
         return
+    assert heads.bias is not None and heads.threshold is not None
     logits = n.float() @ heads.rows.float().T + heads.bias
     heads.selection.set_mask(mask_by_state(logits > heads.threshold, row_state))
 
@@ -149,9 +150,9 @@ def head_select(
         x,
         ln.weight,
         ln.bias,
-        x if rows is None else rows,
-        heads.bias,
-        heads.threshold,
+        row_or(rows, x),
+        row_or(heads.bias, x),
+        row_or(heads.threshold, x),
         position,
         row_state,
         attn_in,

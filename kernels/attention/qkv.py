@@ -28,7 +28,7 @@ from kernels.attention.qkv_int4 import own_tile
 from kernels.attention.qkv_pairs import places, store_rows
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
 from kernels.common.kv_cache import KvCache
-from kernels.common.launch import use_pdl, wait_for_predecessor
+from kernels.common.launch import row_or, use_pdl, wait_for_predecessor
 from kernels.formats.format import Format
 from kernels.formats.matrix import Linear
 from kernels.mlp.selection import Selection
@@ -404,8 +404,3 @@ def qkv_launch(
     if settings.registers:
         constants["maxnreg"] = settings.registers
     return 3 * head_dim * n_heads // settings.rows, arguments, constants, settings.warps
-
-
-def row_or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A kernel's pointer argument may not be None. What stands in is never read."""
-    return stand_in if tensor is None else tensor

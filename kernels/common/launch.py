@@ -88,6 +88,11 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
     return _knows_pdl(x.device), use_pdl(pdl, x.device)
 
 
+def row_or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """A kernel's pointer argument may not be None. What stands in is never read."""
+    return stand_in if tensor is None else tensor
+
+
 def share_carveout(percent: int) -> int:
     """Asks for one split of shared memory and L1 for every kernel of this package compiled so far. Returns how many.
 

@@ -272,7 +272,7 @@ def _add_ahead(
     selecting: tuple[Tensor | None, ...] = (None,) * 8
     if heads is not None:
         predictor = heads.predictor
-        assert predictor.rows is not None
+        assert predictor.rows is not None and predictor.bias is not None and predictor.threshold is not None
         n_heads = predictor.selection.n
         check_shape("rows of heads", predictor.rows, n_heads, d)
         check_tensor("bias of heads", predictor.bias, (n_heads,), (torch.float32,), out)

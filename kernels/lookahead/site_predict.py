@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention.head_select import HeadPredictor, head_select_reference
 from kernels.common.checks import check_device, check_shape, require
-from kernels.common.launch import use_pdl
+from kernels.common.launch import row_or, use_pdl
 from kernels.common.layer_norm import LayerNormWeights
 from kernels.common.row_state import by_state
 from kernels.mlp.codes import CODE_TYPES, stored_width
@@ -146,6 +146,7 @@ def site_predict(
     require(site.down.dtype not in CODE_TYPES or site.scale is not None, "codes in site.down need a scale a row")
     check_shape("hidden", hidden, 1, rank)
     if n_heads:
+        assert heads.bias is not None
         check_shape("bias", heads.bias, n_heads)
     pdl = use_pdl(pdl, x.device)
     programs, constants, warps = norm_launch(d, (n_heads, rank))
@@ -155,8 +156,8 @@ def site_predict(
         ln.bias,
         site.heads,
         *site.head_sums,
-        heads.bias,
-        heads.threshold,
+        row_or(heads.bias, x),
+        row_or(heads.threshold, x),
         position,
         row_state,
         site.down,

@@ -176,8 +176,6 @@ def test_a_shared_model_stays_what_it_was(model):
 def test_the_backend_shares_the_models_rows():
     own = four_bits(random_opt())
     bundle, row = random_bundle(own), rows_of(20)[0]
-    for spec in bundle.specs.values():
-        spec.dense = False
     expected = masked_nll(own, bundle, row)
     backend = EngineBackend(own, bundle, ops="reference")
     torch.testing.assert_close(backend.engine(1, 20).score([row])[0], expected, atol=2e-5, rtol=1e-5)
@@ -223,13 +221,13 @@ def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model
     bundle = random_bundle(model, lookahead=1, targets=targets)
     made = engine(model, bundle, context=40)
     inputs, halves = made.core.work.carried.inputs, made.plan.halves[::2]
-    fused = [i for i, half in enumerate(halves) if half.kernels is Kernels.QKV_SELECT and half.run is Run.ALL]
+    fused = [i for i, half in enumerate(halves) if half.kernels is Kernels.QKV_WITH_PREDICTOR and half.run is Run.ALL]
     assert len(fused) == (2 if targets == ("mlp",) else 0)
     assert all(made.core.caches[layer].attn_in is inputs for layer in fused)
     kept = {id(each): each.nbytes for each in (inputs, *(cache.attn_in for cache in made.core.caches))}
     assert made.memory["kept inputs"] == sum(kept.values()) > 0
     streams = engine(model, bundle, context=40, look_ahead="stream")
-    assert not any(half.kernels is Kernels.QKV_SELECT for half in streams.plan.halves)
+    assert not any(half.kernels is Kernels.QKV_WITH_PREDICTOR for half in streams.plan.halves)
 
 
 def test_which_layers_are_fused(model):
@@ -271,7 +269,9 @@ def test_layers_of_all_kinds_beside_each_other():
     made = engine(own, bundle)
     kinds = [layer.attention.late is not None for layer in made.core.layers]
     assert kinds == [False, True, False, True, True]
-    assert made.plan.half(3, "heads").run is Run.ALL and made.plan.half(3, "heads").kernels is Kernels.QKV_SELECT
+    assert (
+        made.plan.half(3, "heads").run is Run.ALL and made.plan.half(3, "heads").kernels is Kernels.QKV_WITH_PREDICTOR
+    )
     torch.testing.assert_close(made.score([row])[0], masked_nll(own, bundle, row), atol=2e-5, rtol=1e-5)
 
 
@@ -291,7 +291,7 @@ def test_memory_is_counted_before_it_is_taken(model):
     assert held["K/V"] == sum(cache.k.nbytes + cache.v.nbytes for cache in caches)
     assert held["kept inputs"] == sum(cache.attn_in.nbytes for cache in caches) > 0
     assert held["predictors"] == 4 * shape.n_layers * (
-        8 * (shape.d_model + shape.d_ffn) + shape.n_heads * shape.d_model
+        8 * (2 * shape.d_model + shape.d_ffn + shape.n_heads) + shape.n_heads * shape.d_model
     )
     tables = (made.weights.embedding, made.weights.positions)
     packed = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn  # half a byte each, and the scales

@@ -196,4 +196,4 @@ def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
     for mine, theirs in zip(got["triton"], got["gather"], strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
     fused = DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference")).plan.halves[0]
-    assert fused.kernels is Kernels.QKV_SELECT and fused.run is Run.ALL
+    assert fused.kernels is Kernels.QKV_WITH_PREDICTOR and fused.run is Run.ALL

@@ -57,8 +57,8 @@ DENSE_HEADS = ALL, K.QKV_ALL, None
         (INT4, {}, {}, (SELECTED, K.QKV_SELECTED, P.FOLDED, SELECTED, K.LISTED_GRID, P.SITE)),
             (HALF, {"top_k": 9}, {}, (SELECTED, K.QKV_SELECTED, P.SITE, SELECTED, K.LISTED_GRID, P.SITE)),
         # look-ahead: of 66B in 4 bits everything but the first layer's heads runs in the grids of other kernels
-        (INT4, {"ahead": 1}, {}, (SELECTED, K.QKV_SELECT, P.BEFORE, SELECTED, K.LISTED_GRID, P.GRIDS)),
-        (INT4, {"ahead": 1, "heads": False}, {}, (ALL, K.QKV_SELECT, None, SELECTED, K.LISTED_GRID, P.GRIDS)),
+        (INT4, {"ahead": 1}, {}, (SELECTED, K.QKV_WITH_PREDICTOR, P.BEFORE, SELECTED, K.LISTED_GRID, P.GRIDS)),
+        (INT4, {"ahead": 1, "heads": False}, {}, (ALL, K.QKV_WITH_PREDICTOR, None, SELECTED, K.LISTED_GRID, P.GRIDS)),
         (INT4, {"ahead": 1, "format": "float16"}, {},
          (SELECTED, K.QKV_SELECTED, P.STREAM, SELECTED, K.LISTED_GRID, P.STREAM)),
         (INT4, {"ahead": 1}, {"look_ahead": "stream"},
@@ -66,7 +66,7 @@ DENSE_HEADS = ALL, K.QKV_ALL, None
         (INT4, {"ahead": 1}, {"look_ahead": "inline"},
          (SELECTED, K.QKV_SELECTED, P.SITE, SELECTED, K.LISTED_GRID, P.SITE)),
         (HALF, {"ahead": 1, "own_heads": True}, {},
-         (SELECTED, K.QKV_SELECT, P.FOLDED, SELECTED, K.LISTED_GRID, P.GRIDS)),
+         (SELECTED, K.QKV_WITH_PREDICTOR, P.FOLDED, SELECTED, K.LISTED_GRID, P.GRIDS)),
         (HALF, {"ahead": 1, "heads": False}, {}, (*DENSE_HEADS, SELECTED, K.LISTED_GRID, P.STREAM)),
         # several rows
         (HALF, {"union": 0.5}, {"batch": 8}, (MASKED, K.QKV_ALL, P.FOLDED, SELECTED, K.LISTED_BATCH, P.SITE)),

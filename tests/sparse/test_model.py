@@ -15,6 +15,7 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
+from dejavu_train.sparse.runtime import WITHOUT_PLAN
 
 
 @pytest.fixture(scope="module")
@@ -378,6 +379,25 @@ def test_unknown_options(dense, bundle, options, monkeypatch):
     with pytest.raises(UserError) as error:
         SparseOPTForCausalLM.from_model(dense, bundle, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_an_unknown_policy_is_refused_when_it_is_set_later(dense, bundle, backend):
+    model = sparse(dense, bundle, backend)
+    model.kv_policy = "never"
+    with pytest.raises(UserError, match="kv_policy must be one of backfill, always, stale, got never"):
+        model(tokens(1, 3))
+
+
+def test_every_backend_describes_what_it_runs(dense, bundle):
+    """`auto` takes the engine of a CPU, or says why not."""
+    assert sparse(dense, bundle, "mask").describe() == f"backend mask: {WITHOUT_PLAN['mask']}"
+    assert sparse(dense, bundle, "gather").describe() == f"backend gather: {WITHOUT_PLAN['gather']}"
+    of_cpus = sparse(dense, bundle, "cpu")
+    assert of_cpus.describe(rows=2, tokens=300).startswith("2 rows of 512 tokens")
+    assert "1 row of 256 tokens" in of_cpus.describe() and "kept as fp32" in of_cpus.describe()
+    assert "memory: weights" in sparse(dense, bundle, "triton", ops="reference").describe()
+    assert "not the engine: the CPU engine" in sparse(dense, bundle, "auto", kv_policy="stale").describe()
 
 
 def test_labels_tuples_and_embeddings(dense, bundle):

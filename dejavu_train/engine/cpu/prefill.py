@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dejavu_train.engine.cpu.arrays import LEVELS, MLP_DOWN, MLP_UP, QKV, Selectors, State
-from dejavu_train.engine.cpu.weights import POSITION_ROWS, CpuWeights
+from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families.block import forward_block
+from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.models.finite import name_half, not_finite
 
 
@@ -61,7 +62,7 @@ def prefill(
     tokens = torch.from_numpy(state.tokens[row, :count]).long()
     used, place = tokens.unique(return_inverse=True)
     embedded = torch.stack([weights.rows(model.embedding + token, 1)[0] for token in used.tolist()])
-    x = embedded[place] + torch.from_numpy(model.positions[POSITION_ROWS : POSITION_ROWS + count])
+    x = embedded[place] + torch.from_numpy(model.positions[POSITIONS_OFFSET : POSITIONS_OFFSET + count])
     for layer in range(shape.n_layers):
         x = forward_block(_block(weights, selectors, layer, norm), x, partial(attend, layer))[0]
     if not bool(x.isfinite().all()):  # what is not finite stays so, layer by layer: the sum holds it

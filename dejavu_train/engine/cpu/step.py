@@ -26,8 +26,8 @@ from dejavu_train.engine.cpu.sampling import advance, bar_stops, head_needed, la
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled
 from dejavu_train.engine.cpu.vector_ops import add, add_list, copy, dot_list, layer_norm, norm, round_to_levels
+from dejavu_train.families.opt import POSITIONS_OFFSET
 
-POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
 N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sends the other threads home
 
 
@@ -39,7 +39,7 @@ def embed(model, state, work, thread):
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
             position = state.position[b]
-            copy(work.x[thread, b], model.positions[position + POSITION_OFFSET])
+            copy(work.x[thread, b], model.positions[position + POSITIONS_OFFSET])
             numbers[0] = model.embedding + state.tokens[b, position]
             add_list(work.x[thread], model.rows, model.scales, model.group, numbers, factors, 0, 1, 1 << b)
 

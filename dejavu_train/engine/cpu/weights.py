@@ -23,11 +23,11 @@ from dejavu_train.engine.plan import cpu_format
 from dejavu_train.engine.planned import Formats
 from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of, family_of
+from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.families.plain import NotPlain, check_read, plain_block, plain_linear, plain_table
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 
 STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
-POSITION_ROWS = 2  # OPT's position table has two rows more than positions
 ROWS_AT_ONCE = 4096
 SUMMED = 3e-5  # of the norms of x and a row: more than two orders of summing up a product in fp32 differ by
 
@@ -309,7 +309,7 @@ def _empty(shape: ModelDims, stored: str, group: int | None, tied: bool, eps: fl
         qkv_bias=np.zeros((n_layers, 3 * d), np.float32),
         up_bias=np.zeros((n_layers, f), np.float32),
         down_bias=np.zeros((n_layers, d), np.float32),
-        positions=np.zeros((shape.max_positions + POSITION_ROWS, d), np.float32),
+        positions=np.zeros((shape.max_positions + POSITIONS_OFFSET, d), np.float32),
     )
     return CpuWeights(shape, model, np.zeros((n_layers, d), np.float32))
 

@@ -28,7 +28,8 @@ from dejavu_train.models.finite import FiniteLogits, check_logits
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.progress import Progress
-from dejavu_train.sparse.model import ENGINES, SparseCausalLM
+from dejavu_train.sparse.model import SparseCausalLM
+from dejavu_train.sparse.runtime import ENGINES
 
 DENSE = "dense"
 # Of a batch, with batch_size=auto. On a CPU more than this leaves the caches, and short rows are padded for nothing.

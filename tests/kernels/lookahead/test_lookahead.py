@@ -146,7 +146,7 @@ def test_all_heads(device, stored):
         hidden, q = torch.full((1, rank), NAN, device=device), torch.full((1, n_heads, head_dim), NAN, device=device)
         out, (k, v) = torch.full((1, n_heads * head_dim), NAN, device=device), (each.clone() for each in before)
         neurons, packed = Selection.empty(n, device), PackedSelection.empty(n, device)
-        site = (x, ln, SiteRows.of(None, mlp, ln), HeadPredictor(None, zero, zero, every), position, state, inputs)
+        site = (x, ln, SiteRows.of(None, mlp, ln), HeadPredictor(None, None, None, every), position, state, inputs)
         cache = KvCache(k, v, inputs)
         rows = (Linear.of(weight, bias), cache, every, position, q, Predictor(mlp, zero, neurons, hidden), state)
         attention = (q, cache, None, position, out)
