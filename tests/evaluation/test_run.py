@@ -139,7 +139,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     for row in found["timing"]:
         assert row.keys() == {
             "backend", "device", "batch", "prompt", "new_tokens", "ms_per_token", "megabytes_per_token",
-            "mlp_density", "head_density",
+            "mlp_density", "head_density", "second_stage",
         }  # fmt: skip
         own_densities = (0.1, 0.85) if row["backend"] == "cpu" else (1.0, 1.0)
         assert (row["mlp_density"], row["head_density"]) == pytest.approx(own_densities)
