@@ -183,6 +183,8 @@ class _ConfigParser(Parser):
         instead = self.gone.get(name.partition(".")[0])
         if instead is not None:
             return f", which is no longer there; {instead}"
+        if f"{name}.source" in self.types:  # a text, which other commands name by --text alone
+            return f"; did you mean --{name}.source FILE?"
         last = name.rpartition(".")[2]
         close = [last] if last in self.types else difflib.get_close_matches(name, self.types, 1)
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"

@@ -31,8 +31,9 @@ class Mlp:
     ) -> None:
         self.plan, self.codes_down, self.weights, self.work = plan, codes_down, weights, work
         self.neurons, self.ahead = neurons, ahead
-        rows = len(work.hidden)
-        self.shifts = torch.arange(rows, dtype=torch.int32, device=work.hidden.device)[:, None]
+        if plan.run is Run.MASKED:  # of each row's bit
+            rows, device = len(work.hidden), work.hidden.device
+            self.shifts = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
 
     def select(self, x: Tensor) -> None:
         """Wait for the selection, normalise what up reads where the predictor has not, and close gaps of the list."""
@@ -47,14 +48,7 @@ class Mlp:
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """out = x + the MLP of x, of the selected neurons."""
-        ways = {
-            Kernels.ROWS: self._rows,
-            Kernels.LISTED_GRID: self._listed_grid,
-            Kernels.LISTED_BATCH: self._listed_batch,
-            Kernels.LISTED_CODES: self._listed_codes,
-            Kernels.PRODUCTS: self._products,
-        }
-        ways[self.plan.kernels](x, out)
+        WAYS[self.plan.kernels](self, x, out)
 
     def _rows(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
@@ -114,3 +108,12 @@ class Mlp:
         else:
             transposed = self.weights.down_transposed
             work.ops.dense_add(hidden, down.weight, down.bias, x, out, transposed=transposed, pdl=work.pdl)
+
+
+WAYS = {
+    Kernels.ROWS: Mlp._rows,
+    Kernels.LISTED_GRID: Mlp._listed_grid,
+    Kernels.LISTED_BATCH: Mlp._listed_batch,
+    Kernels.LISTED_CODES: Mlp._listed_codes,
+    Kernels.PRODUCTS: Mlp._products,
+}

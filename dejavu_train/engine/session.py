@@ -25,7 +25,7 @@ class Session(ABC):
 
     Attributes:
         batch, context: rows that the engine holds, and tokens of a row. plan: how a step runs.
-        state: has ``tokens`` (batch, context) integers and ``nll`` (batch, context) fp32, tensors or arrays.
+        state: has ``tokens`` (batch, T) integers and ``nll`` (batch, T) fp32, tensors or arrays. T: at least context.
     """
 
     shape: ModelDims

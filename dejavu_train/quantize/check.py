@@ -8,6 +8,7 @@ from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families.opt import OPT
 from dejavu_train.files import probe_folder, require_disk, require_name
 from dejavu_train.machine import check_device_name
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
@@ -19,6 +20,8 @@ from dejavu_train.quantize.config import QuantizeConfig
 def check_readable(values: Mapping[str, Any], model: str) -> None:
     """Raise :class:`UserError` for a config.json whose matrices are not read here."""
     refuse_unread(values, model)
+    if values.get("model_type") != OPT:
+        raise UserError(f"{model} is a model of type {values.get('model_type')}; 4-bit weights are made of OPT alone")
     if quant_method(values) == INT4:
         raise UserError(f"{model} is in 4 bits already; give the model that it was made from")
 

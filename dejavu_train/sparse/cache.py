@@ -1,9 +1,10 @@
 """The cache of a sparse model: K and V where somebody computed them, and what is needed to compute the rest.
 
 When a head is not selected at a position, nobody reads its W_k and W_v, so its K and V are missing there. The cache
-keeps ``attn_in`` of every position (half of what dense K and V take) and per batch row and head a watermark: K and V
-are valid for columns below it. A head that is selected again computes the missing columns first, so any history of
-selections gives what a dense computation of all K and V would give.
+keeps ``attn_in`` of every position and per batch row and head a watermark: K and V are valid for columns below it.
+It takes half of what K and V of all heads do, and more than that where heads share them. A head that is
+selected again computes the missing columns first. So any history of selections gives what a dense computation of all K
+and V would give.
 
 Letters: B batch rows, S columns of the padded batch, d model width, h heads of K and V, e head width.
 """

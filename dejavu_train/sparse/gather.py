@@ -103,7 +103,7 @@ class GatherDecoder:
             sparse: (B, T) bool. False where a row is dense (before ``sparse_from``).
             visible: (B, S + T) bool. False for padding.
             live: (B,) bool. Rows that ``generate`` has ended are false, they select nothing.
-        Returns: (B, T, d), after the last LayerNorm.
+        Returns: (B, T, d), after the last norm.
         """
         past = cache.get_seq_length()
         real = visible[:, past:]

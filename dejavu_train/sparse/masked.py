@@ -91,7 +91,7 @@ def masking(
         observe: called as ``observe(layer, target, keep, values)`` before anything is taken out. ``keep`` (B, T, n)
             bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
         means: by layer the (n_heads, head_dim) that stands in for skipped heads. Zero where a layer is not there.
-        finite: takes for every layer and the final LayerNorm (B, T) bool, where its input is a finite number.
+        finite: takes for every layer and the final norm (B, T) bool, where its input is a finite number.
     """
     sites: dict[Site, Tensor] = {}
     needed = set(selector.sites)

@@ -29,6 +29,7 @@ from kernels.attention.qkv_pairs import places, store_rows
 from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
 from kernels.common.kv_cache import KvCache
 from kernels.common.launch import row_or, use_pdl, wait_for_predecessor
+from kernels.common.limits import MOST_TOKENS
 from kernels.formats.format import Format
 from kernels.formats.matrix import Linear
 from kernels.mlp.selection import Selection
@@ -63,7 +64,7 @@ def qkv_settings(batch: int, head_dim: int, d: int, element_size: int) -> TileSe
     if batch == 1:
         rows, stages = (32, 4) if 7168 <= d < 8192 else (16, 6)
         pairs, block, warps, wide = 8, 128, 1, 8
-    elif batch <= 8:
+    elif batch <= MOST_TOKENS:
         rows, pairs, block, stages, warps, wide = 16, 16, 128, 6, 1, 32
     else:
         rows, pairs, block, stages, warps, wide = 32, 32, 128, 4, 4, 32
@@ -362,7 +363,7 @@ def qkv_launch(
     if weight.format is Format.INT4:
         check_dtype("attn_in", attn_in, (torch.float16,))
         settings = settings or int4_qkv_settings(d, policy)
-        require(batch <= 8, f"4-bit rows of selected heads take up to 8 batch rows, not {batch}")
+        require(batch <= MOST_TOKENS, f"4-bit rows of selected heads take up to {MOST_TOKENS} batch rows, not {batch}")
         require(
             (settings.rows, settings.pairs) == (16, 2) and settings.wide in (4, 8),
             "4-bit rows need rows 16, pairs 2 and wide 4 or 8",

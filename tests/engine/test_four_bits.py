@@ -16,10 +16,11 @@ from dejavu_train.engine.mlp import Mlp
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
-from dejavu_train.engine.planned import Kernels, Place, Run
+from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
 from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
+from dejavu_train.families import Target
 from dejavu_train.models.int4 import CodedLinear
 from kernels.common.limits import takes_down
 from kernels.common.partial_sums import partial_sums
@@ -90,7 +91,8 @@ def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, r
     ops = SimpleNamespace(**{name: noted(name) for name in ("int4_fc2", "dense_add")})
     out = torch.empty_like(x)
     work = SimpleNamespace(ops=ops, partials=partial_sums(256, device), pdl=False, hidden=hidden)
-    Mlp(None, takes_down(128, 256, rows), weights, work, None, None).down(hidden, x, out)
+    half = HalfPlan(Target.MLP, Run.ALL, Kernels.ROWS, ())
+    Mlp(half, takes_down(128, 256, rows), weights, work, None, None).down(hidden, x, out)
     want = x + bias + hidden.float() @ codes.dense(torch.float32)
     torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
     assert called == [op]

@@ -27,7 +27,7 @@ from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import command, run, stream
-from dejavu_train.quantize.check import check_output
+from dejavu_train.quantize.check import check_output, check_readable
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.folder import folder_aside
@@ -194,6 +194,11 @@ def error_of(arguments, capsys):
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and "Traceback" not in message
     return message
+
+
+def test_other_families_are_refused_by_name():
+    with pytest.raises(UserError, match="mine is a model of type llama; 4-bit weights are made of OPT alone"):
+        check_readable({"model_type": "llama"}, "mine")
 
 
 def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, quantised, tmp_path, capsys):
