@@ -26,6 +26,7 @@ from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, p
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 from dejavu_train.evaluation.picture import plot_curves
+from dejavu_train.evaluation.schema import SCHEMA, current
 
 ROOT = Path(__file__).parent.parent
 FILES = (
@@ -56,11 +57,17 @@ LINKED = re.compile(r"\]\(([^):]+)\)")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
+def _demo(root: Path) -> dict[str, Any]:
+    """Raises ValueError for a results.json of another schema."""
+    found = current(json.loads((root / DEMO).read_text()))
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"{DEMO} has schema {found['schema']}, expected {SCHEMA}")
+    return found
+
+
 def demo_table(root: Path) -> str:
-    """Every text with its predicted rows, and the first text's yardsticks, from a results.json of schema 2."""
-    found = json.loads((root / DEMO).read_text())
-    if found["schema"] != 2:
-        raise ValueError(f"{DEMO} has schema {found['schema']}, expected 2")
+    """Every text with its predicted rows, and the first text's yardsticks, from a results.json."""
+    found = _demo(root)
     quality = [row for row in found["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
     predicted = [row for row in quality if row["selection"] == "predicted"]
     first = found["texts"][0]["name"]
@@ -86,7 +93,7 @@ def demo_table(root: Path) -> str:
     rows = []
     for a in sorted({a for a in asked if _of(predicted, first, *a)}, key=lambda a: (-a[1], a[0])):
         row = _of(predicted, first, *a)
-        cells = [_asked(*a), f"{100 * row['mlp_bytes']:.1f} %", f"{100 * row['mlp_density']:.1f} %"]
+        cells = [_asked(*a), f"{100 * row['mlp_bytes']:.1f} %", f"{100 * row['mlp_selected']:.1f} %"]
         cells.append(_unit(several([row["increase"]], [row["increase_error"]])))
         for selection in YARDSTICKS:
             other = _of([row for row in quality if row["selection"] == selection], first, *a)
@@ -101,7 +108,7 @@ RUNS = {"dense": "transformers, dense", "dense-cpu": "our engine, dense", "cpu":
 
 def opening_table(root: Path) -> str:
     """One model, quality and speed side by side: transformers, and the engine of a CPU dense and as calibrated."""
-    found = json.loads((root / DEMO).read_text())
+    found = _demo(root)
     asked = found["config"]["timing_mlp_density"], found["config"]["timing_head_density"]
     quality = [row for row in found["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
     names = ["installed-docs", "installed-code"]
@@ -111,7 +118,7 @@ def opening_table(root: Path) -> str:
         sparse = timed["backend"] == "cpu"
         rows = [row for row in quality if row["selection"] == ("predicted" if sparse else "dense")]
         shown = [_of(rows, name, *(asked if sparse else (1.0, 1.0))) for name in names]
-        cells = [RUNS[timed["backend"]], f"{100 * shown[0].get('mlp_density', 1.0):.1f} %" if sparse else "all"]
+        cells = [RUNS[timed["backend"]], f"{100 * shown[0].get('mlp_selected', 1.0):.1f} %" if sparse else "all"]
         cells += [f"{row['perplexity']:.4g}" for row in shown]
         read = timed["megabytes_per_token"]
         table.append([*cells, f"{timed['ms_per_token']['p50']:.3g}", f"{read:.3g}" if read else ""])
@@ -303,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.demo:
         found = json.loads(options.demo.read_text()) | {"sources": measured_sources("dejavu_train")}
         (ROOT / DEMO).write_text(json.dumps(found, indent=1) + "\n")
-        plot_curves(found, ROOT / CURVE)
+        plot_curves(current(found), ROOT / CURVE)
     changed, older = [], []
     for name in FILES:
         path = ROOT / name

@@ -331,9 +331,9 @@ def check_trainer(config: RunConfig, job: UnitKey) -> None:
 def bundle_summary(bundle: Bundle) -> str:
     """All predictors as they were calibrated, then their means, and what to do where these are low.
 
-    Measured on documents set aside for calibration. Of a second stage, density is that of the candidates.
+    Measured on documents set aside for calibration. Only a second stage has candidates.
     """
-    columns = ["layer", "target", "active", "density", "selected", "recall", "at most", "retained mass"]
+    columns = ["layer", "target", "active", "candidates", "selected", "recall", "at most", "retained mass"]
     rows: list[list[Any]] = []
     lines = []
     for target in bundle.targets:
@@ -341,16 +341,17 @@ def bundle_summary(bundle: Bundle) -> str:
         for spec in specs:
             active = "-" if spec.active_density is None else spec.active_density
             if spec.dense:
-                rows.append([spec.layer, str(target), active, "dense", *[""] * 4])
+                rows.append([spec.layer, str(target), active, "", "dense", *[""] * 3])
                 continue
             most = most_recall(spec.density, spec.active_density or 0.0)
             second = spec.curve is not None and "selected" in spec.curve
             selected = read_curve(spec.curve, spec.density)["selected"] if second else spec.density
-            found = [spec.density, selected, spec.recall, most, spec.retained_mass]
+            found = [spec.density if second else "", selected, spec.recall, most, spec.retained_mass]
             rows.append([spec.layer, str(target), active, *found])
         recall, mass = (sum(getattr(spec, name) for spec in specs) / len(specs) for name in ("recall", "retained_mass"))
         line = f"{target}: recall {recall:.3f}, retained mass {mass:.3f} at density {bundle.mean_density(target):.3f}"
-        lines.append(line + ", means over the layers")
+        staged = any(spec.curve is not None and "selected" in spec.curve for spec in specs)
+        lines.append(line + (" of candidates" if staged else "") + ", means over the layers")
         if mass < GOOD_MASS:
             more = f"--calibrate.{'mlp' if target == Target.MLP else 'head'}_density"
             lines.append(

@@ -99,7 +99,7 @@ def test_the_page_evaluates(place, capsys):
     found = json.loads((place / "checkpoints" / "mine" / "results.json").read_text())
     assert [text["source"] for text in found["texts"]] == ["my_parts.Notes", str(place / "notes" / "1.txt")]
     row = next(row for row in found["quality"] if row["selection"] == "predicted")
-    assert 0.2 < row["mlp_density"] < 0.6
+    assert 0.2 < row["mlp_selected"] < 0.6
     for more in (["--timing=true", "--timing_backends=gather,cpu"], ["--generate=the token", "--backend=triton"]):
         assert exit_on_user_error(infer_main, [*infer, *few, "--model=checkpoints/opt-mini", *more]) == 2
         assert "my_parts.HiddenLayer; use backend='gather'" in capsys.readouterr().err

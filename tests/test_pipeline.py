@@ -70,9 +70,9 @@ def test_the_summary_shows_what_the_bundle_has(tiny_opt):
     bundle = make_bundle(tiny_opt)
     for moved in (bundle.at(0.3, 1.0), bundle.at(0.6, 0.5)):
         heading, *rows = [line.split() for line in pipeline.bundle_summary(moved).splitlines()]
-        assert heading[:4] == ["layer", "target", "active", "density"] and rows[0][:2] == ["0", "mlp"]
+        assert heading[:5] == ["layer", "target", "active", "candidates", "selected"] and rows[0][:2] == ["0", "mlp"]
         spec = moved.specs[0, "mlp"]
-        assert [float(cell) for cell in (rows[0][3], rows[0][5], rows[0][-1])] == pytest.approx(
+        assert [float(cell) for cell in (rows[0][3], rows[0][4], rows[0][-1])] == pytest.approx(
             [spec.density, spec.recall, spec.retained_mass], abs=1e-3
         )
         means = [" ".join(row) for row in rows if row[0].endswith(":")]

@@ -32,8 +32,8 @@ _FIGURES = """## Calibration
 **In domain**: measured on documents set aside for calibration, of the same source as those that trained the
 predictors. On other text the selection may be worse. `infer.py --text` measures it.
 
-- Density is the share of units that the predictor selects. In a cascade these are candidates.
-- Selected is the share of all units that pass the second stage of a cascade.
+- Candidates are the share of all units that the first stage of a cascade proposes.
+- Selected is the share of all units that are read: in a cascade those that pass its second stage.
 - Recall is the share of the active neurons that are selected. For heads: of equally many heads of the largest
   contribution.
 - Retained mass is the share of all units' contribution that the selected ones carry.
@@ -113,14 +113,18 @@ def _text(text: Any) -> str:
 
 
 def _table(specs: Mapping[UnitKey, PredictorSpec]) -> str:
-    columns = ("layer", "target", "kind", "rank", "dtype", "reads", "density", "selected", "recall", "retained mass")
+    columns = ("layer", "target", "kind", "rank", "dtype", "reads", "candidates", "selected", "recall", "retained mass")
     rows = [columns, ("---",) * len(columns)]
     for layer, target in sorted(specs, key=lambda key: (TARGETS.index(key[1]), key[0])):
         spec = specs[UnitKey(layer, target)]
         cascade = spec.kind == "cascade" and not spec.dense
-        selected = f"{read_curve(spec.curve, spec.density)['selected']:.3f}" if cascade and spec.curve else ""
-        quality = ("dense", "", "", "") if spec.dense else (
-            f"{spec.density:.3f}", selected, f"{spec.recall:.3f}", f"{spec.retained_mass:.3f}"
+        selected = f"{spec.density:.3f}"
+        candidates = ""
+        if cascade:
+            candidates = selected
+            selected = f"{read_curve(spec.curve, spec.density)['selected']:.3f}" if spec.curve else ""
+        quality = ("", "dense", "", "") if spec.dense else (
+            candidates, selected, f"{spec.recall:.3f}", f"{spec.retained_mass:.3f}"
         )  # fmt: skip
         rank = "" if spec.kind == "custom" else str(spec.rank)
         rows.append((str(layer), target, spec.kind, rank, spec.dtype, f"{spec.site} {spec.site_layer}", *quality))

@@ -23,7 +23,7 @@ def plot_curves(found: Mapping[str, Any], path: str | Path) -> bool:
     Predicted stands beside dense, oracle and static.
 
     Args:
-        found: results of schema 2.
+        found: results of schema 3.
         path: of the file. Its ending says the format, png or svg.
     Returns: False without matplotlib or without a predicted row, nothing is drawn then.
     """
@@ -34,8 +34,8 @@ def plot_curves(found: Mapping[str, Any], path: str | Path) -> bool:
     predicted = [row for row in scored if row["selection"] == "predicted"]
     if not predicted:
         return False
-    mlp = any(row["mlp_density"] not in (None, 1) for row in predicted)
-    share, units = ("mlp_density", "MLP neurons") if mlp else ("head_density", "heads")
+    mlp = any(row["mlp_selected"] not in (None, 1) for row in predicted)
+    share, units = ("mlp_selected", "MLP neurons") if mlp else ("head_selected", "heads")
     calibrated = [row for row in predicted if row.get("as_calibrated")]
     # Rows that differ in one density alone make a curve.
     curve = [row for row in predicted if not row.get("as_calibrated") and (row["asked_head_density"] == 1 or not mlp)]

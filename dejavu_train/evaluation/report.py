@@ -9,13 +9,13 @@ from typing import Any
 
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, increase
 from dejavu_train.evaluation.provenance import versions
+from dejavu_train.evaluation.schema import SCHEMA
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import read_json, write_json
 from dejavu_train.predictors.metrics import SelectionSums, total
 
-SCHEMA = 2
 Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]
 
 
@@ -26,7 +26,7 @@ def results(
     timings: Sequence[Timing],
     read_gb_s: float | None = None,
 ) -> dict[str, Any]:
-    """Everything that was measured, as results.json (schema 2) holds it.
+    """Everything that was measured, as results.json (schema 3) holds it.
 
     Args:
         model, bundle: folders or hub ids.
@@ -93,9 +93,9 @@ def _quality_row(quality: EvalResult, dense: EvalResult | None, held: EvalCorpus
         "as_calibrated": row.as_calibrated,
         "asked_mlp_density": _rounded(asked_mlp),
         "asked_head_density": _rounded(asked_heads),
-        "mlp_candidate_density": _rounded(_candidate_density(quality)) if row.selection == "predicted" else None,
-        "mlp_density": _rounded(mlp.density if sparse else 1.0),
-        "head_density": _rounded(heads.density if sparse_heads else 1.0),
+        "mlp_candidates": _rounded(_candidate_density(quality)) if row.selection == "predicted" else None,
+        "mlp_selected": _rounded(mlp.density if sparse else 1.0),
+        "head_selected": _rounded(heads.density if sparse_heads else 1.0),
         "sparse_from": row.sparse_from,
         "perplexity": _rounded(math.exp(nats / held.tokens)),
         "increase": _rounded(change),
@@ -121,7 +121,7 @@ def _candidate_density(quality: EvalResult) -> float:
 
 
 def layer_rows(scored: Sequence[EvalResult]) -> list[dict[str, Any]]:
-    """Density, recall, precision and mass per layer, of the first predicted row in which each target is sparse."""
+    """Share selected, recall, precision, mass per layer, of the first predicted row in which each target is sparse."""
     rows: list[dict[str, Any]] = []
     for place, target in enumerate(TARGETS):
         chosen = next((q for q in scored if q.row.selection == "predicted" and q.asked[place] < 1), None)
@@ -130,7 +130,7 @@ def layer_rows(scored: Sequence[EvalResult]) -> list[dict[str, Any]]:
         for (layer, name), sums in chosen.sums.items():
             if name == target:
                 metrics = {
-                    "density": sums.density,
+                    "selected": sums.density,
                     "recall": sums.recall,
                     "precision": sums.precision,
                     "retained_mass": sums.retained_mass,
@@ -169,8 +169,12 @@ COLUMNS = {  # heading of a table -> what stands below it
     "selected": "Share of the neurons that are read and computed.",
     "recall": "Share of the active neurons that were selected.",
     "precision": "Share of the selected neurons that were active.",
-    "mass": "Retained mass: the share of all units' contribution that the selected ones carry.",
+    "mass": "Retained mass: the share of all neurons' contribution that the selected ones carry.",
     "heads": "Share of the attention heads that are selected.",
+    "head recall": "Share of the heads of the largest contribution that were selected, of equally many.",
+    "head mass": "Retained mass of the heads.",
+    "asked mlp": "Share of the neurons that thresholds were set for: candidates with a second stage, else selected.",
+    "asked heads": "Share of the heads that thresholds were set for.",
     "mlp bytes": "What the MLPs read for a token, predictors included, over what dense MLPs read.",
     "predicted": "Increase of perplexity over the dense model with the units that the predictors select.",
     "+-": "Standard error of the increase, by a paired bootstrap over documents.",
@@ -221,17 +225,18 @@ def tables(found: dict[str, Any]) -> str:
 
 def layer_table(found: dict[str, Any], text: str) -> Table:
     """Figures per layer and target on one text."""
-    names = ("density", "recall", "precision", "retained_mass")
+    names = ("selected", "recall", "precision", "retained_mass")
     rows = [row for row in found["layers"] if row["text"] == text]
     cells = [[row["target"], str(row["layer"]), *(_number(row[name], 3) for name in names)] for row in rows]
-    return Table(f"{text}, per layer", ["target", "layer", "density", "recall", "precision", "mass"], cells)
+    return Table(f"{text}, per layer", ["target", "layer", "selected", "recall", "precision", "mass"], cells)
 
 
 def timing_table(found: dict[str, Any]) -> Table:
     """Milliseconds per decoded token, a row for each backend."""
-    headings = ["backend", "mlp", "heads", "device", "batch", "prompt", "new", "ms/token p20", "p50", "p80", "MB/token"]
+    headings = ["backend", "asked mlp", "asked heads", "device", "batch", "prompt", "new"]
+    headings += ["ms/token p20", "p50", "p80", "MB/token"]
     cells = [
-        [t["backend"], *(_number(t.get(name), 3) for name in ("mlp_density", "head_density")), t["device"]]
+        [t["backend"], *(_number(t.get(name), 3) for name in ("asked_mlp_density", "asked_head_density")), t["device"]]
         + [str(t[name]) for name in ("batch", "prompt", "new_tokens")]
         + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
         + [_number(t.get("megabytes_per_token"), 1)]
@@ -262,8 +267,8 @@ def text_table(found: dict[str, Any]) -> Table:
 
 def drift_table(found: dict[str, Any]) -> Table:
     """Predicted rows of all texts, with the yardsticks at the same counts beside them."""
-    headings = ["increase of perplexity on", "densities", "candidates", "selected", "recall", "mass", "heads", "mass"]
-    headings += ["mlp bytes", "predicted", "+-"]
+    headings = ["increase of perplexity on", "densities", "candidates", "selected", "recall", "mass", "heads"]
+    headings += ["head mass", "mlp bytes", "predicted", "+-"]
     yardsticks = [
         name
         for name in ("oracle", "noncontextual", "static", "random")
@@ -273,13 +278,13 @@ def drift_table(found: dict[str, Any]) -> Table:
     increases = {(*(row.get(k) for k in asked), row["selection"]): row["increase"] for row in found["quality"]}
     rows = [row for row in found["quality"] if row["selection"] == "predicted" and row["sparse_from"] == 0]
     # As calibrated first; then one density's texts side by side.
-    rows.sort(key=lambda row: (not row.get("as_calibrated"), row["head_density"] < 1, row["asked_mlp_density"]))
+    rows.sort(key=lambda row: (not row.get("as_calibrated"), row["head_selected"] < 1, row["asked_mlp_density"]))
     cells = [
         [
             row["text"],
             densities_of(row),
-            *(_number(row[name], 3) for name in ("mlp_candidate_density", "mlp_density", "mlp_recall")),
-            *(_number(row[name], 3) for name in ("mlp_retained_mass", "head_density", "head_retained_mass")),
+            *(_number(row[name], 3) for name in ("mlp_candidates", "mlp_selected", "mlp_recall")),
+            *(_number(row[name], 3) for name in ("mlp_retained_mass", "head_selected", "head_retained_mass")),
             _number(row["mlp_bytes"], 3),
             _percent(row["increase"]),
             _percent(row["increase_error"]),
@@ -302,14 +307,14 @@ def densities_of(row: Mapping[str, Any]) -> str:
 
 def full_table(found: dict[str, Any], text: str) -> Table:
     """Every row of one text."""
-    headings = ["selection", "densities", "mlp", "heads", "from", "perplexity", "increase", "+-", "bits/byte"]
+    headings = ["selection", "densities", "selected", "heads", "from", "perplexity", "increase", "+-", "bits/byte"]
     headings += ["recall", "mass"]
     rows = [
         [
             row["selection"],
             "-" if row["selection"] == "dense" else densities_of(row),
-            _number(row["mlp_density"], 3),
-            _number(row["head_density"], 3),
+            _number(row["mlp_selected"], 3),
+            _number(row["head_selected"], 3),
             str(row["sparse_from"]),
             f"{row['perplexity']:.5g}",
             _percent(row["increase"]),

@@ -340,8 +340,8 @@ def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, pro
     staged = used is not None and any(spec.kind == "cascade" and not spec.dense for spec in used.specs.values())
     return dataclasses.replace(
         timing,
-        mlp_density=densities[0],
-        head_density=densities[1],
+        asked_mlp_density=densities[0],
+        asked_head_density=densities[1],
         second_stage=backend != TRITON if staged else None,
     )
 

@@ -32,7 +32,7 @@ def plot_texts(found: dict[str, Any], path: str | Path) -> bool:
     yardsticks has them all, as a ratio to the dense model on a log scale.
 
     Args:
-        found: results of schema 2.
+        found: results of schema 3.
         path: of the file. Its ending says the format, png or svg.
     Returns: False without matplotlib, nothing is drawn then.
     """
@@ -87,7 +87,7 @@ def _draw(
     for name in names:
         colour, marker, line, _ = CURVES[name]
         points = sorted(
-            (row["mlp_density"], row["increase"], row["increase_error"] or 0.0)
+            (row["mlp_selected"], row["increase"], row["increase_error"] or 0.0)
             for row in rows
             if row["selection"] == name and row["increase"] is not None
         )
@@ -101,7 +101,7 @@ def _draw(
 
 def _scale_shares(panels: list[Any], rows: list[dict[str, Any]]) -> None:
     """The same logarithmic axis of shares for all panels."""
-    shares = [row["mlp_density"] for row in rows if row["selection"] != "dense"]
+    shares = [row["mlp_selected"] for row in rows if row["selection"] != "dense"]
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.tick_params(labelsize=8)

@@ -40,9 +40,11 @@ class Timing:
     ms_per_token: dict[str, float]
     megabytes_per_token: float | None = None
     """1e6 bytes that a step read, counted by the CPU engine."""
-    mlp_density: float | None = None
-    """Of the bundle that was timed, a mean over the layers as calibrated; 1.0: dense."""
-    head_density: float | None = None
+    asked_mlp_density: float | None = None
+    """What the thresholds of the bundle that was timed were set for, a mean over the layers. 1.0: dense.
+
+    With a second stage these are candidates."""
+    asked_head_density: float | None = None
     """The same of the heads."""
     second_stage: bool | None = None
     """Whether a second stage tested the candidates. False: they were read whole. None: the bundle has none."""

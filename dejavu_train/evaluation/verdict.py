@@ -48,18 +48,18 @@ def widest(rows: Sequence[Found]) -> list[Found]:
 def selected(row: Found) -> str:
     """The shares of neurons and heads that a quality row reads.
 
-    >>> row = {"asked_mlp_density": 0.2, "mlp_candidate_density": 0.21, "mlp_density": 0.08, "head_density": 0.85}
+    >>> row = {"asked_mlp_density": 0.2, "mlp_candidates": 0.21, "mlp_selected": 0.08, "head_selected": 0.85}
     >>> selected(row)
     '20 % of the neurons as candidates, 8 % selected, and 85 % of the heads'
     """
-    if row["mlp_density"] is None or row["mlp_density"] == 1:
+    if row["mlp_selected"] is None or row["mlp_selected"] == 1:
         neurons = "all neurons"
-    elif abs((row["mlp_candidate_density"] or row["mlp_density"]) - row["mlp_density"]) < 1e-3:
-        neurons = f"{100 * row['mlp_density']:.2g} % of the neurons"
+    elif abs((row["mlp_candidates"] or row["mlp_selected"]) - row["mlp_selected"]) < 1e-3:
+        neurons = f"{100 * row['mlp_selected']:.2g} % of the neurons"
     else:
         asked = 100 * row["asked_mlp_density"]
-        neurons = f"{asked:.2g} % of the neurons as candidates, {100 * row['mlp_density']:.2g} % selected,"
-    heads = row["head_density"]
+        neurons = f"{asked:.2g} % of the neurons as candidates, {100 * row['mlp_selected']:.2g} % selected,"
+    heads = row["head_selected"]
     return neurons + (" and all heads" if heads is None or heads == 1 else f" and {100 * heads:.2g} % of the heads")
 
 

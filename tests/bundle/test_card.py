@@ -45,9 +45,9 @@ def test_the_card_says_what_and_of_what_and_how_good(bundle, tmp_path, tiny_opt)
         spec = bundle.specs[key]
         assert (row["layer"], row["target"], row["kind"]) == (str(key[0]), key[1], spec.kind)
         if key[1] == "heads":
-            assert (row["density"], row["recall"]) == ("dense", "")
+            assert (row["candidates"], row["selected"], row["recall"]) == ("", "dense", "")
             continue
-        assert float(row["density"]) == pytest.approx(spec.density, abs=6e-4)
+        assert float(row["candidates"]) == pytest.approx(spec.density, abs=6e-4)
         assert float(row["selected"]) == pytest.approx(spec.density / 2, abs=6e-4)  # the curve of make_bundle
         assert float(row["recall"]) == pytest.approx(spec.recall, abs=6e-4)
         assert float(row["retained mass"]) == pytest.approx(spec.retained_mass, abs=6e-4)

@@ -24,7 +24,7 @@ NASTY = '<script>alert("&")</script>'
 def quality(selection, density, increase):
     return {
         "text": NASTY, "selection": selection, "asked_mlp_density": density, "asked_head_density": 1.0,
-        "mlp_candidate_density": density, "mlp_density": density, "head_density": 1.0, "sparse_from": 0,
+        "mlp_candidates": density, "mlp_selected": density, "head_selected": 1.0, "sparse_from": 0,
         "perplexity": 12 * (1 + increase), "increase": increase, "increase_error": 0.001, "bits_per_byte": 1.1,
         "mlp_recall": 0.9, "mlp_retained_mass": 0.95, "head_recall": None, "head_retained_mass": None, "mlp_bytes": 0.1,
         "tokens": 9000,
@@ -37,7 +37,7 @@ def results():
         "documents": 3, "tokens": 9000, "bytes": 40000, "window": 64, "pretrained_paragraphs": 0,
     }  # fmt: skip
     recalls = (0.7, 0.9, 0.8, 0.75, 0.95, 0.6, 0.5, 0.55, 0.65, 0.85, 0.45)
-    layer = {"text": NASTY, "target": "mlp", "density": 0.1, "precision": 0.5, "retained_mass": 0.9}
+    layer = {"text": NASTY, "target": "mlp", "selected": 0.1, "precision": 0.5, "retained_mass": 0.9}
     layers = [layer | {"layer": number, "recall": recall} for number, recall in enumerate(recalls)]
     timing = {
         "backend": "dense",
@@ -155,8 +155,8 @@ def test_results_alone_say_what_is_missing(tmp_path):
     [
         (lambda folder: (folder / "results.json").unlink(), "results.json (python infer.py writes it) is missing"),
         (lambda folder: (folder / "results.json").write_text("{"), "is not readable JSON"),
-        (lambda folder: write_json(folder / "results.json", {"schema": 1}), "is not of schema 2"),
-        (lambda folder: write_json(folder / "results.json", {"schema": 2}), "lacks 'quality'"),
+        (lambda folder: write_json(folder / "results.json", {"schema": 1}), "is not of schema 2 or 3"),
+        (lambda folder: write_json(folder / "results.json", {"schema": 3}), "lacks 'quality'"),
         (lambda folder: (folder / "observations/cosine.csv").unlink(), "is not as it was written"),
         (lambda folder: write_json(folder / "tasks/results.json", {}), "lacks 'rows'"),
         (lambda folder: write_json(folder / "tasks/results.json", {"rows": 3}), "is not as it was written"),

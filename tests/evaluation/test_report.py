@@ -50,11 +50,11 @@ def test_rows(found):
     assert dense["bits_per_byte"] == pytest.approx(16 / np.log(2) / 30, rel=1e-5)
     assert predicted["increase"] == pytest.approx(np.expm1(0.2 / 8), rel=1e-5)
     assert predicted["increase_error"] == pytest.approx(0, abs=1e-9)
-    assert predicted["mlp_density"] == 0.1 and predicted["head_density"] == 1.0 and predicted["head_recall"] is None
-    assert predicted["mlp_candidate_density"] == 0.25 and predicted["mlp_bytes"] == 0.125
-    assert dense["mlp_bytes"] == 1 and dense["mlp_candidate_density"] is None
+    assert predicted["mlp_selected"] == 0.1 and predicted["head_selected"] == 1.0 and predicted["head_recall"] is None
+    assert predicted["mlp_candidates"] == 0.25 and predicted["mlp_bytes"] == 0.125
+    assert dense["mlp_bytes"] == 1 and dense["mlp_candidates"] is None
     mine = [row for row in found["quality"] if row["text"] == "docs"]
-    assert mine[-1]["head_density"] == 0.5 and mine[-1]["head_recall"] == 0.8
+    assert mine[-1]["head_selected"] == 0.5 and mine[-1]["head_recall"] == 0.8
     assert mine[-1]["asked_head_density"] == 0.85 and mine[-1]["head_retained_mass"] == 0.9
     other = found["quality"][-1]
     assert other["text"] == "prose" and other["increase"] == pytest.approx(np.expm1(0.9 / 8), rel=1e-5)
@@ -64,7 +64,7 @@ def test_rows(found):
     ]
     assert found["layers"][0] == {
         "text": "docs", "layer": 0, "target": "mlp",
-        "density": 0.1, "recall": 0.8, "precision": 0.8, "retained_mass": 0.9
+        "selected": 0.1, "recall": 0.8, "precision": 0.8, "retained_mass": 0.9
     }  # fmt: skip
     assert [(row["text"], row["target"]) for row in found["layers"]] == [
         ("docs", "mlp"), ("docs", "heads"), ("prose", "mlp")

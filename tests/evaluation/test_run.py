@@ -26,9 +26,9 @@ ROW_KEYS = {
     "as_calibrated",
     "asked_mlp_density",
     "asked_head_density",
-    "mlp_candidate_density",
-    "mlp_density",
-    "head_density",
+    "mlp_candidates",
+    "mlp_selected",
+    "head_selected",
     "sparse_from",
     "perplexity",
     "increase",
@@ -102,7 +102,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     printed = capsys.readouterr().out
     assert printed.startswith("the model reads")
     found = json.loads((tmp_path / "out/results.json").read_text())
-    assert found["schema"] == 2
+    assert found["schema"] == 3
     measured = {"schema", "model", "bundle", "versions", "texts", "quality", "layers", "timing", "read_gb_s"}
     assert measured | {"run", "config", "hashes", "not_measured"} == set(found)
     assert found["config"]["tokens"] == int(arguments["tokens"]) and len(found["hashes"]["model"]) == 64
@@ -114,7 +114,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     rows = found["quality"]
     assert all(row.keys() == ROW_KEYS for row in rows)
     dense = rows[0]
-    assert dense["selection"] == "dense" and dense["increase"] == 0 and dense["mlp_density"] == 1
+    assert dense["selection"] == "dense" and dense["increase"] == 0 and dense["mlp_selected"] == 1
     for row in rows[1:]:
         assert row["increase"] == pytest.approx(row["perplexity"] / dense["perplexity"] - 1, abs=2e-5)
         assert row["increase_error"] is None or row["increase_error"] >= 0
@@ -122,7 +122,7 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
         assert (row["head_recall"] is None) == (row["asked_head_density"] == 1)
         assert (row["mlp_bytes"] is None) == (row["selection"] not in ("dense", "predicted"))
     for name in ("predicted", "oracle", "random", "static", "noncontextual"):
-        assert sum(row["selection"] == name and row["head_density"] == 1 for row in rows) >= 2
+        assert sum(row["selection"] == name and row["head_selected"] == 1 for row in rows) >= 2
     assert {row["sparse_from"] for row in rows} == {0, 16}
     own = [row for row in rows if row["as_calibrated"]]
     assert rows[1] == own[0] and own[0]["selection"] == "predicted"
@@ -132,17 +132,17 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert [(row["layer"], row["target"]) for row in found["layers"]] == [
         (i, t) for t in ("mlp", "heads") for i in (0, 1)
     ]
-    assert found["layers"][0].keys() == {"text", "layer", "target", "density", "recall", "precision", "retained_mass"}
+    assert found["layers"][0].keys() == {"text", "layer", "target", "selected", "recall", "precision", "retained_mass"}
     assert [row["backend"] for row in found["timing"]] == ["dense", "dense-cpu", "cpu"]  # those of this device
     megabytes = [row["megabytes_per_token"] for row in found["timing"]]
     assert megabytes[0] is None and megabytes[1] > 0 and megabytes[2] > 0 and found["read_gb_s"] > 0.1
     for row in found["timing"]:
         assert row.keys() == {
             "backend", "device", "batch", "prompt", "new_tokens", "ms_per_token", "megabytes_per_token",
-            "mlp_density", "head_density", "second_stage",
+            "asked_mlp_density", "asked_head_density", "second_stage",
         }  # fmt: skip
         own_densities = (0.1, 0.85) if row["backend"] == "cpu" else (1.0, 1.0)
-        assert (row["mlp_density"], row["head_density"]) == pytest.approx(own_densities)
+        assert (row["asked_mlp_density"], row["asked_head_density"]) == pytest.approx(own_densities)
         assert 0 < row["ms_per_token"]["p20"] <= row["ms_per_token"]["p50"] <= row["ms_per_token"]["p80"]
     for row in rows:
         assert f"{row['perplexity']:.5g}" in printed
@@ -275,7 +275,7 @@ def test_without_numba_what_else_there_is_is_measured(arguments, monkeypatch, tm
     monkeypatch.setitem(sys.modules, "numba", None)
     assert run(arguments, tokens=0, generate="the", new_tokens=3) == 0
     found = json.loads((tmp_path / "out/results.json").read_text())
-    assert [(row["backend"], row["mlp_density"]) for row in found["timing"]] == [("dense", 1.0), ("gather", 0.1)]
+    assert [(row["backend"], row["asked_mlp_density"]) for row in found["timing"]] == [("dense", 1.0), ("gather", 0.1)]
     assert ["the CPU engine cannot be loaded" in one["why"] for one in found["not_measured"]] == [True, True]
 
 

@@ -8,8 +8,8 @@ from dejavu_train.evaluation.verdict import verdict
 
 def row(text, mlp, increase, calibrated=False, **values):
     found = {"text": text, "selection": "predicted", "sparse_from": 0, "as_calibrated": calibrated}
-    found |= {"asked_mlp_density": mlp, "asked_head_density": 0.85, "head_density": 0.85, "mlp_density": mlp}
-    found |= {"mlp_candidate_density": mlp, "mlp_retained_mass": 0.98, "increase": increase, "increase_error": 0.002}
+    found |= {"asked_mlp_density": mlp, "asked_head_density": 0.85, "head_selected": 0.85, "mlp_selected": mlp}
+    found |= {"mlp_candidates": mlp, "mlp_retained_mass": 0.98, "increase": increase, "increase_error": 0.002}
     return found | {"mlp_recall": 0.9, "head_retained_mass": 0.9, "mlp_bytes": 0.1} | values
 
 
@@ -41,7 +41,7 @@ def test_verdict_follows_the_increase(increase, said):
 
 
 def test_verdict_says_what_selections_miss_and_when_nothing_is_gained():
-    quality = [row("docs", 0.2, 0.1, mlp_retained_mass=0.7, mlp_density=0.08), row("docs", 0.4, 0.01)]
+    quality = [row("docs", 0.2, 0.1, mlp_retained_mass=0.7, mlp_selected=0.08), row("docs", 0.4, 0.01)]
     quality += [row("code", 0.2, 0.1)]  # the densities of most texts, not the largest
     lines = verdict({"quality": quality, "timing": timed(dense=8.5, dense_cpu=0.5, cpu=0.7)})
     assert lines[0].startswith("With 20 % of the neurons as candidates, 8 % selected, and 85 %")

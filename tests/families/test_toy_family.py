@@ -152,7 +152,7 @@ def test_the_bundle_is_scored(folder, run, text_file, tmp_path):
     found = json.loads((tmp_path / "results.json").read_text())
     rows = {row["selection"]: row for row in found["quality"]}
     predicted, oracle = rows["predicted"], rows["oracle"]
-    assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0.2 < predicted["mlp_density"] < 0.6
+    assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0.2 < predicted["mlp_selected"] < 0.6
     assert 0.4 < predicted["mlp_recall"] < oracle["mlp_recall"] and 0 < predicted["mlp_bytes"] < 1.1
     assert {timing["backend"] for timing in found["timing"]} == {"dense", "gather"}
     assert any("rotary" in each["why"] for each in found["not_measured"])

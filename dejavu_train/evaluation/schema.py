@@ -1,0 +1,31 @@
+"""The schema of results.json, and how a file of the schema before reads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SCHEMA = 3
+_RENAMED = {  # part -> name in schema 2, name now: the same name stood for candidates in one part, selected in another
+    "quality": {
+        "mlp_candidate_density": "mlp_candidates",
+        "mlp_density": "mlp_selected",
+        "head_density": "head_selected",
+    },
+    "layers": {"density": "selected"},
+    "timing": {"mlp_density": "asked_mlp_density", "head_density": "asked_head_density"},
+}
+
+
+def current(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A results.json of schema 2 with the names of schema 3. Others stay as they are.
+
+    >>> current({"schema": 2, "layers": [{"density": 0.1, "recall": 0.9}]})
+    {'schema': 3, 'layers': [{'selected': 0.1, 'recall': 0.9}]}
+    """
+    if found.get("schema") != 2:
+        return dict(found)
+    renamed = {
+        part: [{names.get(name, name): value for name, value in row.items()} for row in found[part]]
+        for part, names in _RENAMED.items()
+        if part in found
+    }
+    return {**found, "schema": SCHEMA, **renamed}
