@@ -35,7 +35,9 @@ smartquotes = False
 
 html_theme = "furo"
 html_title = f"dejavu_train {release}"
-html_static_path: list[str] = []
+html_static_path = ["site"]
+html_css_files = ["site.css"]
+html_show_copyright = False
 html_copy_source = False
 html_show_sphinx = False
 
