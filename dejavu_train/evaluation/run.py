@@ -123,8 +123,8 @@ def run(config: InferConfig) -> None:
             written.append(str(picture))
         else:
             drawable = any(row["selection"] == "predicted" for row in found["quality"])
-            why = "matplotlib is not installed (pip install matplotlib)" if drawable else "no predicted row was scored"
-            logger.info("no curve.png: %s", why)
+            missing = "no curve.png: matplotlib is not installed (pip install matplotlib)"
+            logger.info(missing if drawable else "no curve.png: no predicted row was scored")
     written.append(str(write_report(config.output)))
     logger.info("wrote %s", " and ".join(written))
     if said := verdict(found):
