@@ -1,8 +1,11 @@
 """The selections that a predictor is compared with. Each takes as many units per token as the predictor took.
 
-So only the choice differs: ``oracle`` takes the largest contributions of this token in the dense pass, ``random`` any,
-``static`` those most often needed on the calibration documents, ``noncontextual`` the largest contributions when the
-token's embedding is sent through each block alone (Deja Vu, section 5.2).
+So only the choice differs:
+
+- ``oracle`` takes the largest contributions of this token in the dense pass.
+- ``static`` takes what was most often needed on the calibration documents, and ``random`` anything.
+- ``noncontextual`` sends the token's embedding through each block alone (Deja Vu, section 5.2).
+  It takes the largest contributions there.
 
 Letters: B batch, T positions, n units (neurons or heads).
 """

@@ -36,8 +36,8 @@ def plan(config: InferConfig) -> Further:
     """Read the options of everything that is asked for, before anything slow starts.
 
     Raises:
-        UserError: an option that the command does not have or would refuse, a text or a folder of tasks that is not
-            there, an unknown task, or lm-eval is not installed.
+        UserError: an option that the command does not have or would refuse. A text or a folder of tasks that is not
+            there. An unknown task. lm-eval is not installed.
     """
     tasks = None
     if config.tasks is not None:

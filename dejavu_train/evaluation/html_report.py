@@ -51,9 +51,12 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Everything in a results folder. ``curve`` and ``panels`` are pictures of the quality rows as SVG: one text with
-    its verdict, and every text. ``observed`` is observations.json, ``tasks`` the rows of each file of tasks,
-    ``trend`` the picture of the paper's Fig. 7 as SVG, ``generation`` generation.json with its picture as ``svg``."""
+    """Everything in a results folder, pictures as SVG.
+
+    ``curve`` and ``panels`` are pictures of the quality rows: one text with its verdict, and every text. ``observed``
+    is observations.json, and ``tasks`` the rows of each file of tasks. ``trend`` is the picture of the paper's Fig. 7.
+    ``generation`` is generation.json with its picture as ``svg``.
+    """
 
     folder: Path
     found: dict[str, Any]

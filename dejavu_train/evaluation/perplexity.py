@@ -1,8 +1,8 @@
 """Reads held-out documents, a dense model and a bundle. Writes perplexity rows and a table per layer.
 
-Every row scores the same tokens through the backend ``mask``, batch by batch: first the dense pass, which gives the
-reference and the contributions for the oracle, then for each pair of densities the predicted selection, then the
-yardsticks at the counts that the predictor took. Errors are those of a paired bootstrap over documents.
+Every row scores the same tokens through the backend ``mask``, batch by batch. First comes the dense pass, which gives
+the reference and the contributions for the oracle. For each pair of densities the predicted selection follows, then
+the yardsticks at the counts that the predictor took. Errors are those of a paired bootstrap over documents.
 
 Letters: B windows, T positions, n units, V vocabulary.
 """
@@ -79,9 +79,9 @@ class EvalResult:
     """What one row came to.
 
     ``nats`` are summed per document, ``sums`` per (layer, target). Predicted rows also have ``candidates``, by layer
-    how many neurons passed the first stage of a cascade, and ``mlp_bytes``, what the MLPs and their predictors read
-    over what the dense MLPs read, counted on the measured positions. ``calibrated``: the bundle's own densities of MLPs
-    and heads, which stand where the row asks for no other.
+    how many neurons passed the first of two stages. Their ``mlp_bytes`` are what the MLPs and their predictors read
+    over what the dense MLPs read. They are counted on the measured positions. ``calibrated``: the bundle's own
+    densities of MLPs and heads, which stand where the row asks for no other.
     """
 
     row: EvalSetting
@@ -109,8 +109,8 @@ def hold_out(
 ) -> EvalCorpus:
     """Cut documents into windows. About ``next_tokens`` tokens at most, documents drawn in a fixed random order.
 
-    A budget is spread over ``spread`` documents: each gives up to that share of it, but at least a window, in rounds,
-    so that no long one stands for a whole text.
+    A budget is spread over ``spread`` documents, so that no long one stands for a whole text. In rounds each gives at
+    most its share, and at least a window.
     """
     order = list(range(len(documents)))
     if tokens is not None:

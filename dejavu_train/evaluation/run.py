@@ -57,8 +57,8 @@ def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: b
 
     Args:
         targets: of the bundle. No row stands at densities of others.
-        first: of the first text. Later ones take predicted and oracle rows only, and the heads' densities at the
-            largest of ``densities``, unless ``yardstick_texts`` is ``all``: each row is a pass.
+        first: of the first text. Later ones take predicted and oracle rows only, because each row is a pass. They take
+            the heads' densities at the largest of ``densities``. With ``yardstick_texts`` ``all`` they have every row.
     """
     whole = first or config.yardstick_texts == "all"
     names = [name for name in config.selections if name in ("predicted", "oracle") or (whole and name != "dense")]

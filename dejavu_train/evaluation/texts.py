@@ -81,9 +81,8 @@ def load_text(
 
     Args:
         name: of the text in results and messages.
-        set_name: the set that is scored of a source that is split: the one that the predictors were trained on,
-            ``installed-docs`` (on whose ``train`` documents the embedded model was pretrained), hub datasets
-            and classes.
+        set_name: the set that is scored of a source that is split. These are the source of the predictors, hub
+            datasets, classes, and ``installed-docs``, on whose ``train`` documents opt-mini was pretrained.
         model: folder or hub id. The folder may carry hashes of the paragraphs it was pretrained on.
         trained: of :func:`trained_text`.
         window: ``</s>`` and ``window`` - 1 new tokens.

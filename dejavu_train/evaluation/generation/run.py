@@ -74,9 +74,9 @@ class GenerationRow:
 
     ``agreement`` is the mean over positions, ``late_agreement`` over the last quarter. ``median_divergence`` counts the
     tokens that are the same before the first other one. It is ``new_tokens`` where half the texts never part.
-    ``dense_choice`` (greedy) is the share of tokens that the dense model would have chosen behind the same past: it
-    does not sink only because two texts have parted. ``perplexity`` is of the generated text under the dense model,
-    ``change`` that over the dense model's own text, with the error of a paired bootstrap over prompts. ``repetition``
+    ``dense_choice`` (greedy) is the share of tokens that the dense model would have chosen behind the same past. It
+    does not sink only because two texts have parted. ``perplexity`` is of the generated text under the dense model.
+    ``change`` is that over the dense model's own text. Its error is a paired bootstrap over prompts. ``repetition``
     is the share of repeated 4-grams. ``candidates`` and ``retained_mass`` are what a guard measured on dense tokens.
     """
 

@@ -1,8 +1,8 @@
 """Lays requests for log-likelihoods out in rows, so that no token is computed twice without need.
 
-Answers to one question share their context: a row is the context with the answers behind it, each at the positions
-that it would have alone, and a mask lets it see the context and itself. Answers that differ in their last token alone
-are one branch, because that token is never an input.
+Answers to one question share their context: a row is the context with the answers behind it. Each stands at the
+positions that it would have alone. A mask lets it see the context and itself. Answers that differ in their last token
+alone are one branch, because that token is never an input.
 
 Letters: B rows, T tokens of the longest row, V vocabulary.
 """

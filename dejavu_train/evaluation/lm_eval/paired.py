@@ -12,8 +12,8 @@ import numpy as np
 def mcnemar(correct: Sequence[float], correct_dense: Sequence[float]) -> tuple[float, float]:
     """Difference of two accuracies on the same examples, and its standard error.
 
-    With b examples that only the first and c that only the second answers correctly, of n: the difference is
-    (b - c) / n, its variance (b + c - (b - c)^2 / n) / n^2 (McNemar 1947, the examples on which both agree drop out).
+    Of n examples only the first answers b correctly, and only the second c. The difference is ``(b - c) / n``. Its
+    variance is ``(b + c - (b - c)^2 / n) / n^2``. Examples on which both agree drop out (McNemar).
 
     >>> mcnemar([1, 1, 0, 0], [1, 0, 0, 0])
     (0.25, 0.21650635094610965)

@@ -102,7 +102,7 @@ def build_questions(names: Sequence[str], options: AskedOptions, shots: int) -> 
     """The requests of the tasks' examples, the first ``limit`` of each.
 
     Raises:
-        UserError: an unknown task, a missing file, a line that is no record, a set that cannot be fetched, or one with
+        UserError: an unknown task, a missing file, or a line that is no record. A set that cannot be fetched, or has
             too few records for the examples.
     """
     manager, chosen = find_tasks(names, options)
