@@ -57,7 +57,8 @@ class Attention:
             if heads is None:
                 every = head_selection(work.q.shape[1], work.q.device)
                 every.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
-                self.predictor = HeadPredictor(None, None, None, every)
+                # Without rows of heads, bias and threshold are never read. What no step writes stands there.
+                self.predictor = HeadPredictor(None, mlp.predictor.bias, mlp.predictor.threshold, every)
             if late is None:
                 self.site = SiteRows.of(self.predictor.rows, mlp.predictor.weights, weights.norm1)
 

@@ -14,7 +14,7 @@ class Counting(Session):
     """Steps in twos. At ``fault`` the numbers of a row are no longer finite."""
 
     shape = ModelDims(8, 16, 2, 2, 50, 40)
-    batch, context, predictors = 2, 40, ()
+    batch, context, plan = 2, 40, SimpleNamespace(selecting={})
 
     def __init__(self, fault=-1):
         super().__init__()
