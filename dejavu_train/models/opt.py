@@ -283,6 +283,13 @@ def _rows(files: Iterable[Path], full: bool, spelling: Spelling) -> dict[str, by
     return rows
 
 
+def _hash_file(file: Path, full: bool) -> list[tuple[str, bytes]]:
+    return list(_rows([file], full, _canonical).items())
+
+
+_hash_safetensors = _hash_pickled = _hash_file  # earlier names, for programs that were written for 0.1
+
+
 def _digest(rows: Mapping[str, bytes], full: bool) -> str:
     digest = hashlib.sha256()
     for name in sorted(rows):
