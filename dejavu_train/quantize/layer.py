@@ -24,7 +24,7 @@ from dejavu_train.quantize.rounding import round_nearest
 
 @dataclass
 class Batch:
-    """Calibration windows: hidden (B, T, d) fp32 before or behind a layer. Real (B, T) bool, false for padding, which
+    """Calibration windows: hidden (B, T, d) fp32 before or behind a layer, `real` (B, T) bool, false for padding, which
     stands on the right."""
 
     hidden: Tensor

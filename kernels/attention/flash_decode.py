@@ -10,7 +10,7 @@ Position, watermark and selection are older than the launch before this one, and
 they are read before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may
 read early only what is older than q/k/v.
 Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
-q (B, h, head_dim) fp32. Caches (B, h, T, head_dim). Out (B, h * head_dim) fp32, or fp16, to which it is then rounded.
+q (B, h, head_dim) fp32. Caches (B, h, T, head_dim). `out` (B, h * head_dim) fp32, or rounded to fp16.
 Watermark (B, h) int32.
 """
 
@@ -46,7 +46,7 @@ def program_of_several_rows(capacity: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32. Tickets (B*h), else zero."""
+    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32, tickets (B*h), else zero."""
 
     partial: torch.Tensor
     largest: torch.Tensor

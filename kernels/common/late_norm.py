@@ -72,7 +72,7 @@ def late_factors_reference(norm: LateNorm, d: int) -> Tensor:
 
 @triton.jit
 def add_moments(moments, z):
-    """Adds a stripe's sums. Z is zero beyond the row."""
+    """Adds a stripe's sums, where z is zero beyond the row."""
     sums = sums_together((z, z * z), 2)
     tl.atomic_add(moments, (sums[0] * FIRST_UNIT).to(tl.int64), sem="relaxed")
     tl.atomic_add(moments + 1, (sums[1] * SECOND_UNIT).to(tl.int64), sem="relaxed")

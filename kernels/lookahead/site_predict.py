@@ -1,9 +1,10 @@
 """Look-ahead, stage 1: head selection and the first half of an MLP predictor of `attn_in`, in one grid.
 
-The rows of both predictors times n = LayerNorm(x), as in `predict_down`. N is kept in attn_in as well:
+The rows of both predictors times n = LayerNorm(x), as in `predict_down`. The input n is kept in attn_in as well:
     head i is selected where <heads[i], n> + bias[i] > threshold.   hidden[r] = act(scale[r] <down[r], n>)
 One batch row: x (1, d) fp32, heads (h, d), down (rank, d) as `predict_down` takes it: numbers, or int8 codes or nibbles
-with a scale a row. Hidden (1, rank) fp32. The first programs have rows of the heads' predictor, the others of `down`.
+with a scale a row. The output `hidden` is (1, rank) fp32. The first programs have rows of the heads' predictor, the
+others of `down`.
 Without heads (h = 0) only `down` is multiplied, and n kept.
 Formulas and layouts of the selection as in `head_select`. The other stages are `qkv_select` and `attend_pack`.
 """

@@ -47,8 +47,9 @@ def store_chosen(
 def store_chosen_rows(
     logits, limit, state, b, rows, pid, ids_ptr, counts_ptr, row_bits_ptr, logits_ptr, n, batch, BLOCK: tl.constexpr
 ):
-    """The same of several batch rows b by their logits (BLOCK, rows), which are stored unless logits_ptr is None. State
-    (1, rows) or None. Returns which neurons any row selects: (BLOCK,) int32 0/1."""
+    """The same of several batch rows b by their logits (BLOCK, rows), which are stored unless logits_ptr is None.
+
+    state: (1, rows) or None. Returns which neurons any row selects: (BLOCK,) int32 0/1."""
     inside = rows < n
     valid = inside[:, None] & (b < batch)[None, :]
     if logits_ptr is not None:
