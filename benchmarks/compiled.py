@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,23 +26,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks.rows import command_line
-from kernels import sampling
-from kernels.attention import flash_decode, out_projection, qkv
-from kernels.attention.head_select import HeadPredictor
-from kernels.common import checks, launch
-from kernels.common.kv_cache import KvCache
-from kernels.common.late_norm import LateNorm
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.common.partial_sums import partial_sums
-from kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
-from kernels.dense.screened_head import ScreenedHead
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Linear, MlpWeights, Rows
-from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from kernels.mlp import int4_fc2, int4_mlp, pack, predict, select, sparse_mlp
-from kernels.mlp.predictor import Predictor, PredictorWeights
-from kernels.mlp.selection import Selection
-from kernels.sampling import TokenState
+from dejavu_train.kernels.attention import flash_decode, out_projection, qkv
+from dejavu_train.kernels.attention.head_select import HeadPredictor
+from dejavu_train.kernels.common import checks, launch
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.late_norm import LateNorm
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
+from dejavu_train.kernels.dense.screened_head import ScreenedHead
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear, MlpWeights, Rows
+from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
+from dejavu_train.kernels.mlp import int4_fc2, int4_mlp, pack, predict, select, sparse_mlp
+from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.sample import sampling
+from dejavu_train.kernels.sample.sampling import TokenState
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Case = tuple[str, Callable[[], Any]]  # name and call
@@ -94,17 +93,16 @@ def pretend_a_gpu() -> None:
     """CPU tensors pass for those of a GPU with dependent launches and 132 multiprocessors."""
     assert not checks.INTERPRET, "run without TRITON_INTERPRET"
     triton.runtime.driver.set_active(_Device())
-    for name, module in list(sys.modules.items()):
-        if name.startswith("kernels."):
-            for attribute, stand_in in (
-                ("check_device", lambda *_: None),
-                ("n_sms", lambda _: 132),
-                ("use_pdl", lambda pdl, _: pdl),
-                ("fetches_rows", lambda _: True),
-                ("programmatic", lambda _, pdl: (True, pdl)),
-            ):
-                if hasattr(module, attribute):
-                    setattr(module, attribute, stand_in)
+    for module in launch.loaded_kernels():
+        for attribute, stand_in in (
+            ("check_device", lambda *_: None),
+            ("n_sms", lambda _: 132),
+            ("use_pdl", lambda pdl, _: pdl),
+            ("fetches_rows", lambda _: True),
+            ("programmatic", lambda _, pdl: (True, pdl)),
+        ):
+            if hasattr(module, attribute):
+                setattr(module, attribute, stand_in)
     launch._knows_pdl = lambda _: True  # type: ignore[assignment]
 
 

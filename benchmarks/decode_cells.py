@@ -5,7 +5,7 @@ import itertools
 from dataclasses import dataclass
 
 from benchmarks.decode_problem import UNION
-from kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.common.limits import MOST_TOKENS
 
 ENGINES = ("dense", "sparse", "hf", "hf-compile")
 NOT_OPTIONS = ("engine", "batch", "prompt", "breakdown")

@@ -213,7 +213,7 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
         return transformers_writer(model, settings), "transformers"
     from dejavu_train.engine.decode import DecodeEngine  # imports triton
     from dejavu_train.engine.options import EngineOptions
-    from kernels.common.checks import HEAD_DIMS
+    from dejavu_train.kernels.common.checks import HEAD_DIMS
 
     if dims_of(model.config).head_dim not in HEAD_DIMS:
         return transformers_writer(model, settings), "transformers"

@@ -8,7 +8,6 @@ this cannot find is a missing one.
 
 import ctypes
 import re
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -45,18 +44,18 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     """Kernels that import a queue's functions run their assembly, all other arithmetic stays plain."""
     import triton.language as tl
 
-    import kernels.attention.qkv
-    import kernels.dense.dense_gemv
-    import kernels.dense.int4_batch
-    import kernels.mlp.int4_mlp  # noqa: F401
-    from kernels.common import int4_mma, int4_norm, lane_queue, shared_rows
+    import dejavu_train.kernels.attention.qkv
+    import dejavu_train.kernels.dense.dense_gemv
+    import dejavu_train.kernels.dense.int4_batch
+    import dejavu_train.kernels.mlp.int4_mlp  # noqa: F401
+    from dejavu_train.kernels.common import int4_mma, int4_norm, lane_queue, launch, shared_rows
 
     state = carried_out(monkeypatch)
     # Called from Python, a function's tuples are not those that the interpreter makes of a kernel's.
     both = lambda one, two: tl.tuple([*one, *two])  # noqa: E731
     monkeypatch.setattr(tl.tuple, "__add__", both)
     monkeypatch.setattr(tl.tuple, "__radd__", lambda self, before: both(before, self), raising=False)
-    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.") and module != lane_queue]
+    modules = [module for module in launch.loaded_kernels() if module != lane_queue]
     for owner, names in (
         (
             lane_queue,

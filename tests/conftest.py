@@ -27,7 +27,7 @@ WORDS = (
 
 @pytest.fixture(scope="session", autouse=True)
 def _a_faster_interpreter():
-    from kernels.common.checks import INTERPRET
+    from dejavu_train.kernels.common.checks import INTERPRET
 
     if INTERPRET:
         from interpreter import spare_wasted_work
@@ -125,7 +125,7 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif item.path.is_relative_to(KERNEL_TESTS):
-            from kernels.common.checks import INTERPRET
+            from dejavu_train.kernels.common.checks import INTERPRET
 
             if not INTERPRET:
                 raise pytest.UsageError("triton was imported before conftest.py: run with TRITON_INTERPRET=1")

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.int4 import Int4Rows
 
 
 def random_rows(device, *shape: int, group: int = 128, size: float = 0.05) -> Int4Rows:

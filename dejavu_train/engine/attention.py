@@ -11,10 +11,10 @@ from torch import Tensor
 from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
-from kernels.attention.head_select import HeadPredictor, head_selection
-from kernels.common.kv_cache import KvCache
-from kernels.lookahead.mlp_ahead import LateSite
-from kernels.lookahead.site_predict import SiteRows
+from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
+from dejavu_train.kernels.lookahead.site_predict import SiteRows
 
 
 class Attention:

@@ -27,7 +27,7 @@ from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
 from dejavu_train.errors import Unsupported
 from dejavu_train.families import Target, UnitKey
-from kernels.common.checks import runs_on
+from dejavu_train.kernels.common.checks import runs_on
 
 
 class EngineBackend(EnginePool):

@@ -6,11 +6,11 @@ from torch import Tensor
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import LayerWeights
-from kernels.common.kv_cache import KvCache
-from kernels.common.late_norm import LateNorm
-from kernels.common.limits import MOST_TOKENS
-from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
-from kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.late_norm import LateNorm
+from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
+from dejavu_train.kernels.mlp.pack import PackedSelection
 
 
 class Carried:

@@ -29,8 +29,8 @@ from dejavu_train.engine.turns import in_turn
 from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey, dims_of
+from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.finite import not_finite
-from kernels.common.checks import runs_on
 
 DEFAULTS = EngineOptions()
 CHUNK = 16  # steps between looks at the rows, when nobody listens

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.kernels.common.limits import MOST_TOKENS, TILE_ROWS, TILED_FROM
 from dejavu_train.models.int4 import CodedLinear
-from kernels.common.limits import MOST_TOKENS, TILE_ROWS, TILED_FROM
 
 if TYPE_CHECKING:  # they load Triton, sizes do not
     from dejavu_train.engine.predictors import TargetPredictor
@@ -40,7 +40,7 @@ def scratch_bytes(shape: ModelDims, batch: int, packed: bool, packed_head: bool 
 
 
 def late_bytes(shape: ModelDims, context: int, ranks: Iterable[int]) -> int:
-    """Of layers whose LayerNorm comes late (`kernels.lookahead.mlp_ahead`), by the ranks of their MLPs' predictors.
+    """Of layers whose LayerNorm comes late (`kernels/lookahead/mlp_ahead.py`), by the ranks of their MLPs' predictors.
 
     Each holds sums of q/k/v's rows and factors of every position. Where the first half of the MLP's predictor is laid
     out as tiles it stands there once more, without its scales.

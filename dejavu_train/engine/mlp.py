@@ -9,7 +9,7 @@ from torch import Tensor
 from dejavu_train.engine.planned import HalfPlan, Kernels, Packer, Run
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
-from kernels.lookahead.mlp_ahead import LateSite
+from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
 
 
 class Mlp:

@@ -6,25 +6,25 @@ from torch import Tensor
 
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
-from kernels import sampling
-from kernels.attention import flash_decode, head_select, out_projection, qkv
-from kernels.attention.flash_decode import AttentionScratch
-from kernels.attention.head_select import HeadPredictor
-from kernels.common import layer_norm
-from kernels.common.kv_cache import KvCache
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.dense import dense_batch, dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
-from kernels.dense.screened_head import Chosen, ScreenedHead
-from kernels.formats.matrix import Linear, Matrix, MlpWeights
-from kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from kernels.lookahead.mlp_ahead import LateSite
-from kernels.lookahead.site_predict import SiteRows
-from kernels.mlp import int4_fc2, int4_mlp, pack, select, sparse_mlp, sparse_mlp_batch
-from kernels.mlp.pack import PackedSelection
-from kernels.mlp.predictor import Predictor
-from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_mlp_batch import BatchActivations
-from kernels.sampling import TokenState
+from dejavu_train.kernels.attention import flash_decode, head_select, out_projection, qkv
+from dejavu_train.kernels.attention.flash_decode import AttentionScratch
+from dejavu_train.kernels.attention.head_select import HeadPredictor
+from dejavu_train.kernels.common import layer_norm
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.dense import dense_batch, dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
+from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead
+from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
+from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
+from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
+from dejavu_train.kernels.lookahead.site_predict import SiteRows
+from dejavu_train.kernels.mlp import int4_fc2, int4_mlp, pack, select, sparse_mlp, sparse_mlp_batch
+from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp.predictor import Predictor
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
+from dejavu_train.kernels.sample import sampling
+from dejavu_train.kernels.sample.sampling import TokenState
 
 
 class StepOps(Protocol):

@@ -22,8 +22,7 @@ from dejavu_train.engine.planned import Early, Engine, Formats, HalfPlan, Kernel
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import engine_refusal
-from dejavu_train.models.opt import DTYPES
-from kernels.common.limits import (
+from dejavu_train.kernels.common.limits import (
     DRIVERS_CARVEOUT,
     HEAD_DIMS,
     INT4_CARVEOUT,
@@ -34,6 +33,7 @@ from kernels.common.limits import (
     takes_down,
     takes_nibbles,
 )
+from dejavu_train.models.opt import DTYPES
 
 MEASURED_FROM = 4096  # d from which lists of several rows were timed
 # Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its

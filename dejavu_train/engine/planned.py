@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
-from kernels.common.limits import DRIVERS_CARVEOUT
+from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT
 
 
 class Engine(StrEnum):

@@ -15,7 +15,7 @@ from torch import Tensor
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.families.block import forward_block
 from dejavu_train.families.opt import POSITIONS_OFFSET
-from kernels.common.layer_norm import layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
 

@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
-from kernels.common.kv_cache import KvCache
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense.dense_gemv import operands_reference
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
-from kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference
-from kernels.mlp.pack import PackedSelection
-from kernels.mlp.predictor import Predictor
-from kernels.mlp.select import predict_select_reference
-from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
+from dejavu_train.kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.dense.dense_gemv import operands_reference
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
+from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference
+from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp.predictor import Predictor
+from dejavu_train.kernels.mlp.select import predict_select_reference
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +54,7 @@ def predict_select(
     logits_out: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.mlp.select.predict_select`."""
+    """See `dejavu_train.kernels.mlp.select.predict_select`."""
     if ln is not None:
         x = layer_norm_reference(x, ln, torch.float32 if normalised_out is None else normalised_out.dtype)
     if normalised_out is not None:
@@ -68,12 +68,12 @@ def predict_select(
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
-    """See `kernels.common.layer_norm.layer_norm`."""
+    """See `dejavu_train.kernels.common.layer_norm.layer_norm`."""
     out.copy_(layer_norm_reference(x, ln, out.dtype))
 
 
 def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
-    """See `kernels.mlp.pack.pack`."""
+    """See `dejavu_train.kernels.mlp.pack.pack`."""
     ids = rows.indices()
     out.ids[: len(ids)] = ids.int()
     out.count.fill_(len(ids))
@@ -91,7 +91,7 @@ def attend_pack(
     pdl: bool = False,
     mean: Tensor | None = None,
 ) -> None:
-    """See `kernels.lookahead.attend_pack.attend_pack`."""
+    """See `dejavu_train.kernels.lookahead.attend_pack.attend_pack`."""
     flash_decode_reference(q, cache, selection, position, out, mean=mean)
     pack(mlp_selection, packed)
 
@@ -107,7 +107,7 @@ def sparse_mlp(
     early: str | None = None,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.mlp.sparse_mlp.sparse_mlp`."""
+    """See `dejavu_train.kernels.mlp.sparse_mlp.sparse_mlp`."""
     ids = rows.ids[: int(rows.count)].long()
     w1, w2 = (fc.weight.parts()[0] for fc in (weights.up, weights.down))
     n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
@@ -126,7 +126,7 @@ def mlp_ahead(
     early: str | None = None,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.lookahead.mlp_ahead.mlp_ahead`."""
+    """See `dejavu_train.kernels.lookahead.mlp_ahead.mlp_ahead`."""
     sparse_mlp(x, ln, weights, x, rows, out)
     add_ahead_reference(x, out, ahead)
 
@@ -134,7 +134,7 @@ def mlp_ahead(
 def fc1_batch(
     x: Tensor, weight: Matrix, bias: Tensor, selection: Selection, out: BatchActivations, pdl: bool = False
 ) -> None:
-    """See `kernels.mlp.sparse_mlp_batch.fc1_batch`."""
+    """See `dejavu_train.kernels.mlp.sparse_mlp_batch.fc1_batch`."""
     h = fc1_batch_reference(x, weight, bias, selection.to_mask(len(x))).to(out.values.dtype)
     ids = selection.indices()
     out.ids[: len(ids)] = ids.int()
@@ -145,14 +145,14 @@ def fc1_batch(
 def fc2_batch(
     rows: BatchActivations, weight_t: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
 ) -> None:
-    """See `kernels.mlp.sparse_mlp_batch.fc2_batch`."""
+    """See `dejavu_train.kernels.mlp.sparse_mlp_batch.fc2_batch`."""
     out.copy_(fc2_batch_reference(rows.to_dense(len(out)), weight_t, bias, residual))
 
 
 def dense_hidden(
     x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor | None, activation: str, pdl: bool = False
 ) -> Tensor:
-    """See `kernels.dense.dense_batch.dense_hidden`."""
+    """See `dejavu_train.kernels.dense.dense_batch.dense_hidden`."""
     numbers, n = operands_reference(x, ln, weight)
     y = F.linear(n, numbers, None if bias is None else bias.to(numbers.dtype))
     return y.relu() if activation == "relu" else y
@@ -167,7 +167,7 @@ def dense_add(
     transposed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """See `kernels.dense.dense_batch.dense_add`."""
+    """See `dejavu_train.kernels.dense.dense_batch.dense_add`."""
     (numbers,) = weight.parts()
     product = y.to(numbers.dtype) @ numbers if transposed else F.linear(y.to(numbers.dtype), numbers)
     out.copy_(product.float() + bias.float() + residual)

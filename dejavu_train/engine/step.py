@@ -22,13 +22,13 @@ from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
-from kernels.attention import head_select
-from kernels.common import launch
-from kernels.common.kv_cache import KvCache
-from kernels.dense.screened_head import ScreenedHead
-from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
-from kernels.mlp.pack import packed_block
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.attention import head_select
+from dejavu_train.kernels.common import launch
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.dense.screened_head import ScreenedHead
+from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
+from dejavu_train.kernels.mlp.pack import packed_block
+from dejavu_train.kernels.mlp.selection import Selection
 
 BATCH_BLOCK = 64  # of the selections of several rows
 
@@ -55,7 +55,7 @@ class DecodeStep:
         layers: of the model. measured: the same in a dense step that a guard measures. None without one.
         x: (2 n_layers + 1, B, d) fp32, the residual stream in front of each half and behind the last. One buffer a
             half, because a look-ahead predictor may still read an older one.
-        state: the tokens and all that decides about them, see `kernels.sampling`.
+        state: the tokens and all that decides about them, see `dejavu_train.kernels.sample.sampling`.
         logits: (B, V) fp32, of the last step that was not screened.
         screen: the LM head with its screen, or None.
     """

@@ -27,13 +27,13 @@ from dejavu_train.engine.planned import Formats
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.opt import DOWN, OUT, POSITIONS_OFFSET, QKV, UP
 from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.formats.format import Format
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
 

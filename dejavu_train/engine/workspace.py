@@ -9,16 +9,16 @@ from dejavu_train.engine.carried import Carried
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
-from kernels.attention.flash_decode import AttentionScratch
-from kernels.attention.head_select import HeadPredictor
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.common.limits import MOST_TOKENS
-from kernels.common.partial_sums import partial_sums
-from kernels.mlp.pack import PackedSelection
-from kernels.mlp.predictor import Predictor
-from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_mlp_batch import BatchActivations
-from kernels.sampling import TokenState
+from dejavu_train.kernels.attention.flash_decode import AttentionScratch
+from dejavu_train.kernels.attention.head_select import HeadPredictor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp.predictor import Predictor
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
+from dejavu_train.kernels.sample.sampling import TokenState
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ from dejavu_train.evaluation.timing import (
 )
 from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.families import TARGETS, Target
+from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.finite import FiniteLogits
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseCausalLM
 from dejavu_train.sparse.runtime import ENGINES
-from kernels.common.checks import runs_on
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from dejavu_train.families import ModelDims
 from dejavu_train.families.opt import DOWN, OUT
 from dejavu_train.families.plain import RowLinear
+from dejavu_train.kernels.formats.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
 from dejavu_train.models.int4_sizes import RowSizes, row_sizes
-from kernels.formats.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
 
 
 @dataclass(frozen=True)

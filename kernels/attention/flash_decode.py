@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
-from kernels.common.kv_cache import KvCache
-from kernels.common.launch import start_dependents_and_wait, use_pdl
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
+from dejavu_train.kernels.mlp.selection import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
 WARPS = {32: 2, 64: 2, 128: 4}  # of a program, for one row

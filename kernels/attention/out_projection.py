@@ -18,14 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.head_select import selected_heads
-from kernels.attention.out_projection_int4 import HeadRowSettings, project_head_rows, project_head_rows_reference
-from kernels.common.checks import check_device, check_numbers, check_shape
-from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.dense.dense_batch import dense_add
-from kernels.formats.format import Format
-from kernels.formats.matrix import Matrix
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.attention.head_select import selected_heads
+from dejavu_train.kernels.attention.out_projection_int4 import (
+    HeadRowSettings,
+    project_head_rows,
+    project_head_rows_reference,
+)
+from dejavu_train.kernels.common.checks import check_device, check_numbers, check_shape
+from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.dense.dense_batch import dense_add
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import Matrix
+from dejavu_train.kernels.mlp.selection import Selection
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own
 

@@ -20,19 +20,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.head_select import selected_heads
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_head_dim, check_int4, check_shape, require
-from kernels.common.int4_mma import column_sums, from_lane, int4_mma, unit_vector
-from kernels.common.int4_numbers import written_out_by_output
-from kernels.common.int4_tiles import split_words
-from kernels.common.lane_queue import ask, even_room, lane_queue, take
-from kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
-from kernels.common.limits import MOST_TOKENS
-from kernels.dense.dense_batch import dense_add
-from kernels.dense.int4_batch import int4_by_head
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Rows
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.attention.head_select import selected_heads
+from dejavu_train.kernels.common.checks import (
+    INTERPRET,
+    check_device,
+    check_dtype,
+    check_head_dim,
+    check_int4,
+    check_shape,
+    require,
+)
+from dejavu_train.kernels.common.int4_mma import column_sums, from_lane, int4_mma, unit_vector
+from dejavu_train.kernels.common.int4_numbers import written_out_by_output
+from dejavu_train.kernels.common.int4_tiles import split_words
+from dejavu_train.kernels.common.lane_queue import ask, even_room, lane_queue, take
+from dejavu_train.kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.dense.dense_batch import dense_add
+from dejavu_train.kernels.dense.int4_batch import int4_by_head
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.mlp.selection import Selection
 
 ROWS = tl.constexpr(8)
 

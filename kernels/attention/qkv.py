@@ -24,15 +24,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.qkv_int4 import own_tile
-from kernels.attention.qkv_pairs import places, store_rows
-from kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
-from kernels.common.kv_cache import KvCache
-from kernels.common.launch import row_or, use_pdl, wait_for_predecessor
-from kernels.common.limits import MOST_TOKENS
-from kernels.formats.format import Format
-from kernels.formats.matrix import Linear
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.attention.qkv_int4 import own_tile
+from dejavu_train.kernels.attention.qkv_pairs import places, store_rows
+from dejavu_train.kernels.common.checks import INTERPRET, check_dtype, check_projection, check_shape, require
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.launch import row_or, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.mlp.selection import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 

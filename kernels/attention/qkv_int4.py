@@ -23,11 +23,11 @@ of an MLP predictor, and count themselves in `arrived` when their values lie in 
 import triton
 import triton.language as tl
 
-from kernels.attention.qkv_pairs import places, store_rows
-from kernels.common.int4_mma import ask_inputs, ask_words, first_scales, int4_tile, tile_bytes
-from kernels.common.lane_queue import drain, lane_queue
-from kernels.common.late_norm import late_factors
-from kernels.common.launch import count_program, wait_for_predecessor
+from dejavu_train.kernels.attention.qkv_pairs import places, store_rows
+from dejavu_train.kernels.common.int4_mma import ask_inputs, ask_words, first_scales, int4_tile, tile_bytes
+from dejavu_train.kernels.common.lane_queue import drain, lane_queue
+from dejavu_train.kernels.common.late_norm import late_factors
+from dejavu_train.kernels.common.launch import count_program, wait_for_predecessor
 
 ROWS = tl.constexpr(16)
 SHARE = tl.constexpr(2)  # items of a program of an idle head, at most: they take as long as the others' two rounds do

@@ -5,11 +5,11 @@ import os
 import torch
 from torch import Tensor
 
-from kernels.common.kv_cache import KvCache
-from kernels.common.limits import HEAD_DIMS
-from kernels.formats.format import Format
-from kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
-from kernels.formats.matrix import Linear, Matrix
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.limits import HEAD_DIMS
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear, Matrix
 
 # As Triton reads it; whoever loads 4-bit weights imports this module, and needs no Triton for that.
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

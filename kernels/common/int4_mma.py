@@ -25,8 +25,8 @@ plain arithmetic.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_tiles import ASSEMBLY, MMA, codes_asm, codes_of, halves_of, pairs_of
-from kernels.common.lane_queue import ask, ask_lines, drain, line_slot_bytes, take, take_unit
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, MMA, codes_asm, codes_of, halves_of, pairs_of
+from dejavu_train.kernels.common.lane_queue import ask, ask_lines, drain, line_slot_bytes, take, take_unit
 
 
 @triton.constexpr_function

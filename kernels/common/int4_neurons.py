@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
-from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, MMA, codes_of, split_words
+from dejavu_train.kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, MMA, codes_of, split_words
 
 
 def _unpacked(number: int, a: Sequence[str]) -> str:

@@ -12,12 +12,12 @@ wants itself would touch 32 lines each.)
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import fp16_pairs, unit_vector
-from kernels.common.int4_row_step import pairs_of_a_warp, unit_of
-from kernels.common.int4_tiles import ASSEMBLY, split_words
-from kernels.common.lane_queue import int32s, shared_room
-from kernels.common.launch import THROUGH_L1, sums_together
-from kernels.common.layer_norm import mean_and_rstd
+from dejavu_train.kernels.common.int4_mma import fp16_pairs, unit_vector
+from dejavu_train.kernels.common.int4_row_step import pairs_of_a_warp, unit_of
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, split_words
+from dejavu_train.kernels.common.lane_queue import int32s, shared_room
+from dejavu_train.kernels.common.launch import THROUGH_L1, sums_together
+from dejavu_train.kernels.common.layer_norm import mean_and_rstd
 
 
 @triton.constexpr_function

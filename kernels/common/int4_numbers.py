@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device
-from kernels.common.int4_tiles import codes_of
-from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.formats.format import Format
-from kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
-from kernels.formats.matrix import Matrix
+from dejavu_train.kernels.common.checks import check_device
+from dejavu_train.kernels.common.int4_tiles import codes_of
+from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
+from dejavu_train.kernels.formats.matrix import Matrix
 
 BLOCK = 1024  # words of a program
 

@@ -9,9 +9,9 @@ such a row is read. Products of rows that are not read have no meaning (LISTED: 
 import triton
 import triton.language as tl
 
-from kernels.common.checks import require
-from kernels.common.int4_mma import column_sums, groups_of, int4_mma, unit_vector, units_a_group
-from kernels.common.lane_queue import (
+from dejavu_train.kernels.common.checks import require
+from dejavu_train.kernels.common.int4_mma import column_sums, groups_of, int4_mma, unit_vector, units_a_group
+from dejavu_train.kernels.common.lane_queue import (
     after_slot,
     as_it_comes,
     ask_lines,

@@ -10,8 +10,8 @@ Each assembly has a twin in plain arithmetic for the interpreter (ASM False), wh
 import triton
 import triton.language as tl
 
-from kernels.common.checks import INTERPRET
-from kernels.common.launch import THROUGH_L1
+from dejavu_train.kernels.common.checks import INTERPRET
+from dejavu_train.kernels.common.launch import THROUGH_L1
 
 ASSEMBLY = tl.constexpr(not INTERPRET)
 # What factors of codes are multiplied with, so that small ones keep their digits in fp16 (normal from 6.1e-5 on).

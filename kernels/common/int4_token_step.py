@@ -10,16 +10,16 @@ and 2 t + 1, which are two tokens of one unit.
 
 What a thread cannot hold of x at once it takes in passes over the rows: pairs `begin` .. `begin` + PAIRS - 1 of each
 warp, which all functions here name. pairs beyond a warp's last one are not read. In plain torch:
-`kernels.dense.int4_batch.int4_by_head_reference`.
+`dejavu_train.kernels.dense.int4_batch.int4_by_head_reference`.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import groups_of, int4_mma, scaled, unit_vector, units_a_group
-from kernels.common.int4_row_step import either, two_rows, unit_of
-from kernels.common.int4_tiles import split_words
-from kernels.common.lane_queue import (
+from dejavu_train.kernels.common.int4_mma import groups_of, int4_mma, scaled, unit_vector, units_a_group
+from dejavu_train.kernels.common.int4_row_step import either, two_rows, unit_of
+from dejavu_train.kernels.common.int4_tiles import split_words
+from dejavu_train.kernels.common.lane_queue import (
     after_slot,
     as_it_comes,
     ask_lines,

@@ -18,7 +18,7 @@ memory, without it, in the interpreter, the words themselves.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_tiles import ASSEMBLY
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
 
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take, and `int4_norm`
 SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where a plan's carveout asks for half

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.launch import sums_together
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.formats.matrix import Matrix
+from dejavu_train.kernels.common.launch import sums_together
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.formats.matrix import Matrix
 
 FIRST_UNIT = tl.constexpr(2.0**32)  # of the sum of z as a whole number: up to 2e9
 SECOND_UNIT = tl.constexpr(2.0**24)  # of that of z^2: up to 5e11

@@ -21,6 +21,7 @@ tests/kernels/common/test_dependents.py holds each rule.
 import ctypes
 import functools
 import sys
+from types import ModuleType
 
 import torch
 import triton
@@ -28,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.common.checks import INTERPRET
+from dejavu_train.kernels.common.checks import INTERPRET
 
 PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 REGISTERS = 65536  # of a multiprocessor
@@ -93,6 +94,12 @@ def row_or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     return stand_in if tensor is None else tensor
 
 
+def loaded_kernels() -> list[ModuleType]:
+    """Every module of this package that has been imported."""
+    package = __name__.removesuffix("common.launch")
+    return [module for name, module in list(sys.modules.items()) if name.startswith(package)]
+
+
 def share_carveout(percent: int) -> int:
     """Asks for one split of shared memory and L1 for every kernel of this package compiled so far. Returns how many.
 
@@ -108,9 +115,8 @@ def share_carveout(percent: int) -> int:
     except OSError:
         return 0
     changed = 0
-    for name, module in list(sys.modules.items()):
-        functions = vars(module).values() if name.startswith("kernels.") else ()
-        for function in [f for f in functions if isinstance(f, triton.JITFunction)]:
+    for module in loaded_kernels():
+        for function in [f for f in vars(module).values() if isinstance(f, triton.JITFunction)]:
             for cached in getattr(function, "device_caches", {}).values():
                 for kernel in cached[0].values():
                     handle = getattr(kernel, "function", None)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor
-from kernels.common.launch import next_power_of_two, programmatic, wait_for_predecessor
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_tensor
+from dejavu_train.kernels.common.launch import next_power_of_two, programmatic, wait_for_predecessor
 
 
 @dataclass(frozen=True)

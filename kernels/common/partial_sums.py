@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET
-from kernels.common.launch import start_dependents_and_wait
+from dejavu_train.kernels.common.checks import INTERPRET
+from dejavu_train.kernels.common.launch import start_dependents_and_wait
 
 MAX_SPLITS = 264  # rows of the scratch for partial sums
 

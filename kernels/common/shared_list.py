@@ -11,7 +11,7 @@ tuple of tiles: the place of each item in the list, or -1.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_tiles import ASSEMBLY
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
 
 
 @triton.constexpr_function

@@ -8,8 +8,8 @@ is the list's address. Without it, in the interpreter, the list.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_tiles import ASSEMBLY
-from kernels.common.lane_queue import shared_room
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
+from dejavu_train.kernels.common.lane_queue import shared_room
 
 
 @triton.constexpr_function

@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.common.int4_numbers import numbers_of
-from kernels.common.kv_cache import KvCache
-from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm
-from kernels.dense.int4_batch import int4_linear, int4_qkv, takes
-from kernels.formats.matrix import Linear, Matrix
+from dejavu_train.kernels.common.int4_numbers import numbers_of
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
+from dejavu_train.kernels.dense.int4_batch import int4_linear, int4_qkv, takes
+from dejavu_train.kernels.formats.matrix import Linear, Matrix
 
 BLOCK = 1024
 

@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_rows, check_shape
-from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms
-from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, row_queue_bytes
-from kernels.common.lane_queue import MOST_BYTES, even_room
-from kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense.dense_batch import dense_hidden
-from kernels.formats.format import Format
-from kernels.formats.matrix import Matrix
+from dejavu_train.kernels.common.checks import INTERPRET, check_device, check_rows, check_shape
+from dejavu_train.kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms
+from dejavu_train.kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, row_queue_bytes
+from dejavu_train.kernels.common.lane_queue import MOST_BYTES, even_room
+from dejavu_train.kernels.common.launch import fetches_rows, load_vector, n_sms, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.dense.dense_batch import dense_hidden
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import Matrix
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device, check_numbers, check_shape
-from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.dense.dense_batch import dense_add
-from kernels.formats.matrix import Matrix
+from dejavu_train.kernels.common.checks import check_device, check_numbers, check_shape
+from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.dense.dense_batch import dense_add
+from dejavu_train.kernels.formats.matrix import Matrix
 
 
 def wide_settings(d: int) -> tuple[int, int, int]:

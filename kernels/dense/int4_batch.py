@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import (
+from dejavu_train.kernels.common.checks import (
     FLOAT_TYPES,
     INTERPRET,
     check_device,
@@ -31,24 +31,31 @@ from kernels.common.checks import (
     check_tensor,
     require,
 )
-from kernels.common.int4_mma import tile_sums, unit_vector
-from kernels.common.int4_neurons import store_four
-from kernels.common.int4_row_step import rows_of_list
-from kernels.common.int4_tiles import split_words
-from kernels.common.int4_token_step import (
+from dejavu_train.kernels.common.int4_mma import tile_sums, unit_vector
+from dejavu_train.kernels.common.int4_neurons import store_four
+from dejavu_train.kernels.common.int4_row_step import rows_of_list
+from dejavu_train.kernels.common.int4_tiles import split_words
+from dejavu_train.kernels.common.int4_token_step import (
     ask_first_rows,
     int4_tokens_step,
     token_pairs_of_a_warp,
     token_planes,
     token_scales,
 )
-from kernels.common.kv_cache import KvCache
-from kernels.common.lane_queue import MOST_BYTES, as_it_comes, emptied, even_room, lane_queue, line_slot_bytes
-from kernels.common.launch import n_sms, next_power_of_two, registers_for, use_pdl, wait_for_predecessor
-from kernels.common.limits import MOST_TOKENS
-from kernels.formats.format import Format
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Linear, Matrix
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.lane_queue import (
+    MOST_BYTES,
+    as_it_comes,
+    emptied,
+    even_room,
+    lane_queue,
+    line_slot_bytes,
+)
+from dejavu_train.kernels.common.launch import n_sms, next_power_of_two, registers_for, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear, Matrix
 
 ROWS = 16  # of a step
 

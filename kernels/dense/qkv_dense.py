@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_projection
-from kernels.common.int4_norm import normalised_units, unit_norms
-from kernels.common.int4_row_step import first_rows, int4_rows_step
-from kernels.common.kv_cache import KvCache
-from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.dense.dense_batch import qkv_batch
-from kernels.dense.dense_gemv import (
+from dejavu_train.kernels.common.checks import check_projection
+from dejavu_train.kernels.common.int4_norm import normalised_units, unit_norms
+from dejavu_train.kernels.common.int4_row_step import first_rows, int4_rows_step
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.dense.dense_batch import qkv_batch
+from dejavu_train.kernels.dense.dense_gemv import (
     Int4RowSettings,
     RowSettings,
     normalised_vector,
@@ -27,7 +27,7 @@ from kernels.dense.dense_gemv import (
     row_pieces,
     row_product,
 )
-from kernels.formats.matrix import Linear
+from dejavu_train.kernels.formats.matrix import Linear
 
 
 def qkv_dense_reference(

@@ -14,7 +14,8 @@ of the screen reaches at least is not the largest. The rows of all others, a few
 `dense_rows` does it, with the same sums in the same order: the token is the one that all logits would have given, bit
 for bit, and a greedy step reads half the LM head's bytes. Where logits hardly differ more rows are read, at worst all.
 
-Tokens of `stops` may be barred (before position `least`, see `kernels.sampling`), so no bound is taken from those rows.
+Tokens of `stops` may be barred (before position `least`, see `kernels/sample/sampling.py`), so no bound is taken from
+those rows.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
-from kernels.common.int4_tiles import ASSEMBLY
-from kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.common.limits import SCREENED_WIDTHS
-from kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
+from dejavu_train.kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.limits import SCREENED_WIDTHS
+from dejavu_train.kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
 
 CODES_PER_WORD = 4
 LARGEST = 127  # of a code, and of a high level

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.formats.format import Format
+from dejavu_train.kernels.formats.format import Format
 
 COLUMNS_PER_WORD = 8
 SHIFTS = tuple(4 * (column // 2) + 16 * (column % 2) for column in range(COLUMNS_PER_WORD))

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.formats.format import Format
-from kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import Int4Rows
 
 _FORMATS: dict[torch.dtype, Literal[Format.FP64, Format.FP32, Format.FP16, Format.BF16]] = {
     torch.float64: Format.FP64,

@@ -7,12 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.flash_decode import WARPS, AttentionScratch, attend, attention_launch, block_positions
-from kernels.common.checks import check_shape
-from kernels.common.kv_cache import KvCache
-from kernels.common.launch import use_pdl
-from kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.attention.flash_decode import (
+    WARPS,
+    AttentionScratch,
+    attend,
+    attention_launch,
+    block_positions,
+)
+from dejavu_train.kernels.common.checks import check_shape
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.launch import use_pdl
+from dejavu_train.kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
+from dejavu_train.kernels.mlp.selection import Selection
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
 

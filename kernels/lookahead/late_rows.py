@@ -11,11 +11,11 @@ half would come behind all of these where they run at once. Where they take two 
 import triton
 import triton.language as tl
 
-from kernels.common.lane_queue import as_it_comes
-from kernels.common.late_norm import late_factors
-from kernels.common.launch import count_program, sums_together, wait_for_predecessor
-from kernels.mlp.codes import nibble_floats
-from kernels.mlp.predict import row_values
+from dejavu_train.kernels.common.lane_queue import as_it_comes
+from dejavu_train.kernels.common.late_norm import late_factors
+from dejavu_train.kernels.common.launch import count_program, sums_together, wait_for_predecessor
+from dejavu_train.kernels.mlp.codes import nibble_floats
+from dejavu_train.kernels.mlp.predict import row_values
 
 
 @triton.constexpr_function

@@ -18,23 +18,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.head_select import HeadPredictor, head_select_reference
-from kernels.common.checks import INTERPRET, check_int4, check_shape, check_tensor, require
-from kernels.common.lane_queue import as_it_comes
-from kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
-from kernels.common.launch import start_dependents, start_dependents_and_wait, sums_together, use_pdl, wait_for_started
-from kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
-from kernels.common.limits import TILE_ROWS, TILED_FROM
-from kernels.common.partial_sums import summed_partials
-from kernels.common.row_state import by_state
-from kernels.formats.format import Format
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Linear, Matrix, MlpWeights
-from kernels.mlp.codes import nibble_codes, stored_width
-from kernels.mlp.int4_mlp import int4_mlp_partials
-from kernels.mlp.pack import PackedSelection
-from kernels.mlp.predict import norm_sums
-from kernels.mlp.predictor import PredictorWeights
+from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select_reference
+from dejavu_train.kernels.common.checks import INTERPRET, check_int4, check_shape, check_tensor, require
+from dejavu_train.kernels.common.lane_queue import as_it_comes
+from dejavu_train.kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
+from dejavu_train.kernels.common.launch import (
+    start_dependents,
+    start_dependents_and_wait,
+    sums_together,
+    use_pdl,
+    wait_for_started,
+)
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
+from dejavu_train.kernels.common.limits import TILE_ROWS, TILED_FROM
+from dejavu_train.kernels.common.partial_sums import summed_partials
+from dejavu_train.kernels.common.row_state import by_state
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
+from dejavu_train.kernels.mlp.codes import nibble_codes, stored_width
+from dejavu_train.kernels.mlp.int4_mlp import int4_mlp_partials
+from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp.predict import norm_sums
+from dejavu_train.kernels.mlp.predictor import PredictorWeights
 
 ROWS = 4  # of a program of `late_rows`
 STRIPE = 32  # columns of a program that sums

@@ -14,11 +14,11 @@ In plain torch: `select.predict_select_reference`.
 import triton
 import triton.language as tl
 
-from kernels.common.int4_mma import fp16_pairs, int4_mma
-from kernels.common.int4_tiles import neighbours, word_vector
-from kernels.common.launch import THROUGH_L1, wait_for_count, wait_for_predecessor
-from kernels.common.limits import MOST_WORDS
-from kernels.mlp.select_batch import saturated, store_chosen
+from dejavu_train.kernels.common.int4_mma import fp16_pairs, int4_mma
+from dejavu_train.kernels.common.int4_tiles import neighbours, word_vector
+from dejavu_train.kernels.common.launch import THROUGH_L1, wait_for_count, wait_for_predecessor
+from dejavu_train.kernels.common.limits import MOST_WORDS
+from dejavu_train.kernels.mlp.select_batch import saturated, store_chosen
 
 
 def takes(rank: int, block: int, lanes: int) -> bool:

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.head_select import HeadPredictor, head_select_reference
-from kernels.common.checks import check_device, check_shape, require
-from kernels.common.launch import row_or, use_pdl
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.common.row_state import by_state
-from kernels.mlp.codes import CODE_TYPES, stored_width
-from kernels.mlp.predict import (
+from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select_reference
+from dejavu_train.kernels.common.checks import check_device, check_shape, require
+from dejavu_train.kernels.common.launch import row_or, use_pdl
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.row_state import by_state
+from dejavu_train.kernels.mlp.codes import CODE_TYPES, stored_width
+from dejavu_train.kernels.mlp.predict import (
     norm_launch,
     norm_sums,
     normalised_rows,
@@ -29,7 +29,7 @@ from kernels.mlp.predict import (
     predicted_rows,
     row_values,
 )
-from kernels.mlp.predictor import PredictorWeights
+from dejavu_train.kernels.mlp.predictor import PredictorWeights
 
 
 @dataclass(frozen=True)

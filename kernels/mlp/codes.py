@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, QUANTIZED_TYPES
+from dejavu_train.kernels.common.checks import INTERPRET, QUANTIZED_TYPES
 
 INTERPRETED = tl.constexpr(INTERPRET)
 CODE_TYPES = (*QUANTIZED_TYPES, torch.uint8)

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_dtype, check_int4, check_shape, require
-from kernels.common.int4_neurons import (
+from dejavu_train.kernels.common.checks import INTERPRET, check_device, check_dtype, check_int4, check_shape, require
+from dejavu_train.kernels.common.int4_neurons import (
     factor_pairs,
     factor_sums,
     fc2_products,
@@ -40,13 +40,13 @@ from kernels.common.int4_neurons import (
     nibble_unit,
     store_four,
 )
-from kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
-from kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
-from kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
-from kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
-from kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
-from kernels.common.shared_list import list_bytes, list_four, write_list
-from kernels.formats.matrix import Matrix
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
+from dejavu_train.kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
+from dejavu_train.kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
+from dejavu_train.kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
+from dejavu_train.kernels.common.shared_list import list_bytes, list_four, write_list
+from dejavu_train.kernels.formats.matrix import Matrix
 
 MOST_ROUNDS = 20  # rows of each thread, of which a list holds those to be read
 COLUMNS = tl.constexpr(256)  # of a warp

@@ -28,21 +28,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_dtype, check_int4, check_shape, require
-from kernels.common.int4_mma import fp16_pairs
-from kernels.common.int4_neurons import factor_pairs, factor_sums, fc2_products, lane_places, nibble_unit, store_four
-from kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms, unit_pairs
-from kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, rows_of_list
-from kernels.common.int4_tiles import FACTOR_UNIT
-from kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, take
-from kernels.common.late_norm import LateNorm
-from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
-from kernels.common.shared_rows import append_rows, four_rows, rows_list
-from kernels.formats.matrix import MlpWeights
-from kernels.mlp.pack import PackedSelection
-from kernels.mlp.sparse_mlp import check_mlp
+from dejavu_train.kernels.common.checks import INTERPRET, check_dtype, check_int4, check_shape, require
+from dejavu_train.kernels.common.int4_mma import fp16_pairs
+from dejavu_train.kernels.common.int4_neurons import (
+    factor_pairs,
+    factor_sums,
+    fc2_products,
+    lane_places,
+    nibble_unit,
+    store_four,
+)
+from dejavu_train.kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms, unit_pairs
+from dejavu_train.kernels.common.int4_row_step import first_rows, int4_rows_step, pairs_ahead, rows_of_list
+from dejavu_train.kernels.common.int4_tiles import FACTOR_UNIT
+from dejavu_train.kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, take
+from dejavu_train.kernels.common.late_norm import LateNorm
+from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
+from dejavu_train.kernels.common.shared_rows import append_rows, four_rows, rows_list
+from dejavu_train.kernels.formats.matrix import MlpWeights
+from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp.sparse_mlp import check_mlp
 
 ROWS = tl.constexpr(16)  # of a step
 QUEUE_BYTES = 40 * 1024  # of shared memory for words and LayerNorm: a list of rows and sums have the rest of 48 KB

@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_tensor, require
-from kernels.common.int4_mma import int4_mma, tile_sums
-from kernels.common.int4_tiles import ASSEMBLY, neighbours, word_vector
-from kernels.common.launch import programmatic, start_dependents_and_wait, wait_for_predecessor
-from kernels.common.limits import MOST_TOKENS, takes_nibbles
-from kernels.mlp.predictor import Predictor
-from kernels.mlp.select_batch import saturated, store_chosen_rows
+from dejavu_train.kernels.common.checks import check_tensor, require
+from dejavu_train.kernels.common.int4_mma import int4_mma, tile_sums
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, neighbours, word_vector
+from dejavu_train.kernels.common.launch import programmatic, start_dependents_and_wait, wait_for_predecessor
+from dejavu_train.kernels.common.limits import MOST_TOKENS, takes_nibbles
+from dejavu_train.kernels.mlp.predictor import Predictor
+from dejavu_train.kernels.mlp.select_batch import saturated, store_chosen_rows
 
 WARPS = 4  # of a program that selects
 DOWN_WARPS = 8

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import check_device
-from kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.common.checks import check_device
+from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.mlp.selection import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
 

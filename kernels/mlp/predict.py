@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
-from kernels.common.launch import (
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
+from dejavu_train.kernels.common.launch import (
     load_vector,
     next_power_of_two,
     programmatic,
@@ -30,8 +30,8 @@ from kernels.common.launch import (
     sums_together,
     wait_for_predecessor,
 )
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
-from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
+from dejavu_train.kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
 
 PROGRAMS = 132  # at most, where MAX_ROWS rows each are enough: one a multiprocessor
 MAX_ROWS = 7

@@ -9,8 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, INTERPRET, QUANTIZED_TYPES, check_input, check_tensor, require
-from kernels.common.launch import dot_type, padded_batch, programmatic, wait_for_predecessor
+from dejavu_train.kernels.common.checks import (
+    FLOAT_TYPES,
+    INTERPRET,
+    QUANTIZED_TYPES,
+    check_input,
+    check_tensor,
+    require,
+)
+from dejavu_train.kernels.common.launch import dot_type, padded_batch, programmatic, wait_for_predecessor
 
 
 @triton.jit(do_not_specialize=["batch", "n_rows"])

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.mlp.predict import norm_sums
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.mlp.predict import norm_sums
+from dejavu_train.kernels.mlp.selection import Selection
 
 
 @dataclass(frozen=True)

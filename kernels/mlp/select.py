@@ -11,17 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
-from kernels.common.launch import dot_type, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
-from kernels.common.limits import takes_nibbles
-from kernels.common.row_state import mask_by_state
-from kernels.mlp import nibbles_batch
-from kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
-from kernels.mlp.predict import norm_sums, predict_down
-from kernels.mlp.predict_batch import predict_down_batch
-from kernels.mlp.predictor import Predictor, PredictorWeights
-from kernels.mlp.select_batch import select_batch_kernel, store_chosen
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
+from dejavu_train.kernels.common.launch import (
+    dot_type,
+    next_power_of_two,
+    padded_batch,
+    programmatic,
+    wait_for_predecessor,
+)
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm, layer_norm_reference
+from dejavu_train.kernels.common.limits import takes_nibbles
+from dejavu_train.kernels.common.row_state import mask_by_state
+from dejavu_train.kernels.mlp import nibbles_batch
+from dejavu_train.kernels.mlp.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
+from dejavu_train.kernels.mlp.predict import norm_sums, predict_down
+from dejavu_train.kernels.mlp.predict_batch import predict_down_batch
+from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.mlp.select_batch import select_batch_kernel, store_chosen
 
 
 def predict_reference(x: Tensor, predictor: PredictorWeights, ln: LayerNormWeights | None = None) -> Tensor:

@@ -7,8 +7,8 @@ whose reference this must equal.
 import triton
 import triton.language as tl
 
-from kernels.common.launch import wait_for_predecessor
-from kernels.common.row_state import by_state
+from dejavu_train.kernels.common.launch import wait_for_predecessor
+from dejavu_train.kernels.common.row_state import by_state
 
 
 @triton.jit

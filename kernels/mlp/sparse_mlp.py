@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import INTERPRET, check_device, check_numbers, check_shape
-from kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
-from kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
-from kernels.formats.format import Format
-from kernels.formats.matrix import MlpWeights
-from kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.common.checks import INTERPRET, check_device, check_numbers, check_shape
+from dejavu_train.kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
+from dejavu_train.kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import MlpWeights
+from dejavu_train.kernels.mlp.pack import PackedSelection
 
 
 @dataclass(frozen=True)

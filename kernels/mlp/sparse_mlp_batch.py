@@ -16,10 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_numbers, check_tensor, require
-from kernels.common.launch import list_slots_wide, next_power_of_two, padded_batch, programmatic, wait_for_predecessor
-from kernels.formats.matrix import Matrix
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_numbers, check_tensor, require
+from dejavu_train.kernels.common.launch import (
+    list_slots_wide,
+    next_power_of_two,
+    padded_batch,
+    programmatic,
+    wait_for_predecessor,
+)
+from dejavu_train.kernels.formats.matrix import Matrix
+from dejavu_train.kernels.mlp.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def recorded(monkeypatch: Any) -> Iterator[list[Launch]]:
 
     with monkeypatch.context() as patched, Products(queued):
         patched.setattr(InterpretedFunction, "run", run)
-        patched.setattr("kernels.common.launch._knows_pdl", lambda device: True)
+        patched.setattr("dejavu_train.kernels.common.launch._knows_pdl", lambda device: True)
         yield queued
 
 

@@ -246,7 +246,7 @@ def test_auto_falls_back_to_gather_and_says_so_once(folder, bundle, caplog):
 
 
 def test_auto_without_a_gpu_is_the_engine_for_cpus(folder, bundle, caplog, monkeypatch):
-    monkeypatch.setattr("kernels.common.checks.INTERPRET", False)
+    monkeypatch.setattr("dejavu_train.kernels.common.checks.INTERPRET", False)
     assert SparseOPTForCausalLM.from_model(load_opt(folder), bundle).backend == "cpu"
     with caplog.at_level(logging.WARNING, "dejavu_train"):
         made = SparseOPTForCausalLM.from_model(load_opt(folder), bundle, kv_policy="always")

@@ -14,7 +14,7 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
-from kernels.formats.matrix import Linear
+from dejavu_train.kernels.formats.matrix import Linear
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_sampling_follows_the_distribution(model):
     ],
 )
 def test_mistakes_are_one_line(model, action, part, monkeypatch):
-    monkeypatch.setattr("kernels.common.checks.INTERPRET", False)
+    monkeypatch.setattr("dejavu_train.kernels.common.checks.INTERPRET", False)
     with pytest.raises(UserError) as caught:
         action(model)
     assert part in str(caught.value) and "\n" not in str(caught.value)
@@ -282,7 +282,7 @@ def test_an_uncalibrated_bundle_is_refused(model):
 
 
 def test_a_head_dim_without_kernels_is_refused(model, monkeypatch):
-    monkeypatch.setattr("kernels.common.checks.INTERPRET", True)
+    monkeypatch.setattr("dejavu_train.kernels.common.checks.INTERPRET", True)
     with pytest.raises(UserError, match="head dim 24 has no kernels"):
         DecodeEngine(random_opt(d_model=48))
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels.attention.out_projection import project_heads
-from kernels.dense.dense_gemv import dense_rows
-from kernels.formats.matrix import Rows
-from kernels.mlp.predictor import Predictor, PredictorWeights
-from kernels.mlp.select import predict_select
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.attention.out_projection import project_heads
+from dejavu_train.kernels.dense.dense_gemv import dense_rows
+from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.mlp.select import predict_select
+from dejavu_train.kernels.mlp.selection import Selection
 
 MODULES = ("launch", "checks")
 
@@ -30,7 +30,7 @@ def run_select(x, w):
 )
 def test_a_cpu_tensor_given_to_a_kernel_is_one_line(run, part, monkeypatch):
     for name in MODULES:  # another test of this process may have asked for the interpreter
-        monkeypatch.setattr(f"kernels.common.{name}.INTERPRET", False)
+        monkeypatch.setattr(f"dejavu_train.kernels.common.{name}.INTERPRET", False)
     with pytest.raises(ValueError) as caught:
         run(torch.randn(1, 8), torch.randn(4, 8))
     assert part in str(caught.value) and "\n" not in str(caught.value)

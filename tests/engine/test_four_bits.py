@@ -21,11 +21,11 @@ from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target
+from dejavu_train.kernels.common.limits import takes_down
+from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.models.int4 import CodedLinear
-from kernels.common.limits import takes_down
-from kernels.common.partial_sums import partial_sums
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Linear
 
 
 @pytest.fixture(scope="module")

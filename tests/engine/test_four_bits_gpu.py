@@ -87,7 +87,7 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
     """Heads selected half a block ahead, or all of them: a LayerNorm that comes late, and no stage before q/k/v."""
-    monkeypatch.setattr("kernels.lookahead.mlp_ahead.TILED_FROM", 0 if tiled else 1 << 20)
+    monkeypatch.setattr("dejavu_train.kernels.lookahead.mlp_ahead.TILED_FROM", 0 if tiled else 1 << 20)
     d_model, n_heads = SIZES[head_dim]
     model = four_bits(random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, n_layers=3, positions=256))
     rows = rows_of(70)
@@ -102,7 +102,7 @@ def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
 
 
 def test_a_dense_step_with_fc2_on_its_own(monkeypatch):
-    monkeypatch.setattr("kernels.mlp.int4_fc2.PAYS_FROM", 0)
+    monkeypatch.setattr("dejavu_train.kernels.mlp.int4_fc2.PAYS_FROM", 0)
     model, rows = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)), rows_of(70)
     assert_as_close_as_plain_torch(model, None, rows, [masked_nll(model, None, rows[0])], "fc2 on its own")
 

@@ -11,8 +11,8 @@ from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_scree
 from dejavu_train.engine.planned import Early, Engine, Formats, Kernels, Packer, Place, Run, StepPlan
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
+from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
 from dejavu_train.models.int4_sizes import row_sizes
-from kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
 
 OPT_66B = ModelDims(9216, 36864, 64, 72, 50272, 2048)
 OPT_6B = ModelDims(4096, 16384, 32, 32, 50272, 2048)

@@ -255,7 +255,7 @@ def test_mistakes_are_one_line(arguments, changes, message, capsys, tmp_path):
 def test_an_engine_for_gpus_is_refused_on_a_cpu_before_any_work(
     arguments, changes, flag, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("kernels.common.checks.INTERPRET", False)
+    monkeypatch.setattr("dejavu_train.kernels.common.checks.INTERPRET", False)
     assert run(arguments, device="cpu", **changes) == 2
     assert f"{flag} needs a GPU, and this would run on cpu" in error_line(capsys)
     assert not (tmp_path / "out").exists()

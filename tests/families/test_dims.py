@@ -5,8 +5,8 @@ import pytest
 from dejavu_train.families import ModelDims, Target, dims_of
 from dejavu_train.families.dims import engine_refusal
 from dejavu_train.families.opt import POSITIONS_OFFSET
+from dejavu_train.kernels.sample.sampling import POSITION_OFFSET
 from dejavu_train.models.weight_format import FLOAT16, UnitBytes
-from kernels.sampling import POSITION_OFFSET
 
 OPT = ModelDims(64, 256, 2, 4, 320, 512)
 OTHER = ModelDims(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.sampling import TokenState, advance, advance_reference
+from dejavu_train.kernels.sample.sampling import TokenState, advance, advance_reference
 
 ROWS, VOCABULARY = 4, 50
 

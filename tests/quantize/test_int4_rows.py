@@ -5,9 +5,9 @@ import torch
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.kernels.formats.int4 import pack_int4
 from dejavu_train.models.int4 import CodedLinear, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes
-from kernels.formats.int4 import pack_int4
 
 SHAPE = ModelDims(d_model=96, d_ffn=40, n_layers=1, n_heads=4, vocab_size=9, max_positions=8)
 

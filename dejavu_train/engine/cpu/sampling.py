@@ -1,4 +1,4 @@
-"""Compiled choice of the next token from the logits, with the rules of `kernels.sampling`.
+"""Compiled choice of the next token from the logits, with the rules of `dejavu_train.kernels.sample.sampling`.
 
 greedy:      the largest logit, ties to the lowest id
 temperature: id with probability softmax(logits / temperature)

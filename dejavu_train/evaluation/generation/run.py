@@ -35,11 +35,11 @@ from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import write_json
+from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseCausalLM
-from kernels.common.checks import runs_on
 
 logger = logging.getLogger(__name__)
 

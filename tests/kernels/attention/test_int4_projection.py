@@ -4,15 +4,15 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
-from kernels.attention.head_select import head_selection
-from kernels.attention.out_projection import project_heads, project_heads_reference
-from kernels.attention.out_projection_int4 import (
+from dejavu_train.kernels.attention.head_select import head_selection
+from dejavu_train.kernels.attention.out_projection import project_heads, project_heads_reference
+from dejavu_train.kernels.attention.out_projection_int4 import (
     HeadRowSettings,
     by_head,
     project_head_rows,
     project_head_rows_reference,
 )
-from kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.int4 import Int4Rows
 
 NAN = float("nan")
 

@@ -3,9 +3,14 @@
 import pytest
 import torch
 
-from kernels.attention.head_select import head_selection
-from kernels.attention.out_projection import HeadTileSettings, ProjectSettings, project_heads, project_heads_reference
-from kernels.formats.matrix import Rows
+from dejavu_train.kernels.attention.head_select import head_selection
+from dejavu_train.kernels.attention.out_projection import (
+    HeadTileSettings,
+    ProjectSettings,
+    project_heads,
+    project_heads_reference,
+)
+from dejavu_train.kernels.formats.matrix import Rows
 
 NAN = float("nan")
 

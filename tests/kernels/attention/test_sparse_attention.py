@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.attention.flash_decode import BLOCK, AttentionScratch, flash_decode, flash_decode_reference
-from kernels.attention.head_select import HeadPredictor, head_select, head_select_reference, head_selection
-from kernels.attention.qkv import TileSettings, qkv, qkv_reference
-from kernels.common.kv_cache import KvCache
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
-from kernels.formats.matrix import Linear
+from dejavu_train.kernels.attention.flash_decode import BLOCK, AttentionScratch, flash_decode, flash_decode_reference
+from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select, head_select_reference, head_selection
+from dejavu_train.kernels.attention.qkv import TileSettings, qkv, qkv_reference
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
+from dejavu_train.kernels.formats.matrix import Linear
 
 NAN = float("nan")
 

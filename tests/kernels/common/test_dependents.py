@@ -1,4 +1,4 @@
-"""The five rules of dependent launches, see `kernels.common.launch`: from kernels' sources, and from what is queued."""
+"""The five rules of dependent launches, see `kernels/common/launch.py`: from sources, and from what is queued."""
 
 import ast
 import itertools
@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from kernels.attention.qkv import POLICIES
+from dejavu_train.kernels.attention.qkv import POLICIES
 
 sys.path.append(str(REPOSITORY / "tests" / "engine"))
 from queued import CASES, Launch, engine_of, recorded

@@ -2,8 +2,8 @@ import pytest
 import torch
 from int4_helpers import random_rows
 
-from kernels.common.int4_numbers import written_out, written_out_by_output
-from kernels.formats.int4 import dequantise, pack_int4, unpack_int4
+from dejavu_train.kernels.common.int4_numbers import written_out, written_out_by_output
+from dejavu_train.kernels.formats.int4 import dequantise, pack_int4, unpack_int4
 
 
 def test_every_code_in_every_column_comes_back():

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from int4_helpers import with_outliers
 
-from kernels.common import int4_norm
-from kernels.common.int4_mma import unit_vector
-from kernels.common.int4_norm import norm_bytes, unit_norms
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common import int4_norm
+from dejavu_train.kernels.common.int4_mma import unit_vector
+from dejavu_train.kernels.common.int4_norm import norm_bytes, unit_norms
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 
 
 @triton.jit

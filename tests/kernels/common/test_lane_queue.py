@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.lane_queue import (
+from dejavu_train.kernels.common.lane_queue import (
     SHARED_BYTES,
     ask,
     ask_lines,

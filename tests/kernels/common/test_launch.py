@@ -1,10 +1,15 @@
 """What every launch shares."""
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
 
-from kernels.common.launch import padded_batch, share_carveout
-from kernels.common.limits import DRIVERS_CARVEOUT, SPARSE_CARVEOUT
+from dejavu_train.kernels.common import layer_norm
+from dejavu_train.kernels.common.launch import loaded_kernels, padded_batch, share_carveout
+from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, SPARSE_CARVEOUT
 
 
 def test_padded_batch():
@@ -16,9 +21,24 @@ def test_a_carveout_without_kernels_changes_nothing():
     assert share_carveout(SPARSE_CARVEOUT) == 0
 
 
+def test_a_carveout_is_asked_of_every_kernel_of_this_package(monkeypatch):
+    """Modules are matched by their names. A compiled kernel and a driver that only remembers stand in."""
+    asked = []
+
+    class Compiled:
+        device_caches = {0: [{"key": SimpleNamespace(function=7)}]}
+
+    driver = SimpleNamespace(cuFuncSetAttribute=lambda function, *rest: asked.append((function.value, *rest)) or 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(triton, "JITFunction", Compiled)
+    monkeypatch.setattr(layer_norm, "_layer_norm_kernel", Compiled())
+    assert layer_norm in loaded_kernels()
+    assert share_carveout(SPARSE_CARVEOUT) == len(asked) == 1 and asked[0][0] == 7 and asked[0][2] == SPARSE_CARVEOUT
+
+
 @pytest.mark.gpu
 def test_a_carveout_leaves_results_alone():
-    from kernels.common.layer_norm import LayerNormWeights, layer_norm
+    from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 
     x, ln = torch.randn(1, 64, device="cuda"), LayerNormWeights(torch.ones(64).cuda(), torch.zeros(64).cuda())
     before, after = torch.empty_like(x), torch.empty_like(x)
@@ -35,10 +55,10 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     """What stands before the wait in the compiled kernels: every layer rewrites the list, x and the residual."""
     from int4_helpers import random_rows
 
-    from kernels.common import partial_sums
-    from kernels.formats.matrix import Linear, MlpWeights
-    from kernels.mlp import int4_mlp, pack, sparse_mlp
-    from kernels.mlp.selection import Selection
+    from dejavu_train.kernels.common import partial_sums
+    from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
+    from dejavu_train.kernels.mlp import int4_mlp, pack, sparse_mlp
+    from dejavu_train.kernels.mlp.selection import Selection
 
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("without programmatic dependent launch nothing is read early")

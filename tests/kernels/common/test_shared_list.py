@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.lane_queue import lane_queue
-from kernels.common.shared_list import list_bytes, list_four, write_list
+from dejavu_train.kernels.common.lane_queue import lane_queue
+from dejavu_train.kernels.common.shared_list import list_bytes, list_four, write_list
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.shared_rows import append_rows, four_rows, rows_list
+from dejavu_train.kernels.common.shared_rows import append_rows, four_rows, rows_list
 
 
 @triton.jit

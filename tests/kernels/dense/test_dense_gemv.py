@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.dense.dense_gemv import RowSettings, dense_rows, dense_rows_reference
-from kernels.dense.dense_wide import dense_wide, dense_wide_reference
-from kernels.formats.matrix import Rows
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.dense.dense_gemv import RowSettings, dense_rows, dense_rows_reference
+from dejavu_train.kernels.dense.dense_wide import dense_wide, dense_wide_reference
+from dejavu_train.kernels.formats.matrix import Rows
 
 NAN = float("nan")
 

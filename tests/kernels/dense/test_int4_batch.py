@@ -4,10 +4,10 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
-from kernels.common.kv_cache import KvCache
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense import dense_batch
-from kernels.dense.int4_batch import (
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.dense import dense_batch
+from dejavu_train.kernels.dense.int4_batch import (
     TokenSettings,
     int4_by_head,
     int4_by_head_reference,
@@ -17,10 +17,10 @@ from kernels.dense.int4_batch import (
     int4_listed_reference,
     int4_qkv,
 )
-from kernels.formats.int4 import Int4Rows
-from kernels.formats.matrix import Linear
-from kernels.mlp.pack import PackedSelection, pack
-from kernels.mlp.selection import Selection
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.mlp.pack import PackedSelection, pack
+from dejavu_train.kernels.mlp.selection import Selection
 
 
 def inputs(device, batch, n):

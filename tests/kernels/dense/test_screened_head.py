@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.dense.dense_gemv import dense_rows
-from kernels.dense.screened_head import Chosen, ScreenedHead, screened_head, screened_head_reference
-from kernels.formats.matrix import Rows
-from kernels.sampling import TokenState, advance, advance_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.dense.dense_gemv import dense_rows
+from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead, screened_head, screened_head_reference
+from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.sample.sampling import TokenState, advance, advance_reference
 
 NAN = float("nan")
 

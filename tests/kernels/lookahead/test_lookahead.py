@@ -3,19 +3,19 @@
 import pytest
 import torch
 
+from dejavu_train.kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
+from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.lookahead.attend_pack import attend_pack
+from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
+from dejavu_train.kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
+from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights, quantize_rows
+from dejavu_train.kernels.mlp.select import select_rows
+from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
-from kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
-from kernels.attention.head_select import HeadPredictor, head_selection
-from kernels.common.kv_cache import KvCache
-from kernels.common.layer_norm import LayerNormWeights
-from kernels.formats.matrix import Linear
-from kernels.lookahead.attend_pack import attend_pack
-from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
-from kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
-from kernels.mlp.pack import PackedSelection
-from kernels.mlp.predictor import Predictor, PredictorWeights, quantize_rows
-from kernels.mlp.select import select_rows
-from kernels.mlp.selection import Selection
 
 NAN = float("nan")
 

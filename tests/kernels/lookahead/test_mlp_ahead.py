@@ -4,19 +4,19 @@ import pytest
 import torch
 from int4_helpers import random_rows
 
+from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
+from dejavu_train.kernels.lookahead import mlp_ahead as module
+from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
+from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
+from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.mlp.sparse_mlp import sparse_mlp_reference
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
-from kernels.attention.head_select import HeadPredictor, head_selection
-from kernels.common.kv_cache import KvCache
-from kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.formats.matrix import Linear, MlpWeights
-from kernels.lookahead import mlp_ahead as module
-from kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
-from kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
-from kernels.mlp.pack import PackedSelection
-from kernels.mlp.predictor import Predictor, PredictorWeights
-from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_mlp import sparse_mlp_reference
 
 NAN = float("nan")
 

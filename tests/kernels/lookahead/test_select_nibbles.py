@@ -5,10 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
+from dejavu_train.kernels.common.int4_tiles import word_vector
+from dejavu_train.kernels.lookahead.select_nibbles import select_nibbles, takes
+from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
-from kernels.common.int4_tiles import word_vector
-from kernels.lookahead.select_nibbles import select_nibbles, takes
-from kernels.mlp.selection import Selection
 
 
 @triton.jit

@@ -4,10 +4,10 @@ import pytest
 import torch
 from int4_helpers import random_rows, with_outliers
 
-from kernels.common.limits import takes_down
-from kernels.common.partial_sums import partial_sums
-from kernels.mlp import int4_fc2 as module
-from kernels.mlp.int4_fc2 import Int4Fc2Settings, int4_fc2, int4_fc2_reference
+from dejavu_train.kernels.common.limits import takes_down
+from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.mlp import int4_fc2 as module
+from dejavu_train.kernels.mlp.int4_fc2 import Int4Fc2Settings, int4_fc2, int4_fc2_reference
 
 NAN = float("nan")
 

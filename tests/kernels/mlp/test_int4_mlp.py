@@ -4,14 +4,14 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.common.partial_sums import partial_sums
-from kernels.formats.matrix import Linear, MlpWeights
-from kernels.mlp import int4_mlp as module
-from kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp
-from kernels.mlp.pack import PackedSelection, pack
-from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_mlp import sparse_mlp_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
+from dejavu_train.kernels.mlp import int4_mlp as module
+from dejavu_train.kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp
+from dejavu_train.kernels.mlp.pack import PackedSelection, pack
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.mlp.sparse_mlp import sparse_mlp_reference
 
 NAN = float("nan")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.mlp.predict import PredictSettings, norm_sums, predict_down, predict_down_reference
-from kernels.mlp.predictor import quantize_rows
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.mlp.predict import PredictSettings, norm_sums, predict_down, predict_down_reference
+from dejavu_train.kernels.mlp.predictor import quantize_rows
 
 NAN = float("nan")
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from kernels.common.partial_sums import partial_sums
-from kernels.formats.matrix import Linear, MlpWeights
-from kernels.mlp.pack import PackedSelection, pack
-from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
+from dejavu_train.kernels.mlp.pack import PackedSelection, pack
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
 
 NAN = float("nan")
 

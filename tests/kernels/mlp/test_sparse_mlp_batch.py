@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels.formats.matrix import Rows
-from kernels.mlp.predict_batch import predict_down_batch
-from kernels.mlp.predictor import quantize_rows
-from kernels.mlp.selection import Selection
-from kernels.mlp.sparse_mlp_batch import (
+from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.mlp.predict_batch import predict_down_batch
+from dejavu_train.kernels.mlp.predictor import quantize_rows
+from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.mlp.sparse_mlp_batch import (
     BatchActivations,
     fc1_batch,
     fc1_batch_reference,

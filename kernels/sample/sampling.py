@@ -15,8 +15,8 @@ position, known (tokens given), least (tokens at least), limit (tokens at most),
 -log p of known tokens when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0
 = none), and the row ends there. The logits of position 0 are never looked at: nothing stands before it.
 
-One greedy row may do without logits: what its LM head found (`kernels.dense.screened_head`) are candidates, a token and
-its logit each, NaN where any of its logits was one.
+One greedy row may do without logits: what its LM head found (`kernels/dense/screened_head.py`) are candidates, a token
+and its logit each, NaN where any of its logits was one.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common.checks import check_device, check_shape, require
-from kernels.common.launch import use_pdl, wait_for_predecessor
-from kernels.dense.screened_head import Chosen
+from dejavu_train.kernels.common.checks import check_device, check_shape, require
+from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.dense.screened_head import Chosen
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows

@@ -1,0 +1,96 @@
+"""What an installation holds: the package alone, with real files for its links, beside Hugging Face's `kernels`."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+pytest.importorskip("setuptools")
+BUILD = "import setuptools.build_meta as b, sys; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
+TAKEN = ("LICENSE", "README.md", "configs", "dejavu_train", "kernels", "pyproject.toml")
+BOTH = """
+import pathlib, sys
+for name in sys.argv[2:]:
+    __import__(name)
+import kernels, dejavu_train.kernels.mlp.pack
+assert kernels.marker == "theirs" and pathlib.Path(kernels.__file__).is_relative_to(sys.argv[1]), kernels
+assert not [name for name in sys.modules if name.startswith("kernels.")]
+print(pathlib.Path(dejavu_train.__file__).parent.parent)
+"""
+
+
+def built(kind: str, sources: Path, folder: Path) -> Path:
+    command = [sys.executable, "-c", BUILD, kind, str(folder)]
+    done = subprocess.run(command, cwd=sources, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """The files that git knows, as they stand here, links as links."""
+    folder = tmp_path_factory.mktemp("clone")
+    known = subprocess.check_output(["git", "ls-files", *TAKEN], cwd=REPOSITORY, text=True).splitlines()
+    for name in known:
+        here, there = REPOSITORY / name, folder / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        if here.is_symlink():
+            there.symlink_to(os.readlink(here))
+        elif here.is_file():
+            there.write_bytes(here.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(clone, tmp_path_factory):
+    """A wheel of what the sdist holds, unpacked into a folder of its own."""
+    folder = tmp_path_factory.mktemp("installed")
+    with tarfile.open(built("sdist", clone, folder)) as sdist:
+        sdist.extractall(folder, filter="data")
+    (unpacked,) = [path for path in folder.iterdir() if path.is_dir()]
+    site = folder / "site"
+    with zipfile.ZipFile(built("wheel", unpacked, folder)) as wheel:
+        wheel.extractall(site)
+    return site
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A stand-in for Hugging Face's package, too old for transformers to use."""
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "__init__.py").write_text('__version__ = "0.0.1"\nmarker = "theirs"\n')
+    (folder / "kernels-0.0.1.dist-info").mkdir()
+    (folder / "kernels-0.0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kernels\nVersion: 0.0.1\n"
+    )
+    return folder
+
+
+def test_an_installation_holds_one_package_with_real_files(clone, installed):
+    tops = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    assert tops == {"dejavu_train"}
+    files = [path for path in (clone / "kernels").rglob("*.*") if path.suffix != ".pyc"]
+    assert len(files) > 40
+    for path in files:
+        there = installed / "dejavu_train" / path.relative_to(clone)
+        assert there.read_bytes() == path.read_bytes() and not there.is_symlink()
+    assert not [path for path in installed.rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.parametrize("order", [("kernels", "dejavu_train.kernels.mlp.pack"), ("dejavu_train", "kernels")])
+@pytest.mark.parametrize("where", ["empty", "clone"])
+def test_ours_and_hugging_faces_kernels_side_by_side(where, order, clone, installed, theirs, tmp_path):
+    """In an empty folder ours is the installed one, in a clone that of the clone."""
+    folder = {"empty": tmp_path, "clone": clone}[where]
+    paths = {"empty": [installed, theirs], "clone": [clone, theirs]}[where]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", BOTH, str(theirs), *order]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(paths[0])
