@@ -33,6 +33,7 @@ from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -40,7 +41,6 @@ from dejavu_train.kernels.formats.matrix import Linear, MlpWeights, Rows
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from dejavu_train.kernels.mlp import int4_fc2, int4_mlp, pack, predict, select, sparse_mlp
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 

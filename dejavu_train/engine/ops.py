@@ -12,6 +12,7 @@ from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense import dense_batch, dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
 from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
@@ -21,7 +22,6 @@ from dejavu_train.kernels.lookahead.site_predict import SiteRows
 from dejavu_train.kernels.mlp import int4_fc2, int4_mlp, pack, select, sparse_mlp, sparse_mlp_batch
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState

@@ -11,6 +11,7 @@ from torch import Tensor
 from dejavu_train.kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.dense_gemv import operands_reference
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
@@ -18,7 +19,6 @@ from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_referen
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.select import predict_select_reference
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 
 P = ParamSpec("P")

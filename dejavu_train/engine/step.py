@@ -25,10 +25,10 @@ from dejavu_train.families import LayerInput, Site, Target, UnitKey
 from dejavu_train.kernels.attention import head_select
 from dejavu_train.kernels.common import launch
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
 from dejavu_train.kernels.mlp.pack import packed_block
-from dejavu_train.kernels.mlp.selection import Selection
 
 BATCH_BLOCK = 64  # of the selections of several rows
 

@@ -14,9 +14,9 @@ from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
 from dejavu_train.kernels.sample.sampling import TokenState
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
-from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.common.selection import Selection
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
 WARPS = {32: 2, 64: 2, 128: 4}  # of a program, for one row

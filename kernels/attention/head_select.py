@@ -20,8 +20,8 @@ from dejavu_train.kernels.common.checks import check_device, check_shape
 from dejavu_train.kernels.common.launch import column_block, load_vector, row_or, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.dense_gemv import normalised_pieces
-from dejavu_train.kernels.mlp.selection import Selection
 
 WARPS = 8
 

@@ -26,10 +26,10 @@ from dejavu_train.kernels.attention.out_projection_int4 import (
 )
 from dejavu_train.kernels.common.checks import check_device, check_numbers, check_shape
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Matrix
-from dejavu_train.kernels.mlp.selection import Selection
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own
 

@@ -36,11 +36,11 @@ from dejavu_train.kernels.common.int4_tiles import split_words
 from dejavu_train.kernels.common.lane_queue import ask, even_room, lane_queue, take
 from dejavu_train.kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.dense.int4_batch import int4_by_head
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Rows
-from dejavu_train.kernels.mlp.selection import Selection
 
 ROWS = tl.constexpr(8)
 

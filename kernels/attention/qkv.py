@@ -30,9 +30,9 @@ from dejavu_train.kernels.common.checks import INTERPRET, check_dtype, check_pro
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import row_or, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear
-from dejavu_train.kernels.mlp.selection import Selection
 
 POLICIES = {"backfill": 0, "always": 1, "stale": 2}
 

@@ -17,8 +17,8 @@ from dejavu_train.kernels.attention.flash_decode import (
 from dejavu_train.kernels.common.checks import check_shape
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import use_pdl
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
-from dejavu_train.kernels.mlp.selection import Selection
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
 

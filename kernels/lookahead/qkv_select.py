@@ -25,6 +25,7 @@ from dejavu_train.kernels.common.checks import check_shape
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import late_factors_reference, late_sums
 from dejavu_train.kernels.common.launch import dot_type, use_pdl, wait_for_count, wait_for_predecessor
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.late_rows import late_rows
 from dejavu_train.kernels.lookahead.mlp_ahead import ROWS, LateSite
@@ -33,7 +34,6 @@ from dejavu_train.kernels.mlp.codes import nibble_halves
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.mlp.select import check_second_half, predict_select_reference
 from dejavu_train.kernels.mlp.select_batch import saturated, store_chosen
-from dejavu_train.kernels.mlp.selection import Selection
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
 

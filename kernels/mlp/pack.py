@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device
 from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
-from dejavu_train.kernels.mlp.selection import Selection
+from dejavu_train.kernels.common.selection import Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.predict import norm_sums
-from dejavu_train.kernels.mlp.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from dejavu_train.kernels.common.launch import (
     programmatic,
     wait_for_predecessor,
 )
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Matrix
-from dejavu_train.kernels.mlp.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from dejavu_train.kernels.common.int4_mma import int4_mma
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.int4 import unpack_int4
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
-from dejavu_train.kernels.mlp.selection import Selection
 
 NAN = float("nan")
 

@@ -56,9 +56,9 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     from int4_helpers import random_rows
 
     from dejavu_train.kernels.common import partial_sums
+    from dejavu_train.kernels.common.selection import Selection
     from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
     from dejavu_train.kernels.mlp import int4_mlp, pack, sparse_mlp
-    from dejavu_train.kernels.mlp.selection import Selection
 
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("without programmatic dependent launch nothing is read early")

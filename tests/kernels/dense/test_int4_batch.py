@@ -6,6 +6,7 @@ from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense import dense_batch
 from dejavu_train.kernels.dense.int4_batch import (
     TokenSettings,
@@ -20,7 +21,6 @@ from dejavu_train.kernels.dense.int4_batch import (
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack
-from dejavu_train.kernels.mlp.selection import Selection
 
 
 def inputs(device, batch, n):

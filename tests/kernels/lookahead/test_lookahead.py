@@ -7,6 +7,7 @@ from dejavu_train.kernels.attention.flash_decode import AttentionScratch, flash_
 from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.attend_pack import attend_pack
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
@@ -14,7 +15,6 @@ from dejavu_train.kernels.lookahead.site_predict import SiteRows, site_predict, 
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights, quantize_rows
 from dejavu_train.kernels.mlp.select import select_rows
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 NAN = float("nan")

@@ -8,13 +8,13 @@ from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selec
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.lookahead import mlp_ahead as module
 from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.mlp.sparse_mlp import sparse_mlp_reference
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from dejavu_train.kernels.common.int4_tiles import word_vector
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.lookahead.select_nibbles import select_nibbles, takes
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 

@@ -6,11 +6,11 @@ from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp import int4_mlp as module
 from dejavu_train.kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.mlp.sparse_mlp import sparse_mlp_reference
 
 NAN = float("nan")

@@ -7,11 +7,11 @@ import torch
 from int4_helpers import with_outliers
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.codes import nibble_codes
 from dejavu_train.kernels.mlp.predict import predict_down, predict_down_reference
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.mlp.select import lists, norm_sums, predict_reference, predict_select, top_k_mask
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, unpack_nibbles
 
 NAN = float("nan")

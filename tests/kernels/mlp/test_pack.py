@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack
-from dejavu_train.kernels.mlp.selection import Selection
 
 
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.mlp.select import predict_reference, predict_select, predict_select_reference, select_rows
-from dejavu_train.kernels.mlp.selection import Selection
 
 
 def make_predictor(n, d, rank, device, dtype=torch.float32, relu=False, bias=True, seed=0):

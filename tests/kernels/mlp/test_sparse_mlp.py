@@ -5,9 +5,9 @@ import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
 
 NAN = float("nan")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Rows
 from dejavu_train.kernels.mlp.predict_batch import predict_down_batch
 from dejavu_train.kernels.mlp.predictor import quantize_rows
-from dejavu_train.kernels.mlp.selection import Selection
 from dejavu_train.kernels.mlp.sparse_mlp_batch import (
     BatchActivations,
     fc1_batch,
