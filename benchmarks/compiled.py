@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.rows import command_line
 from dejavu_train.kernels.attention import flash_decode, out_projection, qkv
 from dejavu_train.kernels.attention.head_select import HeadPredictor
-from dejavu_train.kernels.common import checks, launch
+from dejavu_train.kernels.common import checks, launch, settings
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
@@ -45,6 +45,8 @@ from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+GPU = settings.committed_files()["h200.json"]
+N_SMS = GPU.multiprocessors
 Case = tuple[str, Callable[[], Any]]  # name and call
 WIDTHS = (2048, 4096, 5120, 7168, 9216, 12288)
 
@@ -90,13 +92,13 @@ def compiled_launches(call: Callable[[], Any]) -> list[tuple[str, Any]]:
 
 
 def pretend_a_gpu() -> None:
-    """CPU tensors pass for those of a GPU with dependent launches and 132 multiprocessors."""
+    """CPU tensors pass for those of a GPU with dependent launches and the multiprocessors and settings of `GPU`."""
     assert not checks.INTERPRET, "run without TRITON_INTERPRET"
     triton.runtime.driver.set_active(_Device())
     for module in launch.loaded_kernels():
         for attribute, stand_in in (
             ("check_device", lambda *_: None),
-            ("n_sms", lambda _: 132),
+            ("n_sms", lambda _: N_SMS),
             ("use_pdl", lambda pdl, _: pdl),
             ("fetches_rows", lambda _: True),
             ("programmatic", lambda _, pdl: (True, pdl)),
@@ -104,6 +106,7 @@ def pretend_a_gpu() -> None:
             if hasattr(module, attribute):
                 setattr(module, attribute, stand_in)
     launch._knows_pdl = lambda _: True  # type: ignore[assignment]
+    settings.settings_file = lambda _: GPU  # type: ignore[assignment]
 
 
 def plain_ptx(kernel: Any) -> str:
@@ -224,9 +227,10 @@ def cases_of(d: int) -> Iterator[Case]:
     yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", own.hidden, True)
     state = TokenState.empty(1, 64, "cpu")
     yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), state, pdl=True)
+    screen = screened_head.ScreenSettings.find("float", x.device, d=d)
     head = ScreenedHead(
         w.numbers, ln, x, x, torch.empty(n, d // 4, dtype=torch.int32), torch.empty(n, 2), 0.1, 0.1, torch.empty(n),
-        torch.empty(396), screened_head.Chosen.empty(264, "cpu"), screened_head.screen_settings(d),
+        torch.empty(screen.programs * N_SMS), screened_head.Chosen.empty(2 * N_SMS, "cpu"), screen,
     )  # fmt: skip
     stops = (state.position, state.least, state.stops)
     yield f"8 bits: screened_head {d}", lambda: screened_head.screened_head(x, head, *stops, True)

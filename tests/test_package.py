@@ -38,8 +38,10 @@ def test_every_file_beside_the_modules_is_installed_with_them():
     taken = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     folders = [REPOSITORY / package.replace(".", "/") for package in taken]
     installed = {path for folder, names in zip(folders, taken.values(), strict=True) for path in folder.glob(names[0])}
-    beside = {path for room in ("dejavu_train", "kernels") for path in (REPOSITORY / room).rglob("*.*")}
-    # rglob does not follow the link to the configurations, which come along.
+    beside = set((REPOSITORY / "dejavu_train").rglob("*.*"))
+    # rglob does not follow links: those to the kernels' rooms and to the configurations.
+    rooms = (REPOSITORY / "dejavu_train" / "kernels").iterdir()
+    beside |= {path for room in rooms if room.is_dir() for path in room.glob("**/*.*")}
     beside |= {path for path in (REPOSITORY / "dejavu_train" / "configs").glob("**/*.*")}
     beside = {path for path in beside if path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts}
     assert installed == beside and installed

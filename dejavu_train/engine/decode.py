@@ -30,6 +30,7 @@ from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype,
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey, dims_of
 from dejavu_train.kernels.common.checks import runs_on
+from dejavu_train.kernels.common.settings import settings_file
 from dejavu_train.models.finite import not_finite
 
 DEFAULTS = EngineOptions()
@@ -104,7 +105,10 @@ class DecodeEngine(Session):
 
     def describe(self) -> str:
         """What was decided when the engine was built, with the reasons, and the memory that it takes."""
-        return f"{self.plan.describe()}\n{describe_memory(self.memory)}"
+        lines = [self.plan.describe(), describe_memory(self.memory)]
+        if self.plan.engine in (Engine.GPU, Engine.INTERPRETER):
+            lines.insert(1, f"launch settings: {settings_file(self.device)}")
+        return "\n".join(lines)
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done."""

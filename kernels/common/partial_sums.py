@@ -3,15 +3,33 @@
 Many narrow programs read the sums at once, where a last arriver would read them alone.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import INTERPRET
-from dejavu_train.kernels.common.launch import start_dependents_and_wait
+from dejavu_train.kernels.common.launch import n_sms, start_dependents_and_wait
+from dejavu_train.kernels.common.settings import Settings
 
-MAX_SPLITS = 264  # rows of the scratch for partial sums
+PER_MULTIPROCESSOR = 2  # rows of the scratch for partial sums, each of which is a program's
+FEWEST_MULTIPROCESSORS = 128  # that the scratch has room for: rows of a batch share it
+
+
+@dataclass(frozen=True)
+class SumSettings(Settings, stage="sums"):
+    """stripe: columns of a program. chunk: partial sums that it reads at a time."""
+
+    stripe: int
+    chunk: int
+    warps: int
+
+    @classmethod
+    def of(cls, partials: Tensor, splits: int) -> "SumSettings":
+        """By the sums of each multiprocessor, and the bytes of a number."""
+        waves = triton.cdiv(splits, n_sms(partials.device))
+        return cls.find("float", partials.device, waves=waves, bytes=partials.element_size())
 
 
 @triton.jit
@@ -55,25 +73,28 @@ def _add_kernel(
 def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool) -> None:
     """out (B, d) = residual + bias + the first `splits` times B d partial sums. pdl as `use_pdl` gives it."""
     batch, d = out.shape
-    stripe, chunk, warps = (32, 32, 4) if splits <= 132 else (64 // partials.element_size(), 64, 4)
-    if INTERPRET:
-        chunk = 4
-    _add_kernel[(triton.cdiv(batch * d, stripe),)](
+    settings = SumSettings.of(partials, splits)
+    _add_kernel[(triton.cdiv(batch * d, settings.stripe),)](
         partials,
         bias,
         residual,
         out,
         D=d,
         SIZE=batch * d,
-        STRIPE=stripe,
+        STRIPE=settings.stripe,
         SPLITS=splits,
-        CHUNK=chunk,
+        CHUNK=settings.chunk,
         PDL=pdl,
-        num_warps=warps,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )
 
 
+def most_splits(device: torch.device) -> int:
+    """Rows of the scratch for partial sums."""
+    return PER_MULTIPROCESSOR * max(FEWEST_MULTIPROCESSORS, n_sms(device))
+
+
 def partial_sums(d: int, device: torch.device | str) -> Tensor:
     """Scratch for every kernel that `add_partials` follows. Shared by calls that run one after another."""
-    return torch.zeros(MAX_SPLITS, d, device=device, dtype=torch.float32)
+    return torch.zeros(most_splits(torch.device(device)), d, device=device, dtype=torch.float32)

@@ -30,6 +30,7 @@ from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
 from dejavu_train.kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import SCREENED_WIDTHS
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
 
 CODES_PER_WORD = 4
@@ -42,7 +43,7 @@ ROWS_AT_ONCE = 512  # rounded to codes together
 
 
 @dataclass(frozen=True)
-class ScreenSettings:
+class ScreenSettings(Settings, stage="screen"):
     """programs: per multiprocessor. rows: of a step, 2, 4, 8 or 16. warps: of a program, a thread has four words of a
     piece."""
 
@@ -61,20 +62,6 @@ class ScreenSettings:
 
     def warps_for(self, d: int) -> int:
         return max(1, min(self.warps, self.block(d) // 32))
-
-
-SETTINGS = (
-    (3072, ScreenSettings(3, 8, 4)),
-    (4608, ScreenSettings(2, 8, 4)),
-    (8192, ScreenSettings(2, 4, 4)),
-    (10752, ScreenSettings(3, 2, 4)),
-    (1 << 20, ScreenSettings(2, 2, 4)),
-)  # widths up to these
-
-
-def screen_settings(d: int) -> ScreenSettings:
-    """Launch settings by width, swept alone (`benchmarks/results/screened_head.csv`)."""
-    return next(settings for most, settings in SETTINGS if d <= most)
 
 
 @dataclass(frozen=True)
@@ -142,7 +129,7 @@ class ScreenedHead:
             sums = 2 * (d + 64) * EPSILON + ROUNDING[weight.dtype]  # of both logits' sums, of n
             scales[rows, 0] = scale[:, 0]
             errors[rows] = (torch.stack([off + sums * whole, off + whole], 1) * 1.0001 + 1e-30).float()
-        settings = settings or screen_settings(d)
+        settings = settings or ScreenSettings.find("float", device, d=d)
         programs = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
         best = Chosen.empty(min(2 * n_sms(device), n), device)
         upper, lows = (

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select_reference
-from dejavu_train.kernels.common.checks import INTERPRET, check_int4, check_shape, check_tensor, require
+from dejavu_train.kernels.common.checks import check_int4, check_shape, check_tensor, require
 from dejavu_train.kernels.common.lane_queue import as_it_comes
 from dejavu_train.kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
 from dejavu_train.kernels.common.launch import (
@@ -31,7 +31,7 @@ from dejavu_train.kernels.common.launch import (
 )
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
 from dejavu_train.kernels.common.limits import TILE_ROWS, TILED_FROM
-from dejavu_train.kernels.common.partial_sums import summed_partials
+from dejavu_train.kernels.common.partial_sums import SumSettings, summed_partials
 from dejavu_train.kernels.common.row_state import by_state
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -43,7 +43,6 @@ from dejavu_train.kernels.mlp.predict import norm_sums
 from dejavu_train.kernels.mlp.predictor import PredictorWeights
 
 ROWS = 4  # of a program of `late_rows`
-STRIPE = 32  # columns of a program that sums
 
 
 @dataclass(frozen=True)
@@ -288,7 +287,8 @@ def _add_ahead(
             heads.ln.weight, predictor.rows, *heads.sums, predictor.bias, predictor.threshold, heads.row_state,
             predictor.selection.row_bits,
         )  # fmt: skip
-    _add_ahead_kernel[(n_heads + triton.cdiv(d, STRIPE),)](
+    settings = SumSettings.of(partials, splits)
+    _add_ahead_kernel[(n_heads + triton.cdiv(d, settings.stripe),)](
         partials,
         bias,
         residual,
@@ -301,13 +301,13 @@ def _add_ahead(
         ahead.arrived,
         *selecting,
         D=d,
-        STRIPE=STRIPE,
+        STRIPE=settings.stripe,
         SPLITS=splits,
-        CHUNK=4 if INTERPRET else 32 if splits <= 132 else 64,
+        CHUNK=settings.chunk,
         H=n_heads,
         BLOCK=min(1024, triton.next_power_of_2(d)),
         EPS=1e-5 if heads is None else heads.ln.eps,
         PDL=pdl,
-        num_warps=4,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )

@@ -44,7 +44,7 @@ from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_o
 from dejavu_train.kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from dejavu_train.kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
-from dejavu_train.kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
+from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.common.shared_list import list_bytes, list_four, write_list
 from dejavu_train.kernels.formats.matrix import Matrix
 
@@ -319,12 +319,13 @@ def int4_fc2(
     stripes = triton.cdiv(d, COLUMNS.value * settings.warps)
     # No program without rows to read ahead, none with more than its list should hold where partial sums have room.
     splits = min(settings.programs // stripes, triton.cdiv(n, 16 * settings.ahead))
-    splits = min(MAX_SPLITS // batch, max(1, splits, triton.cdiv(n, MOST_ROUNDS * lanes)))
+    most = most_splits(out.device)
+    splits = min(most // batch, max(1, splits, triton.cdiv(n, MOST_ROUNDS * lanes)))
     n_own = triton.cdiv(n, splits)
     splits = triton.cdiv(n, n_own)
     if partials is None:
         partials = partial_sums(d, out.device)
-    check_shape("partials", partials, MAX_SPLITS, d)
+    check_shape("partials", partials, most, d)
     pdl = use_pdl(pdl, out.device)
     list_rounds = triton.cdiv(n_own, lanes)
     needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)

@@ -45,7 +45,7 @@ from dejavu_train.kernels.common.lane_queue import after_slot, as_it_comes, ask,
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
+from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.common.shared_rows import append_rows, four_rows, rows_list
 from dejavu_train.kernels.formats.matrix import MlpWeights
 from dejavu_train.kernels.mlp.pack import PackedSelection
@@ -58,8 +58,8 @@ MOST_ROWS = 384  # of a program, live or not, for which its list has room: 3 KB
 
 @dataclass(frozen=True)
 class Int4MlpSettings:
-    """programs: grid size, at most MAX_SPLITS. warps: of one. ahead: pairs of units of fc1 that a warp's queue has room
-    for, at most. registers: of a thread, at most."""
+    """programs: grid size, at most `most_splits`. warps: of one. ahead: pairs of units of fc1 that a warp's queue has
+    room for, at most. registers: of a thread, at most."""
 
     programs: int
     warps: int
@@ -329,14 +329,15 @@ def int4_mlp_partials(
     require(w1.group == w2.group, f"fc1 and fc2 must have groups of one size, not {w1.group} and {w2.group}")
     require(late is None or ln is not None, "there is nothing to estimate where x is normalised already")
     settings = settings or int4_mlp_settings(d)
-    programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), MAX_SPLITS)
+    most = most_splits(x.device)
+    programs = min(max(settings.programs, triton.cdiv(n, MOST_ROWS)), most)
     if partials is None:
         partials = partial_sums(d, x.device)
-    check_shape("partials", partials, MAX_SPLITS, d)
+    check_shape("partials", partials, most, d)
     partials = partials.view(torch.float16)
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
     room = QUEUE_BYTES - (norm_bytes(d // 8, w1.group, settings.warps) if ln is not None else 0)
-    require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * MAX_SPLITS}, which {MAX_SPLITS} lists hold")
+    require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * most}, which {most} lists hold")
     _int4_mlp_kernel[(programs,)](
         x if ln is not None else x.view(torch.int32),
         None if ln is None else ln.weight,

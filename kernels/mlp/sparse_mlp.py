@@ -23,7 +23,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import INTERPRET, check_device, check_numbers, check_shape
 from dejavu_train.kernels.common.launch import load_vector, sums_together, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
-from dejavu_train.kernels.common.partial_sums import MAX_SPLITS, add_partials, partial_sums
+from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import MlpWeights
 from dejavu_train.kernels.mlp.pack import PackedSelection
@@ -31,7 +31,7 @@ from dejavu_train.kernels.mlp.pack import PackedSelection
 
 @dataclass(frozen=True)
 class MlpSettings:
-    """programs: grid size, at most MAX_SPLITS. block: columns a piece of a row. rows: entries a step, at most 8."""
+    """programs: grid size, at most `most_splits`. block: columns a piece of a row. rows: entries a step, at most 8."""
 
     programs: int
     block: int
@@ -244,10 +244,11 @@ def sparse_mlp(
     check_shape("residual", residual, 1, d)
     check_shape("out", out, 1, d)
     settings = settings or mlp_settings(d, ln is not None)
-    programs = min(settings.programs, MAX_SPLITS)
+    splits = most_splits(out.device)
+    programs = min(settings.programs, splits)
     if partials is None:
         partials = partial_sums(d, out.device)
-    check_shape("partials", partials, MAX_SPLITS, d)
+    check_shape("partials", partials, splits, d)
     pdl = use_pdl(pdl, out.device)
     _sparse_mlp_kernel[(programs,)](
         x,

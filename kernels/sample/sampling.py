@@ -27,10 +27,18 @@ import triton.language as tl
 
 from dejavu_train.kernels.common.checks import check_device, check_shape, require
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.screened_head import Chosen
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
+
+
+@dataclass(frozen=True)
+class AdvanceSettings(Settings, stage="advance"):
+    """By the power of two that holds a row's logits, or its candidates behind a screen."""
+
+    warps: int
 
 
 @dataclass(frozen=True)
@@ -313,6 +321,7 @@ def advance(
     pdl = use_pdl(pdl, logits.device)
     n_row = n_vocab if chosen is None else chosen.values.numel()
     tile = triton.next_power_of_2(n_row)
+    settings = AdvanceSettings.find("float", state.tokens.device, tile=tile, screened=chosen is not None)
     _advance_kernel[(batch,)](
         logits if chosen is None else chosen.values,
         state.tokens,
@@ -340,6 +349,6 @@ def advance(
         SCORE=score,
         STEPS=SEARCH_STEPS,
         PDL=pdl,
-        num_warps=32 if tile >= 32768 else 8 if chosen is None else 4,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )
