@@ -102,7 +102,7 @@ def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
 
 
 def test_a_dense_step_with_fc2_on_its_own(monkeypatch):
-    monkeypatch.setattr("dejavu_train.kernels.mlp.int4_fc2.PAYS_FROM", 0)
+    monkeypatch.setattr("dejavu_train.engine.plan.CODES_FROM", 0)
     model, rows = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256)), rows_of(70)
     assert_as_close_as_plain_torch(model, None, rows, [masked_nll(model, None, rows[0])], "fc2 on its own")
 
