@@ -2,6 +2,7 @@
 # make bundle  the predictors that ship with the embedded model, to the same bytes: one thread, 3.9 GB in build
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
+# make test-long  what takes too long for that: every kernel compiled for Ampere and Ada, 15 minutes
 # make tables  the tables of README.md and docs/ from committed rows
 # make release  fails where a table shows rows that measured other sources, then make test
 # make docs    the pages of docs/ as a site, with the API from docstrings: build/docs/index.html
@@ -16,7 +17,7 @@ SHIPPED = checkpoints/opt-mini/bundle
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
-.PHONY: demo train infer bundle report test lint tables release docs clean
+.PHONY: demo train infer bundle report test test-long lint tables release docs clean
 
 demo: train infer
 
@@ -41,6 +42,9 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 
 test: .venv/dev lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --cov=dejavu_train --cov-report=term --cov-fail-under=85
+
+test-long: .venv/dev
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m long
 
 lint: .venv/dev
 	.venv/bin/ruff check $(CODE)

@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, instructions of the loops.
 
     python -m benchmarks.compiled                          a line for each kernel and shape, for compute capability 9.0
+    python -m benchmarks.compiled --capability 80 86 89    for others, which have no dependent launches
     python -m benchmarks.compiled --save before.json       the PTX of each, with what names source lines taken out
     python -m benchmarks.compiled --compare before.json    the same kernels again: what changed; exit code 1 if any did
 
@@ -45,8 +46,13 @@ from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-GPU = settings.committed_files()["h200.json"]
-N_SMS = GPU.multiprocessors
+FILES = settings.committed_files()
+GPUS = {  # by compute capability: file of settings, multiprocessors, bytes of shared memory of a program
+    90: ("h200.json", FILES["h200.json"].multiprocessors, 227 * 1024),
+    89: ("other.json", 128, 99 * 1024),
+    86: ("other.json", 82, 99 * 1024),
+    80: ("other.json", 108, 163 * 1024),
+}
 Case = tuple[str, Callable[[], Any]]  # name and call
 WIDTHS = (2048, 4096, 5120, 7168, 9216, 12288)
 
@@ -54,11 +60,14 @@ WIDTHS = (2048, 4096, 5120, 7168, 9216, 12288)
 class _Device:
     """A driver that knows what to compile for and nothing else."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # what kernels are kept by
 
     def get_current_stream(self, _device: int = 0) -> int:
         return 0
@@ -91,22 +100,25 @@ def compiled_launches(call: Callable[[], Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def pretend_a_gpu() -> None:
-    """CPU tensors pass for those of a GPU with dependent launches and the multiprocessors and settings of `GPU`."""
+def pretend_a_gpu(capability: int = 90) -> None:
+    """CPU tensors pass for those of a GPU of `GPUS`. From 9.0 on it has dependent launches."""
     assert not checks.INTERPRET, "run without TRITON_INTERPRET"
-    triton.runtime.driver.set_active(_Device())
+    triton.runtime.driver.set_active(_Device(capability))
+    name, multiprocessors, _ = GPUS[capability]
+    dependents = capability >= 90
     for module in launch.loaded_kernels():
         for attribute, stand_in in (
             ("check_device", lambda *_: None),
-            ("n_sms", lambda _: N_SMS),
-            ("use_pdl", lambda pdl, _: pdl),
-            ("fetches_rows", lambda _: True),
-            ("programmatic", lambda _, pdl: (True, pdl)),
+            ("n_sms", lambda _: multiprocessors),
+            ("use_pdl", lambda pdl, _: pdl and dependents),
+            ("fetches_rows", lambda _: dependents),
+            ("programmatic", lambda _, pdl: (dependents, pdl and dependents)),
         ):
             if hasattr(module, attribute):
                 setattr(module, attribute, stand_in)
-    launch._knows_pdl = lambda _: True  # type: ignore[assignment]
-    settings.settings_file = lambda _: GPU  # type: ignore[assignment]
+    launch._knows_pdl = lambda _: dependents  # type: ignore[assignment]
+    settings.settings_file = lambda _: FILES[name]  # type: ignore[assignment]
+    settings.forget_settings()
 
 
 def plain_ptx(kernel: Any) -> str:
@@ -227,10 +239,11 @@ def cases_of(d: int) -> Iterator[Case]:
     yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", own.hidden, True)
     state = TokenState.empty(1, 64, "cpu")
     yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), state, pdl=True)
+    n_sms = launch.n_sms(x.device)
     screen = screened_head.ScreenSettings.find("float", x.device, d=d)
     head = ScreenedHead(
         w.numbers, ln, x, x, torch.empty(n, d // 4, dtype=torch.int32), torch.empty(n, 2), 0.1, 0.1, torch.empty(n),
-        torch.empty(screen.programs * N_SMS), screened_head.Chosen.empty(2 * N_SMS, "cpu"), screen,
+        torch.empty(screen.programs * n_sms), screened_head.Chosen.empty(2 * n_sms, "cpu"), screen,
     )  # fmt: skip
     stops = (state.position, state.least, state.stops)
     yield f"8 bits: screened_head {d}", lambda: screened_head.screened_head(x, head, *stops, True)
@@ -312,34 +325,39 @@ def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
         yield from ((f"4 bits: {name}", call) for name, call in int4_cases(d))
 
 
+def described(kernel: Any, most: int) -> str:
+    """A line about a compiled kernel, on a GPU whose programs have at most so many bytes of shared memory."""
+    found = report(kernel)
+    inner = loops(found.code)
+    sizes = ", ".join(str(len(loop)) for loop in inner)
+    spills = sum(name.startswith(("LDL", "STL")) for loop in inner for name, _ in loop)
+    refused = refused_copies(found.code)
+    return (
+        f"{found.registers} registers, {found.stack} B stack ({spills} in loops), "
+        f"{found.shared} B shared, {'dependent' if 'griddepcontrol' in kernel.asm['ptx'] else 'plain'}, "
+        f"loops of {sizes or 'none'} instructions"
+        + (f"; {refused} COPIES THAT A GPU REFUSES" if refused else "")
+        + ("; MORE SHARED MEMORY THAN IT HAS" if found.shared > most + 1024 else "")
+    )
+
+
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--save", metavar="JSON")
     parser.add_argument("--compare", metavar="JSON")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--capability", type=int, nargs="+", choices=sorted(GPUS), default=[90], help="90 = 9.0")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, metavar="D")
     args = parser.parse_args()
-    pretend_a_gpu()
     texts: dict[str, str] = {}
-    for name, call in cases(args.widths):  # one after the other: a case holds the tensors of its width
-        if args.only not in name:
-            continue
-        for function, kernel in compiled_launches(call):
-            key = f"{name} {function}"
-            text = plain_ptx(kernel)
-            texts[key] = hashlib.sha256(text.encode()).hexdigest()
-            if not args.save and not args.compare:
-                found = report(kernel)
-                inner = loops(found.code)
-                sizes = ", ".join(str(len(loop)) for loop in inner)
-                spills = sum(name.startswith(("LDL", "STL")) for loop in inner for name, _ in loop)
-                print(
-                    f"{key}: {found.registers} registers, {found.stack} B stack ({spills} in loops), "
-                    f"{found.shared} B shared, "
-                    f"loops of {sizes or 'none'} instructions"
-                    + (f"; {refused} COPIES THAT A GPU REFUSES" if (refused := refused_copies(found.code)) else ""),
-                    flush=True,
-                )
+    for capability in args.capability:
+        pretend_a_gpu(capability)
+        for name, call in cases(args.widths):  # one after the other: a case holds the tensors of its width
+            for function, kernel in compiled_launches(call) if args.only in name else ():
+                key = f"{name} {function}" if capability == 90 else f"{name} {function} for {capability}"
+                texts[key] = hashlib.sha256(plain_ptx(kernel).encode()).hexdigest()
+                if not args.save and not args.compare:
+                    print(f"{key}: {described(kernel, GPUS[capability][2])}", flush=True)
     if args.save:
         Path(args.save).write_text(json.dumps(texts, indent=1))
     if args.compare:

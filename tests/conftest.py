@@ -117,7 +117,10 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # pytest-xdist would begin files of few tests last, however long they take
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    for item in items if "long" not in config.option.markexpr else ():
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make test-long"))
     items.sort(key=lambda item: item.path.name not in LONG)  # so that none of two workers ends long after the other
     if torch.cuda.is_available():
         return

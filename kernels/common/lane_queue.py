@@ -21,7 +21,7 @@ import triton.language as tl
 from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
 
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take, and `int4_norm`
-SHARED_BYTES = 132 * 1024  # of a multiprocessor of compute capability 9.0 where a plan's carveout asks for half
+SHARED_BYTES = 135168  # of a multiprocessor of compute capability 9.0 where a plan's carveout asks for half
 BESIDE_QUEUE = 2 * 1024  # of a program: for the driver, and for sums of one column of numbers
 EVEN_FROM = 4096
 
@@ -30,9 +30,9 @@ def even_room(programs: int, d: int, dependent: bool, needed: int = 0) -> int:
     """Bytes that a kernel's queue takes at least, so that at most `programs`, two or more, fit on a multiprocessor.
 
     0: the bytes `needed` see to that already, or none are asked for. dependent: the grid starts while its predecessor
-    ends. Such a grid fills the multiprocessors that are free first, each with as many programs as fit, and leaves the
-    last ones without any: at d = 9216 of 132 multiprocessors 44 had none of the 264 programs of q/k/v, 43 none of
-    fc2's. For grids of a dense step. More than that keeps out the next kernel's programs, which should start early.
+    ends. Such a grid fills the multiprocessors that are free first, each with as many programs as fit. The last ones get
+    none: at d = 9216 a third of an H200's multiprocessors had none of the programs of q/k/v, or of fc2's.
+    For grids of a dense step. More than that keeps out the next kernel's programs, which should start early.
     Narrower matrices than EVEN_FROM: not measured. One program alone may not declare enough to keep a second one out.
     """
     if not dependent or d < EVEN_FROM or (programs + 1) * (needed + BESIDE_QUEUE) > SHARED_BYTES:

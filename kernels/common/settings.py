@@ -156,3 +156,8 @@ class Settings:
 @functools.cache
 def _values(stage: str, format: str, device: torch.device, shape: tuple[tuple[str, Any], ...]) -> Values:
     return settings_file(device).values(stage, format, dict(shape))
+
+
+def forget_settings() -> None:
+    """For who changes the file of a device: what was looked up is looked up anew."""
+    _values.cache_clear()

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.compiled import loops
 
 LOOP = [(name, "") for name in ("LDG.E.EF.128", "FADD", "LOP3.LUT", "LDG.E.EF.64", "LDG.E.64", "STG.E")]
@@ -17,17 +19,42 @@ def test_an_innermost_loop_is_what_a_backward_branch_encloses():
     assert [name for name, _ in inner] == [name for name, _ in LOOP[1:]] + ["BRA"]
 
 
-def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
-    """For compute capability 9.0, at one width: a variable that changes its type in a loop is no mistake in Python."""
+def compiled(folder, *arguments: str) -> list[str]:
+    """The lines about kernels that `benchmarks.compiled` prints."""
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--only", "bits: ", "--widths", "2048"],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", *arguments],
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
-    lines = [line for line in found.stdout.splitlines() if " registers, " in line]
     assert found.returncode == 0, found.stderr[-2000:]
+    return [line for line in found.stdout.splitlines() if " registers, " in line]
+
+
+def test_launches_are_plain_before_compute_capability_9(tmp_path):
+    """Ampere and Ada have no dependent launches, and the instructions for them do not compile there."""
+    lines = compiled(tmp_path, "--only", "screened_head 256", "--widths", "256", "--capability", "80", "89", "90")
+    assert len(lines) == 6
+    for line in lines:
+        assert (" plain, " in line) == ("_kernel for " in line), line
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("capability", ["80", "86", "89"])
+def test_every_kernel_compiles_for_ampere_and_ada(tmp_path, capability):
+    """With the settings of other.json, and within the shared memory of these chips."""
+    lines = compiled(tmp_path, "--widths", "2048", "--capability", capability)
+    assert len(lines) > 60
+    for line in lines:
+        assert " plain, " in line and "MORE SHARED" not in line, line
+        assert int(re.search(r"\((\d+) in loops\)", line)[1]) == 0, line
+
+
+def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
+    """For compute capability 9.0, at one width: a variable that changes its type in a loop is no mistake in Python."""
+    lines = compiled(tmp_path, "--only", "bits: ", "--widths", "2048")
     names = ("int4_mlp", "int4_fc2", "dense_rows", "qkv_dense", "qkv_select", "project_head_rows", "screen", "rescore")
     for name in [f" _{name}_kernel" for name in names]:
         assert any(name in line for line in lines), name

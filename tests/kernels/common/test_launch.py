@@ -7,13 +7,28 @@ import pytest
 import torch
 import triton
 
-from dejavu_train.kernels.common import layer_norm
+from dejavu_train.kernels.common import launch, layer_norm
 from dejavu_train.kernels.common.launch import loaded_kernels, padded_batch, share_carveout
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, SPARSE_CARVEOUT
 
 
 def test_padded_batch():
     assert [padded_batch(batch) for batch in (1, 2, 16, 17, 32)] == [16, 16, 16, 32, 32]
+
+
+@pytest.mark.parametrize(("capability", "dependents"), [((8, 0), False), ((8, 9), False), ((9, 0), True)])
+def test_launches_are_dependent_from_compute_capability_9_on(monkeypatch, capability, dependents):
+    """Ampere and Ada take plain launches, whatever is asked for."""
+    monkeypatch.setattr(launch, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    launch._knows_pdl.cache_clear()
+    try:
+        device, x = torch.device("cuda", 0), SimpleNamespace(device=torch.device("cuda", 0))
+        assert launch.use_pdl(True, device) == launch.fetches_rows(device) == dependents
+        assert not launch.use_pdl(False, device)
+        assert launch.programmatic(x, True) == (dependents, dependents)
+    finally:
+        launch._knows_pdl.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are kernels to change")

@@ -114,7 +114,7 @@ def test_files_of_gpus_say_which():
 def test_values_are_looked_up_and_tried(monkeypatch, made):
     monkeypatch.setattr(Settings, "kinds", {})
     monkeypatch.setattr(settings, "settings_file", lambda device: made)
-    settings._values.cache_clear()
+    settings.forget_settings()
 
     @dataclass(frozen=True)
     class MadeUp(Settings, stage="made up"):
@@ -127,7 +127,7 @@ def test_values_are_looked_up_and_tried(monkeypatch, made):
         with tried("another", {"warps": 9}):
             assert MadeUp.find("int4", CPU, d=99) == MadeUp(7)
     assert MadeUp.find("int4", CPU, d=3) == MadeUp(5)
-    settings._values.cache_clear()
+    settings.forget_settings()
 
 
 def test_a_row_compares_what_is_no_range():
