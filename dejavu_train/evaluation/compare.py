@@ -1,0 +1,277 @@
+"""Compare runs of `infer`: what differs between them, quality against bytes and time, as tables and a picture.
+
+    dejavu compare RUN RUN ... [--output FOLDER]
+
+A RUN is a folder with results.json. --output writes compare.csv, compare.md, and the picture as .svg and .png.
+"""
+
+import argparse
+import csv
+import io
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dejavu_train.errors import UserError
+from dejavu_train.evaluation.figure import STYLES, pyplot, save
+from dejavu_train.evaluation.report import Table, densities_of, table
+from dejavu_train.evaluation.schema import SCHEMA, current
+from dejavu_train.files import read_json, write_text
+
+logger = logging.getLogger(__name__)
+QUALITY = ("mlp_candidates", "mlp_selected", "head_selected", "mlp_bytes", "mlp_recall", "mlp_retained_mass")
+_TIME = ("backend", "ms_per_token", "megabytes_per_token")
+COLUMNS = ("run", "text", "densities", "as_calibrated", *QUALITY, "increase", "increase_error", *_TIME)
+_PLACES = {"output", "bundle"}  # settings that always differ: where things lie
+
+
+@dataclass(frozen=True)
+class Run:
+    """A folder with results. name: shortest end of its path that no other run has. found: results.json, schema 3."""
+
+    name: str
+    folder: Path
+    found: Mapping[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of `infer`, and of the calibration and training as the bundle's folder tells them, if it is still there."""
+        settings = {key: value for key, value in (self.found.get("config") or {}).items() if key not in _PLACES}
+        for key in ("model", "bundle"):
+            settings[f"hash of the {key}"] = (self.found.get("hashes") or {}).get(key)
+        bundle = Path(str(self.found.get("bundle"))) / "bundle.json"
+        if bundle.is_file():
+            stored = read_json(bundle, "the bundle")
+            metadata = stored.get("metadata", {})
+            for part in ("stage", "train", "collect"):
+                settings |= (metadata.get(part) or {}).get("keys", {})
+            for target in stored.get("targets", ()):
+                ranks = sorted(
+                    {one["rank"] for one in stored["predictors"] if one["target"] == target and "rank" in one}
+                )
+                settings[f"rank of {target}"] = ", ".join(map(str, ranks))
+        return settings
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """Of what the predictors select from the first position on, where it has an increase."""
+        for row in self.found["quality"]:
+            if row["selection"] == "predicted" and row["sparse_from"] == 0 and row["increase"] is not None:
+                yield row
+
+    def time(self) -> Mapping[str, Any] | None:
+        """The fastest sparse row of decoding."""
+        sparse = [row for row in self.found["timing"] if not row["backend"].startswith("dense")]
+        return min(sparse, key=lambda row: row["ms_per_token"]["p50"], default=None)
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """The runs of folders.
+
+    Raises:
+        UserError: fewer than two folders, one that stands twice, no results.json, another schema.
+    """
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) < max(2, len(paths)):
+        raise UserError(f"expected at least two different folders of infer, got {' '.join(map(str, paths)) or 'none'}")
+    runs = []
+    for path, name in zip(paths, _names(paths), strict=True):
+        found = read_json(path / "results.json", "results.json (dejavu infer writes it)")
+        if not isinstance(found, dict) or found.get("schema") not in (2, SCHEMA):
+            raise UserError(f"{path / 'results.json'} is not of schema 2 or {SCHEMA}; make it anew with dejavu infer")
+        runs.append(Run(name, path, current(found)))
+    return runs
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The fewest last parts of each path that tell all of them apart.
+
+    >>> _names([Path("a/x/eval"), Path("a/y/eval")])
+    ['x/eval', 'y/eval']
+    """
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def differences(runs: Sequence[Run]) -> Table:
+    """Settings that are not the same in all runs, one row each. A setting that a run does not have is a dash."""
+    settings = [run.settings for run in runs]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    cells = []
+    for key in keys:
+        values = ["-" if each.get(key) is None else _short(each[key]) for each in settings]
+        if len(set(values)) > 1:
+            cells.append([key, *values])
+    return Table("settings that differ", ["setting", *(run.name for run in runs)], cells)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:10]}..{text[-10:]}"
+
+
+def compared_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each run, text and density, in the order of the texts. Time stands at rows of the calibrated density,
+    or at the run's first row, since a run times one density."""
+    rows = []
+    texts = dict.fromkeys(row["text"] for run in runs for row in run.rows())
+    for text in texts:
+        for run in runs:
+            own = [row for row in run.rows() if row["text"] == text]
+            time, timed = run.time(), _timed(own, run.time())
+            for row in sorted(own, key=lambda row: row["mlp_bytes"]):
+                values = {"run": run.name, "text": text, "densities": densities_of(row)}
+                values |= {"as_calibrated": bool(row.get("as_calibrated"))}
+                values |= {key: row.get(key) for key in (*QUALITY, "increase", "increase_error")}
+                if time is not None and row is timed:
+                    values |= {"backend": time["backend"], "ms_per_token": time["ms_per_token"]["p50"]}
+                    values["megabytes_per_token"] = time.get("megabytes_per_token")
+                rows.append(values)
+    return rows
+
+
+def _timed(rows: Sequence[Mapping[str, Any]], time: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The row of the densities that were timed: those asked for, or the calibrated ones."""
+    if time is None:
+        return None
+    for row in rows:
+        asked = tuple(time.get(f"asked_{name}_density") for name in ("mlp", "head"))
+        if row.get("as_calibrated") if asked == (None, None) else asked == _asked(row):
+            return row
+    return None
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    return row["asked_mlp_density"], row["asked_head_density"]
+
+
+def compared_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows for people."""
+    headings = ["run", "text", "densities", "selected", "heads", "mlp bytes", "recall", "mass", "increase", "+-", "ms"]
+    cells = [
+        [
+            row["run"],
+            row["text"],
+            row["densities"],
+            *(_percent(row[key]) for key in ("mlp_selected", "head_selected", "mlp_bytes", "mlp_recall")),
+            *(_percent(row[key]) for key in ("mlp_retained_mass", "increase", "increase_error")),
+            "-" if row.get("ms_per_token") is None else f"{row['ms_per_token']:.3g}",
+        ]
+        for row in rows
+    ]
+    return Table("quality and time", headings, cells)
+
+
+def times_table(runs: Sequence[Run]) -> Table:
+    """Every row of decoding of every run."""
+    headings = ["run", "backend", "device", "batch", "prompt", "ms/token p50", "MB/token"]
+    cells = [
+        [run.name, time["backend"], time["device"], str(time["batch"]), str(time["prompt"])]
+        + [f"{time['ms_per_token']['p50']:.3g}"]
+        + ["-" if time.get("megabytes_per_token") is None else f"{time['megabytes_per_token']:.1f}"]
+        for run in runs
+        for time in run.found["timing"]
+    ]
+    return Table("decoding", headings, cells)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.3g} %"
+
+
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """Why rows may not be comparable: other weights, other text under one name, other machines."""
+    lines = []
+    if len({(run.found.get("hashes") or {}).get("model") for run in runs}) > 1:
+        lines.append("the runs are of different weights: compare increases, not perplexities")
+    texts: dict[str, set[Any]] = {}
+    for run in runs:
+        for text in run.found["texts"]:
+            texts.setdefault(text["name"], set()).add((text["sha256"], text["tokens"]))
+    lines += [f"{name} is not the same text in all runs" for name, kinds in texts.items() if len(kinds) > 1]
+    places = {(time["device"], time["batch"], time["prompt"]) for run in runs if (time := run.time()) is not None}
+    if len(places) > 1:
+        lines.append("the runs were timed on other devices, batches or prompts")
+    return lines
+
+
+def draw(rows: Sequence[Mapping[str, Any]], stem: Path) -> bool:
+    """Draw increases against bytes for each text, with errors, and against time where it is known.
+
+    Returns: False without matplotlib.
+    """
+    plt = pyplot()
+    if plt is None:
+        return False
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    timed = [row for row in rows if row.get("ms_per_token") is not None]
+    axes = [(text, "mlp_bytes", [row for row in rows if row["text"] == text]) for text in texts]
+    axes += [(text, "ms_per_token", found) for text in texts[:1] if (found := [r for r in timed if r["text"] == text])]
+    columns = min(3, len(axes))
+    lines = math.ceil(len(axes) / columns)
+    size = {"figsize": (4.5 * columns, 3.6 * lines), "layout": "constrained"}
+    figure, panels = plt.subplots(lines, columns, squeeze=False, **size)
+    styles = dict(zip(dict.fromkeys(row["run"] for row in rows), _styles(), strict=False))
+    for panel, (text, by, found) in zip(panels.flat, axes, strict=False):
+        for run, (colour, marker, line) in styles.items():
+            own = sorted((row for row in found if row["run"] == run and row[by] is not None), key=lambda row: row[by])
+            if own:
+                scale = 100 if by == "mlp_bytes" else 1
+                x, y = [scale * row[by] for row in own], [100 * row["increase"] for row in own]
+                bars = [100 * (row["increase_error"] or 0.0) for row in own]
+                panel.errorbar(x, y, bars, color=colour, marker=marker, linestyle=line, capsize=2.5, label=run)
+        panel.axhline(0, color="0.6", linewidth=0.8)
+        panel.set_title(text, loc="left", fontsize=10)
+        panel.set_xlabel("MLP bytes of a token, % of dense" if by == "mlp_bytes" else "ms a token")
+        panel.set_ylabel("increase of perplexity, %")
+        panel.grid(alpha=0.3)
+    for panel in list(panels.flat)[len(axes) :]:
+        panel.set_axis_off()
+    panels.flat[0].legend(fontsize=8)
+    save(figure, stem)
+    return True
+
+
+def _styles() -> Iterator[tuple[str, str, str]]:
+    """Colours, markers and lines for any number of runs."""
+    for turn in range(1, 1000):
+        for colour, marker, line in STYLES:
+            yield colour, marker, line if turn == 1 else (":", "--", "-.")[turn % 3]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the comparison, and write it where ``--output`` says."""
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser("dejavu compare", description=__doc__, formatter_class=raw)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a folder in which infer left results.json")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write compare.csv, .md, .svg and .png there")
+    given = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    runs = read_runs(given.runs)
+    rows = compared_rows(runs)
+    if not rows:
+        raise UserError("no run scored what its predictors select; run dejavu infer with --text and --densities")
+    for line in warnings(runs):
+        logger.warning("note: %s", line)
+    parts = [
+        f"{each.name}:\n{table(each.headings, each.cells)}"
+        for each in (differences(runs), compared_table(rows), times_table(runs))
+    ]
+    print("\n\n".join(parts))
+    if given.output is not None:
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n", restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        given.output.mkdir(parents=True, exist_ok=True)
+        write_text(given.output / "compare.csv", buffer.getvalue())
+        write_text(given.output / "compare.md", "\n\n".join(f"```\n{part}\n```" for part in parts) + "\n")
+        drawn = draw(rows, given.output / "compare")
+        logger.info("wrote %s/compare.%s", given.output, "csv, .md, .svg and .png" if drawn else "csv and .md")
