@@ -30,7 +30,7 @@ def even_room(programs: int, d: int, dependent: bool, needed: int = 0) -> int:
     """Bytes that a kernel's queue takes at least, so that at most `programs`, two or more, fit on a multiprocessor.
 
     0: the bytes `needed` see to that already, or none are asked for. dependent: the grid starts while its predecessor
-    ends. Such a grid fills the multiprocessors that are free first, each with as many programs as fit. The last ones get
+    ends. Such a grid fills the multiprocessors that are free first, each with as many programs as fit. The last get
     none: at d = 9216 a third of an H200's multiprocessors had none of the programs of q/k/v, or of fc2's.
     For grids of a dense step. More than that keeps out the next kernel's programs, which should start early.
     Narrower matrices than EVEN_FROM: not measured. One program alone may not declare enough to keep a second one out.
