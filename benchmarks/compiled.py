@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks.rows import command_line
-from dejavu_train.kernels.attention import flash_decode, out_projection, qkv
+from dejavu_train.kernels.attention import out_projection, qkv
 from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import checks, launch, settings
 from dejavu_train.kernels.common.kv_cache import KvCache
@@ -44,6 +44,7 @@ from dejavu_train.kernels.mlp import int4_fc2, int4_mlp, pack, predict, select, 
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
+from dejavu_train.kernels.stages import attend
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()
@@ -282,7 +283,7 @@ def int4_cases(d: int) -> Iterator[Case]:
     first_half = int4_rows(rank, d).parts() if d >= mlp_ahead.TILED_FROM else (nibbles.down, None)
     heads = HeadPredictor(halves(h, d), torch.empty(h), own.limit, own.heads)
     ahead = mlp_ahead.HeadsAhead(heads, ln, own.sums()[0], own.ones)
-    scratch = flash_decode.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
+    scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
     for policy, selected, cache in (("backfill", ahead, own.cache), ("always", None, own.every)):
         late = mlp_ahead.LateSite(
             norm, cache.attn_in, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, *first_half,
@@ -291,7 +292,7 @@ def int4_cases(d: int) -> Iterator[Case]:
         given = (own.qkv, cache, own.heads, own.ones, own.q, own.predictor(nibbles), own.ones)
         yield f"late qkv_select {d} {policy}", partial(qkv_select.qkv_select, *given, policy, True, late)
         chosen = None if selected is None else own.heads
-        given = (own.q, cache, chosen, own.ones, halves(1, d), scratch, own.bits, own.listed)
+        given = (own.q, cache, chosen, own.ones, halves(1, d), scratch, (own.bits, own.listed))
         yield f"attend_pack {d} {policy}", partial(attend_pack.attend_pack, *given, True)
         given = (x, ln, own.mlp, own.listed, own.y, late, own.partials)
         yield f"mlp_ahead {d} {policy}", partial(mlp_ahead.mlp_ahead, *given, "list", True)

@@ -98,7 +98,8 @@ class Attention:
         work, cache, position = self.work, self.cache, self.work.state.position
         mixed = (work.q, cache, self.selection, position, work.heads_out, work.attention)
         if self.plan.kernels is Kernels.QKV_WITH_PREDICTOR:
-            work.ops.attend_pack(*mixed, self.neurons.selection, work.carried.packed, pdl=work.pdl, mean=self.mean)
+            listed = self.neurons.selection, work.carried.packed
+            work.ops.attend_pack(*mixed, listed, pdl=work.pdl, mean=self.mean)
         else:
             work.ops.flash_decode(*mixed, pdl=work.pdl, mean=self.mean)
 

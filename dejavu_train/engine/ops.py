@@ -6,8 +6,7 @@ from torch import Tensor
 
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
-from dejavu_train.kernels.attention import flash_decode, head_select, out_projection, qkv
-from dejavu_train.kernels.attention.flash_decode import AttentionScratch
+from dejavu_train.kernels.attention import head_select, out_projection, qkv
 from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.common.kv_cache import KvCache
@@ -25,6 +24,9 @@ from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
+from dejavu_train.kernels.stages import attend
+from dejavu_train.kernels.stages.attend import AttentionScratch
+from dejavu_train.kernels.stages.positions import Alibi
 
 
 class StepOps(Protocol):
@@ -95,11 +97,11 @@ class StepOps(Protocol):
         position: Tensor,
         out: Tensor,
         scratch: AttentionScratch,
-        mlp_selection: Selection,
-        packed: PackedSelection,
+        neurons: tuple[Selection, PackedSelection],
         /,
         pdl: bool = False,
         mean: Tensor | None = None,
+        alibi: Alibi | None = None,
     ) -> None: ...
 
     def qkv_dense(
@@ -125,6 +127,7 @@ class StepOps(Protocol):
         /,
         pdl: bool = False,
         mean: Tensor | None = None,
+        alibi: Alibi | None = None,
     ) -> None: ...
 
     def project_heads(
@@ -301,7 +304,7 @@ class TritonOps:
     qkv_select = staticmethod(qkv_select.qkv_select)
     attend_pack = staticmethod(attend_pack.attend_pack)
     qkv_dense = staticmethod(qkv_dense.qkv_dense)
-    flash_decode = staticmethod(flash_decode.flash_decode)
+    flash_decode = staticmethod(attend.flash_decode)
     project_heads = staticmethod(out_projection.project_heads)
     predict_select = staticmethod(select.predict_select)
     layer_norm = staticmethod(layer_norm.layer_norm)
@@ -331,7 +334,7 @@ class TorchOps:
     qkv_select = staticmethod(of_numbers(qkv_select.qkv_select_reference))
     attend_pack = staticmethod(of_numbers(reference.attend_pack))
     qkv_dense = staticmethod(of_numbers(qkv_dense.qkv_dense_reference))
-    flash_decode = staticmethod(of_numbers(flash_decode.flash_decode_reference))
+    flash_decode = staticmethod(of_numbers(attend.flash_decode_reference))
     project_heads = staticmethod(of_numbers(out_projection.project_heads_reference))
     predict_select = staticmethod(of_numbers(reference.predict_select))
     layer_norm = staticmethod(of_numbers(reference.layer_norm))

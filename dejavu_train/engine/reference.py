@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dejavu_train.kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import Selection
@@ -20,6 +19,8 @@ from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.select import predict_select_reference
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
+from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
+from dejavu_train.kernels.stages.positions import Alibi
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,14 +87,14 @@ def attend_pack(
     position: Tensor,
     out: Tensor,
     scratch: AttentionScratch,
-    mlp_selection: Selection,
-    packed: PackedSelection,
+    neurons: tuple[Selection, PackedSelection],
     pdl: bool = False,
     mean: Tensor | None = None,
+    alibi: Alibi | None = None,
 ) -> None:
     """See `dejavu_train.kernels.lookahead.attend_pack.attend_pack`."""
-    flash_decode_reference(q, cache, selection, position, out, mean=mean)
-    pack(mlp_selection, packed)
+    flash_decode_reference(q, cache, selection, position, out, mean=mean, alibi=alibi)
+    pack(*neurons)
 
 
 def sparse_mlp(

@@ -9,7 +9,6 @@ from dejavu_train.engine.carried import Carried
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.kernels.attention.flash_decode import AttentionScratch
 from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import MOST_TOKENS
@@ -19,6 +18,7 @@ from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
 from dejavu_train.kernels.sample.sampling import TokenState
+from dejavu_train.kernels.stages.attend import AttentionScratch
 
 
 @dataclass(frozen=True)

@@ -7,62 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.attention.flash_decode import (
-    WARPS,
-    AttentionScratch,
-    attend,
-    attention_launch,
-    block_positions,
-)
 from dejavu_train.kernels.common.checks import check_shape
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import use_pdl
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
+from dejavu_train.kernels.stages.attend import AttentionScratch, attend, attention_launch
+from dejavu_train.kernels.stages.positions import Alibi
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
 
 
 @triton.jit(do_not_specialize=["n_ranges"])
 def _attend_pack_kernel(
-    q,
-    k_cache,
-    v_cache,
-    row_bits,
-    position,
-    watermark,
-    valid,
-    mean,
-    out,
-    partial,
-    largest,
-    total,
-    tickets,
-    capacity,
-    scale,
-    ids,
-    counts,
-    packed_ids,
-    packed_count,
-    n_ranges,
-    n_packs,
-    H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    ALL: tl.constexpr,
-    HAS_WATERMARK: tl.constexpr,
-    STALE: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    PDL: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SLOTS_PAD: tl.constexpr,
-    ALL_RANGES: tl.constexpr,
-    RANGES: tl.constexpr,
-):
+    q, kept, result, capacity, scale, slopes, ids, counts, packed_ids, packed_count, n_ranges, n_packs,
+    S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr,
+    ALL_RANGES: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    SPLITS: tl.constexpr = S.SPLITS
     pid = tl.program_id(0)
     if pid < n_packs:
         pack_ranges(
@@ -71,10 +33,8 @@ def _attend_pack_kernel(
         )  # fmt: skip
     else:
         attend(
-            (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, k_cache, v_cache, row_bits, position, watermark,
-            valid, mean, out, partial, largest, total, tickets, capacity, scale, H, HEAD_DIM, HEAD_TILE, SPLITS,
-            SPLIT_TILE, PARTS, POSITIONS, ALL, HAS_WATERMARK, STALE, HAS_MEAN, PDL,
-        )  # fmt: skip
+            (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, kept, result, capacity, scale, slopes, S, BIAS, PDL
+        )
 
 
 def attend_pack(
@@ -84,23 +44,27 @@ def attend_pack(
     position: Tensor,
     out: Tensor,
     scratch: AttentionScratch,
-    mlp_selection: Selection,
-    packed: PackedSelection,
+    neurons: tuple[Selection, PackedSelection],
     pdl: bool = False,
     mean: Tensor | None = None,
+    alibi: Alibi | None = None,
 ) -> None:
-    """Stage 3: `flash_decode`, and `pack` of the MLP's selection. One batch row. Errors: shapes, head dims."""
+    """Stage 3: `flash_decode`, and `pack` of `neurons`, the MLP's selection and its list. One batch row.
+
+    Errors: shapes, head dims.
+    """
     pdl = use_pdl(pdl, q.device)
     check_shape("q", q, 1, *q.shape[1:])
-    positions = block_positions(cache.capacity, q.shape[1])
-    arguments, constants = attention_launch(q, cache, selection, position, out, scratch, mean, positions, pdl)
-    n_packs, pack_arguments, pack_constants = pack_launch(mlp_selection, packed, PACKED_ENTRIES)
-    _attend_pack_kernel[(n_packs + q.shape[1] * constants["SPLITS"],)](
+    given = (q, cache, selection, position, out, scratch, mean, alibi, None)
+    arguments, sizes, constants, warps = attention_launch(*given)
+    n_packs, pack_arguments, pack_constants = pack_launch(*neurons, PACKED_ENTRIES)
+    _attend_pack_kernel[(n_packs + sizes.GROUPS * sizes.SPLITS,)](
         *arguments,
         *pack_arguments,
         n_packs,
         **constants,
         **pack_constants,
-        num_warps=WARPS[positions],
+        PDL=pdl,
+        num_warps=warps,
         launch_pdl=pdl,
     )

@@ -53,16 +53,25 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def named(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a kernel is given by its names, and what lies in a named tuple by the names of its fields."""
+    for name, value in given.items():
+        if hasattr(value, "_asdict"):
+            yield from named(value._asdict())
+        else:
+            yield name, value
+
+
 @contextmanager
 def recorded(monkeypatch: Any) -> Iterator[list[Launch]]:
     """What is queued within, as on a GPU with dependent launches. Kernels do nothing."""
     queued: list[Launch] = []
 
     def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        given = dict(named(dict(zip(kernel.arg_names, args, strict=False)) | options))
         tensors = {name: value.data_ptr() for name, value in given.items() if torch.is_tensor(value)}
         module = kernel.fn.__module__.rpartition(".")[2]
-        queued.append(Launch(f"{module}.{kernel.__name__}", tensors, options))
+        queued.append(Launch(f"{module}.{kernel.__name__}", tensors, options | dict(named(options))))
 
     with monkeypatch.context() as patched, Products(queued):
         patched.setattr(InterpretedFunction, "run", run)

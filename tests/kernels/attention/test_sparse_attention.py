@@ -5,13 +5,19 @@ import dataclasses
 import pytest
 import torch
 
-from dejavu_train.kernels.attention.flash_decode import BLOCK, AttentionScratch, flash_decode, flash_decode_reference
 from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select, head_select_reference, head_selection
 from dejavu_train.kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.stages.attend import (
+    BLOCK,
+    AttendSettings,
+    AttentionScratch,
+    flash_decode,
+    flash_decode_reference,
+)
 
 NAN = float("nan")
 
@@ -209,4 +215,4 @@ def test_mistakes_are_one_line(device):
         with pytest.raises(ValueError, match=f"{wrong}: expected shape"):
             flash_decode(q, KvCache(k, k, attn_in, *given[:2]), selection, position, out, given[2])
     with pytest.raises(ValueError, match="32, 64, 128 positions, not 48"):
-        flash_decode(q, cache, selection, position, out, scratch, positions=48)
+        flash_decode(q, cache, selection, position, out, scratch, settings=AttendSettings(48, 2))

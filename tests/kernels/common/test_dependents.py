@@ -121,11 +121,16 @@ class Walk:
 
 
 def buffer(node: ast.AST, names: dict[str, str]) -> str:
-    """What the kernel calls the buffer that an expression points into. "" for anything else."""
+    """What the kernel calls the buffer that an expression points into. "" for anything else.
+
+    A buffer in a tuple is called as the tuple's field.
+    """
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.BinOp):
             node = node.left
-        elif isinstance(node, ast.Attribute | ast.Subscript):
+        elif isinstance(node, ast.Attribute):
+            return node.attr
+        elif isinstance(node, ast.Subscript):
             node = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             node = node.func.value if node.func.attr == "to" else ast.Constant("")

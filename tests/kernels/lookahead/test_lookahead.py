@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dejavu_train.kernels.attention.flash_decode import AttentionScratch, flash_decode_reference
 from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
@@ -15,6 +14,7 @@ from dejavu_train.kernels.lookahead.site_predict import SiteRows, site_predict, 
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights, quantize_rows
 from dejavu_train.kernels.mlp.select import select_rows
+from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 NAN = float("nan")
@@ -78,7 +78,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         if kernels:
             site_predict(*site)
             qkv_select(*rows)
-            attend_pack(*attention, neurons, packed, mean=mean)
+            attend_pack(*attention, (neurons, packed), mean=mean)
             listed = packed.ids[: int(packed.count)].long()
         else:
             site_predict_reference(*site)
@@ -153,7 +153,7 @@ def test_all_heads(device, stored):
         if kernels:
             site_predict(*site, hidden)
             qkv_select(*rows, policy="always")
-            attend_pack(*attention, AttentionScratch.empty(1, n_heads, head_dim, capacity, device), neurons, packed)
+            attend_pack(*attention, AttentionScratch.empty(1, n_heads, head_dim, capacity, device), (neurons, packed))
             listed = packed.ids[: int(packed.count)].long()
         else:
             site_predict_reference(*site, hidden)

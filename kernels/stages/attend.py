@@ -1,0 +1,372 @@
+"""Attention of one decoding step over the selected heads only, split over the context (flash-decoding).
+
+    s[b, j, p] = q[b, j] . k_cache[b, i, p] / sqrt(head_dim) + slope[j] (p - position[b])       p = 0 .. position[b]
+    out[b, j]  = softmax_p(s[b, j, p]) v_cache[b, i, p]                                         j = i r .. i r + r - 1
+
+Heads of K and V, i, are shared by r heads of q each: a group, which row b selects as a whole. Zeros for others, whose
+K/V are not read. Slopes (`positions.Alibi`) are zero where there are none.
+A program owns one (row, group) and one range of POSITIONS positions. The grid is fixed by the capacity, programs beyond
+the position leave. The last program of a group to finish (an integer ticket) combines the partial results in order of
+their index: bitwise deterministic. It also sets watermark[b, i] = position[b] + 1. Positions that were never written
+("stale") are skipped through `valid`.
+Position, watermark and selection are older than the launch before this one, and so are the K/V below the watermark:
+they are read before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may
+read early only what is older than q/k/v.
+Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
+q (B, h, head_dim) fp32. Caches (B, g, T, head_dim), h = g r. `out` (B, h * head_dim) fp32, or rounded to fp16.
+Watermark (B, g) int32.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dejavu_train.kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
+from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.stages.positions import Alibi, alibi_bias, no_bias
+
+BLOCK = 32  # the fewest positions of a program; scratch is made for them
+WARPS = {32: 2, 64: 2, 128: 4}  # of a program, for one row
+COMBINED = 16  # partial results combined at a time
+
+
+@dataclass(frozen=True)
+class AttendSettings:
+    """positions: of a program, 32, 64 or 128. warps: of one."""
+
+    positions: int
+    warps: int
+
+
+def attend_settings(batch: int, n_groups: int, share: int, capacity: int) -> AttendSettings:
+    """Launch settings, for one row swept alone: few heads leave room for many programs.
+
+    Several rows, 72 heads of 128 columns on one H200, at position 150: 5.1 us with 2 rows and 16.7 with 8 where 64
+    positions and two warps take 5.5 and 21.2. At 500 of 1048 54.1 and 51.4, at 1000 83.5 and 86.0, at 2000 165.9 and
+    161.9. Heads that share K/V: not measured. A program holds its keys while it multiplies with each of them.
+    """
+    if share > 1:
+        return AttendSettings(BLOCK, WARPS[BLOCK])
+    if batch > 1:
+        return AttendSettings(BLOCK, 1) if capacity <= 1024 else AttendSettings(2 * BLOCK, 2)
+    positions = BLOCK if capacity <= 1024 and n_groups <= 40 else 2 * BLOCK
+    return AttendSettings(positions, WARPS[positions])
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32, tickets (B*h), else zero."""
+
+    partial: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+    tickets: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, n_heads: int, head_dim: int, capacity: int, device: torch.device | str
+    ) -> "AttentionScratch":
+        splits = triton.cdiv(capacity, BLOCK)
+        rows = batch * n_heads
+        partial = torch.zeros(rows, splits, head_dim, device=device, dtype=torch.float32)
+        largest, total = (torch.zeros(rows, splits, device=device, dtype=torch.float32) for _ in range(2))
+        return cls(partial, largest, total, torch.zeros(rows, dtype=torch.int32, device=device))
+
+
+def flash_decode_reference(
+    q: Tensor,
+    cache: KvCache,
+    selection: Selection | None,
+    position: Tensor,
+    out: Tensor,
+    scratch: AttentionScratch | None = None,
+    pdl: bool = False,
+    mean: Tensor | None = None,
+    alibi: Alibi | None = None,
+) -> None:
+    """Plain torch over the whole capacity, masked, in fp64 where q is. No host synchronisation."""
+    batch, n_groups, capacity, head_dim = cache.k.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    own = q.to(wide).view(batch, n_groups, -1, head_dim)
+    p = torch.arange(capacity, device=q.device)
+    seen = (p <= position[:, None])[:, None, :].expand(batch, n_groups, capacity)
+    if cache.valid is not None:
+        seen = seen & (cache.valid > 0)
+    k = torch.where(seen[..., None], cache.k.to(wide), 0.0)
+    v = torch.where(seen[..., None], cache.v.to(wide), 0.0)
+    scores = own @ k.transpose(-1, -2) * head_dim**-0.5
+    if alibi is not None:
+        slopes = alibi.slopes.to(wide).view(n_groups, -1, 1)
+        scores = scores + slopes * (p - position[:, None])[:, None, None, :]
+    weights = scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1)
+    result = weights @ v
+    chosen = torch.ones(batch, n_groups, dtype=torch.bool, device=q.device)
+    if selection is not None:
+        chosen = selection.to_mask(batch)
+    if mean is not None:
+        result = result - mean.view(n_groups, -1, head_dim)
+    out.copy_(torch.where(chosen[..., None, None], result, 0.0).reshape(batch, -1))
+    if cache.watermark is not None:
+        cache.watermark.copy_(torch.where(chosen, position[:, None] + 1, cache.watermark))
+
+
+class Kept(NamedTuple):
+    """What attention reads beside q. row_bits None: all groups. watermark and valid may be None as well."""
+
+    k_cache: Any
+    v_cache: Any
+    row_bits: Any
+    position: Any
+    watermark: Any
+    valid: Any
+
+
+class Result(NamedTuple):
+    """What attention writes: `out`, and a scratch. mean: what is taken off, or None."""
+
+    mean: Any
+    out: Any
+    partial: Any
+    largest: Any
+    total: Any
+    tickets: Any
+
+
+class AttendSizes(NamedTuple):
+    """Constants: heads of K and V, heads of q that share each, and a launch's tiles."""
+
+    GROUPS: int
+    SHARE: int
+    HEAD_DIM: int
+    HEAD_TILE: int
+    SPLITS: int
+    SPLIT_TILE: int
+    PARTS: int
+    POSITIONS: int
+
+
+@triton.jit
+def _partial_results(partial, largest, first, some, n_live, c, inside, HEAD_DIM: tl.constexpr):
+    """(outputs (PARTS, HEAD_TILE), maxima (PARTS,)) of the ranges `some` of the head whose first slot is given."""
+    there = some < n_live
+    mask = there[:, None] & inside[None, :]
+    at = (first + some)[:, None] * HEAD_DIM + c[None, :]
+    parts = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
+    return parts, tl.load(largest + first + some, mask=there, other=-1e30, cache_modifier=".cg")
+
+
+@triton.jit
+def _combine(result, head, n_live, c, inside, usual, S: tl.constexpr):
+    """Combines the partial results of a head of q, with its batch row (`head`), and stores what they are together."""
+    SPLITS: tl.constexpr = S.SPLITS
+    SPLIT_TILE: tl.constexpr = S.SPLIT_TILE
+    PARTS: tl.constexpr = S.PARTS
+    HEAD_TILE: tl.constexpr = S.HEAD_TILE
+    HEAD_DIM: tl.constexpr = S.HEAD_DIM
+    # Everything is asked for before the first value is used: the ways to the L2 are what takes time here.
+    some = tl.arange(0, PARTS)
+    s = tl.arange(0, SPLIT_TILE)
+    live = s < n_live
+    first = head * SPLITS
+    parts, heights = _partial_results(result.partial, result.largest, first, some, n_live, c, inside, HEAD_DIM)
+    tops = tl.load(result.largest + first + s, mask=live, other=-1e30, cache_modifier=".cg")
+    sums = tl.load(result.total + first + s, mask=live, other=0.0, cache_modifier=".cg")
+    highest = tl.max(tops, 0)
+    mixed = tl.zeros([HEAD_TILE], tl.float32)
+    for part in range(0, n_live, PARTS):
+        mixed += tl.sum(parts * tl.exp(heights - highest)[:, None], 0)
+        parts, heights = _partial_results(
+            result.partial, result.largest, first, part + PARTS + some, n_live, c, inside, HEAD_DIM
+        )
+    mixed = mixed / tl.sum(sums * tl.exp(tops - highest))
+    tl.store(result.out + head * HEAD_DIM + c, mixed - usual, mask=inside)
+
+
+@triton.jit
+def attend(
+    pair,
+    split,
+    q,
+    kept,
+    result,
+    capacity,
+    scale,
+    slopes,
+    S: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One (row, group) and one range of positions, as a function: look-ahead gives the grid other programs too.
+
+    BIAS: what is added to scores, with `slopes` (`positions`).
+    """
+    HEAD_TILE: tl.constexpr = S.HEAD_TILE
+    POSITIONS: tl.constexpr = S.POSITIONS
+    SHARE: tl.constexpr = S.SHARE
+    GROUPS: tl.constexpr = S.GROUPS
+    HEAD_DIM: tl.constexpr = S.HEAD_DIM
+    SPLITS: tl.constexpr = S.SPLITS
+    b = pair // GROUPS
+    group = pair % GROUPS
+    c = tl.arange(0, HEAD_TILE)
+    inside = c < HEAD_DIM
+    usual = ()
+    for j in tl.static_range(SHARE):
+        if result.mean is None:
+            usual = usual + (tl.zeros([HEAD_TILE], tl.float32),)
+        else:
+            at_mean = result.mean + (group * SHARE + j) * HEAD_DIM + c
+            usual = usual + (tl.load(at_mean, mask=inside, other=0.0),)
+    last = tl.load(kept.position + b, cache_modifier=".cg")
+    first = split * POSITIONS
+    p = first + tl.arange(0, POSITIONS)
+    at = (pair.to(tl.int64) * capacity + p)[:, None] * HEAD_DIM + c[None, :]
+    if kept.row_bits is None:
+        selected = last >= 0
+    else:
+        selected = ((tl.load(kept.row_bits + group, cache_modifier=".cg") >> b) & 1) != 0
+    ready = last  # positions below were filled in by an earlier step
+    if kept.watermark is not None:
+        ready = tl.minimum(last, tl.load(kept.watermark + pair, cache_modifier=".cg"))
+    early = (p < tl.where(selected, ready, 0))[:, None] & inside[None, :]
+    k_early = tl.load(kept.k_cache + at, mask=early, other=0.0, cache_modifier=".cg")
+    v_early = tl.load(kept.v_cache + at, mask=early, other=0.0, cache_modifier=".cg")
+    start_dependents_and_wait(PDL)
+    if selected:
+        if first <= last:
+            queries = ()
+            for j in tl.static_range(SHARE):
+                at_q = q + (pair * SHARE + j) * HEAD_DIM + c
+                queries = queries + (tl.load(at_q, mask=inside, other=0.0) * scale,)
+            seen = p <= last
+            late = (seen & (p >= ready))[:, None] & inside[None, :]
+            k = tl.load(kept.k_cache + at, mask=late, other=k_early, cache_modifier=".cg").to(tl.float32)
+            v = tl.load(kept.v_cache + at, mask=late, other=v_early, cache_modifier=".cg").to(tl.float32)
+            if kept.valid is not None:
+                seen = seen & (tl.load(kept.valid + pair * capacity + p, mask=seen, other=0) != 0)
+                v = tl.where(seen[:, None], v, 0.0)
+            mixed = ()
+            tops = ()
+            masses = ()
+            for j in tl.static_range(SHARE):
+                scores = BIAS(tl.sum(k * queries[j][None, :], 1), slopes, group * SHARE + j, p - last)
+                scores = tl.where(seen, scores, float("-inf"))
+                # A range whose positions are all missing must not give NaN: its weight below is exactly zero.
+                top = tl.maximum(tl.max(scores, 0), -1e30)
+                weights = tl.exp(scores - top)
+                mixed = mixed + (tl.sum(weights[:, None] * v, 0),)
+                tops = tops + (top,)
+                masses = masses + (tl.sum(weights),)
+            n_live = last // POSITIONS + 1
+            arrived = 0
+            if n_live > 1:
+                for j in tl.static_range(SHARE):
+                    slot = (pair * SHARE + j) * SPLITS + split
+                    tl.store(result.partial + slot * HEAD_DIM + c, mixed[j], mask=inside)
+                    tl.store(result.largest + slot, tops[j])
+                    tl.store(result.total + slot, masses[j])
+                tl.debug_barrier()
+                arrived = tl.atomic_add(result.tickets + pair, 1, sem="acq_rel")
+            if n_live == 1:
+                for j in tl.static_range(SHARE):
+                    own = result.out + (pair * SHARE + j) * HEAD_DIM + c
+                    tl.store(own, mixed[j] / masses[j] - usual[j], mask=inside)
+                if kept.watermark is not None:
+                    tl.store(kept.watermark + pair, last + 1)
+            elif arrived == n_live - 1:
+                tl.debug_barrier()
+                for j in tl.static_range(SHARE):
+                    _combine(result, pair * SHARE + j, n_live, c, inside, usual[j], S)
+                tl.store(result.tickets + pair, 0)
+                if kept.watermark is not None:
+                    tl.store(kept.watermark + pair, last + 1)
+    else:
+        if split == 0:
+            for j in tl.static_range(SHARE):
+                nothing = tl.zeros([HEAD_TILE], tl.float32)
+                tl.store(result.out + (pair * SHARE + j) * HEAD_DIM + c, nothing, mask=inside)
+
+
+@triton.jit
+def _flash_decode_kernel(
+    q, kept, result, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
+):
+    attend(tl.program_id(0), tl.program_id(1), q, kept, result, capacity, scale, slopes, S, BIAS, PDL)
+
+
+def attention_launch(
+    q: Tensor,
+    cache: KvCache,
+    selection: Selection | None,
+    position: Tensor,
+    out: Tensor,
+    scratch: AttentionScratch,
+    mean: Tensor | None,
+    alibi: Alibi | None,
+    settings: AttendSettings | None,
+) -> tuple[tuple[Any, ...], AttendSizes, dict[str, Any], int]:
+    """(arguments, sizes, constants, warps) of `attend`, the same in every grid that carries it, checked."""
+    check_device("q", q)
+    batch, n_heads, head_dim = q.shape
+    check_head_dim(head_dim)
+    n_groups, capacity = cache.k.shape[1], cache.capacity
+    share = n_heads // n_groups
+    require(share * n_groups == n_heads, f"{n_groups} heads of K and V do not divide {n_heads} heads")
+    check_shape("q", q, batch, n_heads, head_dim)
+    check_cache(cache, batch, n_groups, head_dim)
+    check_shape("out", out, batch, n_heads * head_dim)
+    check_shape("position", position, batch)
+    if mean is not None:
+        check_shape("mean", mean, n_heads, head_dim)
+    if alibi is not None:
+        check_shape("slopes", alibi.slopes, n_heads)
+    settings = settings or attend_settings(batch, n_groups, share, capacity)
+    allowed = f"a program has {', '.join(map(str, WARPS))} positions, not {settings.positions}"
+    require(settings.positions in WARPS, allowed)
+    blocks = triton.cdiv(capacity, BLOCK)
+    check_shape("scratch.partial", scratch.partial, batch * n_heads, blocks, head_dim)
+    for name in ("largest", "total"):
+        check_shape(f"scratch.{name}", getattr(scratch, name), batch * n_heads, blocks)
+    check_shape("scratch.tickets", scratch.tickets, batch * n_heads)
+    splits = triton.cdiv(capacity, settings.positions)
+    row_bits = None if selection is None else selection.row_bits
+    arguments = (
+        q,
+        Kept(cache.k, cache.v, row_bits, position, cache.watermark, cache.valid),
+        Result(mean, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets),
+        capacity,
+        head_dim**-0.5,
+        None if alibi is None else alibi.slopes,
+    )
+    sizes = AttendSizes(
+        n_groups, share, head_dim, triton.next_power_of_2(head_dim), splits, triton.next_power_of_2(splits),
+        max(2, COMBINED // triton.next_power_of_2(share)), settings.positions,
+    )  # fmt: skip
+    constants = {"S": sizes, "BIAS": no_bias if alibi is None else alibi_bias}
+    return arguments, sizes, constants, settings.warps
+
+
+def flash_decode(
+    q: Tensor,
+    cache: KvCache,
+    selection: Selection | None,
+    position: Tensor,
+    out: Tensor,
+    scratch: AttentionScratch,
+    pdl: bool = False,
+    mean: Tensor | None = None,
+    alibi: Alibi | None = None,
+    settings: AttendSettings | None = None,
+) -> None:
+    """See the module's formula. Selection None = all groups. Errors: shapes, head dims, a CPU tensor."""
+    pdl = use_pdl(pdl, q.device)
+    given = (q, cache, selection, position, out, scratch, mean, alibi, settings)
+    arguments, sizes, constants, warps = attention_launch(*given)
+    grid = (len(q) * sizes.GROUPS, sizes.SPLITS)
+    _flash_decode_kernel[grid](*arguments, **constants, PDL=pdl, num_warps=warps, launch_pdl=pdl)

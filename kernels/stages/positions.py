@@ -1,0 +1,96 @@
+"""Positions that q/k/v and attention know of: none, a rotation of q and k, a slope for each head.
+
+Rotary: dimension pairs of a head turn by an angle that grows with the position.
+    (x, y) -> (x cos - y sin, y cos + x sin)
+The rows of q and k lie so that the two of a pair are neighbours (`pair_order`): tiles of rows hold whole pairs. Scores
+do not change when q and k have the same order. The table holds what the model's own rotary module gives, so scaled
+angles and factors come with it. A pair that is not turned has cosine 1 and sine 0.
+
+ALiBi: slope[j] times the distance is taken off the scores of head j.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dejavu_train.kernels.common.checks import check_shape, require
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """table: (T, head_dim / 2, 2) fp32, cosine and sine of each position and pair."""
+
+    table: Tensor
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, head_dim: int) -> "Rotary":
+        """Of cos and sin (T, turned dimensions), as a model's rotary module gives them: both halves are alike.
+
+        Raises:
+            ValueError: the halves differ, or more dimensions turn than a head has.
+        """
+        half = cos.shape[-1] // 2
+        require(cos.shape == sin.shape and 2 * half == cos.shape[-1], "cosines and sines of an even number each")
+        require(2 * half <= head_dim, f"{2 * half} dimensions turn, a head has {head_dim}")
+        for name, given in (("cosines", cos), ("sines", sin)):
+            require(torch.equal(given[:, :half], given[:, half:]), f"the two halves of the {name} differ")
+        table = torch.zeros(len(cos), head_dim // 2, 2, dtype=torch.float32, device=cos.device)
+        table[..., 0] = 1
+        table[:, :half, 0], table[:, :half, 1] = cos[:, :half].float(), sin[:, :half].float()
+        return cls(table)
+
+    def check(self, capacity: int, head_dim: int) -> None:
+        """Raise ValueError where its table is not one of so many positions."""
+        check_shape("rotary.table", self.table, capacity, head_dim // 2, 2)
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """slopes: (h,) fp32, one a head."""
+
+    slopes: Tensor
+
+    @classmethod
+    def of(cls, n_heads: int, device: torch.device | str) -> "Alibi":
+        """Powers of one number. Heads beyond a power of two take every other one of twice as many."""
+
+        def powers(heads: int) -> list[float]:
+            return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
+
+        whole = 1 << int(math.log2(n_heads))
+        slopes = powers(whole) + powers(2 * whole)[::2][: n_heads - whole]
+        return cls(torch.tensor(slopes, dtype=torch.float32, device=device))
+
+
+def pair_order(head_dim: int, turned: int) -> Tensor:
+    """(head_dim,) int64: which dimension of the model's heads each row of q and k is. turned: how many turn.
+
+    Models pair dimension i with i + turned / 2.
+
+    >>> pair_order(8, 4).tolist()
+    [0, 2, 1, 3, 4, 5, 6, 7]
+    """
+    first = torch.arange(turned // 2)
+    return torch.cat([torch.stack([first, first + turned // 2], 1).flatten(), torch.arange(turned, head_dim)])
+
+
+def turned_reference(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+    """Plain torch: x (..., head_dim) in the order of pairs, at positions (...), turned."""
+    cos, sin = rotary.table.to(x.dtype)[positions.long()].unbind(-1)
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+
+
+@triton.jit
+def no_bias(scores, slopes, head, distance):
+    return scores
+
+
+@triton.jit
+def alibi_bias(scores, slopes, head, distance):
+    """scores (POSITIONS,) of a head at positions `distance` (at most 0) from the present one."""
+    return scores + tl.load(slopes + head) * distance.to(tl.float32)
