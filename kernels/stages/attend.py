@@ -29,34 +29,24 @@ from dejavu_train.kernels.common.checks import check_cache, check_device, check_
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
 from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.stages.positions import Alibi, alibi_bias, no_bias
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
-WARPS = {32: 2, 64: 2, 128: 4}  # of a program, for one row
+POSITIONS = (32, 64, 128)
 COMBINED = 16  # partial results combined at a time
 
 
 @dataclass(frozen=True)
-class AttendSettings:
-    """positions: of a program, 32, 64 or 128. warps: of one."""
+class AttendSettings(Settings, stage="attend"):
+    """positions: of a program, 32, 64 or 128. warps: of one.
+
+    Few heads leave room for many programs. Where heads share K/V a program holds its keys while it multiplies with
+    each of them.
+    """
 
     positions: int
     warps: int
-
-
-def attend_settings(batch: int, n_groups: int, share: int, capacity: int) -> AttendSettings:
-    """Launch settings, for one row swept alone: few heads leave room for many programs.
-
-    Several rows, 72 heads of 128 columns on one H200, at position 150: 5.1 us with 2 rows and 16.7 with 8 where 64
-    positions and two warps take 5.5 and 21.2. At 500 of 1048 54.1 and 51.4, at 1000 83.5 and 86.0, at 2000 165.9 and
-    161.9. Heads that share K/V: not measured. A program holds its keys while it multiplies with each of them.
-    """
-    if share > 1:
-        return AttendSettings(BLOCK, WARPS[BLOCK])
-    if batch > 1:
-        return AttendSettings(BLOCK, 1) if capacity <= 1024 else AttendSettings(2 * BLOCK, 2)
-    positions = BLOCK if capacity <= 1024 and n_groups <= 40 else 2 * BLOCK
-    return AttendSettings(positions, WARPS[positions])
 
 
 @dataclass(frozen=True)
@@ -326,9 +316,11 @@ def attention_launch(
         check_shape("mean", mean, n_heads, head_dim)
     if alibi is not None:
         check_shape("slopes", alibi.slopes, n_heads)
-    settings = settings or attend_settings(batch, n_groups, share, capacity)
-    allowed = f"a program has {', '.join(map(str, WARPS))} positions, not {settings.positions}"
-    require(settings.positions in WARPS, allowed)
+    settings = settings or AttendSettings.find(
+        "float", q.device, rows=batch, heads=n_groups, share=share, capacity=capacity
+    )
+    allowed = f"a program has {', '.join(map(str, POSITIONS))} positions, not {settings.positions}"
+    require(settings.positions in POSITIONS, allowed)
     blocks = triton.cdiv(capacity, BLOCK)
     check_shape("scratch.partial", scratch.partial, batch * n_heads, blocks, head_dim)
     for name in ("largest", "total"):

@@ -1,12 +1,11 @@
 """Positions that q/k/v and attention know of: none, a rotation of q and k, a slope for each head.
 
-Rotary: dimension pairs of a head turn by an angle that grows with the position.
-    (x, y) -> (x cos - y sin, y cos + x sin)
+    (x, y) -> (x cos - y sin, y cos + x sin)      rotary: pairs of a head's dimensions turn with the position
+    score  -> score - slope[j] distance           ALiBi: of head j
+
 The rows of q and k lie so that the two of a pair are neighbours (`pair_order`): tiles of rows hold whole pairs. Scores
 do not change when q and k have the same order. The table holds what the model's own rotary module gives, so scaled
 angles and factors come with it. A pair that is not turned has cosine 1 and sine 0.
-
-ALiBi: slope[j] times the distance is taken off the scores of head j.
 """
 
 import math
