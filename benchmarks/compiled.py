@@ -239,16 +239,19 @@ def cases_of(d: int) -> Iterator[Case]:
     yield from own.shared_cases(x, half_rows(d, d), predictors)
     yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", own.hidden, True)
     state = TokenState.empty(1, 64, "cpu")
-    yield f"advance {d}", lambda: sampling.advance(torch.empty(1, 50272), state, pdl=True)
+    yield f"advance {d}", partial(sampling.advance, torch.empty(1, 50272), state, pdl=True)
     n_sms = launch.n_sms(x.device)
-    screen = screened_head.ScreenSettings.find("float", x.device, d=d)
-    head = ScreenedHead(
-        w.numbers, ln, x, x, torch.empty(n, d // 4, dtype=torch.int32), torch.empty(n, 2), 0.1, 0.1, torch.empty(n),
-        torch.empty(screen.programs * n_sms), screened_head.Chosen.empty(2 * n_sms, "cpu"), screen,
-    )  # fmt: skip
-    stops = (state.position, state.least, state.stops)
-    yield f"8 bits: screened_head {d}", lambda: screened_head.screened_head(x, head, *stops, True)
-    yield f"advance chosen {d}", lambda: sampling.advance(own.hidden, state, pdl=True, chosen=head.best)
+    best, codes = screened_head.Chosen.empty(2 * n_sms, "cpu"), torch.empty(n, d // 4, dtype=torch.int32)
+    screen, stops = (torch.empty(n, 2), 0.1, 0.1, torch.empty(n)), (state.position, state.least, state.stops)
+
+    def screened() -> None:  # settings of a head are looked up when it is made
+        found = screened_head.ScreenSettings.find("float", x.device, d=d)
+        lows = torch.empty(found.programs * n_sms, device=x.device)
+        head = ScreenedHead(w.numbers, ln, x, x, codes, *screen, lows, best, found)
+        screened_head.screened_head(x, head, *stops, True)
+
+    yield f"8 bits: screened_head {d}", screened
+    yield f"advance chosen {d}", partial(sampling.advance, own.hidden, state, pdl=True, chosen=best)
     for norm, early in ((None, None), (None, "x"), (ln, "list"), (ln, None)):
         given = (x if norm else halves(1, d), norm, own.mlp, x, own.listed, own.y, own.partials)
         name = f"sparse_mlp {d} {'norm' if norm else 'own'} {early}"

@@ -100,13 +100,21 @@ def committed_files() -> Mapping[str, SettingsFile]:
     return {path.name: SettingsFile.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
+def words_of(gpu: str) -> list[str]:
+    """Of a GPU's name.
+
+    >>> words_of("NVIDIA A100-SXM4-80GB")
+    ['NVIDIA', 'A100', 'SXM4', '80GB']
+    """
+    return re.findall(r"\w+", gpu)
+
+
 def file_for(gpu: str | None) -> SettingsFile:
     """The file of a GPU's name as the driver tells it, by whole words. None = no GPU, under Triton's interpreter."""
     files = committed_files()
     if gpu is None:
         return files[INTERPRETER]
-    words = re.findall(r"\w+", gpu)
-    own = [file for file in files.values() if set(file.gpus) & set(words)]
+    own = [file for file in files.values() if set(file.gpus) & set(words_of(gpu))]
     return own[0] if own else files[OTHER]
 
 
@@ -116,12 +124,22 @@ def settings_file(device: torch.device) -> SettingsFile:
     return file_for(None if INTERPRET or device.type != "cuda" else torch.cuda.get_device_name(device))
 
 
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """What a launch asked for. shape: pairs in the order of names."""
+
+    stage: str
+    format: str
+    shape: tuple[tuple[str, Any], ...]
+
+
 _tried: dict[str, Values] = {}
+_listeners: list[list[Lookup]] = []
 
 
 @contextmanager
 def tried(stage: str, values: Values) -> Iterator[None]:
-    """Within, every launch of a stage has these values. For measurements: kernels are launched, not only prepared."""
+    """Within, every launch of a stage has these values, whatever its shape."""
     before = _tried.copy()
     _tried[stage] = values
     try:
@@ -129,6 +147,17 @@ def tried(stage: str, values: Values) -> Iterator[None]:
     finally:
         _tried.clear()
         _tried.update(before)
+
+
+@contextmanager
+def recorded_lookups() -> Iterator[list[Lookup]]:
+    """What launches within ask for."""
+    found: list[Lookup] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found)
 
 
 class Settings:
@@ -148,14 +177,15 @@ class Settings:
         format: how the stage's matrix is stored, as `formats.format.Format` names it. shape: what rows have conditions
         for. Raises ValueError where no row is for it.
         """
-        if cls.stage in _tried:
-            return cls(**_tried[cls.stage])
-        return cls(**_values(cls.stage, format, device, tuple(sorted(shape.items()))))
+        asked = Lookup(cls.stage, format, tuple(sorted(shape.items())))
+        for found in _listeners:
+            found.append(asked)
+        return cls(**(_tried.get(cls.stage) or _values(asked, device)))
 
 
 @functools.cache
-def _values(stage: str, format: str, device: torch.device, shape: tuple[tuple[str, Any], ...]) -> Values:
-    return settings_file(device).values(stage, format, dict(shape))
+def _values(asked: Lookup, device: torch.device) -> Values:
+    return settings_file(device).values(asked.stage, asked.format, dict(asked.shape))
 
 
 def forget_settings() -> None:

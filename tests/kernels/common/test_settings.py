@@ -1,21 +1,16 @@
 """Launch settings: rows of files, which file a GPU takes, and that the committed files fit the kernels."""
 
-import importlib
 import json
-import pkgutil
 from dataclasses import dataclass
 
 import pytest
 import torch
+from settings_kinds import KINDS
 
-import dejavu_train.kernels
 from dejavu_train.kernels.common import settings
 from dejavu_train.kernels.common.settings import Row, Settings, SettingsFile, committed_files, file_for, tried
 
 CPU = torch.device("cpu")
-for module in pkgutil.walk_packages(dejavu_train.kernels.__path__, "dejavu_train.kernels."):
-    importlib.import_module(module.name)
-KINDS = dict(Settings.kinds)
 ROWS = {
     "float": [
         {"for": {"d": [None, 8]}, "use": {"warps": 1}},

@@ -1,0 +1,289 @@
+"""Writes the file of launch settings for the present GPU: times candidates, keeps those that are faster.
+
+    python -m benchmarks.tune --seconds 300               writes kernels/settings/h200.json on an H200
+    python -m benchmarks.tune --stages screen sums --widths 4096 9216
+    python -m benchmarks.tune --out FILE.json --log FILE.csv
+
+The calls are those of `benchmarks.compiled`, by the public functions, on tensors of the GPU, with caches emptied before
+each. What settings a call looks up is recorded, and the fields of one stage are varied one after another. A candidate
+takes the place of what is there where it is 2 % faster. Every time goes into the log at once, so that the same command
+goes on where it was stopped, by --seconds or otherwise. A candidate that ended the process is not tried again.
+
+A width that was measured stands for those up to halfway to its neighbours. Other shapes keep their settings. In the
+end whole steps decide: run `benchmarks.decode` with the old and the new file.
+"""
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import KernelInterface
+
+from benchmarks import compiled
+from benchmarks.rows import append_row, command_line, device_name, made_now
+from dejavu_train.files import write_text
+from dejavu_train.kernels.common import settings
+from dejavu_train.kernels.common.settings import Lookup, Row, SettingsFile, Values
+
+BETTER = 0.98  # of a time: what is less good is noise
+DENSITY = 0.15  # of the MLP's rows, where a list of them is read
+BROKEN = "broken"  # in place of a time: refused, or the process ended
+CHOICES: dict[str, dict[str, tuple[int, ...]]] = {  # stage -> field -> values, in the order in which they are varied
+    "advance": {"warps": (4, 8, 16, 32)},
+    "attend": {"positions": (32, 64, 128), "warps": (1, 2, 4)},
+    "screen": {"programs": (1, 2, 3, 4), "rows": (2, 4, 8, 16), "warps": (2, 4, 8)},
+    "sums": {"stripe": (8, 16, 32, 64), "chunk": (16, 32, 64, 128), "warps": (1, 2, 4, 8)},
+}
+RANGES = ("d", "capacity", "tile", "waves")  # names of shapes that are in order: the first of them makes ranges
+COLUMNS = ("gpu", "stage", "format", "shape", "values", "us", "torch", "commit", "date", "sources")
+Timer = Callable[[Sequence[Callable[[], Any]]], float]
+Measured = dict[Lookup, dict[str, float | None]]  # by values as JSON. None = broken
+
+
+class Placed(TorchFunctionMode):
+    """Tensors that are made within lie on one device and hold zeros where they would hold anything."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.full, torch.arange):
+            kwargs["device"] = self.device
+        return (torch.zeros if func is torch.empty else func)(*args, **kwargs)
+
+
+class FilledLayer(compiled.Layer):
+    """A layer whose matrices hold random numbers, with all heads and a part of the MLP's rows selected."""
+
+    def __init__(self, d: int, matrix: Callable[..., Any]) -> None:
+        super().__init__(d, matrix)
+        for weight in (self.qkv.weight, self.w):
+            for part in weight.parts():
+                _ = part.normal_(0, 0.02) if part.is_floating_point() else part.random_()
+        self.x.normal_()
+        self.heads.set_mask(torch.ones(1, self.h, dtype=torch.bool, device=self.x.device))
+        chosen = torch.arange(int(self.n * DENSITY), device=self.x.device) * self.n // int(self.n * DENSITY)
+        self.listed.ids[: len(chosen)] = chosen
+        self.listed.count.fill_(len(chosen))
+
+
+@contextmanager
+def nothing_launched() -> Iterator[None]:
+    """Within, kernels are prepared, and neither compiled nor launched."""
+    kept = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = lambda *_: lambda *_, **__: None
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = kept
+
+
+def problems(widths: Sequence[int], device: torch.device) -> Iterator[dict[Lookup, list[Callable[[], Any]]]]:
+    """For a width and a format at a time: the calls that look up the same settings, by what they look up."""
+    for d, cases in itertools.product(widths, (compiled.cases_of, compiled.int4_cases)):
+        found: dict[Lookup, list[Callable[[], Any]]] = {}
+        plain, compiled.Layer = compiled.Layer, FilledLayer  # type: ignore[misc]
+        try:
+            with Placed(device):
+                calls = [call for _, call in cases(d)]
+        finally:
+            compiled.Layer = plain  # type: ignore[misc]
+        for call in calls:
+            with settings.recorded_lookups() as lookups, nothing_launched():
+                call()
+            for lookup in dict.fromkeys(lookups):
+                found.setdefault(lookup, []).append(call)
+        yield found
+
+
+def gpu_time(calls: Sequence[Callable[[], Any]]) -> float:
+    """Microseconds of the calls one after another, in a graph, each behind a write that takes the whole L2."""
+    lines = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.uint8, device="cuda")
+    for call in calls:  # compiles, outside the capture
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for steps in (calls, [lambda: None] * len(calls)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for step in steps:
+                lines.zero_()
+                step()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(32)]
+        for event in events:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        spans = sorted(one.elapsed_time(two) for one, two in itertools.pairwise(events[8:]))
+        times.append(1000 * spans[len(spans) // 4])
+    return times[0] - times[1]
+
+
+class Log:
+    """Times by what was looked up and values, in a CSV that grows. Rows of other GPUs and sources are left alone."""
+
+    def __init__(self, path: Path, gpu: str) -> None:
+        self.path, self.made = path, made_now("kernels")
+        self.shared = {"gpu": gpu, "torch": torch.__version__, **self.made}
+        self.times: Measured = {}
+        rows = list(csv.DictReader(path.read_text("utf-8").splitlines())) if path.is_file() else []
+        for row in rows:
+            if row["gpu"] == gpu and row["sources"] == self.made["sources"]:
+                shape = tuple((name, value) for name, value in json.loads(row["shape"]).items())
+                found = self.times.setdefault(Lookup(row["stage"], row["format"], shape), {})
+                found[row["values"]] = None if row["us"] == BROKEN else float(row["us"])
+
+    def add(self, lookup: Lookup, values: str, us: float | None) -> None:
+        row = {"stage": lookup.stage, "format": lookup.format, "shape": json.dumps(dict(lookup.shape))}
+        row |= {"values": values, "us": BROKEN if us is None else f"{us:.3f}"}
+        append_row(self.path, self.shared | row, COLUMNS)
+        self.times.setdefault(lookup, {})[values] = us
+
+
+@dataclasses.dataclass
+class Tuner:
+    """base: the file that is there. until: of `clock`, when no further candidate begins."""
+
+    base: SettingsFile
+    log: Log
+    time: Timer
+    until: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+
+    def measured(self, lookup: Lookup, values: Values, calls: Sequence[Callable[[], Any]]) -> float | None:
+        """Microseconds, from the log where it has them. None where the values cannot be launched."""
+        key = json.dumps(dict(sorted(values.items())))
+        times = self.log.times.get(lookup, {})
+        if key not in times:
+            if self.clock() >= self.until:
+                raise TimeoutError
+            self.log.add(lookup, key, None)  # as the log stays if this candidate ends the process
+            with settings.tried(lookup.stage, values):
+                us = self._timed(calls)
+            if us is not None:
+                self.log.add(lookup, key, us)
+            return us
+        return times[key]
+
+    def _timed(self, calls: Sequence[Callable[[], Any]]) -> float | None:
+        try:
+            return self.time(calls)
+        except (ValueError, OutOfResources):  # a kernel refuses the values, or the GPU has no room for them
+            return None
+
+    def best(self, lookup: Lookup, calls: Sequence[Callable[[], Any]]) -> Values:
+        """The values to keep, one field varied after another. Raises TimeoutError where the time is over."""
+        best = self.base.values(lookup.stage, lookup.format, dict(lookup.shape))
+        us = self.measured(lookup, best, calls)
+        for field, choices in CHOICES[lookup.stage].items():
+            for choice in choices:
+                values = {**best, field: choice}
+                found = self.measured(lookup, values, calls)
+                if found is not None and (us is None or found < BETTER * us):
+                    best, us = values, found
+        return best
+
+
+def ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Of each of these ascending numbers, both ends: halfway to its neighbours, the last ones a quarter further."""
+    ends = [numbers[0] - numbers[0] // 4 - 1]
+    ends += [(one + two) // 2 for one, two in itertools.pairwise(numbers)] + [numbers[-1] + numbers[-1] // 4]
+    return [[low + 1, high] for low, high in itertools.pairwise(ends)]
+
+
+def tuned_rows(rows: Sequence[Row], best: Mapping[tuple[tuple[str, Any], ...], Values]) -> list[Row]:
+    """Rows of one stage and format, behind those for shapes whose best values are others. best: by shapes."""
+    groups: dict[tuple[Any, ...], dict[int, Values]] = {}
+    for shape, values in best.items():
+        ranged = next((name for name in RANGES if name in dict(shape)), "")
+        rest = tuple(pair for pair in shape if pair[0] != ranged)
+        groups.setdefault((ranged, rest), {})[dict(shape).get(ranged, 0)] = values
+    new: list[Row] = []
+    for (ranged, rest), found in groups.items():
+        for (number, values), reach in zip(sorted(found.items()), ranges(sorted(found)), strict=True):
+            shape = {**dict(rest), ranged: number}
+            if next(row.values for row in rows if row.meets(shape)) == values:
+                continue
+            conditions = {ranged: reach, **dict(rest)} if ranged else dict(rest)
+            before = new[-1] if new else Row({}, {})
+            old = before.conditions.get(ranged)
+            if before.values == values and {**conditions, ranged: old} == before.conditions and old[1] == reach[0] - 1:
+                new[-1] = Row({**conditions, ranged: [old[0], reach[1]]}, values)
+            else:
+                new.append(Row(conditions, values))
+    return new + list(rows)
+
+
+def text_of(file: SettingsFile) -> str:
+    """A file's text, a row a line."""
+    lines = ["{", f' "gpus": {json.dumps(list(file.gpus))},', f' "multiprocessors": {file.multiprocessors},']
+    stages = []
+    for stage, formats in sorted(file.stages.items()):
+        parts = []
+        for name, rows in formats.items():
+            texts = (json.dumps({"for": dict(row.conditions), "use": dict(row.values)}) for row in rows)
+            parts.append(f'   "{name}": [\n' + ",\n".join(f"    {text}" for text in texts) + "\n   ]")
+        stages.append(f'  "{stage}": {{\n' + ",\n".join(parts) + "\n  }")
+    return "\n".join([*lines, ' "stages": {', ",\n".join(stages), " }", "}"]) + "\n"
+
+
+def gpu_word(gpu: str) -> str:
+    """The word of a GPU's name by which its file is found: the first one with a digit."""
+    return next(word for word in settings.words_of(gpu) if any(letter.isdigit() for letter in word))
+
+
+def tune(tuner: Tuner, found: Iterator[dict[Lookup, list[Callable[[], Any]]]], stages: Sequence[str]) -> SettingsFile:
+    """The base file with what is faster, as far as the time went."""
+    best: dict[tuple[str, str], dict[tuple[tuple[str, Any], ...], Values]] = {}
+    try:
+        for group in found:
+            for lookup, calls in group.items():
+                if lookup.stage in stages:
+                    best.setdefault((lookup.stage, lookup.format), {})[lookup.shape] = tuner.best(lookup, calls)
+    except TimeoutError:
+        print("the time is over: the same command goes on from here", flush=True)
+    made = {stage: dict(formats) for stage, formats in tuner.base.stages.items()}
+    for (stage, format), shapes in best.items():
+        made[stage][format] = tuned_rows(tuner.base.rows(stage, format), shapes)
+    return dataclasses.replace(tuner.base, stages=made)
+
+
+def run(args: argparse.Namespace, gpu: str, multiprocessors: int, device: torch.device, timer: Timer) -> None:
+    base = settings.file_for(gpu)
+    tuner = Tuner(base, Log(args.log, gpu), timer, time.monotonic() + args.seconds)
+    made = tune(tuner, problems(args.widths, device), args.stages)
+    made = dataclasses.replace(made, gpus=base.gpus or (gpu_word(gpu),), multiprocessors=multiprocessors)
+    out = args.out or settings.FOLDER / f"{gpu_word(gpu).lower()}.json"
+    write_text(out, text_of(made))
+    print(f"{out}: {sum(len(times) for times in tuner.log.times.values())} times are in {args.log}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no further candidate begins after so long")
+    parser.add_argument("--widths", type=int, nargs="+", default=compiled.WIDTHS, metavar="D")
+    parser.add_argument("--stages", nargs="+", choices=sorted(CHOICES), default=sorted(CHOICES))
+    parser.add_argument("--out", type=Path, help="of the GPU's name in kernels/settings by default")
+    parser.add_argument("--log", type=Path, default=Path("build/tune.csv"))
+    args = parser.parse_args(argv)
+    device = torch.device("cuda")
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    run(args, device_name(device), multiprocessors, device, gpu_time)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
