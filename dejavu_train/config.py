@@ -41,8 +41,7 @@ class PredictorConfig:
     predictor: dict[str, Any] | None = None
     """A predictor of one's own, class_path and init_args, in place of the low-rank one; see docs/guides/extend.md."""
     loss: str | dict[str, Any] = "contribution"
-    """paper, pos_weight, contribution, listwise, regression or log_contribution. With arguments, or for a loss of one's
-    own: class_path and init_args, such as contribution and negative_weight."""
+    """paper, pos_weight, contribution, listwise, regression or log_contribution; or class_path and init_args."""
     density: float | None = None
     """Mean density at which the predictors will be deployed; metrics and early stopping refer to it. null: that of
     calibrate when they are first trained."""

@@ -85,7 +85,12 @@ def first_line(error: BaseException) -> str:
 
 
 class Unsupported(UserError):
-    """Something that the decode engine does not do and the backend ``gather`` does."""
+    """Something that the decode engine does not do and the backend ``gather`` does.
+
+    Attributes:
+        reason: the message without that remedy.
+    """
 
     def __init__(self, what: str) -> None:
+        self.reason = what
         super().__init__(f"{what}; use backend='gather'")

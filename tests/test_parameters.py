@@ -11,7 +11,7 @@ MOST = 10
 # Those of transformers' own classes, which their callers know.
 THEIRS = {"forward", "from_pretrained", "generate"}
 # What is compiled for a device, or to machine code, has no objects to take.
-COMPILED = ("triton.jit", "compiled")
+COMPILED = ("triton.jit", "compiled", "intrinsic")
 # Only shrinks: (file, function).
 KNOWN: set[tuple[str, str]] = set()
 

@@ -1,5 +1,6 @@
 """``generate()`` of transformers on a decode engine: arguments in, padded tokens and streams out."""
 
+import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.draft import Draft, check_alone
+from dejavu_train.engine.lossless import Acceptance
 from dejavu_train.engine.request import Request, check_arguments, read_request
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported
@@ -30,6 +33,7 @@ class EnginePool(ABC):
     Attributes:
         max_rows: of an engine.
         turns: held from the first token of a call to its last.
+        acceptance: of the last lossless call, or None.
     Raises:
         NotPlain: a module that must be called.
     """
@@ -43,6 +47,7 @@ class EnginePool(ABC):
         self.shape, self.device = dims_of(model.config), model.device
         self.engines: dict[int, Any] = {}
         self.turns = Turns(Unsupported)
+        self.acceptance: Acceptance | None = None
 
     @abstractmethod
     def _read(self, model: Any) -> Any:
@@ -104,11 +109,15 @@ class EnginePool(ABC):
         generation_config: Any,
         kwargs: dict[str, Any],
         sparse_from: int | Tensor | str,
+        draft: Draft | None = None,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """``model.generate(inputs, generation_config, **kwargs)`` through an engine.
 
+        Args:
+            draft: of lossless decoding, whose prompts are dense whatever ``sparse_from`` says.
         Raises:
             Unsupported: what the engine does not do. Nothing is decoded then.
+            UserError: under lossless, several sequences, or an engine without verification.
         """
         kwargs = dict(kwargs)
         streamer = kwargs.pop("streamer", None)
@@ -122,11 +131,15 @@ class EnginePool(ABC):
         mask, limit = rest.get("attention_mask"), self.shape.max_positions
         with self.turn():
             request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, self.max_rows)
+            if draft is not None:
+                check_alone(len(request.prompts))
+                request = dataclasses.replace(request, sparse_from=None, draft=draft)
             engine = self.engine(len(request.prompts), max(map(len, request.prompts)) + request.max_new_tokens)
             known = ids.repeat_interleave(len(request.prompts) // len(ids), dim=0)
             if streamer is not None:  # behind all that can be refused: another backend would show the prompt again
                 streamer.put(known.cpu())
             new = run(engine, request).to(known)
+            self.acceptance = None if draft is None else engine.acceptance
         sequences = torch.cat([known, new], dim=1)
         return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
@@ -145,6 +158,7 @@ def run(engine: Any, request: Request) -> Tensor:
         sparse_from=request.sparse_from,
         callback=None if stream is None else stream.add,
         min_new_tokens=request.min_new_tokens,
+        lossless=request.draft or False,
     )
     if stream is not None:
         stream.end()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import MAX_STOPS, SEEDS, Sampling
 from dejavu_train.errors import Unsupported, UserError
 
@@ -30,7 +31,7 @@ class Request:
         prompts: token ids of each row without padding. Several returned sequences repeat a row.
         max_new_tokens: at most, of each row. min_new_tokens: before which no stop token is chosen.
         sparse_from: first sparse position of each row. None = behind its prompt.
-        streamer: of transformers, or None.
+        streamer: of transformers, or None. draft: of lossless decoding, or None.
     """
 
     prompts: list[list[int]]
@@ -41,6 +42,7 @@ class Request:
     pad_token: int
     sparse_from: list[int] | None
     streamer: Any
+    draft: Draft | None = None
 
 
 def check_settings(config: GenerationConfig) -> None:

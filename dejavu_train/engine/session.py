@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.inputs import Sampling, check_length, per_row, read_continuation
+from dejavu_train.engine.draft import Draft, check_alone
+from dejavu_train.engine.inputs import Sampling, check_length, check_rows, per_row, read_continuation
+from dejavu_train.engine.lossless import Acceptance, Pair
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.turns import Turns, in_turn
 from dejavu_train.errors import UserError
@@ -26,6 +28,7 @@ class Session(ABC):
     Attributes:
         batch, context: rows that the engine holds, and tokens of a row. plan: how a step runs.
         state: has ``tokens`` (batch, T) integers and ``nll`` (batch, T) fp32, tensors or arrays. T: at least context.
+        acceptance: of the last lossless call.
     """
 
     shape: ModelDims
@@ -35,7 +38,7 @@ class Session(ABC):
     state: Any
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._turns, self.acceptance = Turns(), Acceptance()
 
     @property
     def turns(self) -> Turns:
@@ -77,6 +80,14 @@ class Session(ABC):
             UserError: numbers that were not finite since `begin`.
         """
 
+    def pair(self, draft: Draft) -> Pair:
+        """A draft and its target over this engine's state, for lossless decoding. Kept for later calls.
+
+        Raises:
+            UserError: an engine without verification, or weights of the draft that this engine cannot have.
+        """
+        raise UserError("lossless decoding is for the CPU engine so far; pass device='cpu', or leave lossless out")
+
     @in_turn
     def generate(
         self,
@@ -89,6 +100,7 @@ class Session(ABC):
         sparse_from: int | Sequence[int] | None = None,
         prompt_phase: str = "dense",
         callback: Callback | None = None,
+        lossless: bool | Draft = False,
     ) -> list[list[int]]:
         """Continue each prompt (a list of token ids) until a stop token or the limit. Returns the new tokens.
 
@@ -100,6 +112,7 @@ class Session(ABC):
             sparse_from: first sparse position of each row. None = after the prompt, as in the paper. 0 = everywhere.
             prompt_phase: "dense" = what lies before `sparse_from` at once. "steps" = token by token.
             callback: called as (row, token) for each new token as soon as it exists. It cannot call this engine.
+            lossless: the text of the dense model, drafted sparsely. One prompt. ``acceptance`` says what was accepted.
         Raises:
             UserError: see the messages. Nothing is decoded then. Or numbers that are not finite, while decoding.
         """
@@ -108,6 +121,16 @@ class Session(ABC):
         asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, dense)
         check_length(max(asked.total, default=0), self.context, self.shape)
         least = [length + min_new_tokens for length in asked.lengths]
+        if lossless:
+            check_alone(len(prompts))
+            if self.batch != 1:
+                raise UserError(
+                    f"lossless decoding needs an engine of one row, this one has {self.batch}; pass batch=1"
+                )
+            if sparse_from is not None or prompt_phase != "dense":
+                raise UserError("under lossless the whole prompt is dense; leave sparse_from and prompt_phase out")
+            check_rows(prompts, asked.total, 1, self.context, self.shape)
+            return [self._verified(prompts[0], asked.total[0], sampler, least[0], stop_tokens, callback, lossless)]
         self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least=least, stops=stop_tokens)
         left, shown = asked.n_steps, list(asked.lengths)
         while True:
@@ -120,6 +143,30 @@ class Session(ABC):
             if done or left <= 0:
                 return [self.state.tokens[b, asked.lengths[b] : end].tolist() for b, end in enumerate(held)]
             left -= self.steps(left if callback is None else 1, sampler.mode)
+
+    def _verified(
+        self,
+        prompt: Sequence[int],
+        total: int,
+        sampler: Sampling,
+        least: int,
+        stops: Sequence[int],
+        callback: Callback | None,
+        lossless: bool | Draft,
+    ) -> list[int]:
+        """The new tokens of one prompt, see `Pair.generate`."""
+        draft = lossless if isinstance(lossless, Draft) else Draft()
+        new: list[int] = []
+
+        def show(start: int, stop: int) -> None:
+            verified = self.state.tokens[0, start:stop].tolist()
+            new.extend(verified)
+            if callback is not None:
+                for token in verified:
+                    callback(0, token)
+
+        self.acceptance = self.pair(draft).generate(prompt, total, sampler, least, stops, draft.length, show)
+        return new
 
     @in_turn
     def score(self, rows: Sequence[Sequence[int]], sparse_from: int | Sequence[int] = 0) -> list[Tensor]:

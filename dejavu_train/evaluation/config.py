@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
+from dejavu_train.engine.draft import Draft
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.further_config import GenerationOptions, TasksOptions
 from dejavu_train.evaluation.shared_config import TextConfig
@@ -109,6 +110,12 @@ class InferConfig(TextConfig):
     """What continues that prompt."""
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
+    lossless: bool = False
+    """The dense model's text, drafted sparsely and verified; on a CPU."""
+    draft_length: int | None = None
+    """Tokens of each draft, 0 to 7; null: chosen from what was accepted."""
+    draft_weights: Literal["int8"] | None = None
+    """Weights of the draft; null: the model's own."""
     device_map: str | None = None
     """As in transformers (for instance auto) for a model over several GPUs; needs accelerate."""
 
@@ -127,7 +134,20 @@ class InferConfig(TextConfig):
             raise UserError("--guard.every watches generated text; give a prompt with --generate")
         if self.guard.every and self.backend not in ("auto", "gather", "triton"):
             raise UserError(f"--guard.every is for --backend auto, gather or triton, got {self.backend}")
+        if self.lossless and self.generate is None:
+            raise UserError("--lossless is for generated text; give a prompt with --generate")
+        if self.lossless and self.backend not in ("auto", "cpu"):
+            raise UserError(f"--lossless is for --backend auto or cpu, got {self.backend}")
+        if self.lossless and self.guard.every:
+            raise UserError("--lossless has no guard, since acceptance measures the selection; leave --guard.every out")
+        Draft.taken_from(self.drafting)
         name_texts(self.text)
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """What ``generate()`` is told about drafts."""
+        given = {"draft_length": self.draft_length, "draft_weights": self.draft_weights}
+        return {"lossless": self.lossless} | {name: value for name, value in given.items() if value is not None}
 
 
 def name_texts(texts: Sequence[str]) -> dict[str, str]:

@@ -46,6 +46,15 @@ def results(
     }
 
 
+def lossless_line(accepted: Mapping[str, float]) -> str:
+    """What was drafted and accepted, in one line. ``accepted`` as `Acceptance.report` gives it."""
+    return (
+        f"lossless: {accepted['tokens_per_second']:.1f} tokens a second, {accepted['acceptance']:.0%} of"
+        f" {accepted['drafted']} drafted tokens accepted, {accepted['mean_length']:.1f} of a draft,"
+        f" {accepted['saved']:.0%} of the dense passes saved"
+    )
+
+
 def guard_line(watched: Mapping[str, Any]) -> str:
     """What a guard measured while text was generated, in one line. ``watched`` as `GuardState.report` gives it."""
     guard, tokens = watched["guard"], watched["tokens"]

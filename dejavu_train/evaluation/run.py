@@ -109,8 +109,11 @@ def run(config: InferConfig) -> None:
     measure(further, dense, tokenizer, bundle)
     watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
-        text, watched = _generate(config, dense, bundle, tokenizer, prompt)
+        text, watched, accepted = _generate(config, dense, bundle, tokenizer, prompt)
         print(text)
+        if accepted is not None:
+            found["lossless"] = accepted
+            print(report.lossless_line(accepted))
     if watched is not None:
         found["guard"] = watched
         print(report.guard_line(watched))
@@ -268,8 +271,8 @@ def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
 
 def _generate(
     config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor
-) -> tuple[str, dict[str, Any] | None]:
-    """The text, and what the guard measured, where one is asked for."""
+) -> tuple[str, dict[str, Any] | None, dict[str, float] | None]:
+    """The text, what the guard measured where one is asked for, and what was accepted under lossless."""
     new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
     if new_tokens < config.new_tokens:
         logger.warning(
@@ -278,11 +281,12 @@ def _generate(
         )  # fmt: skip
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
         generated = build_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
-        return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None
+        return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None, None
     model = _sparse(config, dense, bundle, config.backend, config.guard)
     ids = ids.to(model.device)
     clock = Clock()
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1, "streamer": clock}
+    settings |= config.drafting if config.lossless else {}
     if config.backend == "dense":
         settings["logits_processor"] = [FiniteLogits(model)]
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -292,7 +296,8 @@ def _generate(
             used = f"{model.backend}, at {described(model.bundle)},"
         logger.info("%s generated %.1f tokens a second", used, clock.rate)
     watched = model.guard_report() if config.guard.every else None
-    return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched
+    accepted = model.lossless_report() if config.lossless else None
+    return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched, accepted
 
 
 def _bandwidth(timings: Sequence[Timing]) -> float | None:

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.engine.draft import Draft
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
@@ -56,7 +57,7 @@ from dejavu_train.sparse.inputs import (
     visible_columns,
 )
 from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
-from dejavu_train.sparse.runtime import Runtime, Settings, check_bundle_of
+from dejavu_train.sparse.runtime import Runtime, Settings, check_bundle_of, check_lossless
 from dejavu_train.sparse.saving import save_together
 
 logger = logging.getLogger(__name__)
@@ -273,6 +274,12 @@ class SparseCausalLM(_Dense):
         guarded = self._runtime.guarded
         return None if guarded is None else guarded.report()
 
+    def lossless_report(self) -> dict[str, float] | None:
+        """What was drafted and accepted in the last lossless call, see `Acceptance.report`. None without one."""
+        engines = self._runtime.engines
+        acceptance = None if engines is None else engines.acceptance
+        return None if acceptance is None else acceptance.report()
+
     def reset_guard(self) -> None:
         """Put back the bundle's thresholds and forget what was measured."""
         guarded = self._runtime.guarded
@@ -380,10 +387,18 @@ class SparseCausalLM(_Dense):
         lengths, padded batches of up to 32 rows, several sequences a row, streamers, and ``return_dict_in_generate``
         (sequences only).
 
+        ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on the CPU engine.
+        ``draft_length``: 0 to 7 tokens, None = chosen. ``draft_weights="int8"``: the draft's are rounded to 8 bits.
+        :meth:`lossless_report` says what was accepted.
+
         Raises:
             UserError: ``triton`` was asked for anything else. ``gather`` for prompts that are padded on the right.
+                ``lossless`` for what no engine here verifies.
         """
         runtime, nested, start = self._runtime, call_of(self) is not None, self.sparse_from
+        draft = Draft.taken_from(kwargs)
+        if draft is not None:
+            check_lossless(runtime)
         settings = generation_config or self.generation_config
 
         def setting(name: str) -> Any:
@@ -399,8 +414,10 @@ class SparseCausalLM(_Dense):
         if runtime.engines is not None:
             try:
                 runtime.prepare(self)
-                return runtime.engines.generate(self, inputs, generation_config, kwargs, start)
+                return runtime.engines.generate(self, inputs, generation_config, kwargs, start, draft)
             except UserError as refusal:
+                if draft is not None and isinstance(refusal, Unsupported):  # no other backend verifies
+                    raise UserError(f"lossless decoding: {refusal.reason}") from None
                 self._judge(refusal, runtime)
         mask = runtime.backend == "mask"
         if cache is None and not mask and setting("use_cache") is not False:

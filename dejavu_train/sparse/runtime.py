@@ -79,7 +79,8 @@ class Runtime:
             raise UserError(f"kv_policy must be one of {', '.join(POLICIES)}, got {kv_policy}")
         self.bundle, self.kv_policy = bundle, kv_policy
         self.device, self.dtype = model.device, model.dtype
-        self.backend, self.refusal = settings.backend, None
+        self.backend = settings.backend
+        self.refusal: Unsupported | None = None
         self.guarded: GuardState | None = None
         self.engines: Any = None
         self.gatherer: GatherDecoder | None = None
@@ -181,6 +182,15 @@ def check_bundle_of(model: Any, bundle: Any) -> None:
                 f"the bundle was made for {bundle.model} with {name} {ours}, this model has {theirs};"
                 " give the bundle of this model"
             )
+
+
+def check_lossless(runtime: Runtime) -> None:
+    """Raise :class:`UserError` where decoding cannot be lossless: without an engine, or with a guard."""
+    if runtime.engines is None:
+        why = "" if runtime.refusal is None else f": {runtime.refusal.reason}"
+        raise UserError(f"lossless decoding needs an engine, and the backend is {runtime.backend}{why}")
+    if runtime.guarded is not None:
+        raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
 
 
 def _engine_backend(

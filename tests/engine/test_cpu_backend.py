@@ -14,7 +14,7 @@ import torch
 from bundles import make_bundle
 from transformers import pipeline
 
-from dejavu_train.engine.cpu import CpuEngine, backend
+from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
@@ -226,7 +226,7 @@ def test_pipelines_defaults_stay_on_the_engine(models, tiny_opt, caplog):
 
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_not_begun(tiny_opt, caplog, monkeypatch):
-    monkeypatch.setattr(backend, "free_memory", lambda: 1000)
+    monkeypatch.setattr("dejavu_train.engine.cpu.weights.free_memory", lambda: 1000)
     monkeypatch.setattr("dejavu_train.engine.cpu.CpuWeights.from_model", None)
     bundle, ids = make_bundle(tiny_opt).at(0.3, 0.6), torch.tensor([[2, 5, 6]])
     named = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "cpu")
@@ -236,3 +236,34 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_not_begun(tiny_opt, caplog, 
     assert chosen.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 5)
     assert "are free: the backend gather runs instead" in caplog.text
     assert free_memory() is None or free_memory() > 1e6
+
+
+def test_lossless_text_is_that_of_the_dense_model(models, tiny_opt, caplog):
+    ids, seed = PROMPTS[1:2], torch.manual_seed
+    ids = ids[ids != 1][None]
+    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "pad_token_id": 1}
+    dense = load_opt(str(tiny_opt)).generate(ids, do_sample=False, **settings)
+    for name in ("auto", "cpu"):
+        model = models[name]
+        assert torch.equal(model.generate(ids, do_sample=False, lossless=True, **settings), dense)
+        assert model.lossless_report()["tokens"] == 19
+    sampled = []
+    for length in (0, 3, None):
+        seed(5)
+        sampled.append(model.generate(ids, do_sample=True, lossless=True, draft_length=length, **settings))
+    assert torch.equal(sampled[0], sampled[1]) and torch.equal(sampled[0], sampled[2])
+    for asked, remedy in (
+        ({"num_beams": 2}, "lossless decoding: .*pass num_beams=1 to stay on it$"),
+        ({"num_return_sequences": 2, "do_sample": True}, "one sequence at a time, got 2"),
+        ({"draft_length": 9}, "0 to 7"),
+        ({"lossless": False, "draft_length": 3}, "pass lossless=True"),
+        ({"logits_processor": [lambda ids, logits: logits]}, "leave logits_processor out"),
+    ):
+        for name in ("auto", "cpu"):
+            with pytest.raises(UserError, match=remedy):
+                models[name].generate(ids, **{"lossless": True} | settings | asked)
+    for backend in ("gather", "mask"):
+        with pytest.raises(UserError, match=f"needs an engine, and the backend is {backend}"):
+            sparse = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), models["cpu"].bundle, backend)
+            sparse.generate(ids, lossless=True, **settings)
+    assert "gather runs instead" not in caplog.text

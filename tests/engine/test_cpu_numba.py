@@ -80,12 +80,11 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def compile_anew(monkeypatch, *kinds):
+def compile_anew(*kinds):
     """Compile as a new process does. Returns what was found in the cache."""
     enter = small()
-    monkeypatch.setattr(entry_point, "enter", enter)
     for kind in kinds:
-        entry_point._compile((kind,))
+        entry_point._compile(enter, (kind,))
     assert enter(3) == 6
     return sum(enter.stats.cache_hits.values())
 
@@ -100,8 +99,8 @@ def no_folder(request, monkeypatch):
         monkeypatch.setattr(CacheImpl, "_locator_classes", CacheImpl._locator_classes[:1])
 
 
-def test_without_a_folder_every_process_compiles_and_says_so(no_folder, monkeypatch, caplog):
-    assert compile_anew(monkeypatch, numba.int64) == 0
+def test_without_a_folder_every_process_compiles_and_says_so(no_folder, caplog):
+    assert compile_anew(numba.int64) == 0
     assert "NUMBA_CACHE_DIR" in caplog.text and len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
 
@@ -111,32 +110,31 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_the_next_start(cache, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile._save_index", full)
-    assert compile_anew(monkeypatch, numba.int64) == 0
+    assert compile_anew(numba.int64) == 0
     assert "No space left" in caplog.text and "NUMBA_CACHE_DIR" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["*.nbi", "*.nbc"])
 @pytest.mark.parametrize("kept", [0, 60])
-def test_a_damaged_cache_is_written_anew(cache, monkeypatch, caplog, damage, kept):
-    assert compile_anew(monkeypatch, numba.int64) == 0
-    assert compile_anew(monkeypatch, numba.int64) == 1
+def test_a_damaged_cache_is_written_anew(cache, caplog, damage, kept):
+    assert compile_anew(numba.int64) == 0
+    assert compile_anew(numba.int64) == 1
     (file,) = Path(cache).rglob(damage)
     file.write_bytes(file.read_bytes()[:kept])
-    assert compile_anew(monkeypatch, numba.int64) == 0
-    assert compile_anew(monkeypatch, numba.int64) == 1
+    assert compile_anew(numba.int64) == 0
+    assert compile_anew(numba.int64) == 1
     assert not caplog.records
 
 
-def test_two_processes_that_compile_at_once_share_no_file(cache, monkeypatch):
+def test_two_processes_that_compile_at_once_share_no_file(cache):
     """Each has seen an empty index. Whichever index stays names the right code."""
-    assert compile_anew(monkeypatch, numba.int64) == 0
+    assert compile_anew(numba.int64) == 0
     (index,) = Path(cache).rglob("*.nbi")
     first = index.read_bytes()
     index.unlink()
-    assert compile_anew(monkeypatch, numba.float64, numba.int64) == 0
+    assert compile_anew(numba.float64, numba.int64) == 0
     index.write_bytes(first)  # the one that began first ends last
     enter = small()
-    monkeypatch.setattr(entry_point, "enter", enter)
-    entry_point._compile((numba.int64,))
+    entry_point._compile(enter, (numba.int64,))
     assert enter.stats.cache_hits and enter(np.int64(2**40)) == 2**41
     assert len(list(Path(cache).rglob("*.nbc"))) == 2

@@ -237,6 +237,11 @@ def error_line(capsys) -> str:
         ({"guard.every": "1", "generate": "the"}, "guard.every must be at least 2"),
         ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),
         ({"guard.every": "4", "generate": "the", "backend": "mask"}, "auto, gather or triton, got mask"),
+        ({"lossless": "true"}, "give a prompt with --generate"),
+        ({"lossless": "true", "generate": "the", "backend": "gather"}, "--lossless is for --backend auto or cpu"),
+        ({"lossless": "true", "generate": "the", "guard.every": "4"}, "leave --guard.every out"),
+        ({"lossless": "true", "generate": "the", "draft_length": "8"}, "draft_length must lie in 0 to 7"),
+        ({"generate": "the", "draft_length": "3"}, "pass lossless=True"),
     ],
 )
 def test_mistakes_are_one_line(arguments, changes, message, capsys, tmp_path):
@@ -296,6 +301,21 @@ def test_a_guard_reports_the_retained_mass_of_generation(arguments, capsys, tmp_
     assert found["guard"] == {"every": 4, "control": True, "retained_mass": None, "memory": 8}
     assert found["tokens"] == 3 and line.startswith("guard: 3 tokens measured, thresholds moved; retained mass: mlp 0.")
     assert f"mlp {found['mlp']['retained_mass']:.4f}, heads {found['heads']['retained_mass']:.4f}" in line
+
+
+def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path):
+    texts = []
+    for options in ({"lossless": "true"}, {"lossless": "true", "draft_length": "3"}, {"backend": "dense-cpu"}):
+        asked = {"tokens": "0", "timing": "false", "generate": "the", "new_tokens": "13", "dtype": "float32"}
+        assert run(arguments | {"prompt": None, "sparse_from": None}, **asked, **options) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found = json.loads((tmp_path / "out" / "results.json").read_text())
+        if "lossless" in options:
+            assert found["lossless"]["tokens"] == 12, "the first follows from the prompt"
+            line = next(line for line in lines if line.startswith("lossless: "))
+            assert f"{found['lossless']['acceptance']:.0%} of {found['lossless']['drafted']} drafted" in line
+        texts.append(lines[0])
+    assert found.get("lossless") is None and len(set(texts)) == 1
 
 
 def test_unknown_key_in_the_config(arguments, tmp_path, capsys):

@@ -250,7 +250,7 @@ def test_numbers_that_are_not_finite_end_the_call_by_the_layers_name(folder, bun
 
 
 def test_a_prompt_is_shown_once_when_an_engine_gives_up_late(folder, bundle, monkeypatch):
-    monkeypatch.setattr("dejavu_train.engine.cpu.backend.free_memory", lambda: 1000)
+    monkeypatch.setattr("dejavu_train.engine.cpu.weights.free_memory", lambda: 1000)
     model, ids, shown = sparse(folder, bundle, "auto"), tokens(5), []
 
     class Streamer:

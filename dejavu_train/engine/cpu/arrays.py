@@ -105,12 +105,17 @@ class Selectors(Group):
 
 
 class State(Group):
-    """Per row: tokens (B, T) int32, nll (B, T) fp32, the rest (B): see ``advance``. fault: 0, or the position before
-    which numbers were first not finite, and fault_site the half block that they came from, as `normalise` counts, 0 =
-    the LM head. keys (L, B, h, e, T), values (L, B, h, T, e) fp32, attn_in (layers with sparse heads, B, T, D) as
-    operands, with attn_unit (., B, T). watermark (L, B, h): K and V are valid below.
+    """Per row: sequence (B), the number of the sequence whose token it runs, 0 to S - 1. Engines have a row for each
+    sequence. Verification has eight rows of one. position, known, least, limit, sparse_from, row_state, and how the row
+    samples (B): see ``advance``. fault (B): 0, or the position before which numbers were first not finite. fault_site
+    (B): the half block that they came from, as `normalise` counts, 0 = the LM head.
+
+    Per sequence: tokens (S, T) int32, nll (S, T) fp32, keys (L, S, h, e, T), values (L, S, h, T, e) fp32. attn_in
+    (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T). watermark (L, S, h): K and V are valid
+    below.
     """
 
+    sequence: np.ndarray
     tokens: np.ndarray
     nll: np.ndarray
     position: np.ndarray
@@ -198,9 +203,18 @@ def aligned(size: tuple[int, ...], dtype: type) -> np.ndarray:
     return memory[start : start + n_bytes].view(dtype).reshape(size)
 
 
-def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: type) -> State:
-    """All rows done. Pages of the caches are taken from memory as rows grow. operand: fp32 or int16."""
+SHARED = ("tokens", "nll", "stops", "keys", "values", "watermark")
+
+
+def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: type, of: State | None = None) -> State:
+    """All rows done. Pages of the caches are taken from memory as rows grow.
+
+    Args:
+        n_kept: layers with sparse heads. operand: fp32 or int16.
+        of: a state of one sequence, which all rows are rows of. None = each row is a sequence of its own.
+    """
     n_layers, h, e = shape.n_layers, shape.n_heads, shape.head_dim
+    n_sequences = batch if of is None else 1
 
     def ints(*size: int) -> np.ndarray:
         return np.zeros(size, np.int64)
@@ -208,27 +222,35 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
     def floats(*size: int) -> np.ndarray:
         return np.zeros(size, np.float32)
 
+    shared = (
+        {name: getattr(of, name) for name in SHARED}
+        if of is not None
+        else dict(
+            tokens=np.zeros((batch, context), np.int32),
+            nll=floats(batch, context),
+            stops=ints(8) - 1,
+            keys=floats(n_layers, batch, h, e, context),
+            values=floats(n_layers, batch, h, context, e),
+            watermark=ints(n_layers, batch, h),
+        )
+    )
     return State(
-        tokens=np.zeros((batch, context), np.int32),
-        nll=floats(batch, context),
+        **shared,
+        sequence=np.arange(batch) if of is None else ints(batch),
         position=ints(batch),
         known=ints(batch),
         least=ints(batch),
         limit=ints(batch),
         sparse_from=ints(batch),
         row_state=ints(batch),
-        stops=ints(8) - 1,
         temperature=floats(batch) + 1,
         top_p=floats(batch) + 1,
         top_k=ints(batch),
         seed=ints(batch),
         fault=ints(batch),
         fault_site=ints(batch),
-        keys=floats(n_layers, batch, h, e, context),
-        values=floats(n_layers, batch, h, context, e),
-        attn_in=np.zeros((n_kept, batch, context, padded(h * e)), operand),
-        attn_unit=floats(n_kept, batch, context) + 1,
-        watermark=ints(n_layers, batch, h),
+        attn_in=np.zeros((n_kept, n_sequences, context, padded(h * e)), operand),
+        attn_unit=floats(n_kept, n_sequences, context) + 1,
     )
 
 

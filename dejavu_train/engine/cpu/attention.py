@@ -37,12 +37,12 @@ def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads
         for b in range(state.row_state.shape[0]):
             if not mask[head] >> b & 1:
                 continue
-            position, results = state.position[b], work.results[thread, b]
+            position, own, results = state.position[b], state.sequence[b], work.results[thread, b]
             none_missing = kept < 0 or inside + count <= e  # rows of q alone
-            for p in range(position if none_missing else state.watermark[layer, b, head], position + 1):
+            for p in range(position if none_missing else state.watermark[layer, own, head], position + 1):
                 operand, unit, skipped = work.operand[thread, b], work.operand_unit[thread, b], 0
                 if p < position:
-                    operand, unit = state.attn_in[kept, b, p], state.attn_unit[kept, b, p]
+                    operand, unit = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
                     skipped = max(0, e - inside)  # q of an earlier position
                 dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, unit, results)
                 put_qkv(model, state, work, layer, b, head, inside + skipped, p, results[i + skipped : i + count])
@@ -53,16 +53,16 @@ def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads
 @compiled()
 def put_qkv(model, state, work, layer, b, head, inside, position, products):
     """Products with the rows of a head from number ``inside`` on, of 3 e, where they belong, biases added."""
-    e = state.keys.shape[3]
+    e, own = state.keys.shape[3], state.sequence[b]
     for r in range(products.shape[0]):
         part, k = (inside + r) // e, (inside + r) % e
         value = products[r] + model.qkv_bias[layer, head * 3 * e + inside + r]
         if part == 0:
             work.q[b, head * e + k] = value * (np.float32(1) / np.sqrt(np.float32(e)))
         elif part == 1:
-            state.keys[layer, b, head, k, position] = value
+            state.keys[layer, own, head, k, position] = value
         else:
-            state.values[layer, b, head, position, k] = value
+            state.values[layer, own, head, position, k] = value
 
 
 @compiled()
@@ -71,8 +71,8 @@ def keep_input(selectors, state, work, layer):
     kept = selectors.kept[layer]
     for b in range(state.row_state.shape[0]):
         if kept >= 0 and state.row_state[b] != DONE:
-            copy(state.attn_in[kept, b, state.position[b]], work.operand[0, b])
-            state.attn_unit[kept, b, state.position[b]] = work.operand_unit[0, b]
+            copy(state.attn_in[kept, state.sequence[b], state.position[b]], work.operand[0, b])
+            state.attn_unit[kept, state.sequence[b], state.position[b]] = work.operand_unit[0, b]
 
 
 @compiled()
@@ -82,7 +82,7 @@ def raise_watermarks(state, work, layer, n_heads):
         head = work.heads[0, i]
         for b in range(state.row_state.shape[0]):
             if work.mask[0, head] >> b & 1:
-                state.watermark[layer, b, head] = state.position[b] + 1
+                state.watermark[layer, state.sequence[b], head] = state.position[b] + 1
 
 
 @compiled(fastmath=SUMS)
@@ -126,13 +126,14 @@ def attend(selectors, state, work, layer, n_heads, thread, n_threads):
     for i in range(n_heads):
         head = work.heads[thread, i]
         for b in range(state.row_state.shape[0]):
+            own = state.sequence[b]
             if work.mask[thread, head] >> b & 1:
-                turn += 1
+                turn += own == b  # rows of one sequence share what a thread has read
                 if turn % n_threads == thread:
                     n = state.position[b] + 1
                     attend_one(
-                        work.q[b, head * e : (head + 1) * e], state.keys[layer, b, head], state.values[layer, b, head],
-                        n, work.scores[thread], selectors.means[layer, head],
+                        work.q[b, head * e : (head + 1) * e], state.keys[layer, own, head],
+                        state.values[layer, own, head], n, work.scores[thread], selectors.means[layer, head],
                         work.heads_out[b, head * e : (head + 1) * e],
                     )  # fmt: skip
                     work.bytes_read[thread, KV] += 8 * n * e

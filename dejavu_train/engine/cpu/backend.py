@@ -19,7 +19,6 @@ from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine, Formats
 from dejavu_train.errors import Unsupported
 from dejavu_train.families import family_of
-from dejavu_train.machine import free_memory
 
 if TYPE_CHECKING:
     from dejavu_train.engine.cpu.engine import CpuEngine
@@ -62,9 +61,9 @@ class CpuBackend(EnginePool):
         self._weights = earlier._weights
 
     def _read(self, model: Any) -> "CpuWeights":
-        from dejavu_train.engine.cpu import CpuWeights
+        from dejavu_train.engine.cpu.weights import CpuWeights, check_memory
 
-        _check_memory(CpuWeights.needed(model))
+        check_memory(CpuWeights.needed(model), "the weights a second time")
         return CpuWeights.from_model(model)
 
     def engine(self, rows: int, tokens: int) -> "CpuEngine":
@@ -84,12 +83,3 @@ class CpuBackend(EnginePool):
     def logits(self, *_: Any) -> Tensor:
         """Whole rows are scored by ``gather``: the engine keeps no logits of all positions."""
         raise Unsupported("a forward pass over whole rows is not for the CPU engine")
-
-
-def _check_memory(needed: int) -> None:
-    free = free_memory()
-    if free is not None and free < needed:
-        raise Unsupported(
-            f"the CPU engine keeps the weights a second time, {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory"
-            " are free"
-        )

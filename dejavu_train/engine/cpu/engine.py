@@ -5,24 +5,22 @@ at the speed of its memory, so a step takes as long as the rows that it reads. T
 use. They wait without taking time from other work (see ``team``).
 """
 
-import os
-import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from dejavu_train.engine.cpu import arrays
-from dejavu_train.engine.cpu.entry_point import enter, prepare
+from dejavu_train.engine.cpu.entry_point import enter
+from dejavu_train.engine.cpu.lossless import CpuPair
 from dejavu_train.engine.cpu.prefill import fault, prefill
 from dejavu_train.engine.cpu.selectors import Rules, read_rules
-from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
-from dejavu_train.engine.cpu.threads import SUPPORTED, new_control
+from dejavu_train.engine.cpu.team import Team
+from dejavu_train.engine.cpu.threads import SUPPORTED
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.cpu_limits import MAX_BATCH
+from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Sampling, check_rows
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
@@ -34,12 +32,6 @@ from dejavu_train.families import blocks_of
 from dejavu_train.machine import cores
 
 CALL_SECONDS = 0.05  # a call of compiled code takes at most about this long, so that Ctrl-C is heard
-MODES = {
-    "greedy": arrays.GREEDY,
-    "temperature": arrays.TEMPERATURE,
-    "top_p": arrays.TOP_P,
-    "top_k": arrays.TOP_K_MODE,
-}
 
 
 def usable_cores() -> int:
@@ -102,22 +94,14 @@ class CpuEngine(Session):
         if late:
             for parameter in (each for block in blocks_of(model) for each in block.whole.parameters()):
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
-        operand = np.float32 if self.weights.model.rows.dtype == np.float32 else np.int16
+        operand = self.weights.operand
         kept = int((self.selectors.kept >= 0).sum())
         self.state = arrays.new_state(self.shape, batch, self.context, kept, operand)
         self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors, operand)
-        self._command = np.zeros(8, np.int64)
-        self._arguments = (self.weights.model, self.selectors, self.state, self.scratch, new_control(), self._command)
         self._seconds_per_step = CALL_SECONDS
-        prepare((*self._arguments, 0, self.threads))
-        for thread in range(1, self.threads):
-            threading.Thread(
-                target=enter, args=(*self._arguments, thread, self.threads), name=f"cpu-engine-{thread}", daemon=True
-            ).start()
-        self._owner = os.getpid()
+        self._team = Team(enter, (self.weights.model, self.selectors, self.state, self.scratch), self.threads)
+        self._pairs: dict[str | None, CpuPair] = {}
         super().__init__()
-        self._team = threading.Lock()  # held while the threads run compiled code
-        self._close = weakref.finalize(self, _send_home, self._arguments, self.threads, self._owner, self._team)
 
     def describe(self) -> str:
         """What was decided when the engine was built, with the reasons, how weights are kept, and the threads."""
@@ -126,37 +110,25 @@ class CpuEngine(Session):
 
     def close(self) -> None:
         """Send the threads home. The engine cannot be used afterwards. Done by itself when the engine is forgotten."""
-        self._close()
+        self._team.close()
+        for pair in self._pairs.values():
+            pair.team.close()
 
     @property
     def turns(self) -> Turns:
         """Of this process: one that was forked may have copied them while a call held them."""
-        self._check_alive()
+        self._team.check_alive()
         return super().turns
-
-    def _check_alive(self) -> None:
-        if os.getpid() != self._owner:
-            raise UserError("a forked process has no threads of this engine; build a new one there")
-        if not self._close.alive:
-            raise UserError("this engine was closed; build a new one")
-
-    def _call(self, n_steps: int, mode: str, score: bool, tail_only: bool = False) -> None:
-        self._check_alive()
-        with self._team:
-            self._check_alive()  # closed by another thread while this one waited
-            command = self._command
-            command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
-            enter(*self._arguments, 0, self.threads)
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done."""
-        self._call(1, mode, score)
+        self._team.call(1, mode, score)
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
         """Up to n steps in one call of compiled code that takes about CALL_SECONDS. See `Session.steps`."""
         n = max(1, min(n, int(CALL_SECONDS / self._seconds_per_step)))
         started = time.perf_counter()
-        self._call(n, mode, score)
+        self._team.call(n, mode, score)
         self._seconds_per_step = max((time.perf_counter() - started) / n, 1e-6)
         return n
 
@@ -198,7 +170,16 @@ class CpuEngine(Session):
         state.temperature[:n], state.top_p[:n] = sampler.temperature or 1.0, sampler.top_p
         state.top_k[:n] = sampler.top_k
         state.stops[: len(stops)] = list(stops)
-        self._call(1, sampler.mode, score, tail_only=True)
+        self._team.call(1, sampler.mode, score, tail_only=True)
+
+    def pair(self, draft: Draft) -> CpuPair:
+        """See `Session.pair`. Weights in 8 bits are made here, once for all engines with these weights."""
+        if draft.weights not in self._pairs:
+            weights = self.weights if draft.weights is None else self.weights.rounded
+            self._pairs[draft.weights] = CpuPair(
+                self.weights, weights, self.selectors, self.state, self.scratch, self.threads
+            )
+        return self._pairs[draft.weights]
 
     def bytes_read(self) -> dict[str, int]:
         """Bytes that the steps since the last call of this read: weights, predictors, lm_head, kv."""
@@ -206,11 +187,3 @@ class CpuEngine(Session):
         self.scratch.bytes_read[:] = 0
         names = {"weights": arrays.WEIGHTS, "predictors": arrays.PREDICTORS, "lm_head": arrays.LM_HEAD, "kv": arrays.KV}
         return {name: int(total[column]) for name, column in names.items()}
-
-
-def _send_home(arguments: tuple[Any, ...], n_threads: int, owner: int, team: threading.Lock) -> None:
-    if os.getpid() != owner or not team.acquire(timeout=1.0):
-        return  # after a fork there are no threads; while another thread decodes, they end with the process
-    arguments[-1][N_STEPS] = -1
-    if n_threads > 1:
-        enter(*arguments, 0, n_threads)

@@ -27,7 +27,7 @@ _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _FUSE = ("contract",)
 
 
-class _Rows:
+class Rows:
     """What one call reads: addresses of its four rows, and of the four that the next call will read."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, rows: Any, numbers: Any, first: Any, n: Any) -> None:
@@ -45,7 +45,7 @@ class _Rows:
 
     def codes(self, row: int, column: Any, kind: Any, count: int) -> Any:
         """``count`` codes of a row from this column on, as they are stored."""
-        return _load(self.builder, self.builder.gep(self.data[row], [column]), ir.VectorType(kind, count))
+        return load_vector(self.builder, self.builder.gep(self.data[row], [column]), ir.VectorType(kind, count))
 
     def prefetch(self, column: Any) -> None:
         """Ask for this chunk of the next four rows: processors prefetch along a row, not along a list of them."""
@@ -60,27 +60,28 @@ def _prefetch(builder: Any, address: Any) -> None:
     builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into the second level, data
 
 
-def _load(builder: Any, address: Any, kind: Any) -> Any:
+def load_vector(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.bitcast(address, kind.as_pointer()), align=1)
 
 
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a b + c, in one instruction where the processor has one."""
     return builder.fadd(builder.fmul(a, b, flags=_FUSE), c, flags=_FUSE)
 
 
-def _splat(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
+    """A vector of a number in every lane."""
+    one = builder.insert_element(ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
 
 
-def _sum(builder: Any, vector: Any) -> Any:
+def sum_lanes(builder: Any, vector: Any) -> Any:
     kind = ir.FunctionType(vector.type.element, [vector.type.element, vector.type])
     reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
     return builder.call(reduce, [_FLOAT(0.0), vector], fastmath=("reassoc",))
 
 
-def _loop(
+def loop(
     builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
     """``carried = body(i, carried)`` for i from start to stop, at least once. Returns the last ``carried``."""
@@ -103,7 +104,7 @@ def _loop(
     return results
 
 
-def _pair_products(context: Any, builder: Any, a: Any, b: Any) -> Any:
+def pair_products(context: Any, builder: Any, a: Any, b: Any) -> Any:
     """a (16) and b (16) int16 -> (8) int32, each the sum of two neighbouring products."""
     half = ir.VectorType(_I32, LANES)
     if "+avx2" in context.codegen().magic_tuple()[2]:
@@ -117,7 +118,7 @@ def _pair_products(context: Any, builder: Any, a: Any, b: Any) -> Any:
     return builder.add(*sums)
 
 
-def _dot_floats(rows: _Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
+def _dot_floats(rows: Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
     """Four sums of code * x over all columns, in fp32. Two vectors of sums for each row."""
     builder = rows.builder
 
@@ -126,19 +127,19 @@ def _dot_floats(rows: _Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
             rows.prefetch(column)
         for start in range(0, CHUNK, LANES):
             here = builder.add(column, _I64(start))
-            values = _load(builder, builder.gep(x, [here]), _FLOATS)
+            values = load_vector(builder, builder.gep(x, [here]), _FLOATS)
             for row in range(ROWS):
                 codes = rows.codes(row, here, element, LANES)
                 codes = codes if element == _FLOAT else builder.sitofp(codes, _FLOATS)
                 which = 2 * row + start // LANES % 2
-                sums[which] = _fused(builder, codes, values, sums[which])
+                sums[which] = fused(builder, codes, values, sums[which])
         return sums
 
-    sums = _loop(builder, _I64(0), rows.columns, CHUNK, [_ZERO] * (2 * ROWS), chunk)
-    return [_sum(builder, builder.fadd(sums[2 * row], sums[2 * row + 1])) for row in range(ROWS)]
+    sums = loop(builder, _I64(0), rows.columns, CHUNK, [_ZERO] * (2 * ROWS), chunk)
+    return [sum_lanes(builder, builder.fadd(sums[2 * row], sums[2 * row + 1])) for row in range(ROWS)]
 
 
-def _dot_levels(rows: _Rows, scales: Any, n_groups: Any, group: Any, levels: Any) -> list[Any]:
+def _dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, levels: Any) -> list[Any]:
     """Four sums of code * scale * level: exact in whole numbers over a group, in fp32 over groups."""
     builder = rows.builder
     integers, none = ir.VectorType(_I16, 2 * LANES), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
@@ -147,17 +148,17 @@ def _dot_levels(rows: _Rows, scales: Any, n_groups: Any, group: Any, levels: Any
         rows.prefetch(column)
         for start in range(0, CHUNK, 2 * LANES):
             here = builder.add(column, _I64(start))
-            values = _load(builder, builder.gep(levels, [here]), integers)
+            values = load_vector(builder, builder.gep(levels, [here]), integers)
             for row in range(ROWS):
                 codes = builder.sext(rows.codes(row, here, _I8, 2 * LANES), integers)
-                totals[row] = builder.add(totals[row], _pair_products(rows.context, builder, codes, values))
+                totals[row] = builder.add(totals[row], pair_products(rows.context, builder, codes, values))
         return totals
 
     def add_scaled(number: Any, totals: list[Any], sums: list[Any]) -> list[Any]:
         for row in range(ROWS):
             at = builder.add(builder.mul(rows.indices[row], n_groups), number)
-            scale = _splat(builder, builder.load(builder.gep(scales, [at])))
-            sums[row] = _fused(builder, builder.sitofp(totals[row], _FLOATS), scale, sums[row])
+            scale = splat(builder, builder.load(builder.gep(scales, [at])))
+            sums[row] = fused(builder, builder.sitofp(totals[row], _FLOATS), scale, sums[row])
         return sums
 
     def one_chunk(number: Any, sums: list[Any]) -> list[Any]:
@@ -167,20 +168,20 @@ def _dot_levels(rows: _Rows, scales: Any, n_groups: Any, group: Any, levels: Any
         start = builder.mul(number, group)
         stop = builder.add(start, group)
         stop = builder.select(builder.icmp_signed("<", stop, rows.columns), stop, rows.columns)
-        return add_scaled(number, _loop(builder, start, stop, CHUNK, [none] * ROWS, chunk), sums)
+        return add_scaled(number, loop(builder, start, stop, CHUNK, [none] * ROWS, chunk), sums)
 
     with builder.if_else(builder.icmp_signed("==", group, _I64(CHUNK))) as (then, otherwise):
         with then:
-            narrow, narrow_end = _loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_chunk), builder.basic_block
+            narrow, narrow_end = loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_chunk), builder.basic_block
         with otherwise:
-            wide, wide_end = _loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_group), builder.basic_block
+            wide, wide_end = loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_group), builder.basic_block
     sums = []
     for a, b in zip(narrow, wide, strict=True):
         either = builder.phi(_FLOATS)
         either.add_incoming(a, narrow_end)
         either.add_incoming(b, wide_end)
         sums.append(either)
-    return [_sum(builder, part) for part in sums]
+    return [sum_lanes(builder, part) for part in sums]
 
 
 @intrinsic
@@ -195,7 +196,7 @@ def dot_four(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = signature.args
-        read = _Rows(context, builder, (kinds[0], kinds[3]), args[0], args[3], args[4], args[5])
+        read = Rows(context, builder, (kinds[0], kinds[3]), args[0], args[3], args[4], args[5])
         x_data = context.make_array(kinds[6])(context, builder, args[6]).data
         scale_array = context.make_array(kinds[1])(context, builder, args[1])
         if kinds[0].dtype == types.int8:
@@ -229,7 +230,7 @@ def add_four(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = signature.args
-        read = _Rows(context, builder, (kinds[1], kinds[4]), args[1], args[4], args[6], args[7])
+        read = Rows(context, builder, (kinds[1], kinds[4]), args[1], args[4], args[6], args[7])
         out_data = context.make_array(kinds[0])(context, builder, args[0]).data
         factor_data = context.make_array(kinds[5])(context, builder, args[5]).data
         own = []
@@ -242,7 +243,7 @@ def add_four(
         scale_array = context.make_array(kinds[2])(context, builder, args[2])
 
         def add_columns(start: Any, stop: Any, factors: list[Any], element: Any) -> None:
-            vectors = [_splat(builder, factor) for factor in factors]
+            vectors = [splat(builder, factor) for factor in factors]
 
             def chunk(column: Any, nothing: list[Any]) -> list[Any]:
                 if not whole:
@@ -254,11 +255,11 @@ def add_four(
                     for row in range(ROWS):
                         codes = read.codes(row, here, element, LANES)
                         codes = codes if whole else builder.sitofp(codes, _FLOATS)
-                        total = _fused(builder, codes, vectors[row], total)
+                        total = fused(builder, codes, vectors[row], total)
                     builder.store(total, place, align=4)
                 return nothing
 
-            _loop(builder, start, stop, CHUNK, [], chunk)
+            loop(builder, start, stop, CHUNK, [], chunk)
 
         def one_group(number: Any, nothing: list[Any]) -> list[Any]:
             start = builder.mul(number, args[3])
@@ -275,7 +276,7 @@ def add_four(
             add_columns(_I64(0), read.columns, own, _FLOAT)
         else:
             n_groups = builder.extract_value(scale_array.shape, 1)
-            _loop(builder, _I64(0), n_groups, 1, [], one_group)
+            loop(builder, _I64(0), n_groups, 1, [], one_group)
         return context.get_dummy_value()
 
     one = types.int64
@@ -301,19 +302,21 @@ def dot_nibbles(typingctx: Any, pairs: Any, number: Any, coming: Any, levels: An
             _prefetch(builder, builder.gep(later, [column]))
             for i in range(CHUNK // 2 // width):
                 here = builder.add(column, _I64(i * width))
-                codes = builder.zext(_load(builder, builder.gep(row, [here]), ir.VectorType(_I8, width)), integers)
+                codes = builder.zext(
+                    load_vector(builder, builder.gep(row, [here]), ir.VectorType(_I8, width)), integers
+                )
                 halves = (
                     (builder.and_(codes, ir.Constant(integers, [15] * width)), here),
                     (builder.lshr(codes, ir.Constant(integers, [4] * width)), builder.add(half, here)),
                 )
                 for which, (four_bits, at) in enumerate(halves):
-                    values = _load(builder, builder.gep(data, [at]), integers)
-                    products = _pair_products(context, builder, four_bits, values)
+                    values = load_vector(builder, builder.gep(data, [at]), integers)
+                    products = pair_products(context, builder, four_bits, values)
                     sums[which] = builder.add(sums[which], products)
             return sums
 
         zero = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-        sums = _loop(builder, _I64(0), half, CHUNK // 2, [zero, zero], part)
+        sums = loop(builder, _I64(0), half, CHUNK // 2, [zero, zero], part)
         kind = ir.FunctionType(_I32, [zero.type])
         reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i32")
         return builder.call(reduce, [builder.add(*sums)])

@@ -1,11 +1,12 @@
 """Compiled choice of the next token from the logits, with the rules of `dejavu_train.kernels.sample.sampling`.
 
-greedy:      the largest logit, ties to the lowest id
-temperature: id with probability softmax(logits / temperature)
-top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
-top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p
-before position `least` the tokens of `stops` are not chosen
-tokens[b, t + 1] = known there (a prompt, or teacher forcing) or chosen. position[b] = t + 1 while the row is not done
+greedy:      the largest logit, ties to the lowest id.
+temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id).
+top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p.
+top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p.
+
+Before position `least` the tokens of `stops` are not chosen.
+tokens[b, t + 1] = known there (a prompt, or teacher forcing) or chosen. position[b] = t + 1 while the row is not done.
 """
 
 from typing import Any
@@ -108,34 +109,35 @@ def top_k_cut(logits, best, top_k):
 
 
 @compiled()
-def uniform(seed, at):
-    """A number in [0, 1) from (seed, position): splitmix64 of both."""
-    z = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(at) * np.uint64(0xD1B54A32D192ED03)
-    for _ in range(2):
-        z += np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-    return np.float64(z >> np.uint64(11)) * 2.0**-53
+def mixed(z):
+    """Sixty-four bits that look random, of sixty-four that are counted: splitmix64."""
+    z += np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @compiled()
 def draw(logits, best, mode, temperature, top_p, top_k, seed, at):
-    """A random id from logits (V,), which are overwritten. Best is the largest."""
+    """A random id from logits (V,), which are overwritten. Best is the largest.
+
+    The id with the largest logit + Gumbel noise is the one with the smallest waiting time -log(1 - u) / weight. A time
+    is at least u / weight, so that most ids need no logarithm. Two close distributions choose the same id mostly.
+    """
     total = to_weights(logits, best, top_k_cut(logits, best, top_k) if mode == TOP_K_MODE else LOWEST, temperature)
     bits = np.int32(0)
     if mode != TEMPERATURE and top_p < 1:
         bits = top_p_bits(logits, total * np.float64(top_p))
-        total = mass_from(logits, bits)
-    rest = uniform(seed, at) * total
-    last = 0
+    start = mixed(mixed(np.uint64(seed)) + np.uint64(at))
+    soonest, chosen = np.inf, 0
     for i in range(logits.shape[0]):
-        if logits[i] > 0 and bits_from_float(logits[i]) >= bits:
-            last = i
-            rest -= logits[i]
-            if rest < 0:
-                break
-    return last
+        weight = np.float64(logits[i])
+        u = np.float64(mixed(start + np.uint64(i)) >> np.uint64(11)) * 2.0**-53
+        if u < soonest * weight and bits_from_float(logits[i]) >= bits and weight > 0:
+            time = -np.log1p(-u) / weight
+            if time < soonest:
+                soonest, chosen = time, i
+    return chosen
 
 
 @compiled(fastmath=SUMS)
@@ -169,36 +171,57 @@ def head_needed(state, score):
 
 
 @compiled()
+def look_for_faults(state, work, b, n_threads):
+    """The row's fault becomes its next position where a logit is not finite, if it has none."""
+    for thread in range(n_threads):
+        if state.fault[b] == 0 and work.faulty[thread, b]:
+            state.fault[b] = state.position[b] + 1
+
+
+@compiled()
+def choose(state, work, b, mode, n_threads):
+    """The next token of row b, from work.logits (B, V)."""
+    logits = work.logits[b]
+    likeliest = work.best_token[0, b]
+    for thread in range(n_threads):
+        token = work.best_token[thread, b]
+        likeliest = token if logits[token] > logits[likeliest] else likeliest
+    if mode == GREEDY:
+        return np.int64(likeliest)
+    return np.int64(draw(
+        logits, logits[likeliest], mode, state.temperature[b], state.top_p[b], state.top_k[b], state.seed[b],
+        state.position[b] + 1,
+    ))  # fmt: skip
+
+
+@compiled()
+def is_stop(state, token):
+    """Whether a token ends a row."""
+    found = False
+    for stop in state.stops:
+        found |= stop == token
+    return found
+
+
+@compiled()
 def advance(state, work, mode, score, n_threads):
-    """Give every row that is not done its next token, from work.logits (B, V)."""
+    """Give every row that is not done its next token."""
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] == DONE:
             continue
-        at = state.position[b] + 1
+        at, own = state.position[b] + 1, state.sequence[b]
         known = at < state.known[b]
-        logits = work.logits[b]
-        likeliest = work.best_token[0, b]
-        for thread in range(n_threads):
-            if (score or not known) and state.fault[b] == 0 and work.faulty[thread, b]:
-                state.fault[b] = at
-            token = work.best_token[thread, b]
-            likeliest = token if logits[token] > logits[likeliest] else likeliest
+        if score or not known:
+            look_for_faults(state, work, b, n_threads)
         if known:
-            token = np.int64(state.tokens[b, at])
+            token = np.int64(state.tokens[own, at])
             if score:
-                state.nll[b, at] = negative_log_likelihood(logits, token)
-        elif mode == GREEDY:
-            token = likeliest
+                state.nll[own, at] = negative_log_likelihood(work.logits[b], token)
         else:
-            token = draw(
-                logits, logits[likeliest], mode, state.temperature[b], state.top_p[b], state.top_k[b], state.seed[b], at
-            )  # fmt: skip
-        state.tokens[b, at] = token
-        stopped = False
-        for stop in state.stops:
-            stopped |= stop == token
+            token = choose(state, work, b, mode, n_threads)
+        state.tokens[own, at] = token
         state.position[b] = at
-        if (stopped and not known) or state.fault[b] or at + 1 >= state.limit[b]:
+        if (is_stop(state, token) and not known) or state.fault[b] or at + 1 >= state.limit[b]:
             state.row_state[b] = DONE
         else:
             state.row_state[b] = DENSE if at < state.sparse_from[b] else SPARSE

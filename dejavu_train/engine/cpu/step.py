@@ -40,7 +40,7 @@ def embed(model, state, work, thread):
         if state.row_state[b] != DONE:
             position = state.position[b]
             copy(work.x[thread, b], model.positions[position + POSITIONS_OFFSET])
-            numbers[0] = model.embedding + state.tokens[b, position]
+            numbers[0] = model.embedding + state.tokens[state.sequence[b], position]
             add_list(work.x[thread], model.rows, model.scales, model.group, numbers, factors, 0, 1, 1 << b)
 
 
@@ -177,8 +177,22 @@ def likeliest_tokens(model, state, work, start, stop, thread):
 
 
 @compiled()
-def tail(model, state, work, control, mode, score, thread, n_threads):
-    """Logits of x, and the next tokens."""
+def residual_stream(model, selectors, state, work, control, given, thread, n_threads):
+    """x behind the last layer of every row that is not done: of its token, or as work.residual has it where given."""
+    if given:
+        for b in range(state.row_state.shape[0]):
+            copy(work.x[thread, b], work.residual[b])
+        return
+    any_sparse = rows_in_state(state, SPARSE) != 0
+    embed(model, state, work, thread)
+    for layer in range(model.first.shape[0]):
+        attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
+        mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
+
+
+@compiled()
+def head(model, state, work, control, mode, score, thread, n_threads):
+    """Logits of x, or the largest of them, where a row needs them."""
     if head_needed(state, score):
         normalise(model, state, work, model.norms.shape[0] - 1, thread)
         start, stop = model.vocab * thread // n_threads, model.vocab * (thread + 1) // n_threads
@@ -187,6 +201,13 @@ def tail(model, state, work, control, mode, score, thread, n_threads):
         else:
             all_logits(model, state, work, start, stop, thread)
     barrier(control, n_threads)
+
+
+@compiled()
+def step(model, selectors, state, work, control, mode, score, given, thread, n_threads):
+    """The next token of every row that is not done."""
+    residual_stream(model, selectors, state, work, control, given, thread, n_threads)
+    head(model, state, work, control, mode, score, thread, n_threads)
     if thread == 0:
         advance(state, work, mode, score, n_threads)
     barrier(control, n_threads)
@@ -200,13 +221,4 @@ def run(model, selectors, state, work, control, command, thread, n_threads):
     for _ in range(command[N_STEPS]):
         if rows_in_state(state, DONE) == everyone:
             break
-        if command[TAIL_ONLY]:
-            for b in range(state.row_state.shape[0]):
-                copy(work.x[thread, b], work.residual[b])
-        else:
-            any_sparse = rows_in_state(state, SPARSE) != 0
-            embed(model, state, work, thread)
-            for layer in range(model.first.shape[0]):
-                attention_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
-                mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, n_threads)
-        tail(model, state, work, control, mode, score, thread, n_threads)
+        step(model, selectors, state, work, control, mode, score, command[TAIL_ONLY], thread, n_threads)

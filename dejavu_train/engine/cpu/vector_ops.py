@@ -7,6 +7,7 @@ import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
 from dejavu_train.engine.cpu.row_kernels import ROWS, add_four, dot_four
+from dejavu_train.engine.cpu.row_tiles import add_quad, add_two, dot_quad, dot_two, lowest_bit, without_lowest
 from dejavu_train.engine.cpu.threads import bits_from_float, compiled, float_from_bits
 
 SUMS = {"reassoc", "contract", "nsz", "arcp"}
@@ -21,9 +22,18 @@ def dot_list(rows, scales, group, numbers, n, operands, units, live, out):
         numbers: (at least n) int32. operands (B + 1, D), units (at least B) fp32, out (B, at least n + 3) fp32.
     """
     for i in range(0, n, ROWS):
-        for b in range(out.shape[0]):
-            if live >> b & 1:
+        bits = live
+        while bits:
+            if without_lowest(bits, 3):
+                dot_quad(rows, scales, group, numbers, i, n, operands, units, bits, out)
+                bits = without_lowest(bits, 4)
+            elif without_lowest(bits, 1):
+                dot_two(rows, scales, group, numbers, i, n, operands, units, bits, out)
+                bits = without_lowest(bits, 2)
+            else:
+                b = lowest_bit(bits)
                 dot_four(rows, scales, group, numbers, i, n, operands[b], units[b], out[b])
+                bits = 0
 
 
 @compiled()
@@ -34,9 +44,18 @@ def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
         out: (B + 1, D) fp32. numbers (at least stop) int32, factors (B, at least stop) fp32.
     """
     for i in range(start, stop, ROWS):
-        for b in range(factors.shape[0]):
-            if live >> b & 1:
+        bits = live
+        while bits:
+            if without_lowest(bits, 3):
+                add_quad(out, rows, scales, group, numbers, factors, i, stop, bits)
+                bits = without_lowest(bits, 4)
+            elif without_lowest(bits, 1):
+                add_two(out, rows, scales, group, numbers, factors, i, stop, bits)
+                bits = without_lowest(bits, 2)
+            else:
+                b = lowest_bit(bits)
                 add_four(out[b], rows, scales, group, numbers, factors[b], i, stop)
+                bits = 0
 
 
 @compiled()

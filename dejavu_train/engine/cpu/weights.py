@@ -7,6 +7,7 @@ Of a 4-bit model (``models.int4``) the codes are kept as they are, a byte each, 
 layer is rounded again. Embeddings and an LM head that are no codes are rounded as ``int8`` rounds everything.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +22,11 @@ from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.engine.plan import cpu_format
 from dejavu_train.engine.planned import Formats
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of, family_of
 from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.families.plain import NotPlain, check_read, plain_block, plain_linear, plain_table
+from dejavu_train.machine import free_memory
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 
 STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
@@ -142,6 +144,30 @@ class CpuWeights:
             torch.empty(weights.model.positions.shape).normal_(0, std, generator=generator).numpy()
         )
         return weights
+
+    @functools.cached_property
+    def rounded(self) -> "CpuWeights":
+        """These weights in 8 bits, a quarter of fp32 ones, for drafts. What is no matrix is shared.
+
+        Raises:
+            UserError: weights that are not fp32.
+        """
+        if self.model.rows.dtype != np.float32:
+            raise UserError("draft_weights=int8 is for fp32 weights, and these are in 8 bits already; leave it out")
+        check_memory(self.model.rows.size, "weights of the draft in 8 bits")
+        tied = self.model.lm_head == self.model.embedding
+        copy = _empty(self.shape, "int8", None, tied, self.model.eps)
+        for name in ("norms", "qkv_bias", "up_bias", "down_bias", "positions"):
+            getattr(copy.model, name)[:] = getattr(self.model, name)
+        copy.out_bias[:] = self.out_bias
+        for start in range(0, len(copy.model.rows), ROWS_AT_ONCE):
+            copy.put(start, self.rows(start, min(ROWS_AT_ONCE, len(copy.model.rows) - start)))
+        return copy
+
+    @property
+    def operand(self) -> type:
+        """What rows are multiplied with: fp32, or int16 levels."""
+        return np.float32 if self.model.rows.dtype == np.float32 else np.int16
 
     def put(self, first: int, weight: Tensor) -> None:
         """Store weight (n, d) as the rows from number ``first`` on."""
@@ -269,6 +295,15 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
     codes = (padded / scales).round_().to(torch.int8)
     return codes.flatten(1)[:, :d].contiguous(), scales[..., 0].contiguous()
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Raise :class:`Unsupported` where so many bytes are not free."""
+    free = free_memory()
+    if free is not None and free < needed:
+        raise Unsupported(
+            f"the CPU engine keeps {what}, {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
+        )
 
 
 def _by_head(parts: list[Tensor], h: int) -> Tensor:

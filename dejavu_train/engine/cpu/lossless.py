@@ -1,0 +1,80 @@
+"""A draft and its target on a CPU: verification is a dense step of eight rows, which are positions of one sequence."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dejavu_train.engine.cpu import arrays
+from dejavu_train.engine.cpu.entry_point import enter_cycle
+from dejavu_train.engine.cpu.prefill import fault, prefill
+from dejavu_train.engine.cpu.selectors import make_selectors
+from dejavu_train.engine.cpu.team import Team
+from dejavu_train.engine.cpu.verify import ACCEPTED, DRAFTED
+from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.engine.cpu_limits import MAX_BATCH
+from dejavu_train.engine.draft import MOST_DRAFTED
+from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.lossless import Pace, Pair, Verified
+
+SLOTS = MOST_DRAFTED + 1
+
+
+class CpuPair(Pair):
+    """The draft has the predictors of an engine of one row, the target all units. They share the engine's caches.
+
+    Args:
+        target: weights. draft: the same, or others of the same model.
+        selectors: of the draft. state, scratch: of the engine. context: tokens.
+        threads: their number is part of what a text follows from, because sums are shared among them.
+    Attributes:
+        draft_state: where the draft stands. Has tokens and caches of ``state``.
+        slots: the rows of verification.
+    """
+
+    def __init__(
+        self,
+        target: CpuWeights,
+        draft: CpuWeights,
+        selectors: arrays.Selectors,
+        state: arrays.State,
+        scratch: arrays.Scratch,
+        threads: int,
+    ) -> None:
+        self.target, self.draft, self.rules = target, draft, make_selectors(target, [])
+        shape, context = target.shape, state.tokens.shape[1]
+        self.draft_state, self.scratch = state, scratch
+        if draft is not target:
+            kept = int((selectors.kept >= 0).sum())
+            self.draft_state = arrays.new_state(shape, 1, context, kept, draft.operand, state)
+            self.scratch = arrays.new_scratch(shape, 1, context, threads, selectors, draft.operand)
+        self.slots = arrays.new_state(shape, SLOTS, context, 0, target.operand, state)
+        self.slot_scratch = arrays.new_scratch(shape, SLOTS, context, threads, self.rules, target.operand)
+        self.pace = Pace(MOST_DRAFTED if draft is not target or (selectors.at >= 0).any() else 0)
+        groups = (draft.model, selectors, self.draft_state, self.scratch, target.model, self.rules)
+        choices = np.zeros(SLOTS, np.int64)
+        self.team = Team(enter_cycle, (*groups, self.slots, self.slot_scratch, choices), threads)
+
+    def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
+        """See `Pair.begin`."""
+        draft, n = self.draft_state, len(prompt)
+        for state in (draft, self.slots):
+            state.clear()
+            state.temperature[:], state.top_p[:] = sampler.temperature or 1.0, sampler.top_p
+            state.top_k[:], state.seed[:] = sampler.top_k, sampler.seed * MAX_BATCH
+            state.limit[:], state.least[:], state.sparse_from[:] = total, least, n
+        draft.tokens[0, :n], draft.stops[: len(stops)] = prompt, list(stops)
+        draft.position[0] = n - 1
+        self.slot_scratch.residual[0] = prefill(self.target, self.rules, self.slots, 0, n).numpy()
+        return self._call(0, sampler.mode, behind_prompt=True)
+
+    def cycle(self, drafted: int, mode: str) -> Verified:
+        """See `Pair.cycle`."""
+        return self._call(drafted, mode)
+
+    def _call(self, drafted: int, mode: str, behind_prompt: bool = False) -> Verified:
+        self.team.call(drafted, mode, tail_only=behind_prompt)
+        state, command = self.draft_state, self.team.command
+        if state.fault[0]:
+            raise fault(int(state.fault_site[0]) - 1, 0, int(state.fault[0]) - 1)
+        done = bool(state.row_state[0] == arrays.DONE)
+        return Verified(int(command[DRAFTED]), int(command[ACCEPTED]), int(state.position[0]) + 1, done)

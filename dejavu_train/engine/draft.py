@@ -1,0 +1,52 @@
+"""What is asked of lossless decoding. Readable without torch."""
+
+import dataclasses
+from typing import Any
+
+from dejavu_train.errors import UserError
+
+MOST_DRAFTED = 7  # verified in eight slots with the token before them
+DRAFT_WEIGHTS = ("int8",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What is asked of lossless decoding.
+
+    Attributes:
+        length: tokens in each draft, 0 to 7. 0 = the dense model alone. None = chosen from what was accepted so far.
+        weights: of the draft. None = the target's. "int8" = rounded to 8 bits, beside fp32 weights on a CPU.
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    length: int | None = None
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.length is not None and not 0 <= self.length <= MOST_DRAFTED:
+            raise UserError(f"draft_length must lie in 0 to {MOST_DRAFTED}, or be left out, got {self.length}")
+        if self.weights is not None and self.weights not in DRAFT_WEIGHTS:
+            raise UserError(f"draft_weights must be {' or '.join(DRAFT_WEIGHTS)}, or left out, got {self.weights}")
+
+    @classmethod
+    def taken_from(cls, keywords: dict[str, Any]) -> "Draft | None":
+        """Take ``lossless``, ``draft_length`` and ``draft_weights`` out of the keywords of ``generate()``.
+
+        Returns:
+            None where decoding is not to be lossless.
+        Raises:
+            UserError: a value outside its range, or one of a draft without ``lossless``.
+        """
+        lossless = keywords.pop("lossless", False)
+        given = {name: keywords.pop(name) for name in ("draft_length", "draft_weights") if name in keywords}
+        length, weights = given.get("draft_length"), given.get("draft_weights")
+        if not lossless and (length is not None or weights is not None):
+            raise UserError(f"{' and '.join(given)} is for lossless decoding; pass lossless=True, or leave it out")
+        return cls(length, weights) if lossless else None
+
+
+def check_alone(rows: int) -> None:
+    """Raise :class:`UserError` for more than one sequence."""
+    if rows != 1:
+        raise UserError(f"lossless decoding is for one sequence at a time, got {rows}; give one prompt")

@@ -1,0 +1,187 @@
+"""Lossless decoding: a sparse draft of a few tokens, and the dense model of the same weights that verifies them.
+
+A *cycle* drafts g tokens by sparse steps. One pass of the dense model, the target, then runs the last token and all
+drafted ones together. Behind each it says which token it chooses itself: the argmax of its logits, plus noise where
+it samples. The noise follows from seed, position and token alone. Drafted tokens stay while they are its choices, and
+its first choice that differs is written in their place. So the text is the target's own, whatever was drafted.
+
+An engine says how its `Pair` of draft and target runs. What is the same for all engines stands here.
+"""
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dejavu_train.engine.inputs import Sampling
+
+FORGET = 0.95  # of what was seen, with each cycle
+PROBE = 16, 256  # cycles without a draft before one is tried again, at first and at most
+EXPLORE = 24  # cycles, after which a neighbouring length is tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What one cycle gave.
+
+    Attributes:
+        drafted, accepted: tokens. held: tokens of the sequence, all of them the target's. done: it has ended.
+    """
+
+    drafted: int
+    accepted: int
+    held: int
+    done: bool
+
+
+@dataclasses.dataclass
+class Acceptance:
+    """What was drafted and accepted, over one call or several.
+
+    Attributes:
+        tokens: written. cycles: passes of the target. drafting: cycles with a draft. seconds: of all cycles.
+    """
+
+    tokens: int = 0
+    cycles: int = 0
+    drafting: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+    def add(self, verified: Verified, tokens: int, seconds: float) -> None:
+        """Count a cycle that wrote so many tokens."""
+        self.tokens, self.cycles, self.seconds = self.tokens + tokens, self.cycles + 1, self.seconds + seconds
+        self.drafting += verified.drafted > 0
+        self.drafted, self.accepted = self.drafted + verified.drafted, self.accepted + verified.accepted
+
+    @property
+    def rate(self) -> float:
+        """The share of drafted tokens that were accepted. 0 where none was drafted."""
+        return self.accepted / max(self.drafted, 1)
+
+    def report(self) -> dict[str, float]:
+        """For results.json. ``mean_length``: accepted tokens of a draft. ``saved``: the share of dense passes."""
+        return {
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance": self.rate,
+            "mean_length": self.accepted / max(self.drafting, 1),
+            "saved": 1 - self.cycles / self.tokens if self.tokens else 0.0,
+        }
+
+
+class Pace:
+    """Chooses how many tokens are drafted, so that tokens a second are most.
+
+    With acceptance a, g drafted tokens give 1 + a + ... + a^g tokens on average. How long a cycle takes is measured for
+    each g that was tried, and lies on a line for the others.
+
+    Args:
+        most: tokens of a draft at most.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.accepted, self.rejected = 3.0, 1.0
+        self.seconds: dict[int, float] = {}
+        self._cycles, self._idle, self._patience = 0, 0, PROBE[0]
+
+    def note(self, verified: Verified, seconds: float) -> None:
+        """Learn from a cycle."""
+        g = verified.drafted
+        known = self.seconds.get(g, seconds)
+        self.seconds[g] = known + 0.2 * (min(seconds, 2 * known) - known)  # a busy moment counts little
+        if g:
+            self.accepted = FORGET * self.accepted + verified.accepted
+            self.rejected = FORGET * self.rejected + (verified.accepted < g)
+
+    def expected(self, g: int) -> float:
+        """Seconds of a cycle: measured, or on a line through the shortest and the longest draft that were."""
+        low, high = min(self.seconds), max(self.seconds)
+        if g in self.seconds or low == high:
+            return self.seconds.get(g, self.seconds[low])
+        slope = (self.seconds[high] - self.seconds[low]) / (high - low)
+        return self.seconds[low] + slope * (g - low)
+
+    def best(self) -> int:
+        """The length that pays most by what is known."""
+        a = self.accepted / (self.accepted + self.rejected)
+        rates = {g: sum(a**i for i in range(g + 1)) / self.expected(g) for g in range(self.most + 1)}
+        return max(rates, key=lambda g: rates[g])
+
+    def next(self) -> int:
+        """Tokens to draft now."""
+        if self.most == 0:
+            return 0
+        self._cycles += 1
+        for first in (0, min(4, self.most), self.most):
+            if first not in self.seconds:
+                return first
+        best = self.best()
+        if best:
+            self._idle, self._patience = 0, PROBE[0]
+            if self._cycles % EXPLORE == 0:
+                return min(best + 1, self.most)
+            return max(best - 1, 1) if self._cycles % EXPLORE == EXPLORE // 2 else best
+        self._idle += 1
+        if self._idle < self._patience:
+            return 0
+        self._idle, self._patience = 0, min(2 * self._patience, PROBE[1])
+        return min(2, self.most)
+
+
+class Pair(ABC):
+    """A draft and its target over one sequence.
+
+    Attributes:
+        pace: keeps what it has learned between calls.
+    """
+
+    pace: Pace
+
+    @abstractmethod
+    def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
+        """Run the prompt densely, by the target's weights, and choose what follows it. See `Session.begin`."""
+
+    @abstractmethod
+    def cycle(self, drafted: int, mode: str) -> Verified:
+        """Draft at most so many tokens and verify them.
+
+        Raises:
+            UserError: numbers of the target that are not finite.
+        """
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        total: int,
+        sampler: Sampling,
+        least: int,
+        stops: Sequence[int],
+        length: int | None,
+        show: Callable[[int, int], Any],
+    ) -> Acceptance:
+        """Continue a prompt to its end.
+
+        Args:
+            total: tokens at most, the prompt included. length: of each draft, None = chosen.
+            show: called as (start, stop) when tokens of these positions are verified.
+        """
+        acceptance, shown = Acceptance(), len(prompt)
+        verified = self.begin(prompt, total, sampler, least, stops)
+        while True:
+            show(shown, verified.held)
+            shown = verified.held
+            if verified.done:
+                return acceptance
+            # The last token is the target's own: a draft of it would be for nothing.
+            drafted = min(self.pace.next() if length is None else length, total - shown - 1)
+            started = time.perf_counter()
+            verified = self.cycle(drafted, sampler.mode)
+            seconds = time.perf_counter() - started
+            acceptance.add(verified, verified.held - shown, seconds)
+            self.pace.note(verified, seconds)
