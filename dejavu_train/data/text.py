@@ -403,18 +403,31 @@ def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]]
 
 
 def windows(tokenizer: Any, text: str, window: int) -> list[list[int]]:
-    """Cut a text into windows: ``</s>`` and up to ``window`` - 1 new tokens each, no overlap, tail kept.
+    """Cut a text into windows: the start token and up to ``window`` - 1 new tokens each, no overlap, tail kept.
 
-    Every token but the leading ``</s>`` is scored once, so that perplexities of any two runs compare. A text that
-    begins with one itself gets no second one.
+    Every token but the leading one is scored once, so that perplexities of any two runs compare. A text that begins
+    with a start token itself gets no second one.
     """
+    start = start_token(tokenizer)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return cut_windows(ids[1:] if ids[:1] == [START_TOKEN] else ids, window)
+    return cut_windows(ids[1:] if ids[:1] == [start] else ids, window, start)
 
 
-def cut_windows(ids: Sequence[int], window: int) -> list[list[int]]:
-    """The same of token ids."""
-    return [[START_TOKEN, *ids[start : start + window - 1]] for start in range(0, len(ids), window - 1)]
+def start_token(tokenizer: Any) -> int:
+    """The token that a text begins behind: the tokenizer's ``bos_token_id``, without one its ``eos_token_id``.
+
+    Raises:
+        UserError: it has neither.
+    """
+    found = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
+    if found is None:
+        raise UserError("the tokenizer names no bos_token and no eos_token; add one to its tokenizer_config.json")
+    return int(found)
+
+
+def cut_windows(ids: Sequence[int], window: int, start: int = START_TOKEN) -> list[list[int]]:
+    """The same of token ids, behind the token ``start``."""
+    return [[start, *ids[begin : begin + window - 1]] for begin in range(0, len(ids), window - 1)]
 
 
 def require_one_sequence(n_tokens: int, window: int, name: str) -> None:

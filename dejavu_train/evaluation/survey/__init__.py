@@ -1,0 +1,1 @@
+"""Tells what any causal language model would gain from contextual sparsity, without training anything."""

@@ -1,0 +1,29 @@
+"""The command line of a survey."""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from dejavu_train.evaluation.survey.config import SurveyConfig
+from dejavu_train.parser import parse, take_check
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, check and run. See :func:`dejavu_train.evaluation.survey.run.run`."""
+    only_check, arguments = take_check(sys.argv[1:] if argv is None else argv)
+    config = parse(
+        SurveyConfig,
+        arguments,
+        "dejavu survey",
+        "Tell what a model would gain from contextual sparsity, without training anything. --check only looks for"
+        " mistakes.",
+    )
+    config.check()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("dejavu_train").setLevel(logging.INFO)
+    from dejavu_train.evaluation.survey.run import check, run  # imports torch and transformers, which takes seconds
+
+    if only_check:
+        print(check(config))
+    else:
+        run(config)

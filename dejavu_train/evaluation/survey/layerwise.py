@@ -1,0 +1,157 @@
+"""Runs a decoder layer by layer over all texts at once, so that each layer's weights are read once.
+
+The model's own layers are called, with what the model itself hands to them. So positions, masks and kinds of layers are
+transformers' own. What a layer gets besides the hidden states must not depend on the text.
+
+Letters: W windows, S selections, T positions, d model width.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dejavu_train.errors import UserError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class LayerRunner:
+    """The layers of a model, called one by one.
+
+    Args:
+        model: dense, on the CPU. What stands around its layers is moved to ``device`` in 32 bits.
+        layers: name of their list.
+    """
+
+    def __init__(self, model: Any, layers: str, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.layers: Any = model.get_submodule(layers)
+        self.arguments: dict[int, list[Arguments]] = {}  # by the number of rows
+        self._tuples: bool | None = None
+        inside = {id(tensor) for each in self.layers for tensor in (*each.parameters(), *each.buffers())}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in inside:
+                tensor.data = tensor.data.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+    def embed(self, ids: Tensor, copies: int) -> Tensor:
+        """(W, copies, T, d) fp32, what the first layer reads, the same for each copy, of token ids (W, T).
+
+        Raises:
+            UserError: layers get something else that depends on the text.
+        """
+        rows = []
+        self.arguments = {n: self._collect(ids[0].expand(n, -1).to(self.device))[1] for n in {1, copies}}
+        for window in ids:
+            hidden, arguments = self._collect(window.expand(copies, -1).to(self.device))
+            rows.append(hidden.float())
+            if not _equal(arguments, self.arguments[copies]):
+                kind = type(self.model).__name__
+                raise UserError(f"{kind} hands more of a text to its layers than hidden states; no survey reads it")
+        return torch.stack(rows)
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+        """A layer in 32 bits on the device, and a function that calls it with (S, T, d), or with one row of it."""
+        own = self.layers[number]
+        tensors = (*own.parameters(), *own.buffers())
+        placed = all(
+            each.device == self.device and each.dtype == torch.float32 for each in tensors if each.is_floating_point()
+        )
+        used = own if placed else copy.deepcopy(own).to(self.device, torch.float32)
+
+        def call(hidden: Tensor) -> Tensor:
+            args, kwargs = self.arguments[len(hidden)][number]
+            return _first(used(hidden, *args, **kwargs))
+
+        yield used, call
+
+    def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """(1, T, V) fp32, what the model makes of (1, T, d) behind its last layer, for token ids (1, T)."""
+        last = len(self.layers) - 1
+
+        def replay(number: int, given: Tensor) -> Tensor:
+            return hidden if number == last else given
+
+        with self._exchanged(lambda number, own, given, args, kwargs: replay(number, given)):
+            made: Tensor = self.model(input_ids=ids.to(self.device), use_cache=False).logits
+        return made.float()
+
+    def _collect(self, ids: Tensor) -> tuple[Tensor, list[Arguments]]:
+        """What the first layer reads for (S, T), and what every layer gets besides."""
+        arguments: list[Arguments] = []
+        first: list[Tensor] = []
+
+        def note(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            if number == 0:
+                first.append(given.detach().clone())
+            arguments.append((args, kwargs))
+            return given
+
+        if self._tuples is None:
+            self._tuples = self._gives_tuples(ids[:1])
+        with self._exchanged(note):
+            self.model.base_model(input_ids=ids, use_cache=False)
+        return first[0], arguments
+
+    def _gives_tuples(self, ids: Tensor) -> bool:
+        """Whether layers give a tuple. Runs the first of them once."""
+        found: list[Any] = []
+
+        def run(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not found:
+                layer = copy.deepcopy(self.layers[0]).to(self.device, torch.float32)
+                layer.__dict__.pop("forward", None)
+                found.append(layer(given, *args, **kwargs))
+            raise _Found
+
+        try:
+            with self._exchanged(run):
+                self.model.base_model(input_ids=ids, use_cache=False)
+        except _Found:
+            pass
+        return isinstance(found[0], tuple)
+
+    @contextmanager
+    def _exchanged(self, act: Callable[..., Any]) -> Iterator[None]:
+        """Within the context layers give what ``act(number, layer, hidden, args, kwargs)`` gives."""
+
+        def forward_of(number: int, own: Any) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                kwargs = dict(kwargs)
+                given, *rest = args if args else (kwargs.pop("hidden_states"),)
+                made = act(number, own, given, tuple(rest), kwargs)
+                return (made, *[None] * 4) if self._tuples else made
+
+            return forward
+
+        try:
+            for number, own in enumerate(self.layers):
+                own.forward = forward_of(number, own)
+            yield
+        finally:
+            for own in self.layers:
+                own.__dict__.pop("forward", None)
+
+
+class _Found(Exception):
+    """Leaves a forward pass whose rest nobody needs."""
+
+
+def _first(output: Any) -> Tensor:
+    made: Tensor = output[0] if isinstance(output, tuple) else output
+    return made
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two trees of arguments hold the same tensors. Other objects are taken for the same."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return True

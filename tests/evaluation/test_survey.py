@@ -1,0 +1,230 @@
+"""A survey of tiny decoders of several kinds: what it finds, loses, reckons, resumes and refuses."""
+
+import csv
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPOSITORY, save_tiny_tokenizer
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from dejavu_train.commands import main
+from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
+from dejavu_train.evaluation.survey import measure, speed
+from dejavu_train.evaluation.survey.decoder import find_parts, load_model, read_config
+from dejavu_train.evaluation.survey.layerwise import LayerRunner
+from dejavu_train.evaluation.survey.measure import Selection, Survey
+from dejavu_train.families import Target
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
+LLAMA = LlamaConfig(
+    **SMALL, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=320, initializer_range=0.2
+)
+KINDS = {
+    "llama": (LlamaForCausalLM, LLAMA, "mlp.down_proj", 48, 2, True),
+    "bloom": (
+        BloomForCausalLM,
+        BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=4, bos_token_id=2, eos_token_id=2),
+        "mlp.dense_4h_to_h", 128, 4, False,
+    ),
+    "gpt2": (
+        GPT2LMHeadModel, GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, bos_token_id=2, eos_token_id=2),
+        "mlp.c_proj", 128, 4, False,
+    ),
+    "falcon": (
+        FalconForCausalLM, FalconConfig(**SMALL, vocab_size=320, num_attention_heads=4, multi_query=False, alibi=True),
+        "mlp.dense_4h_to_h", 128, 4, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request, tmp_path_factory):
+    cls, config, *expected = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("survey") / request.param
+    save_tiny_tokenizer(folder)
+    torch.manual_seed(0)
+    cls(config).save_pretrained(folder)
+    return str(folder), *expected
+
+
+@pytest.fixture(scope="module")
+def held():
+    draw = np.random.default_rng(0)
+    windows = [[2, *draw.integers(3, 320, size).tolist()] for size in (16, 16, 9)]
+    return EvalCorpus(windows, [0, 0, 1], [32, 9], 100)
+
+
+def surveyed(folder, held, state, selections, clock=lambda: 0.0):
+    config = read_config(folder, None)
+    parts = find_parts(folder, config)
+    model = load_model(folder, None, config)
+    runner = LayerRunner(model, parts.layers, torch.device("cpu"))
+    return Survey(runner, parts, held, selections, state, "id", clock), model, parts
+
+
+def test_the_dense_row_is_the_models_and_the_oracle_keeps_the_largest(kind, held, tmp_path):
+    folder, down, n, groups, gated = kind
+    half = Selection(Target.MLP, 0.25)
+    survey, model, parts = surveyed(folder, held, tmp_path / "state", [Selection(), half, Selection(Target.HEADS, 0.5)])
+    found = survey.run()
+    assert (parts.down[0], parts.d_ffn, parts.groups, parts.gated) == (down, n, groups, gated)
+    layer = model.get_submodule(parts.layers)[0]
+    assert parts.mlp_weights == 2 * n * 32 * (3 if gated else 2)
+
+    def nats():
+        total = np.zeros(2)
+        for batch in eval_batches(held, 1, torch.device("cpu")):
+            np.add.at(total, batch.document, window_nats(model, batch))
+        return total
+
+    with torch.no_grad():
+        np.testing.assert_allclose(found.nats[0], nats(), rtol=1e-5)
+        kept = []
+
+        def keep_largest(module, args):
+            weight = module.weight if type(module) is not type(getattr(layer, "c", None)) else module.weight.T
+            weight = weight if weight.shape[0] == 32 else weight.T
+            score = args[0].abs() * weight.norm(dim=0)
+            least = score.topk(n // 4, dim=-1).values[..., -1:]
+            kept.append((score >= least).float().mean())
+            return (args[0] * (score >= least),)
+
+        for each, name in zip(model.get_submodule(parts.layers), parts.down, strict=True):
+            each.get_submodule(name).register_forward_pre_hook(keep_largest)
+        np.testing.assert_allclose(found.nats[1], nats(), rtol=1e-5)
+    assert all(abs(float(each) - 0.25) < 0.01 for each in kept)
+    assert not np.allclose(found.nats[2], found.nats[0], rtol=1e-6)  # heads were skipped
+
+
+def test_weights_of_16_bits_are_computed_with_in_32(held, tmp_path):
+    save_tiny_tokenizer(tmp_path)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LLAMA).bfloat16().save_pretrained(tmp_path)
+    survey, model, _ = surveyed(str(tmp_path), held, tmp_path / "state", [Selection()])
+    nats = survey.run().nats[0]
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16  # what lies on the disk stays there
+    dense = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = sum(window_nats(dense, each).sum() for each in eval_batches(held, 1, torch.device("cpu")))
+    assert nats.sum() == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_needs_are_counted_on_real_tokens(tmp_path, held, tiny_opt):
+    survey, model, parts = surveyed(str(tiny_opt), held, tmp_path / "state", [Selection(), Selection(Target.MLP, 0.25)])
+    seen = []
+    model.model.decoder.layers[0].fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    first = survey.run().layers[0]
+    seen.clear()  # the survey's own passes
+    rows = []
+    with torch.no_grad():
+        for window in held.windows:
+            model(torch.tensor([window[:-1]]))
+            rows.append(seen.pop().flatten(0, -2))
+    values = torch.cat(rows)
+    assert first.nonzero == pytest.approx(float((values != 0).float().mean()))
+    score = (values.abs() * model.model.decoder.layers[0].fc2.weight.norm(dim=0)).sort(-1, descending=True).values
+    share = score.cumsum(-1) / score.sum(-1, keepdim=True)
+    assert first.mass[0.25] == pytest.approx(float(share[:, parts.d_ffn // 4 - 1].mean()), rel=1e-5)
+    enough = (share < measure.CARRIED).sum(-1) + 1
+    assert first.needed == pytest.approx(float((enough / parts.d_ffn).mean()), rel=1e-5)
+
+
+def test_an_interrupted_survey_goes_on(tmp_path, held, tiny_opt):
+    selections = [Selection(), Selection(Target.MLP, 0.25)]
+    whole = surveyed(str(tiny_opt), held, tmp_path / "other", selections)[0].run()
+    times = iter(range(0, 10**6, 100))
+    survey = surveyed(str(tiny_opt), held, tmp_path / "state", selections, lambda: next(times))[0]
+    survey._score = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        survey.run()
+    again = surveyed(str(tiny_opt), held, tmp_path / "state", selections)[0]
+    again._layer = None  # no layer is run a second time
+    found = again.run()
+    np.testing.assert_allclose(found.nats, whole.nats, rtol=1e-12)
+    assert found.layers[1].nonzero == pytest.approx(whole.layers[1].nonzero)
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_command_writes_a_page_with_a_verdict(tmp_path, tiny_opt, text_file, capsys):
+    given = [f"--model={tiny_opt}", f"--text={text_file}", f"--output={tmp_path / 'out'}", "--tokens=64"]
+    given += ["--window=17", "--device=cpu"]
+    assert main(["survey", *given]) == 0
+    page = (tmp_path / "out" / "survey.md").read_text()
+    assert "are not trained" in page and "| H200 |" in page and "this machine" in page
+    rows = list(csv.DictReader((tmp_path / "out" / "selections.csv").open()))
+    assert [row["selection"] for row in rows] == ["dense"] + ["mlp"] * 5 + ["heads"] * 2
+    assert (
+        float(rows[0]["increase"]) == 0 and float(rows[5]["bytes_over_dense"]) < float(rows[1]["bytes_over_dense"]) < 1
+    )
+    assert len(list(csv.DictReader((tmp_path / "out" / "layers.csv").open()))) == 2
+    assert sorted(each.name for each in (tmp_path / "out").iterdir() if each.suffix != ".png") == [
+        "layers.csv", "selections.csv", "survey.md",
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert main(["survey", *given, "--check"]) == 0
+    assert "no mistake was found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "cls, config, said",
+    [(BertLMHeadModel, BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+                                  vocab_size=320, architectures=["BertForMaskedLM"]), "bert, which is no causal"),
+     (MambaForCausalLM, MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=320), "has a MambaMixer"),
+     (MixtralForCausalLM, MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320,
+                                        num_attention_heads=4, num_key_value_heads=2), "8 experts")],
+)  # fmt: skip
+def test_other_architectures_get_one_line(cls, config, said, tmp_path, capsys):
+    config.save_pretrained(tmp_path)
+    assert main(["survey", f"--model={tmp_path}", "--device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1
+
+
+def test_what_is_no_model_is_said(tmp_path, capsys):
+    assert main(["survey"]) == 2 and "give --model" in capsys.readouterr().err
+    assert main(["survey", "--model=/nowhere/x"]) == 2 and "there is no model" in capsys.readouterr().err
+    assert main(["survey", "--model=x", "--neuron_shares=2"]) == 2 and "at most at 1" in capsys.readouterr().err
+
+
+def test_fixed_times_are_those_of_committed_rows():
+    """Seconds beyond bytes at 4.5 TB/s, of a layer, fp16, all heads, one row, 128 tokens of prompt, newest rows."""
+    layers = {"6.7b": 32, "30b": 48}
+    found = {"dense": {}, "sparse": {}}
+    for row in csv.DictReader((REPOSITORY / "benchmarks/results/decode.csv").open()):
+        heads = float(row["head_density"] or 0)
+        if row["model"] in layers and row["engine"] in found and row["batch"] == "1" and row["prompt"] == "128":
+            if heads == 1 and "H200" in row["gpu"] and row["options"] in ("", "head_density=1.0"):
+                over = float(row["p50_ms"]) - float(row["floor45_ms"])
+                found[row["engine"]][row["model"]] = over / 1e3 / layers[row["model"]]
+    for engine, told in (("dense", speed.DENSE_LAYER), ("sparse", speed.SPARSE_LAYER)):
+        assert told == pytest.approx(np.mean(list(found[engine].values())), rel=0.05)
+    assert speed.REACHED * 4.8 == pytest.approx(4.5, rel=0.01)
+
+
+def test_bytes_of_a_step(tiny_opt):
+    parts = find_parts(str(tiny_opt), read_config(str(tiny_opt), None))
+    d, n = parts.d_model, parts.d_ffn
+    dense = (2 * (4 * d * d + 2 * n * d) + parts.head_weights) * 2
+    assert speed.step_bytes(parts, Selection(), 1.0, 2) == dense
+    # A quarter of the rows in, and of the rows out the tenth that is not zero.
+    kept = 2 * (4 * d * d + n * d * 0.25 + n * d * 0.1) + parts.head_weights
+    predictors = 2 * 64 * (d + n) * 0.5
+    assert speed.step_bytes(parts, Selection(Target.MLP, 0.25), 0.1, 2) == pytest.approx(kept * 2 + predictors)
+    assert math.isclose(speed.GPUS[4].bandwidth, 4.8e12)
