@@ -38,13 +38,13 @@ from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
-from dejavu_train.kernels.formats.matrix import Linear, MlpWeights, Rows
+from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from dejavu_train.kernels.mlp import int4_fc2, int4_mlp, pack, predict, select, sparse_mlp
+from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend
+from dejavu_train.kernels.stages import attend, mlp
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()
@@ -199,6 +199,7 @@ class Layer:
         self.every = dataclasses.replace(self.cache, watermark=None)  # of layers that have all heads
         self.qkv = Linear(matrix(h, 3, hd, d), halves(h, 3, hd))
         self.mlp = MlpWeights(Linear(self.w, self.bias), Linear(self.w, self.out_bias))
+        self.gated = dataclasses.replace(self.mlp, gate=self.mlp.up, hidden=Hidden("silu"))
         self.heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
         self.listed, self.partials = pack.PackedSelection.empty(self.n, "cpu"), partial_sums(d, "cpu")
         self.bits = Selection.empty(self.n, "cpu", pack.packed_block(d))
@@ -254,8 +255,9 @@ def cases_of(d: int) -> Iterator[Case]:
     yield f"advance chosen {d}", partial(sampling.advance, own.hidden, state, pdl=True, chosen=best)
     for norm, early in ((None, None), (None, "x"), (ln, "list"), (ln, None)):
         given = (x if norm else halves(1, d), norm, own.mlp, x, own.listed, own.y, own.partials)
-        name = f"sparse_mlp {d} {'norm' if norm else 'own'} {early}"
-        yield name, partial(sparse_mlp.sparse_mlp, *given, early, True)
+        name = f"mlp {d} {'norm' if norm else 'own'} {early}"
+        yield name, partial(mlp.mlp, *given, early, True)
+    yield f"gated_mlp {d}", partial(mlp.mlp, x, ln, own.gated, x, own.listed, own.y, own.partials, None, True)
     for kind, predictor in predictors.items():
         given = (x, ln, predictor.down, (torch.empty(rank), torch.empty(rank)), own.z, predictor.down_scale)
         yield f"predict {d} {kind}", partial(predict.predict_down, *given, normalised_out=halves(1, d), pdl=True)
@@ -299,9 +301,10 @@ def int4_cases(d: int) -> Iterator[Case]:
         yield f"attend_pack {d} {policy}", partial(attend_pack.attend_pack, *given, True)
         given = (x, ln, own.mlp, own.listed, own.y, late, own.partials)
         yield f"mlp_ahead {d} {policy}", partial(mlp_ahead.mlp_ahead, *given, "list", True)
-    for name, inputs, early in (("int4_mlp {}", (x, ln), "list"), ("int4_mlp {} own", (mixed, None), "x")):
+    for name, inputs, early in (("mlp {}", (x, ln), "list"), ("mlp {} own", (mixed, None), "x")):
         given = (*inputs, own.mlp, x, own.listed, own.y, own.partials)
-        yield name.format(d), partial(int4_mlp.int4_mlp, *given, early, True)
+        yield name.format(d), partial(mlp.mlp, *given, early, True)
+    yield f"gated_mlp {d}", partial(mlp.mlp, x, ln, own.gated, x, own.listed, own.y, own.partials, None, True)
     for tokens in (1, 2, 4, 8):
         several, (residual, out) = own.hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)
         given = (several, w, own.out_bias, residual, out, own.partials)

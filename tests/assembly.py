@@ -47,7 +47,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     import dejavu_train.kernels.attention.qkv
     import dejavu_train.kernels.dense.dense_gemv
     import dejavu_train.kernels.dense.int4_batch
-    import dejavu_train.kernels.mlp.int4_mlp  # noqa: F401
+    import dejavu_train.kernels.stages.mlp  # noqa: F401
     from dejavu_train.kernels.common import int4_mma, int4_norm, lane_queue, launch, shared_rows
 
     state = carried_out(monkeypatch)
@@ -73,7 +73,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
                 "after_slot",
             ),
         ),
-        (shared_rows, ("rows_list", "append_rows", "four_rows")),
+        (shared_rows, ("rows_list", "append_rows", "four_rows", "one_row", "written_anew")),
         (int4_mma, ("ask_words", "ask_inputs", "int4_tile")),
         (int4_norm, ("normalised_units",)),
     ):

@@ -67,8 +67,7 @@ class Mlp:
             )
             return
         source, norm = (work.carried.normalised, None) if plan.own else (x, weights.norm2)
-        one_grid = work.ops.int4_mlp if weights.packed else work.ops.sparse_mlp
-        one_grid(source, norm, weights.mlp, x, rows, out, work.partials, plan.early, work.pdl)
+        work.ops.listed_mlp(source, norm, weights.mlp, x, rows, out, work.partials, plan.early, work.pdl)
 
     def _listed_batch(self, x: Tensor, out: Tensor) -> None:
         work, up, down, neurons = self.work, self.weights.up, self.weights.down, self.neurons

@@ -11,20 +11,19 @@ from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch, dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
 from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
 from dejavu_train.kernels.lookahead.site_predict import SiteRows
-from dejavu_train.kernels.mlp import int4_fc2, int4_mlp, pack, select, sparse_mlp, sparse_mlp_batch
-from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.mlp import int4_fc2, pack, select, sparse_mlp_batch
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend
+from dejavu_train.kernels.stages import attend, mlp
 from dejavu_train.kernels.stages.attend import AttentionScratch
 from dejavu_train.kernels.stages.positions import Alibi
 
@@ -158,21 +157,7 @@ class StepOps(Protocol):
 
     def pack(self, rows: Selection, out: PackedSelection, /, pdl: bool = False) -> None: ...
 
-    def sparse_mlp(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights | None,
-        weights: MlpWeights,
-        residual: Tensor,
-        rows: PackedSelection,
-        out: Tensor,
-        /,
-        partials: Tensor | None = None,
-        early: str | None = None,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def int4_mlp(
+    def listed_mlp(
         self,
         x: Tensor,
         ln: LayerNormWeights | None,
@@ -309,8 +294,7 @@ class TritonOps:
     predict_select = staticmethod(select.predict_select)
     layer_norm = staticmethod(layer_norm.layer_norm)
     pack = staticmethod(pack.pack)
-    sparse_mlp = staticmethod(sparse_mlp.sparse_mlp)
-    int4_mlp = staticmethod(int4_mlp.int4_mlp)
+    listed_mlp = staticmethod(mlp.mlp)
     mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
     fc1_batch = staticmethod(sparse_mlp_batch.fc1_batch)
     fc2_batch = staticmethod(sparse_mlp_batch.fc2_batch)
@@ -339,8 +323,7 @@ class TorchOps:
     predict_select = staticmethod(of_numbers(reference.predict_select))
     layer_norm = staticmethod(of_numbers(reference.layer_norm))
     pack = staticmethod(of_numbers(reference.pack))
-    sparse_mlp = staticmethod(of_numbers(reference.sparse_mlp))
-    int4_mlp = staticmethod(of_numbers(reference.sparse_mlp))
+    listed_mlp = staticmethod(of_numbers(reference.listed_mlp))
     mlp_ahead = staticmethod(of_numbers(reference.mlp_ahead))
     fc1_batch = staticmethod(of_numbers(reference.fc1_batch))
     fc2_batch = staticmethod(of_numbers(reference.fc2_batch))

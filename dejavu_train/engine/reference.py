@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.select import predict_select_reference
 from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
+from dejavu_train.kernels.stages.mlp import hidden_reference
 from dejavu_train.kernels.stages.positions import Alibi
 
 P = ParamSpec("P")
@@ -33,7 +35,8 @@ def of_numbers(operation: Callable[P, R]) -> Callable[P, R]:
         if isinstance(given, Linear):
             return Linear(numbers(given.weight), given.bias)
         if isinstance(given, MlpWeights):
-            return MlpWeights(numbers(given.up), numbers(given.down))
+            gate = None if given.gate is None else numbers(given.gate)
+            return replace(given, up=numbers(given.up), down=numbers(given.down), gate=gate)
         if not isinstance(given, Int4Rows):
             return given
         whole = given.dense()
@@ -97,7 +100,7 @@ def attend_pack(
     pack(*neurons)
 
 
-def sparse_mlp(
+def listed_mlp(
     x: Tensor,
     ln: LayerNormWeights | None,
     weights: MlpWeights,
@@ -108,12 +111,16 @@ def sparse_mlp(
     early: str | None = None,
     pdl: bool = False,
 ) -> None:
-    """See `dejavu_train.kernels.mlp.sparse_mlp.sparse_mlp`."""
+    """See `kernels.stages.mlp.mlp`."""
     ids = rows.ids[: int(rows.count)].long()
-    w1, w2 = (fc.weight.parts()[0] for fc in (weights.up, weights.down))
-    n = x if ln is None else layer_norm_reference(x, ln, w1.dtype)
-    h = (F.linear(n.float(), w1[ids].float()) + weights.up.bias[ids].float()).relu()
-    out.copy_(h @ w2[ids].float() + weights.down.bias.float() + residual)
+    n = x if ln is None else layer_norm_reference(x, ln, weights.up.weight.parts()[0].dtype)
+
+    def taken(linear: Linear) -> Linear:
+        return Linear.of(linear.weight.parts()[0][ids], linear.bias[ids])
+
+    gate = None if weights.gate is None else taken(weights.gate)
+    h = hidden_reference(n.float(), replace(weights, up=taken(weights.up), gate=gate))
+    out.copy_(h @ weights.down.weight.parts()[0][ids].float() + weights.down.bias.float() + residual)
 
 
 def mlp_ahead(
@@ -128,7 +135,7 @@ def mlp_ahead(
     pdl: bool = False,
 ) -> None:
     """See `dejavu_train.kernels.lookahead.mlp_ahead.mlp_ahead`."""
-    sparse_mlp(x, ln, weights, x, rows, out)
+    listed_mlp(x, ln, weights, x, rows, out)
     add_ahead_reference(x, out, ahead)
 
 

@@ -143,6 +143,27 @@ def rows_of_list(ids, first, end, last, lane):
 
 
 @triton.jit
+def _ask_first_words(
+    queue, words, rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    for k in tl.static_range(AHEAD):
+        own = at_slot(queue, k, line_slot_bytes(lane.shape[0], unit_vector(W, GROUP)))
+        queue = after_slot(queue, _ask_rows(own, words, rows, k, lane, W, GROUP, WHOLE, LISTED))
+    return queue
+
+
+@triton.jit
+def ask_first_rows(
+    queue, words, scales, rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
+    LISTED: tl.constexpr = False,
+):  # fmt: skip
+    """`first_rows` through a queue that is there, and empty."""
+    queue = _ask_first_words(queue, words, rows, lane, W, GROUP, AHEAD, WHOLE, LISTED)
+    return queue, _row_scales(scales, rows, lane, W, GROUP, LISTED)
+
+
+@triton.jit
 def first_rows(
     words, scales, rows, lane, W: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
     FETCHED: tl.constexpr, ROOM: tl.constexpr, LISTED: tl.constexpr = False,
@@ -156,9 +177,7 @@ def first_rows(
     L: tl.constexpr = lane.shape[0]
     tl.static_assert(not (LISTED and FETCHED), "the rows of a list are no neighbours")
     queue = lane_queue(lane, max(ROOM, row_queue_bytes(W, GROUP, L, AHEAD)))
-    for k in tl.static_range(AHEAD):
-        own = at_slot(queue, k, line_slot_bytes(L, V))
-        queue = after_slot(queue, _ask_rows(own, words, rows, k, lane, W, GROUP, WHOLE, LISTED))
+    queue = _ask_first_words(queue, words, rows, lane, W, GROUP, AHEAD, WHOLE, LISTED)
     BEGIN: tl.constexpr = 8 * V * AHEAD * (L // 32)
     if FETCHED > 0 and BEGIN < W:
         row = rows[0] + lane

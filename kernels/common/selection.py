@@ -65,3 +65,15 @@ class Selection:
         """(B, n) bool, from row_bits."""
         shifts = torch.arange(batch, device=self.row_bits.device)
         return ((self.row_bits.long()[None, :] >> shifts[:, None]) & 1).bool()
+
+
+@dataclass(frozen=True)
+class PackedSelection:
+    """ids (n) int32, defined below count (1) int32, old ones beyond it."""
+
+    ids: Tensor
+    count: Tensor
+
+    @classmethod
+    def empty(cls, n: int, device: torch.device | str) -> "PackedSelection":
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1)))

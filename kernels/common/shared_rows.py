@@ -36,6 +36,12 @@ def _four(capacity):
     )
 
 
+@triton.constexpr_function
+def _one(capacity):
+    """PTX: $0 = a row number, $1 = its value, from byte $3 of the list $2 on."""
+    return f"{{ .reg .b32 at; add.u32 at, $2, $3; ld.shared.b32 $0, [at]; ld.shared.f32 $1, [at + {4 * capacity}]; }}"
+
+
 FOUR_OF_EACH = tl.constexpr((tl.int32,) * 4 + (tl.float32,) * 4)
 
 
@@ -92,3 +98,26 @@ def four_rows(listed, four, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY
             values = values + (tl.sum(tl.where(own, listed[1][None, :], 0.0), 1),)
         found = numbers + values
     return found
+
+
+@triton.jit
+def one_row(listed, place, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """(number, value) of the list's row at each `place`, a tile of any size. Undefined beyond its end."""
+    place = tl.minimum(place, CAPACITY - 1)
+    if ASM:
+        number, value = tl.inline_asm_elementwise(
+            _one(CAPACITY), "=&r,=f,r,r", [listed[0], 4 * place], dtype=(tl.int32, tl.float32), is_pure=False, pack=1
+        )
+    else:
+        own = tl.arange(0, listed[0].shape[0])[None, :] == place[:, None]
+        number = tl.sum(tl.where(own, listed[0][None, :], 0), 1)
+        value = tl.sum(tl.where(own, listed[1][None, :], 0.0), 1)
+    return number, value
+
+
+@triton.jit
+def written_anew(listed, ASM: tl.constexpr = ASSEMBLY):
+    """An empty list in the place of one that is still read, at and behind the entries that are written."""
+    if not ASM:
+        listed = (tl.zeros_like(listed[0]), tl.zeros_like(listed[1]))
+    return listed

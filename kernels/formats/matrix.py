@@ -66,8 +66,30 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """What becomes of a neuron's products: act(up), behind a gate act(gate) up, or act(gate) act(up) where `both`.
+
+    activation: of `common.activation`, a ReLU with this threshold.
+    """
+
+    activation: str = "relu"
+    threshold: float = 0.0
+    both: bool = False
+
+
+@dataclass(frozen=True)
 class MlpWeights:
-    """Both layers of an MLP, with a neuron as a row of either weight, (n, d). The biases are (n) and (d)."""
+    """The layers of an MLP, with a neuron as a row of each weight, (n, d). The biases are (n), of down (d).
+
+    gate: of a gated MLP.
+    """
 
     up: Linear
     down: Linear
+    gate: Linear | None = None
+    hidden: Hidden = Hidden()
+
+    def named(self) -> list[tuple[str, Linear]]:
+        """The layers that there are, with their names."""
+        every = (("up", self.up), ("down", self.down), ("gate", self.gate))
+        return [(name, linear) for name, linear in every if linear is not None]

@@ -33,14 +33,14 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights, mean_and_rs
 from dejavu_train.kernels.common.limits import TILE_ROWS, TILED_FROM
 from dejavu_train.kernels.common.partial_sums import SumSettings, summed_partials
 from dejavu_train.kernels.common.row_state import by_state
+from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.mlp.codes import nibble_codes, stored_width
-from dejavu_train.kernels.mlp.int4_mlp import int4_mlp_partials
-from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predict import norm_sums
 from dejavu_train.kernels.mlp.predictor import PredictorWeights
+from dejavu_train.kernels.stages.mlp import mlp_sums
 
 ROWS = 4  # of a program of `late_rows`
 
@@ -260,9 +260,9 @@ def mlp_ahead(
     early: str | None = None,
     pdl: bool = False,
 ) -> None:
-    """`int4_mlp` of x (1, d) fp32, the residual too, and what it leaves for the next layer. Errors: as there."""
+    """`mlp` of x (1, d) fp32, the residual too, and what it leaves for the next layer. Errors: as there."""
     pdl = use_pdl(pdl, out.device)
-    sums = int4_mlp_partials(x, ln, weights, rows, partials, early, pdl, late=ahead.norm)
+    sums = mlp_sums(x, ln, weights, rows, partials, early, pdl, late=ahead.norm)
     _add_ahead(*sums, weights.down.bias, x, out, ahead, pdl)
 
 

@@ -1,6 +1,6 @@
 """Prediction, selection and the sparse MLP. Imports kernels.common and kernels.dense.
 
 In the order of a step: `predict` (the predictor's first product), `select` (its second product, and the list), `pack`
-(the list without gaps). Then come `sparse_mlp` or, for 4-bit weights, `int4_mlp`.
+(the list without gaps). Then comes `stages.mlp`.
 Of several rows: `predict_batch`, `select_batch`, `sparse_mlp_batch`.
 """

@@ -1,30 +1,15 @@
 """The list of selected neurons without gaps: `pack` closes them in one small kernel, in the list's order."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device
 from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl, wait_for_predecessor
-from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.selection import PackedSelection, Selection
 
 ENTRIES = 1024  # of the list, for a program of `pack`
-
-
-@dataclass(frozen=True)
-class PackedSelection:
-    """ids (n) int32, defined below count (1) int32, old ones beyond it."""
-
-    ids: Tensor
-    count: Tensor
-
-    @classmethod
-    def empty(cls, n: int, device: torch.device | str) -> "PackedSelection":
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1)))
 
 
 @triton.jit

@@ -202,7 +202,7 @@ def fc1_batch(
     """x (B, d), B > 1, weight (n, d) and bias (n). x and weight of one dtype. Errors: shapes, dtypes."""
     batch, d = check_input("x", x)
     n = weight.shape[0]
-    require(batch > 1, "one batch row has a kernel of its own: sparse_mlp")
+    require(batch > 1, "one batch row has a kernel of its own: stages.mlp")
     numbers = check_numbers("weight", weight, n, d)
     check_tensor("weight", numbers, (n, d), FLOAT_TYPES, x)
     check_tensor("x", x, (batch, d), (numbers.dtype,), x)

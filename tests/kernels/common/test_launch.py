@@ -73,7 +73,8 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     from dejavu_train.kernels.common import partial_sums
     from dejavu_train.kernels.common.selection import Selection
     from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
-    from dejavu_train.kernels.mlp import int4_mlp, pack, sparse_mlp
+    from dejavu_train.kernels.mlp import pack
+    from dejavu_train.kernels.stages import mlp
 
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("without programmatic dependent launch nothing is read early")
@@ -84,10 +85,10 @@ def test_early_reads_of_rewritten_buffers_go_past_the_l1(early):
     rows = pack.PackedSelection.empty(n, "cuda")
     pack.pack(Selection.from_mask(torch.rand(1, n, device="cuda") < 0.1), rows)
     weights = MlpWeights(Linear.of(w1, b1), Linear.of(w2, b2))
-    sparse_mlp.sparse_mlp(x.half(), None, weights, x, rows, out, early=early, pdl=True)
+    mlp.mlp(x.half(), None, weights, x, rows, out, early=early, pdl=True)
     four_bits = MlpWeights(Linear(random_rows("cuda", n, d), b1), Linear(random_rows("cuda", n, d), b2))
-    int4_mlp.int4_mlp(x.half(), None, four_bits, x, rows, out, early=early, pdl=True)
-    for function in (sparse_mlp._sparse_mlp_kernel, int4_mlp._int4_mlp_kernel, partial_sums._add_kernel):
+    mlp.mlp(x.half(), None, four_bits, x, rows, out, early=early, pdl=True)
+    for function in (mlp._mlp_kernel, partial_sums._add_kernel):
         compiled = [kernel for cached in function.device_caches.values() for kernel in cached[0].values()]
         texts = [kernel.asm["ptx"] for kernel in compiled if "griddepcontrol.wait" in kernel.asm["ptx"]]
         assert texts and any("ld.global.cg" in text.split("griddepcontrol.wait")[0] for text in texts), function

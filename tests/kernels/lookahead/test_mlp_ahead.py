@@ -15,7 +15,7 @@ from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_a
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
-from dejavu_train.kernels.mlp.sparse_mlp import sparse_mlp_reference
+from dejavu_train.kernels.stages.mlp import mlp_reference
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 NAN = float("nan")
@@ -117,7 +117,7 @@ def test_an_mlp_and_the_next_layers_rows(
         else:
             mask = torch.zeros(1, n, dtype=torch.bool, device=device)
             mask[0, each.listed.ids[: int(each.listed.count)].long()] = True
-            sparse_mlp_reference(each.x, each.ln2, each.weights, each.x, mask, each.out)
+            mlp_reference(each.x, each.ln2, each.weights, each.x, mask, each.out)
             add_ahead_reference(each.x, each.out, each.late)
             qkv_select_reference(*each.rows(), policy=policy, late=each.late)
     if with_heads and state == 1:

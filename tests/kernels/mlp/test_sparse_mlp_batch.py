@@ -66,7 +66,7 @@ def test_predict_down_batch(rank, d, batch, dtype, device):
 
 def test_refusals(device):
     x, fc1, bias, _, _, mask, rows, _ = case(40, 32, 2, 0.5, torch.float32, device)
-    with pytest.raises(ValueError, match="sparse_mlp"):
+    with pytest.raises(ValueError, match="stages.mlp"):
         fc1_batch(x[:1].contiguous(), Rows(fc1), bias, Selection.from_mask(mask[:1]), rows)
     with pytest.raises(ValueError, match="x: expected float16"):
         fc1_batch(x, Rows(fc1.half()), bias, Selection.from_mask(mask), rows)

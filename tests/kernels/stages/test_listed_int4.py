@@ -6,14 +6,21 @@ from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
-from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
-from dejavu_train.kernels.mlp import int4_mlp as module
-from dejavu_train.kernels.mlp.int4_mlp import Int4MlpSettings, int4_mlp
-from dejavu_train.kernels.mlp.pack import PackedSelection, pack
-from dejavu_train.kernels.mlp.sparse_mlp import sparse_mlp_reference
+from dejavu_train.kernels.mlp.pack import pack
+from dejavu_train.kernels.stages import listed_int4 as module
+from dejavu_train.kernels.stages.listed_int4 import Int4MlpSettings
+from dejavu_train.kernels.stages.mlp import mlp, mlp_reference
 
 NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def one_multiprocessor(monkeypatch):
+    """Settings count programs of one multiprocessor."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(module, "n_sms", lambda device: 1)
 
 
 def make_problem(device, n, d, density, group=32, block=16, size=0.05):
@@ -30,7 +37,7 @@ def check(out, selection, n, w1, b1, w2, b2, residual):
     """Against fp64, with the error that rounded products may add up to. n (1, d): what fc1 reads."""
     want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=out.device)
     weights = MlpWeights(Linear(w1, b1.double()), Linear(w2, b2.double()))
-    sparse_mlp_reference(n.double(), None, weights, residual, selection.to_mask(1), want)
+    mlp_reference(n.double(), None, weights, residual, selection.to_mask(1), want)
     one, two = w1.dense(torch.float64), w2.dense(torch.float64)
     h = (n.double() @ one.T + b1.double()).relu()
     mask = selection.to_mask(1)
@@ -41,7 +48,7 @@ def check(out, selection, n, w1, b1, w2, b2, residual):
 
 
 def run(x, ln, w1, b1, w2, b2, *others, **options):
-    int4_mlp(x, ln, MlpWeights(Linear(w1, b1), Linear(w2, b2)), *others, **options)
+    mlp(x, ln, MlpWeights(Linear(w1, b1), Linear(w2, b2)), *others, **options)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,21 @@ import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
-from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
-from dejavu_train.kernels.mlp.pack import PackedSelection, pack
-from dejavu_train.kernels.mlp.sparse_mlp import MlpSettings, sparse_mlp, sparse_mlp_reference
+from dejavu_train.kernels.mlp.pack import pack
+from dejavu_train.kernels.stages import listed_numbers
+from dejavu_train.kernels.stages.listed_numbers import MlpSettings
+from dejavu_train.kernels.stages.mlp import mlp, mlp_reference
 
 NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def one_multiprocessor(monkeypatch):
+    """Settings count programs of one multiprocessor."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(listed_numbers, "n_sms", lambda device: 1)
 
 
 def make_problem(device, n, d, density, dtype=torch.float32, block=16):
@@ -26,7 +35,7 @@ def make_problem(device, n, d, density, dtype=torch.float32, block=16):
 def reference(selection, x, w1, b1, w2, b2, residual):
     want = torch.empty(1, w1.shape[1], dtype=torch.float64, device=x.device)
     weights = weights_of(w1.double(), b1.double(), w2.double(), b2.double())
-    sparse_mlp_reference(x.double(), None, weights, residual, selection.to_mask(1), want)
+    mlp_reference(x.double(), None, weights, residual, selection.to_mask(1), want)
     return want
 
 
@@ -35,7 +44,7 @@ def weights_of(w1, b1, w2, b2):
 
 
 def run(x, ln, w1, b1, w2, b2, *others, **options):
-    sparse_mlp(x, ln, weights_of(w1, b1, w2, b2), *others, **options)
+    mlp(x, ln, weights_of(w1, b1, w2, b2), *others, **options)
 
 
 @pytest.mark.parametrize(("n", "d"), [(40, 64), (100, 48), (7, 130), (130, 257)])
@@ -89,7 +98,7 @@ def test_errors_name_the_number(device):
     _, rows, tensors = make_problem(device, 40, 64, 0.5)
     x, w1, b1, w2, b2, residual = tensors
     out = torch.empty(1, 64, device=device)
-    with pytest.raises(ValueError, match=r"fc2\.weight: expected shape"):
+    with pytest.raises(ValueError, match=r"down\.weight: expected shape"):
         run(x, None, w1, b1, w2[:39].contiguous(), b2, residual, rows, out)
     with pytest.raises(ValueError, match="x: expected shape"):
         run(x[:, :63].contiguous(), None, w1, b1, w2, b2, residual, rows, out)
