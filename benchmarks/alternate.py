@@ -4,8 +4,8 @@
     python -m benchmarks.alternate --before .before --out FOLDER [--rounds 3] [--only 6.7b 66b]
 
 Each version runs each group of cells in a process of its own, one version after the other, ROUNDS times. FOLDER gets
-the rows as benchmarks/results/decode.csv has them, before.csv and after.csv, and alternate.csv: by cell the medians of
-both, the change, and the spread, which is the largest distance between the rounds of one version.
+before.csv and after.csv, with rows as benchmarks/results/decode.csv has them. Its alternate.csv has for each cell both
+medians, the change, and the spread. The spread is the largest distance between the rounds of one version.
 """
 
 import csv

@@ -5,7 +5,7 @@
     python -m benchmarks.compiled --save before.json       the PTX of each, with what names source lines taken out
     python -m benchmarks.compiled --compare before.json    the same kernels again: what changed; exit code 1 if any did
 
-The public functions run on CPU tensors with a launch replaced by a compilation, so that settings, specialisation and
+The public functions run on CPU tensors, and each launch is replaced by a compilation. So settings, specialisation and
 constants are those of a real call. Weights are never read: they are allocated and left alone.
 """
 
@@ -148,8 +148,8 @@ def report(kernel: Any) -> SimpleNamespace:
 
 
 def refused_copies(code: list[tuple[int, str, str]]) -> int:
-    """Copies to shared memory at a uniform register plus another one: what the assembler of CUDA 12.8 makes of them
-    ends a kernel with an illegal instruction on compute capability 9.0 (seen on an H200)."""
+    """Copies to shared memory at a uniform register plus another one. The assembler of CUDA 12.8 makes of them what an
+    H200 refuses as an illegal instruction."""
     return sum(name.startswith("LDGSTS") and "+UR" in rest.partition("]")[0] for _, name, rest in code)
 
 

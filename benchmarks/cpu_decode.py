@@ -1,11 +1,11 @@
 """Times one decoding step on a CPU: transformers eager and compiled, our dense and sparse engine, in turns.
 
 Every rival takes a few steps in each round, so that whatever else runs on the machine meets all of them. Medians over
-all rounds. One of them reads half a gigabyte in sequence: its median is the read bandwidth that the others are compared
-with, because that of a shared host changes twofold within seconds. Rows go to benchmarks/results/cpu_decode.csv with
-the processor's name.
-MB a token are counted by the engine: weights, predictors, LM head, K and V. Random shapes: predictors really run, on
-thresholds at the quantiles of their logits. Biases of fc1 make the stated share of neurons active.
+all rounds. One of them reads half a gigabyte in sequence. Its median is the read bandwidth that the others are compared
+with: on a shared host bandwidth changes twofold within seconds. Rows go to benchmarks/results/cpu_decode.csv with the
+processor's name. The engine counts megabytes a token: weights, predictors, K, V and LM head. With random shapes
+predictors really run, on thresholds at the quantiles of their logits. Biases of fc1 make the stated share of neurons
+active.
 
     python -m benchmarks.cpu_decode --model checkpoints/opt-mini --bundle checkpoints/demo/bundle
     python -m benchmarks.cpu_decode --shape 1.3b --rivals eager

@@ -3,12 +3,12 @@
     python -m benchmarks.crowd --backends mask gather cpu --seconds 600 --out benchmarks/results/crowd.jsonl
 
 Each caller draws requests of mixed lengths and reads its own TextIteratorStreamer while the model writes. One caller's
-streamer raises after some tokens, another asks for prompts that are too long: their calls end with the error that they
-have alone, and disturb nobody. Meanwhile ``set_bundle`` changes between two densities. A text is right if it is that of
-a bundle that was set at some moment of the call.
+streamer raises after some tokens, another one asks for prompts that are too long. Their calls end with their own
+errors, and disturb nobody. Meanwhile ``set_bundle`` changes between two densities. A text is right if it is that of a
+bundle that was set at some moment of the call.
 
-Fair is: a call's first token comes no later than the end of all calls that had arrived before it, and of what those
-left to do. A row has the longest wait, and by how much the worst call exceeded that.
+A call may wait for all calls that had arrived before it, and for what those left to do. Its first token comes no later,
+or the wait is unfair. A row has the longest wait, and by how much the worst call exceeded that.
 
 Where the model has no tokenizer of its own, give a folder that has one: the streamers need it.
 """

@@ -2,8 +2,8 @@
 
 Writes rows to benchmarks/results/decode.csv as they come, so a run that is cut short loses nothing. No layer shares
 weights. Tokens are random and forced. The predictors really run. Their thresholds are set on the model's own
-activations to the stated densities, and fc1's bias is shifted so that the stated share of neurons is live. Rank,
-densities and live share in a row are measured, not asked.
+activations, to the stated densities. The bias of fc1 is shifted so that the stated share of neurons is active. Rank,
+densities and the active share in a row are measured, not asked.
 
     python -m benchmarks.decode --models 6.7b
     python -m benchmarks.decode --models 6.7b --cells "engine=dense,sparse prompt=128,512" "batch=8 mlp_density=0.29"

@@ -1,9 +1,8 @@
 """Where a decoding step's time goes: by how much each kernel ends later than all before it, in replays of the step.
 
-Kernels of a step overlap (programmatic dependent launch), so neither a kernel's own duration nor a graph of it alone
-says what it costs: graphs of one kernel gave 57 us a layer for 66B's q/k/v where the step pays 52, and other launch
-settings won in them. (Rows before 3519df1 hold times of such graphs.) The profiler takes times of start and end from
-the device. A profiled step takes as long as any.
+Kernels of a step overlap (programmatic dependent launch). So neither a kernel's own duration nor a graph of it alone
+says what it costs. In such graphs kernels take longer, and other launch settings win. The profiler takes times of start
+and end from the device. A profiled step takes as long as any.
 """
 
 from collections.abc import Sequence

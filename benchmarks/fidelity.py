@@ -2,8 +2,8 @@
 
 1. Token by token through the engine, 16 rows at once and one by one: the same sets as `mask` (near-ties counted apart)
    and its perplexity. What fp32 itself is worth at a token is measured: the pass of `mask` in fp64 with the same sets.
-2. Greedy tokens of the engine, 900 after one prompt and 50 after each of 18, equal those of `gather` (but where two
-   logits differ by less than 1e-4). `gather` reads the engine's tokens one by one, so a near-tie ends no comparison.
+2. Greedy tokens of the engine equal those of `gather`, but where two logits nearly tie: 900 after one prompt, 50 after
+each of the others. `gather` reads the engine's tokens one by one, so a near-tie ends no comparison.
 3. What fp16 costs: perplexity of the engine in fp16, dense and sparse, beside the dense model and `mask` in fp32.
 4. Graph replay equals eager over 512 tokens, across prompts, row orders and a reset, bit for bit (fp16, 1 and 4 rows).
 5. What 3 does with 2, 4 and 8 rows at once, whose kernels are others with 4-bit weights.
@@ -98,8 +98,8 @@ class Exact(Given):
 class Partings:
     """Compares the engine's sets with those watched, step by step, without waiting for the device.
 
-    After its first difference a row is another one: what differs later is no evidence, so of each row that place is
-    kept, with the farthest margin of the units that differ there and what fp32 is off there.
+    After its first difference a row is another one, and what differs later is no evidence. So each row keeps that
+    place, the farthest margin of the units that differ there, and what fp32 is off there.
     """
 
     def __init__(self, engine: DecodeEngine, selector: Watching, exact: Exact, n_rows: int) -> None:

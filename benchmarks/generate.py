@@ -1,9 +1,10 @@
 """Times what a user calls, SparseOPTForCausalLM(backend="triton").generate(), beside the engine itself and a dense OPT.
 
 Random weights of a true shape in fp16, greedy, one H200 in about two minutes at 6.7B. The same tokens are generated
-three ways: by `generate()` (two lengths, their difference is the time of a token, prefill and set-up excluded), by the
-engine's own steps, and by the dense model through transformers' loop. Peak memory is that of building the engine and
-generating, beside the weights, the caches and the predictors. Appends one JSON row to --out and prints it.
+three ways: by `generate()`, by the engine's own steps, and by the dense model through transformers' loop. `generate()`
+is timed at two lengths: their difference leaves out the prompt phase and the set-up. Peak memory is that of building
+the engine and generating, beside the weights, the caches and the predictors. Appends one JSON row to --out and prints
+it.
 
     python -m benchmarks.generate
     python -m benchmarks.generate --shape 2.7b --mlp-density 0.2 --head-density 0.85

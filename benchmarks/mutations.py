@@ -2,8 +2,8 @@
 
     python -m benchmarks.mutations --count 1000 --seed 0 --out benchmarks/results/mutations.jsonl
 
-Each mutation is one of: a byte changed, the file cut, a value of JSON or YAML replaced by another one or by another
-type, a key left out. Then the commands are called as before: train.py goes on in the folder, and what infer.py does
+A mutation changes a byte, cuts the file, or leaves out a key. Or it replaces a value of JSON or YAML by another one, or
+by one of another type. Then the commands are called as before: train.py goes on in the folder, and what infer.py does
 with model and bundle is done. It must end in one of
 
     refused      one line, exit 2

@@ -7,9 +7,9 @@
 `report` appends rows to docs/results/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
 `kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats.
 `increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
-is the increase less the sum of the two alone. Bytes are those of a decoder block's matrices, scales and predictors
-included, over those of the matrices in fp16: of q, k, v and the out-projection the selected heads' share, of fc1 the
-selected neurons', of fc2 those that are active besides, counted on the scored tokens. Sparse rows have no second
+is the increase less the sum of the two alone. Bytes are what a token reads of a decoder block, scales and predictors
+included, over the bytes of its matrices in fp16. Counted are the selected heads of q, k, v and the output projection,
+and the selected neurons of fc1. Of fc2 those count that are active besides. Sparse rows have no second
 stage: with 4-bit weights fc1 itself is what it would read.
 """
 

@@ -1,6 +1,6 @@
 """How fast a dense model writes its own text on a GPU: python -m benchmarks.samples --shape 6.7b
 
-Random weights of an OPT's shape in fp16, rows of 32 from ``</s>`` on through the dense decode engine, sampled at
+Random weights of an OPT's shape in fp16. The dense decode engine samples 32 rows at once from ``</s>`` on, at
 temperature 1, as `text.source self` does. Appends a row to benchmarks/results/samples.csv.
 """
 

@@ -2,13 +2,13 @@
 
     python -m benchmarks.soak --interruptions 100 --seed 0 --out benchmarks/results/soak.jsonl
 
-A run is interrupted by SIGKILL, SIGTERM or SIGINT, one of them drawn, when it has used a drawn part of the CPU time of
-an undisturbed run (up to 40 %), and started again with the same command, until it ends. Then the next run begins. CPU
-time, so that the moments are spread in the same way whatever else the machine does. A row is appended for every run,
-with the same seed and file the command goes on behind the rows that are there.
+A run is interrupted when it has used a drawn part, up to 40 %, of the CPU time of an undisturbed run. The signal is
+drawn from SIGKILL, SIGTERM and SIGINT. The same command then starts it again, until it ends. Then the next run begins.
+CPU time, so that the moments are spread in the same way whatever else the machine does. A row is appended for every
+run, with the same seed and file the command goes on behind the rows that are there.
 
-Most moments fall into the long phases. With --aim PHASE [PHASE ...] each interruption waits for one of these phases,
-and comes when the process has used a drawn part of the CPU time that the undisturbed run spent in it.
+Most moments fall into the long phases. With --aim PHASE [PHASE ...] each interruption waits for one of these phases. It
+comes after a drawn part of the CPU time that the undisturbed run spent in that phase.
 """
 
 import collections

@@ -6,8 +6,8 @@
     python -m benchmarks.tables --demo checkpoints/demo/results.json    takes the demo's rows, draws, writes
 
 A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``. What stands there is replaced. A table
-whose rows do not exist is left empty, and one line says so. Nothing in a table is typed by hand: every number is
-a field of a row, or a mean, a range, a ratio or a difference of such fields.
+whose rows do not exist is left empty, and one line says so. No number of a table is typed by hand. It is a field of a
+row, or a mean, a range, a ratio or a difference of such fields.
 """
 
 import json

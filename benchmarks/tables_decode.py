@@ -158,8 +158,8 @@ def int4_table(root: Path) -> str:
 
 
 def int4_prompts_table(root: Path) -> str:
-    """Steps of one row with 4-bit weights and a screened LM head, by model and prompt: dense, and look-ahead at 85 and
-    50 % of the heads."""
+    """Steps of one row with 4-bit weights and a screened LM head, by model and prompt. They are dense, or look ahead at
+    85 or 50 % of the heads."""
     dense_kind = "dense", _int4_kinds("dense")["screen"]
     ahead = [("sparse", _int4_kinds(what)["screen"]) for what in ("heads 85 %", "heads 50 %")]
     table, shown = [], []

@@ -7,9 +7,9 @@
 `prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,
 wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl,
 where to get them: docs/results/texts.md).
-`run` goes the whole way that a user's `train.py` goes, then scores 100,000 tokens of every text (all of a shorter one)
-through `mask`, appending a row per text and selection to docs/results/texts/<model>.csv. Interrupted, the same command
-goes on behind the last text that was scored.
+`run` goes the whole way that a user's `train.py` goes. Then it scores 100,000 tokens of every text, or all of a shorter
+one, through `mask`. It appends a row for each text and selection to docs/results/texts/<model>.csv. Interrupted, the
+same command goes on behind the last text that was scored.
 """
 
 import argparse

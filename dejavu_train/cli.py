@@ -26,8 +26,8 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
 
 
 def with_saved(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and before them the configuration of the run that lies in ``--output``, where they name that
-    folder and nothing that decides what is made."""
+    """The arguments, behind the configuration of the run in ``--output`` where they name that folder and decide nothing
+    of what is made."""
     names = {argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--")}
     if "output" not in names or not names <= {"output", "layers", "targets"}:
         return list(arguments)

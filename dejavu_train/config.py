@@ -39,7 +39,7 @@ class PredictorConfig:
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     predictor: dict[str, Any] | None = None
-    """A predictor of one's own, class_path and init_args, in place of the low-rank one; see docs/guides/extend.md."""
+    """A predictor of your own, class_path and init_args, in place of the low-rank one; see docs/guides/extend.md."""
     loss: str | dict[str, Any] = "contribution"
     """paper, pos_weight, contribution, listwise, regression or log_contribution; or class_path and init_args."""
     density: float | None = None

@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv: path of the configuration, layer, target, title, and as JSON the folders that are held for this job with
-            their identities (should the caller be killed, this process still holds them). None takes the arguments of
-            the process.
+        their identities. Should the caller be killed, this process still holds them. None takes the arguments of the
+        process.
 
     Raises:
         UserError: a configuration that cannot be read, shards or trainer arguments that are wrong.

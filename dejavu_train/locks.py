@@ -4,8 +4,8 @@ No lock of the file system is used, so this holds on network file systems as wel
 file, then read the others'. Of two that claim at once at least one sees the other and gives way, so two that exclude
 each other never both go on. Files have unique names, so removing that of a holder that is gone takes nobody else's.
 
-A holder is gone if its process is (on this machine), or if its file was not touched for two minutes (on another one,
-a thread touches it every fifteen seconds).
+A holder on this machine is gone if its process is. On another machine a thread of the holder touches its file every
+fifteen seconds: after two minutes without a touch it is gone.
 """
 
 import contextlib

@@ -154,11 +154,13 @@ class _ConfigParser(Parser):
         try:
             values = get_loader("yaml")(path.read_text(encoding="utf-8")) or {}
         except FileNotFoundError:
-            raise UserError(f"there is no config file {path}") from None
+            raise UserError(
+                f"there is no config file {path}; give a YAML file, such as configs/opt-mini.yaml"
+            ) from None
         except (UnicodeDecodeError, yaml.YAMLError, IsADirectoryError) as error:
             raise UserError(f"the config file {path} is not readable YAML: {error}") from None
         if not isinstance(values, dict):
-            raise UserError(f"the config file {path} must hold keys and values")
+            raise UserError(f"the config file {path} must hold keys and values, got {values}")
         base = values.pop("base", None)
         if not isinstance(base, str | None) or base == path.name:
             raise UserError(f"the config file {path}: base must name another YAML file, got {base}")
@@ -231,7 +233,7 @@ class _ConfigParser(Parser):
             before = mappings.get(section)
             mappings[section] = merged(before if isinstance(before, dict) else {}, value)
         elif typing.get_origin(self.types[section]) is dict:
-            raise UserError(f"--{section}: expected keys and values, got {given}")
+            raise UserError(f"--{section} must hold keys and values, got {given}; write --{section}.KEY VALUE")
         else:
             mappings[section] = given if value is not None else None
 
@@ -256,8 +258,8 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     """A ``kind``, a dataclass whose sections are dataclasses, from flags (None: those of the process) and YAML files.
 
     Raises:
-        UserError: an unknown key or flag, a flag that is not UTF-8, a value of the wrong type, a number that is not
-            finite, a file that cannot be read, and what the dataclasses themselves refuse.
+        UserError: an unknown key or flag, or a flag that is not UTF-8. A value of the wrong type, or a number that is
+    not finite. A file that cannot be read, and what the dataclasses themselves refuse.
     """
     argv = sys.argv[1:] if argv is None else argv
     for flag in argv:
@@ -376,7 +378,7 @@ def _load(name: str, text: str) -> Any:
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError:
-        raise UserError(f"--{name}: {text} is not readable YAML") from None
+        raise UserError(f"--{name}: {text} is not readable YAML; put it in quotes") from None
 
 
 def _put(mapping: dict[str, Any], keys: Sequence[str], value: Any) -> None:
@@ -395,7 +397,7 @@ def _put(mapping: dict[str, Any], keys: Sequence[str], value: Any) -> None:
         mapping[first] = {"class_path": mapping[first], "init_args": {}}
     below = mapping.setdefault(first, {})
     if not isinstance(below, dict):
-        raise UserError(f"{first} holds {below}, so {'.'.join(keys)} cannot be set")
+        raise UserError(f"{first} holds {below}, which has no {'.'.join(inner)}; set {first} to keys and values first")
     if "class_path" in below and inner[0] not in ("class_path", "init_args", "dict_kwargs"):
         below = below.setdefault("init_args", {})
     _put(below, inner, value)

@@ -1,7 +1,7 @@
 """Walks from text to bundle and does whatever is missing: collect, train all (layer, target), tune, calibrate, bundle.
 
-Several invocations may share one output folder, each with its own ``--layers``: collecting happens once under a lock,
-every job has a lock, and whoever finishes the last job calibrates and bundles.
+Several invocations may share one output folder, each with its own ``--layers``. Collecting happens once under a lock,
+and every job has a lock. Whoever finishes the last job calibrates and bundles.
 """
 
 import dataclasses

@@ -1,8 +1,10 @@
 """Reads and writes ``run.json``, the description of an output folder, and keeps two different runs out of one folder.
 
-run.json        the stages as they were last asked for, and the densities that predictors were trained for
-config.yaml     the configuration that asked for them: ``train.py --output FOLDER`` goes on with it
-.holders/run    a file of every invocation for as long as it works. Only invocations that agree hold it together
+    run.json        the stages as they were last asked for, and the densities that predictors were trained for
+    config.yaml     the configuration that asked for them: ``train.py --output FOLDER`` goes on with it
+    .holders/run    a file of every invocation for as long as it works
+
+Only invocations that agree hold ``.holders/run`` together.
 """
 
 import contextlib

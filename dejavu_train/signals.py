@@ -68,8 +68,8 @@ def hear() -> dict[int, object]:
 def heard() -> Iterator[None]:
     """Within the context signals raise :class:`Interrupted`.
 
-    A signal can arrive inside a library that answers any exception with one of its own (a compiled module that is being
-    imported says ImportError): an exception that leaves the context after a signal was raised is the signal's.
+    A signal can arrive inside a library that answers any exception with one of its own: a compiled module that is being
+    imported says ImportError. So an exception that leaves the context after a signal was raised is the signal's.
     """
     global _raised
     before = hear()

@@ -2,9 +2,9 @@
 
     text and collect  ->  train mlp, train heads  ->  tune  ->  curves  ->  calibrate
 
-A stage's identity is the hash of its own keys and of the identities of the stages before it, so a changed key makes
-anew what depends on it and nothing else. How a run runs (devices, workers, layers of this invocation, loggers) is in
-no identity. The file of a class of one's own is a key: an edited class is trained anew.
+A stage's identity is the hash of its own keys and of the identities of the stages before it. So a changed key makes
+anew what depends on it, and nothing else. How a run runs (devices, workers, layers of this invocation, loggers) is in
+no identity. The file of a class of your own is a key: an edited class is trained anew.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Carries out the assembly of the queues and lists of kernels/common on a CPU, all threads of a program in step.
 
 Triton's interpreter takes no assembly. `carried_out(monkeypatch)` lets it take the PTX instructions below, those of
-one program at a time. A copy (`cp.async`) writes garbage at once and its words when they are waited for, so that words
-that are taken too early, or a slot that is asked for anew before it was taken, are found. Barriers do nothing: what
-this cannot find is a missing one.
+one program at a time. A copy (`cp.async`) writes garbage at once, and its words when they are waited for. So it shows
+words that are taken too early, and a slot that is asked for anew before it was taken. Barriers do nothing: what this
+cannot find is a missing one.
 """
 
 import ctypes

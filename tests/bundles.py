@@ -22,8 +22,8 @@ def make_bundle(
 ) -> Bundle:  # fmt: skip
     """Random predictors with honest curves.
 
-    With ``lookahead`` each reads the site half a block before its own, with ``means`` skipped heads get random means,
-    with ``cascade`` neurons are tested once more, at thresholds around the pre-activations of random inputs.
+    With ``lookahead`` each reads the site one half before its own. With ``means`` skipped heads get random means. With
+    ``cascade`` there is a second stage, at thresholds around the pre-activations of random inputs.
     """
     shape = read_dims(str(model))
     generator = torch.Generator().manual_seed(seed)

@@ -88,7 +88,7 @@ def save_tiny_opt(folder: Path, **overrides) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_opt(tmp_path_factory) -> Path:
-    """Folder of a random OPT: 2 layers, d_model 48, 4 heads, d_ffn 96, vocabulary 320, 512 positions."""
+    """Folder of a random OPT of the sizes that `save_tiny_opt` gives it."""
     return save_tiny_opt(tmp_path_factory.mktemp("tiny-opt"))
 
 

@@ -69,7 +69,7 @@ class Recorder:
 
 
 def one_more(model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None, **kwargs):
-    """A decoding loop of one's own."""
+    """A decoding loop of your own."""
     return torch.cat([input_ids, model(input_ids).logits[:, -1:].argmax(-1)], dim=1)
 
 

@@ -119,7 +119,7 @@ def test_the_page_reads_the_bundle_and_mask_agrees(place, tiny_opt, caplog):
     chosen = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), gather.bundle)
     assert chosen.backend == "gather" and "my_parts.HiddenLayer" in caplog.text
     dense = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), gather.bundle.at(mlp_density=1.0), "cpu")
-    assert dense.backend == "cpu"  # what runs no predictor of one's own is not refused
+    assert dense.backend == "cpu"  # what runs no predictor of your own is not refused
 
 
 class Other(nn.Module):

@@ -109,7 +109,7 @@ def test_no_module_is_named_by_its_folder():
 
 
 def test_kernels_keep_to_names_that_triton_3_6_can_follow():
-    """It reads the source of what it compiles, and of the functions that compute its constants: a target within a
+    """It reads the source of what it compiles, and of the functions that compute its constants. There a target within a
     target (`for i, (a, b) in ..`) ends with "unhashable type: 'list'" in the first call of a process."""
     found = []
     for path in (REPOSITORY / "kernels").rglob("*.py"):

@@ -1,9 +1,9 @@
 """Reads calibration curves, gives a density to every layer: where one more selected unit lowers the loss most.
 
-A curve is a plain dict of equally long lists (as ``bundle.json`` stores it) over a rising grid of densities:
-``density``, ``threshold``, ``recall``, ``precision``, ``retained_mass`` and, when it was measured, ``loss_increase``
-(nats per token when only this layer and target is sparse). Layers differ by a factor of twenty in how many neurons
-are active, so the same density everywhere wastes most of a budget.
+A curve is a plain dict of equally long lists over a rising grid of densities, as ``bundle.json`` stores it. Its columns
+are ``density``, ``threshold``, ``recall``, ``precision`` and ``retained_mass``. Where it was measured,
+``loss_increase`` has the nats per token when only this layer and target is sparse. Layers differ by a factor of twenty
+in how many neurons are active, so the same density everywhere wastes most of a budget.
 
 Everything here is a pure function of such curves, so inference can move a bundle to another density without shards.
 """
@@ -183,7 +183,7 @@ def allocate(
     if sum(least.values()) > mean_density * len(specs) + 1e-9:
         raise UserError(
             f"a mean density of {mean_density:g} cannot be met: the dense layers and floors alone ask"
-            f" {sum(least.values()) / len(specs):.4g}"
+            f" {sum(least.values()) / len(specs):.4g}; ask for more, or keep fewer layers dense"
         )
     for layer, spec in specs.items():
         if not spec.curve:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 3
 TENSORS = "predictors.safetensors"
+MAKE_ANEW = "restore it or make the bundle anew"
 CARD = "README.md"
 
 
@@ -49,14 +50,14 @@ class Bundle:
     """All predictors of one model.
 
     Args:
-        model: what it was made from: a folder, as an absolute path, an id on the hub, or a bare name of a folder that
-            is not here (all to show, ``weight_hash`` decides).
+        model: what it was made from: an absolute path, an id on the hub, or a bare name of a folder that is not here.
+        It is shown, and ``weight_hash`` decides.
         weight_hash: of the model's stored tensors, see ``opt.weight_hash``.
         shape: sizes of the model.
         specs: by (layer, target). A target is there for every layer or for none.
         tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the spec's
-            dtype, ``.frequency`` (n_out) fp32: how often a neuron is active (heads: mean contribution). With the
-            replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
+            dtype. ``.frequency`` (n_out) fp32 is how often a neuron is active, and of heads the mean contribution. With
+            the replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
             An int8 spec has a fp16 bias and ``.down_scale`` (rank), ``.up_scale`` (n_out) fp32. An int4 spec the same
             with scales in fp16 and two weights a byte, see ``quantization``. A cascade also has ``.fc1_scale`` fp32 and
             ``.fc1_steps`` int16, the grid of ``up``'s planes, and ``.stage2_threshold`` fp32, all (n_out). A custom
@@ -161,7 +162,10 @@ class Bundle:
         specs = dict(self.specs)
         for key, density in densities.items():
             if key not in specs:
-                raise UserError(f"this bundle has no predictor for {key[1]} of layer {key[0]}")
+                raise UserError(
+                    f"this bundle has no predictor for {key[1]} of layer {key[0]}; it has {', '.join(self.targets)} of"
+                    f" layers 0 to {self.shape.n_layers - 1}"
+                )
             specs[key] = specs[key].at(density, self.selects_top_k(key[1]) if top_k is None else top_k)
         return dataclasses.replace(self, specs=specs)
 
@@ -307,24 +311,24 @@ class Bundle:
         where = f"the bundle {name}"
         metadata = read_json(folder / METADATA, f"{where}: {METADATA}")
         if not isinstance(metadata, dict) or "schema" not in metadata:
-            raise UserError(f"{where}: {METADATA} is not a bundle's")
+            raise UserError(f"{where}: {METADATA} is not a bundle's; give the folder that train.py wrote")
         if metadata["schema"] not in (1, 2, SCHEMA):
             raise UserError(
                 f"{where} has schema {metadata['schema']}, this version reads 1 to {SCHEMA}; make the bundle anew"
             )
         if metadata.pop("sha256", None) != json_digest(metadata):
-            raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
+            raise UserError(f"{where}: {METADATA} was changed after it was written; {MAKE_ANEW}")
         if not (folder / TENSORS).is_file():
-            raise UserError(f"{where}: {TENSORS} is missing (no other format is read, least of all a pickled one)")
+            raise UserError(f"{where}: {TENSORS} is missing, and no other format is read; {MAKE_ANEW}")
         if sha256_file(folder / TENSORS) != metadata["tensors_sha256"]:
             raise UserError(
                 f"{where}: {TENSORS} is not the file that {METADATA} describes (its SHA-256 differs: truncated, changed"
-                " or replaced); restore it or make the bundle anew"
+                f" or replaced); {MAKE_ANEW}"
             )
         try:
             tensors = load_file(folder / TENSORS)
         except SafetensorError as error:
-            raise UserError(f"{where}: {TENSORS} is not readable safetensors ({error})") from None
+            raise UserError(f"{where}: {TENSORS} is not readable safetensors ({error}); {MAKE_ANEW}") from None
         try:
             if metadata["schema"] == 1:
                 logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
@@ -343,12 +347,17 @@ class Bundle:
             if not isinstance(bundle.tokenizer_hash, str | None):
                 raise TypeError("tokenizer_hash is no text")
         except (KeyError, TypeError) as error:
-            raise UserError(f"{where}: {METADATA} does not hold what schema {SCHEMA} asks ({error})") from None
+            raise UserError(
+                f"{where}: {METADATA} does not hold what schema {SCHEMA} asks ({error}); {MAKE_ANEW}"
+            ) from None
         if len(found) != len(bundle.specs) or metadata["targets"] != bundle.targets:
-            raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold")
+            raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold; {MAKE_ANEW}")
         _check_parts(bundle, where)
         if bundle.tokenizer_hash is None:
-            logger.warning("%s does not say with which tokenizer it was made, so none is compared", where)
+            logger.warning(
+                "%s does not say with which tokenizer it was made, so none is compared; train it again to have it said",
+                where,
+            )
         named = {spec.class_path: spec.key for spec in found if spec.class_path is not None}
         bundle = dataclasses.replace(bundle, classes=chosen_classes(set(named), predictor_class, where))
         for key in named.values():
@@ -410,23 +419,26 @@ def _check_parts(bundle: Bundle, where: str) -> None:
     n_layers = bundle.shape.n_layers
     foreign = {target for _, target in bundle.specs} - set(TARGETS)
     if foreign or not bundle.targets:
-        raise UserError(f"{where}: targets must be some of {', '.join(TARGETS)}, got {sorted(foreign)}")
+        raise UserError(f"{where}: targets must be some of {', '.join(TARGETS)}, got {sorted(foreign)}; {MAKE_ANEW}")
     for target in bundle.targets:
         for layer in range(n_layers):
             if (layer, target) not in bundle.specs:
                 raise UserError(f"{where} lacks the {target} predictor of layer {layer}; train that layer")
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for spec in bundle.specs.values():
-        expected |= check_spec(spec, bundle.shape, where)
+        try:
+            expected |= check_spec(spec, bundle.shape, where)
+        except UserError as error:
+            raise UserError(f"{error}; {MAKE_ANEW}") from None
     for name, (shape, dtype) in expected.items():
         if name not in bundle.tensors:
-            raise UserError(f"{where}: the tensor {name} is missing")
+            raise UserError(f"{where}: the tensor {name} is missing; {MAKE_ANEW}")
         tensor = bundle.tensors[name]
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             got = f"{tuple(tensor.shape)} {tensor.dtype}"
-            raise UserError(f"{where}: the tensor {name} must be {shape} {dtype}, got {got}")
+            raise UserError(f"{where}: the tensor {name} must be {shape} {dtype}, got {got}; {MAKE_ANEW}")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise UserError(f"{where}: the tensor {name} holds a value that is not finite; train that layer again")
     surplus = sorted(set(bundle.tensors) - set(expected))
     if surplus:
-        raise UserError(f"{where}: the tensor {surplus[0]} belongs to no predictor")
+        raise UserError(f"{where}: the tensor {surplus[0]} belongs to no predictor; {MAKE_ANEW}")

@@ -1,7 +1,7 @@
 """Writes the model card of a bundle: what it is, of which model, how it was made, how good it was, how to load it.
 
 The card follows from the bundle alone, without a date, so the same bundle has the same card. Names and paths are the
-user's text: they stand in code spans or in JSON, where Markdown has no markup, and never in the front matter.
+user's text. They stand in code spans or in JSON, where Markdown has no markup, and never in the front matter.
 """
 
 import json
@@ -70,7 +70,7 @@ def card(
         "written by": f"dejavu_train {package_version()}",
     }
     if classes:
-        facts["classes of one's own, to be passed when loading"] = ", ".join(map(code, classes))
+        facts["classes of your own, to be passed when loading"] = ", ".join(map(code, classes))
     stage = metadata.get("stage")
     settings = stage.get("keys", {}) if isinstance(stage, dict) else {}
     parts = [

@@ -38,8 +38,8 @@ def published_name(model: str) -> str:
 
 
 def referenced_model(metadata: Any, folder: Path) -> str:
-    """The model that a bundle.json in ``folder`` names: an absolute path, an id on the hub, or a bare name, which is
-    neither, for a folder that is not here. "" where nothing can be read.
+    """The model that a bundle.json in ``folder`` names: an absolute path, an id on the hub, or a bare name. A bare name
+    stands for a folder that is not here. "" where nothing can be read.
 
     Up to schema 2 a path was relative to where train.py ran: it is looked for there and above the bundle. Where it is
     not found it may have been an id, and is one only if the hub's cache has it.

@@ -4,8 +4,8 @@ Thresholds are constants that were set on one text. On another one the same thre
 contribution, the retained mass. A dense token shows every activation, so the selection that the predictors make of it
 can be judged. It also computes K and V of all heads. Between two dense tokens nothing is measured.
 
-Everything here is tensors on the model's device, and no method but `GuardState.report` and `GuardState.reset` asks the
-host, so a decode engine captures `measure` and `move` in a CUDA graph.
+Everything here is tensors on the model's device. Only `GuardState.report` and `GuardState.reset` ask the host, so a
+decode engine captures `measure` and `move` in a CUDA graph.
 
 Letters: B batch rows, n units, K predictors (one a layer and target).
 """

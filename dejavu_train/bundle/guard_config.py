@@ -10,17 +10,17 @@ from dejavu_train.ranges import COUNT, NUMBER, check_ranges
 class Guard:
     """How often a token is decoded densely, and what is done with what it shows.
 
-    The thresholds of MLP predictors move by stochastic approximation (Robbins and Monro, 1951): with the contribution
-    mass m of a dense token and its part k that the selection would have kept,
+    The thresholds of MLP predictors move by stochastic approximation (Robbins and Monro, 1951). With the contribution
+    mass m of a dense token, and its part k that the selection would have kept,
 
         threshold += gain (k - promised m) / (mean of m) / slope
 
     where slope is how fast the retained mass falls with the threshold, on the calibration curve. The error is one of
-    sums, as the retained mass of a calibration is, so its mean is zero exactly where the promise holds: a right
-    threshold is not pulled to a wrong place (a mean of the tokens' own ratios would pull it). The gain is
-    1 / (tokens measured so far) at first and never less than 1 / `memory`: an average over about the last `memory`
-    measured tokens. A long memory has little noise and follows a change of text slowly. A short one follows fast, and
-    a right threshold wanders by about (spread of a token's retained mass) / sqrt(2 memory).
+    sums, as the retained mass of a calibration is. So its mean is zero exactly where the promise holds. A mean of the
+    tokens' own ratios would pull a right threshold to a wrong place. The gain is 1 / (tokens measured so far) at first
+    and never less than 1 / `memory`: an average over about the last `memory` measured tokens. A long memory has little
+    noise and follows a change of text slowly. A short one follows fast, and a right threshold wanders by about (spread
+    of a token's retained mass) / sqrt(2 memory).
 
     Of a cascade the candidates' threshold moves so that what passes both stages holds the promise. The second stage's
     thresholds stay, because they test the weights themselves, which no change of text makes wrong. The engine of a

@@ -180,12 +180,15 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
         )
     if spec.kind == "cascade" and shape.gated:
         raise UserError(f"{part} is a cascade, which tests a neuron by its one map, and the model's MLP is gated")
+    known = ", ".join((*PREDICTOR_DTYPES, "none", "relu"))
     if spec.dtype not in PREDICTOR_DTYPES or spec.nonlinearity not in ("none", "relu"):
-        raise UserError(f"{part} has an unknown dtype {spec.dtype} or nonlinearity {spec.nonlinearity}")
+        raise UserError(
+            f"{part} has an unknown dtype {spec.dtype} or nonlinearity {spec.nonlinearity}, known are {known}"
+        )
     if spec.site not in tuple(LayerInput) or spec.reads > spec.key.site:
         raise UserError(f"{part} reads {spec.site} of layer {spec.site_layer}, which is no site before its target")
     if spec.replacement not in (("none", "mean") if spec.target == Target.HEADS else ("none",)):
-        raise UserError(f"{part} has an unknown replacement {spec.replacement} of what is skipped")
+        raise UserError(f"{part} replaces what is skipped by {spec.replacement}; known are none, and mean for heads")
     if spec.d_in != shape.d_model or spec.n_out != shape.units(spec.target):
         need = f"{shape.d_model} -> {shape.units(spec.target)}"
         raise UserError(f"{part} maps {spec.d_in} -> {spec.n_out}, the model needs {need}")

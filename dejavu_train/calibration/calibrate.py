@@ -2,12 +2,12 @@
 
 :func:`measure_curves` does the work, :func:`choose` takes thresholds from its curves and costs nothing.
 
-For every (layer, target) one pass over the rows gives a curve: for each density of a grid the logit threshold that
-selects it, and what that selection keeps. The pass streams: logits are counted in the 65,536 values of fp16, so
-memory is the same for any number of rows, and a quantile is exact to the resolution that the kernels compare at.
-Predictors are rounded to their deployed dtype first, and a cascade's second stage is set before its filter's curve is
-taken. With calibration text, head_losses.py fits heads' predictors to what a skip costs, sensitivity.py adds what each
-density costs in nats, and allocation.py shares the budget out by it.
+For every (layer, target) one pass over the rows gives a curve. It has for each density of a grid the logit threshold
+that selects it, and what that selection keeps. The pass streams, so memory is the same for any number of rows: logits
+are counted in the values that fp16 has. A quantile is exact to the resolution at which kernels compare. Predictors are
+rounded to their deployed dtype first, and a cascade's second stage is set before its filter's curve is taken. With
+calibration text, head_losses.py fits heads' predictors to what a skip costs. Then sensitivity.py adds what each density
+costs in nats, and allocation.py shares the budget out by it.
 
 Letters: N rows, d model width, n units.
 """
@@ -87,7 +87,7 @@ def measure_curves(
         found = [(folder / f"layer_{i:02d}") for i in range(shape.n_layers)]
         targets = [target for target in TARGETS if any((layer / target).is_dir() for layer in found)]
     if not targets:
-        raise UserError(f"there is no predictor in {folder}; train some first")
+        raise UserError(f"there is no predictor in {folder}; python train.py trains them")
     specs: dict[UnitKey, PredictorSpec] = {}
     tensors: dict[str, Tensor] = {}
     predictors: dict[UnitKey, nn.Module] = {}

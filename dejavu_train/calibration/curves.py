@@ -1,7 +1,7 @@
 """Reads logits, labels and contributions, returns curves: for every density its threshold and what it keeps.
 
-The logits of neurons are counted in the 65,536 values of fp16: memory is the same for any number of rows, and a
-quantile is exact to the resolution that the kernels compare at. Heads are few, so their logits are kept whole.
+The logits of neurons are counted in the values that fp16 has. So memory is the same for any number of rows, and a
+quantile is exact to the resolution at which kernels compare. Heads are few, so their logits are kept whole.
 
 Letters: N rows, n units.
 """

@@ -1,8 +1,8 @@
 """Reads calibrate windows, returns nats: how much loss each layer and target costs when it alone is sparse.
 
 The loss of a density is measured as the divergence KL(dense || sparse) of the next-token distributions, in nats per
-token. Its expectation under the model's own text is the increase of the cross-entropy, and it scatters far less than
-a difference of two cross-entropies, so a few thousand tokens are enough to share out a budget.
+token. Its expectation under the model's own text is the increase of the cross-entropy. It scatters far less than a
+difference of two cross-entropies, so a few thousand tokens are enough to share out a budget.
 
 The dense pass is done once per window. A layer is then rerun from its recorded input, all densities as one batch,
 together with the layers above it. The layers below are dense and stay as they were. This halves the work, and needs

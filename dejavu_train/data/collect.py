@@ -1,8 +1,8 @@
 """Reads text and a dense model, writes activation shards: what the predictors learn from.
 
 Windows of text go through the unchanged model in batches. Hooks hand over each layer's hidden states while the next
-layer computes, and one thread writes them, so neither a layer nor a shard is ever held in memory. A run that was
-killed makes the same plan again, keeps the shards that are complete and redoes the one that is not.
+layer computes, and one thread writes them. So neither a layer nor a shard is ever held in memory. A run that was killed
+makes the same plan again, keeps the shards that are complete and redoes the one that is not.
 """
 
 import logging

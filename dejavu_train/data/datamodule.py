@@ -1,12 +1,12 @@
 """Reads activation shards, writes nothing: shuffled batches for one predictor.
 
-Single random rows are what makes HDF5 slow, so whole blocks (chunks of rows) are drawn in random order, a pool of them
-is held, its rows are shuffled, and batches are cut from it. Every rank and worker takes an equal stretch of the
-shuffled sequence, so that all have the same number of batches and none waits for another. What is read in order, for
+Single random rows are what makes HDF5 slow. So whole blocks (chunks of rows) are drawn in random order. A pool of
+blocks is held, its rows are shuffled, and batches are cut from it. Every rank and worker takes an equal stretch of the
+shuffled sequence. So all have the same number of batches, and none waits for another. What is read in order, for
 validation, is read whole: stretches differ by a row.
 
-Rows that fit into ``memory_gb`` are read once, by several threads, and kept on the training device: then a step is
-bound by neither disk nor bus.
+Rows that fit into ``memory_gb`` are read once, by several threads, and kept on the training device. Then neither disk
+nor bus limits a step.
 """
 
 import time

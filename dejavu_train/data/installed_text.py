@@ -92,8 +92,8 @@ def package_versions() -> dict[str, str]:
 def required_versions() -> dict[str, str]:
     """Version of every distribution in ``PACKAGES`` and of all that they require here, by normalised name, sorted.
 
-    Requirements whose environment markers do not hold, or that are not installed, are passed over, and so are those
-    that only CUDA builds of torch have.
+    Passed over are requirements that are not installed, whose environment markers do not hold, or that only CUDA builds
+    of torch have.
 
     Raises:
         UserError: a package of ``PACKAGES`` is missing.

@@ -1,6 +1,6 @@
 """Reads a dense model, writes text that it wrote itself, as token ids: the default text of predictors.
 
-Text sampled from the model (temperature 1, nothing cut off, from ``</s>``) covers what the model knows, so predictors
+Text sampled from the model covers what the model knows: temperature 1, nothing cut off, from ``</s>`` on. So predictors
 trained on it hold on texts of every kind, and no data set is needed. Quantisation-aware training knows the idea
 (LLM-QAT, arXiv 2305.17888, section 3.1).
 
@@ -162,7 +162,8 @@ def load_samples(
 
 
 def split_rows(rows: np.ndarray) -> dict[str, list[Document]]:
-    """Rows (R, length) of token ids as documents in their sets: of each 25 rows 22 train, 2 calibrate, 1 choose.
+    """Rows (R, length) of token ids as documents in their sets, dealt out row by row: most to train, some to calibrate
+    and to choose.
 
     A document ends where the model wrote ``</s>``. The documents of one row share its set, because each was written
     with those before it in view.

@@ -143,8 +143,8 @@ def shard_path(activations: str | Path, layer: int, index: int) -> Path:
 
 
 def open_shard(path: str | Path, mode: Literal["r", "w"]) -> h5py.File:
-    """A shard's file, without HDF5's locks, which some file systems do not have: writers hold the folder instead
-    (locks.py), and a shard appears whole under its name.
+    """A shard's file, without HDF5's locks, which some file systems do not have. Writers hold the folder (locks.py),
+    and a shard appears whole under its name.
 
     Raises:
         UserError: the environment asks for locks, and the file system has none.

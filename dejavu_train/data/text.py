@@ -1,7 +1,7 @@
 """Reads text sources, writes nothing: documents, their four disjoint sets, and windows of token ids.
 
-A document's set follows from a fixed hash of its source and name, so that two runs on two machines agree on what was
-trained on and what was held out without exchanging anything.
+A document's set follows from a fixed hash of its source and name. So runs on two machines agree on what was held out,
+and exchange nothing.
 """
 
 import dataclasses
@@ -82,8 +82,8 @@ class TextSource:
 
     source: str | dict[str, Any] = SELF
     """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local
-    .txt or .jsonl file (also .gz, .xz), a hub dataset such as allenai/c4, or class_path and init_args of a text of
-    one's own, see docs/guides/extend.md."""
+    .txt or .jsonl file (also .gz, .xz), a hub dataset such as allenai/c4, or class_path and init_args of your
+    own text, see docs/guides/extend.md."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None
@@ -199,8 +199,8 @@ _NEXT_BEST = [re.compile(pattern) for pattern in (r"[\n\r\f]", r"(?<=[.!?])\s", 
 def cut_plain_text(text: str) -> list[Document]:
     """Cut plain text at blank lines into numbered documents of at least 4,000 characters (the last may be shorter).
 
-    Where no blank line comes within 40,000 characters it is cut at the next line's end, else behind a sentence, else
-    between two words, else there.
+    Where no blank line comes within 40,000 characters, the cut is at the end of a line. Without one it is behind a
+    sentence, else between two words, else there.
     """
     documents: list[Document] = []
     start = 0
@@ -335,7 +335,7 @@ def load_documents(source: TextSource) -> tuple[list[Document], dict[str, str]]:
 
 
 def split_of(source_key: str, name: str) -> str:
-    """The set of a document: of 100, 76 train, and 8 each of calibration, val and test."""
+    """The set of a document: 76 % are of train, the others equally of calibration, val and test."""
     draw = int.from_bytes(hashlib.sha256(f"split-v1|{source_key}|{name}".encode()).digest()[:8], "big") % 100
     return "train" if draw < 76 else SETS[1 + (draw - 76) // 8]
 

@@ -1,9 +1,9 @@
 """The decode engine: reads an OPT and a bundle, writes tokens. A whole step, sampling included, is one CUDA graph.
 
-Dense and sparse come from the same code: a layer without a predictor runs densely. All state (tokens, positions,
-watermarks, counts, seeds, what is forced and what is sampled) lives in device tensors, so one captured step serves
-prompts, generation and scoring of any length, and a reset only writes tensors. Rows of a batch have their own lengths.
-Two sets of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
+Dense and sparse come from the same code: a layer without a predictor runs densely. All state lives in device tensors:
+tokens, positions, watermarks, counts, seeds, what is forced and what is sampled. So one captured step serves prompts,
+generation and scoring of any length, and a reset only writes tensors. Rows of a batch have their own lengths. Two sets
+of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,10 @@ class DecodeEngine(Session):
         codes: frozenset[UnitKey] = frozenset()
         if not given_predictors:
             if not shape.has_layers_of(getattr(bundle, "shape", shape)):
-                raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {shape}")
+                raise UserError(
+                    f"the bundle belongs to another shape, {bundle.shape}, the model has {shape}; give the bundle of"
+                    " this model"
+                )
             codes = read_as_codes(bundle, dtype, options.batch)
             facts = facts_of(bundle, codes, dtype_name(dtype), options.batch)
         plan = plan_step(shape, facts, model.formats if given else formats_of(model, dtype), options, engine)

@@ -64,7 +64,8 @@ def plan_step(
     limit = dims.max_positions
     if options.context is not None and not 2 <= options.context <= limit:
         raise UserError(
-            f"a context of {options.context} tokens does not fit: this model has positions for 2 to {limit}"
+            f"a context of {options.context} tokens does not fit: this model has positions for 2 to {limit};"
+            " choose less, or leave context out"
         )
     batch, context = options.batch, options.context or limit
     if engine is Engine.CPU:
@@ -293,8 +294,8 @@ class _Chooser:
     def _heads_selected(self) -> tuple[bool, str]:
         """Whether attention reads the selected heads only, instead of computing K/V of all heads and masking.
 
-        Every row of several brings its own missing positions: at 8 rows they cost what the skipped heads saved from
-        20 % (d = 4096: 65 us against 66) or 31 % of the heads a row on (9216: 215 against 217).
+        Every row of several brings its own missing positions. At 8 rows they cost what skipped heads save, from about a
+        quarter of the heads a row on.
         """
         if self.batch == 1:
             return True, "one row reads the heads that it selects"
@@ -388,8 +389,8 @@ def read_as_codes(bundle: Any, dtype: torch.dtype, rows: int) -> frozenset[UnitK
 def carveout(halves: Sequence[HalfPlan], packed: bool) -> int:
     """Percent of shared memory that is best for a step, by whole steps at four widths (`launch.share_carveout`).
 
-    One H200, 85 % of the heads: 6.7B takes 1.42 ms at 50 % and 1.31 at 75 %, 66B 6.49 at both. Dense 6.7B 1.90 ms at
-    50 % and 2.05 at 75 %.
+    On an H200 sparse steps of small models are faster with the larger share, dense ones with the smaller. Large models
+    do not care.
     """
     heads = any(half.place is not None or half.kernels is Kernels.QKV_WITH_PREDICTOR for half in halves[::2])
     if packed:

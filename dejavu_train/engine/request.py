@@ -201,5 +201,7 @@ def starts_of(sparse_from: int | Tensor, n_rows: int, repeats: int = 1) -> list[
     """The first sparse position of each row, rows repeated."""
     starts = [sparse_from] if isinstance(sparse_from, int) else [int(start) for start in sparse_from.reshape(-1)]
     if n_rows % len(starts):
-        raise UserError(f"sparse_from has {len(starts)} rows, the batch has {n_rows}")
+        raise UserError(
+            f"sparse_from has {len(starts)} rows, the batch has {n_rows}; give one number, or one for each row"
+        )
     return [start for start in starts for _ in range(n_rows * repeats // len(starts))]

@@ -180,7 +180,8 @@ class Session(ABC):
         """
         lengths = [len(row) for row in rows]
         if not rows or min(lengths) < 2:
-            raise UserError("scoring needs rows of at least 2 tokens: the first is given, the others are scored")
+            least = min(lengths, default=0)
+            raise UserError(f"scoring needs rows of at least 2 tokens, of which the first is given; got one of {least}")
         starts = per_row(sparse_from, lengths)
         result: list[Tensor] = []
         for first in range(0, len(rows), self.batch):

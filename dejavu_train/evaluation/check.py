@@ -69,11 +69,11 @@ def check(config: InferConfig) -> None:
     shape = read_dims(config.model, config.revision)
     check_folder(config.model, shape)
     if config.window - 1 > shape.max_positions:
-        raise UserError(f"--window {config.window} exceeds the model's {shape.max_positions} positions")
+        raise UserError(f"--window {config.window} exceeds the model's {shape.max_positions} positions; choose less")
     if config.timing and config.prompt + config.new_tokens > shape.max_positions:
         raise UserError(
             f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the model has"
-            f" {shape.max_positions} positions"
+            f" {shape.max_positions} positions; choose less"
         )
     if config.generate is not None and config.new_tokens >= shape.max_positions:
         raise UserError(

@@ -63,7 +63,7 @@ class InferConfig(TextConfig):
     text: str | tuple[str, ...] = INSTALLED
     """SOURCE or NAME=SOURCE, one or several: installed-..., a .txt or .jsonl file, a hub dataset."""
     own_text: dict[str, Any] | None = None
-    """class_path and init_args of a text of one's own, scored before the others: docs/guides/extend.md."""
+    """class_path and init_args of a text of your own, scored before the others: docs/guides/extend.md."""
     tokens: int | None = 8000
     """How many to score of each text; null: all; 0: none."""
     window: int = 512

@@ -58,10 +58,12 @@ class GenerationOptions(TextOptions):
             if not getattr(self, name):
                 raise UserError(f"--{name} is empty; name one")
         check_ranges(self, "--", {"densities": SHARE, "head_density": SHARE})
-        if self.temperature <= 0 or not 0 < self.top_p <= 1:
-            raise UserError("--temperature must lie above 0, --top_p above 0 and at most at 1")
+        if self.temperature <= 0:
+            raise UserError(f"--temperature must lie above 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top_p must lie above 0 and at most at 1, got {self.top_p}")
         if 0 in self.every:
-            raise UserError("--every must name no 0: the rows without a guard are always there")
+            raise UserError("--every must be at least 2, got 0; leave it out, rows without a guard are always there")
         for every in self.every:
             Guard(every=every)
 
@@ -97,7 +99,7 @@ class AskedOptions:
         if self.limit is not None and self.limit < 1:
             raise UserError(f"--limit must be at least 1, got {self.limit}")
         if not self.shots or min(self.shots) < 0:
-            raise UserError("--shots must be numbers of examples, such as [0, 5]")
+            raise UserError(f"--shots must be numbers of examples, such as [0, 5], got {self.shots}")
         if not self.tasks and not self.texts:
             raise UserError("--tasks and --texts are both empty; name one")
         if self.batch_size != "auto" and not (isinstance(self.batch_size, int) and self.batch_size > 0):

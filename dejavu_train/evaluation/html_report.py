@@ -87,7 +87,9 @@ def read_results(folder: str | Path) -> Results:
         try:
             observations = [_observation(stored, one) for one in observed["observed"]]
         except (KeyError, TypeError, OSError, ValueError) as error:
-            raise UserError(f"{stored} is not as it was written ({error}); observe anew") from None
+            raise UserError(
+                f"{stored} is not as it was written ({error}); make it anew with python -m papers.deja_vu.observe"
+            ) from None
     try:
         tasks = {path: _task_table(folder / path) for path in TASKS if (folder / path).is_file()}
         drawn = folder / "paper" / "fig7.svg"
@@ -98,9 +100,11 @@ def read_results(folder: str | Path) -> Results:
     except UserError:
         raise
     except (KeyError, OSError) as error:
-        raise UserError(f"a results file in {folder} lacks {error}; make it anew") from None
+        raise UserError(f"a results file in {folder} lacks {error}; make it anew with infer.py") from None
     except (TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"a results file in {folder} is not as it was written ({error}); make it anew") from None
+        raise UserError(
+            f"a results file in {folder} is not as it was written ({error}); make it anew with infer.py"
+        ) from None
 
 
 def _svg(path: Path) -> str:

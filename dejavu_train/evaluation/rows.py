@@ -36,7 +36,9 @@ def read_csv(path: Path, kind: type[Any]) -> list[Any]:
         try:
             rows = [kind(**{name: _value(kinds[name], text) for name, text in row.items()}) for row in reader]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path}, line {reader.line_num}: not a row of {kind.__name__} ({error})") from None
+            raise UserError(
+                f"{path}, line {reader.line_num}: not a row of {kind.__name__} ({error}); measure anew"
+            ) from None
     if not rows:
         raise UserError(f"{path} holds no rows; measure anew")
     return rows

@@ -201,7 +201,7 @@ def _check_densities(config: InferConfig, bundle: Bundle) -> None:
 
 
 def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) -> None:
-    """Let an engine that is asked for by name refuse this machine, or predictors of one's own, before anything slow."""
+    """Let an engine that is asked for by name refuse this machine, or predictors of your own, before anything slow."""
     asked = [("--timing_backends", name) for name in (config.timing_backends if config.timing else ())]
     for flag, backend in asked + ([("--backend", config.backend)] if config.generate else []):
         if backend in ("triton", DENSE_ENGINE) and not runs_on(device):
@@ -265,7 +265,7 @@ def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
     ids = torch.tensor([behind_start(tokenizer, str(config.generate), "--generate")])
     room = dense.config.max_position_embeddings
     if ids.shape[1] >= room:
-        raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions")
+        raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions; shorten it")
     return ids
 
 
@@ -357,5 +357,5 @@ def _check_room(config: InferConfig, dense: Any, held: EvalCorpus) -> None:
     if longest < config.prompt or config.prompt + config.new_tokens + WARM_UP > room:
         raise UserError(
             f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the longest window has"
-            f" {longest} tokens, the model {room} positions"
+            f" {longest} tokens, the model {room} positions; choose less"
         )

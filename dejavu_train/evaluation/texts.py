@@ -161,7 +161,7 @@ def _trained_on(name: str, documents: Sequence[Document], trained: dict[str, Any
     seen = sum(sha256_text(document.text)[:16] in known for document in documents)
     if seen:
         logger.warning(
-            "warning: %d of %d documents of %s trained the predictors: its figures are not held-out",
+            "warning: %d of %d documents of %s trained the predictors: its figures are not held-out; give another text",
             seen,
             len(documents),
             name,

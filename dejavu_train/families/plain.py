@@ -44,7 +44,7 @@ def check_calls(model: nn.Module, called: Iterable[nn.Module] = (), itself: bool
     Args:
         itself: whether the model is called too.
     Raises:
-        NotPlain: a hook, an exchanged ``forward`` or a class of one's own around the layers, by the module's name.
+        NotPlain: a hook, an exchanged ``forward`` or a class of your own around the layers, by the module's name.
     """
     path = blocks_of(model)[0].name.split(".")[:-2]  # but for the list of layers
     for name in (".".join(path[:end]) for end in range(1, len(path) + 1)):

@@ -77,7 +77,9 @@ def config_values(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read the config of {folder}: {error}") from None
+        raise UserError(
+            f"cannot read the config of {folder} ({error}); fetch it again, or save the model again"
+        ) from None
     if not isinstance(values, dict):
-        raise UserError(f"cannot read the config of {folder}: config.json must hold keys and values")
+        raise UserError(f"config.json of {folder} must hold keys and values, got {values}; fetch it again")
     return values

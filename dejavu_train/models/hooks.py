@@ -1,11 +1,11 @@
 """Reads the hidden states of a Hugging Face model by hooks, writes nothing: one dict of tensors per layer and forward.
 
-The places are named as in the bundle: ``attn_in`` (after the LayerNorm before attention), ``mlp_in`` (after the
-LayerNorm before the MLP), ``activation`` (what its neurons give), ``head_out`` (each head's output before the output
-projection). The residual stream before attention is ``residual``, before the MLP ``middle``, and what the two add to
-it is ``attn_out`` and ``mlp_out``. Hooks on the modules themselves, not a copy of the forward pass, so that any
-attention implementation, dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that
-layer ends, so nothing of an earlier layer needs to stay in memory.
+The places are named as in the bundle. ``attn_in`` is after the LayerNorm before attention, ``mlp_in`` after the
+LayerNorm before the MLP. ``activation`` is what neurons give, ``head_out`` each head's output before the output
+projection. The residual stream before attention is ``residual``, before the MLP ``middle``. What the two add to it is
+``attn_out`` and ``mlp_out``. Hooks on the modules themselves, not a copy of the forward pass, so that any attention
+implementation, dtype or ``device_map`` of transformers works. A layer's tensors are handed over when that layer ends,
+so nothing of an earlier layer needs to stay in memory.
 
 Letters: B batch, T positions, d model width, f ffn width, h heads, e head width.
 """
@@ -92,8 +92,8 @@ def record(
         on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
             forward pass are kept in the dict that the context yields, by layer.
 
-    The tensors, detached, in the model's dtype and on the layer's device: ``activation`` (B, T, f), ``head_out``
-    (B, T, h, e), all others (B, T, d). Padding is recorded like everything else: the caller knows it.
+    The tensors, detached, in the model's dtype and on the layer's device. ``activation`` is (B, T, f), ``head_out`` (B,
+    T, h, e), all others (B, T, d). Padding is recorded like everything else: the caller knows it.
     """
     recorded = set(places)
     assert recorded <= set(PLACES), f"unknown places {sorted(recorded - set(PLACES))}; known are {PLACES}"

@@ -11,7 +11,7 @@ Rows are units or parts of one, so that what is skipped takes its codes and its 
     down              (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
     LM head           (V, d)            as stored             128 inputs
 
-Eight codes are a word of 32 bits: columns 8 w + 2 i + s of a row lie in word w at bit 4 i + 16 s, as code + 8. Rows are
+Eight codes are a word of 32 bits. Column 8 w + 2 i + s of a row lies in word w at bit 4 i + 16 s, as code + 8. Rows are
 the type that kernels read, from the one module of theirs that needs no triton. An LM head may be `Int8Rows` instead,
 codes from -127 to 127, one a byte.
 

@@ -34,8 +34,8 @@ class RowSizes:
     def stored(self) -> Mapping[str, tuple[int, int]]:
         """The shapes of what a checkpoint holds, by the last part of the names.
 
-        ``weight`` holds the words: transformers without this package then finds a weight of the wrong shape and refuses
-        to load, where it would fill an absent one with random numbers.
+        ``weight`` holds the words. Transformers without this package then finds a weight of the wrong shape, and
+        refuses to load it. An absent weight it would fill with random numbers.
         """
         return {
             "weight": (self.rows, self.columns // COLUMNS_PER_WORD if self.bits == 4 else self.columns),
@@ -55,7 +55,8 @@ def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]
     group = _group(d, name)
     if e % COLUMNS_PER_WORD:
         raise UserError(
-            f"the heads of {name} are {e} wide: 4-bit rows of the out-projection need a multiple of {COLUMNS_PER_WORD}"
+            f"the heads of {name} are {e} wide: 4-bit rows of the output projection need a multiple of"
+            f" {COLUMNS_PER_WORD}; give weights of float16"
         )
     square, neurons = RowSizes(d, d, group), RowSizes(n, d, group)
     return dict(zip(MATRICES, (square, square, square, RowSizes(h * d, e, e), neurons, neurons), strict=True))
@@ -83,6 +84,7 @@ def _group(d: int, name: str) -> int:
     group = next((group for group in GROUPS if d % group == 0), None)
     if group is None:
         raise UserError(
-            f"the hidden_size of {name} is {d}, which neither 128, 64 nor 32 divides: its rows have no 4-bit form"
+            f"4-bit rows need a hidden_size that one of {', '.join(map(str, GROUPS))} divides, {name} has {d}; give"
+            " weights of float16"
         )
     return group

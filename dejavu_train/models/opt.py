@@ -110,7 +110,7 @@ def load_opt(
         device_map: as in transformers, for models larger than one GPU. Needs accelerate.
 
     A model whose weights lie in 4 bits (``python -m dejavu_train.quantize``) has a ``CodedLinear`` in the place of each
-    matrix and is in fp32 otherwise, whatever ``dtype`` says: rounded to fp16, its weights would select other units.
+    matrix. Otherwise it is in fp32, whatever ``dtype`` says: rounded to fp16, its weights would select other units.
 
     Raises:
         UserError: nothing there, a model that no family runs, weights that cannot be read or do not fit the config, or
@@ -147,7 +147,7 @@ def load_with_info(
         dense, config = _dense(values)
         model, info = dense.from_pretrained(folder, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"cannot load the weights of {name}: {first_line(error)}") from None
+        raise UserError(f"cannot load the weights of {name} ({first_line(error)}); fetch or save them again") from None
     except SafetensorError as error:
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
     model.config.name_or_path = name  # a hub id as it was given, not the folder of the cache
@@ -176,7 +176,10 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: str) ->
     tied = bool(getattr(model.config, "tie_word_embeddings", True))  # then the head is the embedding, and not stored
     missing = [key for key in info["missing_keys"] if key != HEAD or not tied]
     if missing or info["mismatched_keys"]:
-        raise UserError(f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}")
+        raise UserError(
+            f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}; give the"
+            " config that belongs to them"
+        )
     surplus = sorted(key for key in info["unexpected_keys"] if ".layers." in key)
     if surplus:
         raise UserError(
@@ -319,8 +322,8 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
 
 
 def has_hash(name: str, wanted: str, revision: str | None = None) -> bool:
-    """Whether a model's stored weights have the hash ``wanted``: that of :func:`weight_hash`, or one that an earlier
-    version made over the names and dtypes as they are stored, in this container or the other.
+    """Whether a model's stored weights have the hash ``wanted``: that of :func:`weight_hash`, or one of an earlier
+    version. Such a one was made over names and dtypes as they are stored, in this container or the other.
 
     Raises:
         UserError: as :func:`weight_hash`.

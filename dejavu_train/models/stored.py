@@ -156,7 +156,9 @@ def loaded_files(folder: Path) -> list[Path]:
         files = [folder / part for part in shards(folder / candidate)]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            raise UserError(f"the model folder {folder} lacks {absent[0]}, which its index names")
+            raise UserError(
+                f"the model folder {folder} lacks {absent[0]}, which its index names; fetch the model again"
+            )
         if files:
             return files
     others = [name for name in names if name.endswith(".safetensors")]
@@ -269,7 +271,10 @@ def _check_tensors(
     stored = {own: found[name] for own, name in own_names(found, model, embedding_name(expected)).items()}
     missing = sorted(set(expected) - set(stored))
     if missing:
-        raise UserError(f"the weights of {model} lack {len(missing)} tensors of its config, first {missing[:1]}")
+        raise UserError(
+            f"the weights of {model} lack {len(missing)} tensors of its config, first {missing[:1]}; give the config"
+            " that belongs to them"
+        )
     for name, size in expected.items():
         if stored[name].shape != size:
             got = "x".join(map(str, stored[name].shape))
@@ -278,7 +283,10 @@ def _check_tensors(
                     f"{name} of {model} is {got}, as codes of 4 bits are, and config.json has no quantization_config;"
                     " take that file from where the weights are from"
                 )
-            raise UserError(f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}")
+            raise UserError(
+                f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}; give the config that"
+                " belongs to the weights"
+            )
     surplus = sorted(name for name in stored if ".layers." in name and name not in expected)
     if surplus:
         raise UserError(

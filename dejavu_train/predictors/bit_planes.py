@@ -2,11 +2,11 @@
 
 The second stage of a cascade reads the 4 bits a weight of the first for every candidate, and 12 for what passes.
 
-A weight of row i is scale_i * q with an integer q = steps_i * u + l: u in -7..7 is the upper plane, l in -2048..2047
-the lower one. steps says how finely: with 4095 all weights of a row lie within 7.5 steps, with fewer the largest are
-beyond the last one and the others are distinguished better. The lower plane holds what is left in either case, so the
-whole weight is a number of 13 to 16 bits relative to the row's largest. Planes of given scale and steps are a function
-of the weights: quantised again, they give the same integers.
+A weight of row i is scale_i * q with an integer q = steps_i * u + l. The upper plane is u in -7..7, the lower one l in
+-2048..2047. steps says how finely u is cut: with 4095 all weights of a row lie within its range. With fewer steps the
+largest lie beyond the last one, and the others are told apart better. The lower plane holds what is left in either
+case. So the whole weight has 13 to 16 bits relative to the row's largest. Planes of given scale and steps are a
+function of the weights: quantised again, they give the same integers.
 
 Letters: n neurons, d model width, r some rows.
 """
@@ -92,8 +92,8 @@ def input_levels(x: Tensor) -> tuple[Tensor, Tensor]:
 class SecondStage:
     """The sharper test of a cascade: a neuron passes where its pre-activation by the upper plane exceeds its threshold.
 
-    The test is in whole numbers, of the plane and of the rounded input: their sums are exact in fp32 up to widths of
-    18,000, so that every backend decides alike whatever the order of its sums. bias, stage2_threshold: (n,) fp32.
+    The test is in whole numbers, of the plane and of the rounded input. Their sums are exact in fp32 up to widths of
+    18,000. So every backend decides alike, whatever the order of its sums. bias, stage2_threshold: (n,) fp32.
     """
 
     planes: BitPlanes

@@ -26,7 +26,7 @@ def import_predictor(value: Any, key: str) -> PredictorClass:
     """
     kind = import_named(value, key)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise UserError(f"{key}.class_path {value['class_path']} is no torch.nn.Module")
+        raise UserError(f"{key}.class_path {value['class_path']} is no torch.nn.Module; name a class of one")
     return kind
 
 
@@ -88,7 +88,10 @@ def load_custom(predictor: nn.Module, tensors: Mapping[str, Tensor], where: str)
         predictor.load_state_dict(own)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{where}: the stored tensors do not fit {type(predictor).__name__}: {reason}") from None
+        name = type(predictor).__name__
+        raise UserError(
+            f"{where}: the stored tensors do not fit {name} ({reason}); pass the class that was trained"
+        ) from None
     return predictor
 
 

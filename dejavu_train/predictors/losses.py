@@ -110,7 +110,7 @@ def get_loss(named: str | dict[str, Any], key: str = "loss") -> Loss:
     """The loss called ``named``, or the function or instance of the class that its ``class_path`` names.
 
     Args:
-        named: of a loss of one's own ``{"class_path": ..., "init_args": {...}}``.
+        named: of a loss of your own ``{"class_path": ..., "init_args": {...}}``.
         key: of the configuration, for messages.
 
     Raises:

@@ -1,9 +1,9 @@
 """Rounds weights to int8 or int4 with one scale per row, packs nibbles, and trains through the rounding.
 
-int4 codes lie in -7..7. Byte j of a packed row holds column j in its low nibble and column j + ceil(columns / 2) in its
-high one, each as code + 8: a kernel then multiplies two contiguous halves of its input and nothing is interleaved.
-The scale of int4 is the one of a few clipped ranges whose squared error is least. It is kept in fp16, where int8 has
-fp32, because half a byte a weight makes four bytes a row count.
+int4 codes lie in -7..7. Byte j of a row holds column j in its low half, and column j + ceil(columns / 2) in its high
+half, each as code + 8. A kernel then multiplies two contiguous halves of its input, and nothing is interleaved. The
+scale of int4 is the one of a few clipped ranges whose squared error is least. It is kept in fp16, where int8 has fp32,
+because half a byte a weight makes four bytes a row count.
 """
 
 from collections.abc import Callable

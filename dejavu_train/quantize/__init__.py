@@ -11,11 +11,11 @@ A layer is read from disk, quantised and written before the next one is read. Th
 along. So a model is never in memory as a whole, in any dtype. What is needed at once is one layer in fp32, two hidden
 states a token, and some copies of the second moments of neurons.
 
-Which rows the six matrices are made of stands in ``models/int4.py``: units of the sparse model are rows, so that what
+Which rows the six matrices are made of stands in ``models/int4.py``. Units of the sparse model are rows, so that what
 is skipped takes its codes and scales with it. That is why the quantisers are our own. The libraries that quantise for
-transformers (gptqmodel, llm-compressor with compressed-tensors, torchao) put groups along a matrix's inputs only.
-Here the groups of the map out of the neurons lie along its outputs. A column's scales are chosen as GPTQ reaches it.
-Scales may be negative. The out-projection's group is a head. Their checkpoints are read, see ``foreign.py``.
+transformers (gptqmodel, llm-compressor with compressed-tensors, torchao) put groups along a matrix's inputs only. Here
+the groups of the map out of the neurons lie along its outputs. A column's scales are chosen as GPTQ reaches it. Scales
+may be negative. The out-projection's group is a head. Their checkpoints are read, see ``foreign.py``.
 
 Loading is transformers' own work: ``models/int4_quantizer.py`` tells it how.
 """

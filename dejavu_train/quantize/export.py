@@ -74,7 +74,10 @@ def export(config: ExportConfig) -> dict[str, float]:
     if shape.head_dim % group:  # the out-projection is rounded anew in any case: groups as wide as the other matrices'
         group = layouts[UP].sizes.group
     if shape.d_ffn % group:
-        raise UserError(f"{config.model} has {shape.d_ffn} neurons a layer; GPTQ groups of {group} do not divide them")
+        raise UserError(
+            f"{config.model} has {shape.d_ffn} neurons a layer, which GPTQ groups of {group} do not divide;"
+            " a GPTQ checkpoint of it cannot be written"
+        )
     errors: dict[str, list[float]] = {part: [] for part in layouts}
     with folder_aside(config.output) as folder, Progress("exporting", shape.n_layers, "layer") as progress:
         kept = [name for name in source if ".layers." not in name and name not in coded]

@@ -6,9 +6,9 @@
     compressed-tensors   weight_packed (n, m / 8) int32, weight_scale (n, groups); pack-quantized, symmetric, int
     bitsandbytes         NF4: weight uint8 in blocks of 64, absmax in 8 bits with scales of its own or in fp32
 
-Codes that lie around a zero point of 8, or mirrored around 7, in groups that our rows can have are taken over as they
-are. Every other matrix is dequantised, to be quantised anew. A matrix that was left out of the quantisation is a weight
-alone, and is read as it is. Nothing of these packages is imported.
+Codes are taken over as they are where their groups are such as our rows can have. They lie around a zero point of 8, or
+mirrored around 7. Every other matrix is dequantised, to be quantised anew. A matrix that was left out of the
+quantisation is a weight alone, and is read as it is. Nothing of these packages is imported.
 
 Letters: n outputs, m inputs.
 """
@@ -139,7 +139,9 @@ def _around_zero(stored: Tensor, zeros: Tensor, scales: Tensor) -> Decoded:
 
 def _require(condition: bool, method: str, what: str) -> None:
     if not condition:
-        raise UserError(f"of {method} checkpoints {what} is not read")
+        raise UserError(
+            f"of {method} checkpoints {what} is not read; quantise the model in 16 bits from which it was made"
+        )
 
 
 def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:

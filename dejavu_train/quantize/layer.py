@@ -169,8 +169,8 @@ class LayerQuantizer:
 class Moments:
     """Sums over inputs (tokens, m), in their dtype: of themselves, (m,), and of their products with each other, (m, m).
 
-    Both are of the inputs less the mean of the first ones: of inputs as they are, whose means are far larger than their
-    deviations, a difference of large sums would be left, and of many tokens more rounding than what lies between.
+    Both are of the inputs less the mean of the first ones. Means of inputs are far larger than their deviations.
+    Without the shift a difference of large sums would be left, and of many tokens more rounding than difference.
     """
 
     def __init__(self) -> None:

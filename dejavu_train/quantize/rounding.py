@@ -1,8 +1,8 @@
 """Rounds groups of weights to 4 bits: the scale of least squared error, of either sign. The yardstick for GPTQ.
 
-Codes run from -8 to 7. A scale of the sign that puts -8 on the larger extreme reaches 8 steps there and 7 on the other
-side. A smaller one clips what lies beyond and rounds the rest more finely. Both signs and some ranges are tried.
-An LM head may have 8 bits, where the largest weight's own scale is near enough.
+Codes run from -8 to 7. A scale of the sign that puts -8 on the larger extreme reaches one step further there than on
+the other side. A smaller one clips what lies beyond and rounds the rest more finely. Both signs and some ranges are
+tried. An LM head may have 8 bits, where the largest weight's own scale is near enough.
 """
 
 import functools

@@ -46,7 +46,7 @@ class StoredTensors:
     def __getitem__(self, name: str) -> Tensor:
         """Raises :class:`UserError` for a tensor that is not there."""
         if name not in self._files:
-            raise UserError(f"the weights of {self.model} lack the tensor {name}")
+            raise UserError(f"the weights of {self.model} lack the tensor {name}; fetch or save them again")
         file, stored_name = self._files[name]
         if file.suffix != ".safetensors":
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)[stored_name].clone()

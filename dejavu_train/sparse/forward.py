@@ -55,7 +55,8 @@ class Given:
         if self.input_ids is not None:
             self.input_ids = as_rows(self.input_ids)
         if self.past_key_values is not None and not isinstance(self.past_key_values, Cache):
-            raise UserError(f"past_key_values must be a Cache, got {type(self.past_key_values).__name__}")
+            got = type(self.past_key_values).__name__
+            raise UserError(f"past_key_values must be a Cache, got {got}; see model.new_cache()")
 
     @property
     def tokens(self) -> Tensor:

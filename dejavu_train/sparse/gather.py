@@ -41,9 +41,9 @@ class GatherDecoder:
         model: its maps out of neurons and heads are re-laid in place (same values, other strides). Adapters are
             merged into copies.
         bundle: predictors and thresholds.
-        kv_policy: what happens to K and V of heads that were skipped: ``backfill`` computes them when the head is
-            selected again (exact), ``always`` computes K and V of all heads at every step (exact, reads more),
-            ``stale`` leaves them out of the attention (inexact, for study).
+        kv_policy: what happens to K and V of heads that were skipped. ``backfill`` computes them when the head is
+        selected again, and is exact. ``always`` computes K and V of all heads at every step: exact, and reads more.
+        ``stale`` leaves them out of the attention: inexact, for study.
         guard: every N-th sparse column is dense and moves thresholds, see ``bundle/guard.py``.
     Raises:
         NotPlain: a module that must be called, and whose rows are read instead.

@@ -51,7 +51,10 @@ def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
     if isinstance(start, Tensor):
         start = start.to(positions.device).reshape(-1)
         if positions.shape[0] % len(start):
-            raise UserError(f"sparse_from has {len(start)} rows, the batch has {positions.shape[0]}")
+            raise UserError(
+                f"sparse_from has {len(start)} rows, the batch has {positions.shape[0]}; give one number, or one for"
+                " each row"
+            )
         # Beam search and several returned sequences repeat every row.
         start = start.repeat_interleave(positions.shape[0] // len(start))[:, None]
     return positions >= start
@@ -169,8 +172,8 @@ def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, voc
         inputs, kwargs: of ``generate``. pad: the padding token, which transformers looks for where no mask is given.
         vocab_size: token ids lie below. limit: positions of the model.
     Raises:
-        UserError: no tensor of token ids, an id outside the vocabulary, more tokens than positions, a mask of another
-            shape or with an empty row, a cache that holds the whole prompt.
+        UserError: no tensor of token ids, an id outside the vocabulary, or more tokens than positions. A mask of
+    another shape or with an empty row, or a cache that holds the whole prompt.
     """
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
@@ -200,14 +203,15 @@ def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, voc
             raise UserError(f"attention_mask must be {allowed}, got {_kind(mask)}")
         counts = (mask != 0).sum(dim=1)
         if not counts.all():
-            raise UserError(f"row {int(counts.argmin())} of attention_mask is 0 everywhere, so its prompt is empty")
+            row = int(counts.argmin())
+            raise UserError(f"row {row} of attention_mask is 0 everywhere; give its prompt at least </s> (id 2)")
         columns, tokens = mask.shape[1], int(counts.max())
     if tokens > limit:
         raise UserError(f"the prompt has {tokens} tokens and the model {limit} positions; shorten the prompt")
     if past and columns == new and new <= past:
         raise UserError(
-            f"the cache holds {past} tokens and the prompt has {new}: give the whole text, longer than the cache, or"
-            f" new tokens with an attention_mask of {behind}"
+            f"the cache holds {past} tokens and the prompt has {new}; give the whole text, longer than the cache; or"
+            f" give new tokens, with an attention_mask of {behind}"
         )
 
 

@@ -1,9 +1,9 @@
 """The backend ``mask``: computes everything, then takes out what was not selected. The reference for quality.
 
-Hooks on the Hugging Face model: the maps out of neurons and heads see zeros in place of what is not selected, or the
-mean output of a head where the bundle holds one. A hook acts in the thread or task that has put it there alone.
-Whole sequences at once, any attention implementation, any cache: K and V are computed for all heads, which is what the
-back-fill of the other backends reproduces.
+Hooks on the Hugging Face model. The maps out of neurons and heads see zeros in place of what is skipped. Where the
+bundle holds a head's mean output, they see that. A hook acts in the thread or task that has put it there alone. Whole
+sequences are computed at once, with any attention implementation and any cache. K and V are computed for all heads,
+which is what the back-fill of the other backends reproduces.
 
 Letters: B batch, T positions, n units.
 """

@@ -10,8 +10,8 @@ Four backends select the same units, but that ``triton`` has no second stage and
 ``torch.compile`` leaves ``gather`` as it is, because its sizes follow from the tokens. ``torch.export`` is refused.
 
 ``auto`` takes the engine where it runs here, else ``gather``. A call that the engine refuses then runs through
-``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, one
-per row, or ``"prompt"`` for a dense prompt and sparse generation, as in the paper.
+``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, or
+one for each row. ``"prompt"`` is a dense prompt and sparse generation, as in the paper.
 """
 
 import functools
@@ -116,9 +116,8 @@ class SparseCausalLM(_Dense):
         Args:
             ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
             guard: decode every N-th token densely and move thresholds, see :class:`Guard`. ``gather`` and ``triton``.
-                Its thresholds and measurements are state of the model: they go on from one call to the next, until
-                :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype.
-        Raises:
+                Its thresholds and measurements are state of the model, and go on from one call to the next. They end
+        with :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype. Raises:
             UserError: an unknown backend or policy, a backend that cannot run here, or a bundle or backend that cannot
                 be guarded.
         """
@@ -160,7 +159,7 @@ class SparseCausalLM(_Dense):
             device: where the model lies. Ignored when ``device_map`` is given.
             revision: commit or tag of a hub model.
             device_map: as in transformers, for models larger than one GPU.
-            predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of one's own.
+            predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of your own.
             guard: as in :meth:`from_model`.
             torch_dtype: ``dtype`` by its earlier name in transformers.
             keywords: of transformers, as ``sparse/keywords.py`` lists them: those of the hub, ``subfolder``, ``config``
@@ -343,9 +342,10 @@ class SparseCausalLM(_Dense):
         Through ``triton`` every position of whole rows is scored by the engine's steps. No cache comes back.
 
         Raises:
-            UserError: ``gather`` with another cache than a SparseCache, a mask that is not (B, S), or asked for
-                attentions, hidden states or (in the backward pass) gradients. ``mask`` under gradient checkpointing.
-                ``triton`` with any cache, ``use_cache=True``, embeddings or positions. Any under ``torch.export``.
+            UserError: ``gather`` with another cache than a SparseCache, or a mask that is not (B, S). ``gather`` asked
+                for attentions, for hidden states, or for gradients in the backward pass. ``mask`` under gradient
+                checkpointing. ``triton`` with any cache, ``use_cache=True``, embeddings or positions. Any under
+                ``torch.export``.
         """
         given = Given(
             input_ids, attention_mask, past_key_values, inputs_embeds, position_ids, labels, use_cache, logits_to_keep,
@@ -383,9 +383,9 @@ class SparseCausalLM(_Dense):
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As the dense model's.
 
-        ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), stop tokens, minimum and maximum
-        lengths, padded batches of up to 32 rows, several sequences a row, streamers, and ``return_dict_in_generate``
-        (sequences only).
+        ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), with stop tokens, and minimum and
+        maximum lengths. It takes padded batches of up to 32 rows, several sequences a row, streamers, and
+        ``return_dict_in_generate`` (sequences only).
 
         ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on the CPU engine.
         ``draft_length``: 0 to 7 tokens, None = chosen. ``draft_weights="int8"``: the draft's are rounded to 8 bits.

@@ -30,7 +30,7 @@ def make_predictor(config: RunConfig, job: UnitKey, d_in: int, n_out: int) -> nn
 
 
 def predictor_classes(config: RunConfig) -> dict[str, PredictorClass]:
-    """The classes of the predictors of one's own that ``config`` names, by their names.
+    """The classes of the predictors of your own that ``config`` names, by their names.
 
     Raises:
         UserError: one cannot be imported, or is no ``torch.nn.Module``.
@@ -67,8 +67,8 @@ def check_classes(config: RunConfig, shape: ModelDims) -> None:
     """Import and try what the configuration names by class_path, before any long work.
 
     Raises:
-        UserError: what cannot be imported or called so, a predictor whose logits have another shape than
-            (..., n_out), a loss that gives no scalar with a gradient, a setting for low-rank predictors only.
+        UserError: a class that cannot be imported or called so. A predictor whose logits have another shape than (...,
+    n_out). A loss that gives no scalar with a gradient, or a setting for low-rank predictors only.
     """
     check_low_rank_only(config)
     if isinstance(config.text.source, dict):

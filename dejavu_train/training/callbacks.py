@@ -35,8 +35,8 @@ class SaveLast(Checkpoint):
     """Saves ``path`` after every validation and epoch, and whenever ``seconds`` have passed. When a signal asks to end,
     saves and ends the fit.
 
-    It is saved behind a step at which neither a validation is due nor an epoch ends, the next one: from there Lightning
-    goes on as if nothing had happened. A fit that was killed and goes on ends with the very same predictor.
+    It is saved behind the next step at which neither a validation is due nor an epoch ends. From there Lightning goes
+    on as if nothing had happened. A fit that was killed and goes on ends with the very same predictor.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:

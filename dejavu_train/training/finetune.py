@@ -1,10 +1,10 @@
 """Tunes neuron predictors inside the sparse model: reads a calibrated bundle and windows of text, returns predictors.
 
 Forward is the true selection, by the bundle's thresholds and second stages. Backward passes through a sigmoid of the
-logit (straight-through). The loss is the divergence of the sparse model's output from the dense model's, so what a miss
-costs is what it does to the output, and every layer sees the errors of earlier ones. A price on the bytes read is
-steered so that they stay what the bundle reads. How they are shared over layers and tokens is learned with the rest.
-Head predictors select as they are calibrated and are not changed. Calibrate again afterwards.
+logit (straight-through). The loss is the divergence of the sparse model's output from the dense model's. So a miss
+costs what it does to the output, and every layer sees the errors of earlier ones. A price on the bytes read is steered
+so that they stay what the bundle reads. How they are shared over layers and tokens is learned with the rest. Head
+predictors select as they are calibrated and are not changed. Calibrate again afterwards.
 
 It takes a GPU to be worth it: on a CPU the minutes are better spent on more steps of training.
 
@@ -60,8 +60,8 @@ class Gate(torch.autograd.Function):
     """values where logit > 0 and ``rest`` elsewhere, and the mean cost of what is kept. Backward as if by a sigmoid.
 
     ``logits`` (..., n) against ``values`` (..., n) or (..., n, e). ``cost`` (..., n) is what one kept unit costs.
-    ``curvature`` (..., n), or 0, is the loss's second derivative along a unit's switch: near the dense model the
-    gradient of what is kept vanishes although dropping it would cost half the curvature, so the gradient of a logit is
+    ``curvature`` (..., n), or 0, is the loss's second derivative along a unit's switch. Near the dense model the
+    gradient of what is kept vanishes, although dropping it would cost half the curvature. So the gradient of a logit is
     f(1) - f(0) = f'(s) + (1/2 - s) f'', not f'(s).
     """
 
@@ -204,7 +204,7 @@ def finetune(
     """
     sparse = {key: spec for key, spec in bundle.specs.items() if key[1] == Target.MLP and not spec.dense}
     if not sparse:
-        raise UserError("tune.steps: every MLP of the bundle is dense, there is nothing to tune; ask for fewer bytes")
+        raise UserError("tune.steps: every MLP of the bundle is dense; ask for fewer bytes, or set tune.steps to 0")
     if any(spec.threshold is None for spec in sparse.values()):
         raise UserError("tune.steps needs thresholds; set calibrate.selection to threshold")
     if not windows:

@@ -7,8 +7,8 @@
     checkpoints/                            best.ckpt and last.ckpt, gone when the job is finished
 
 Jobs are independent. With one device a job runs in this process. With several it runs in a child process of its own,
-because a script under DDP is executed again by every rank, and nothing but the fit may happen there:
-``dejavu_train.job_process`` is its command.
+whose command is ``dejavu_train.job_process``. For under DDP every rank executes the script again, and nothing but the
+fit may happen there.
 """
 
 import contextlib
@@ -161,7 +161,8 @@ def deployed_density(config: RunConfig, job: UnitKey, activations: Path) -> floa
 def second_moments(
     site: ShardReader, name: str, own: ShardReader | None = None, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Of a site's first rows x: (d, d) mean of x x', and with ``own`` that of y x' for the same rows y of its mlp_in.
+    """Of a site's first rows x the mean of x x' (d, d). With ``own`` also that of y x', for the same rows y of its
+    mlp_in.
 
     Returns: both float64, computed on ``device``. Without ``own`` the second is the first.
     """
@@ -278,7 +279,7 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
     except (MisconfigurationException, ValueError) as error:
         if isinstance(error, ValueError) and "`val_check_interval`" not in str(error):
             raise
-        raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
+        raise UserError(f"the trainer's arguments do not fit ({first_line(error)}); see --trainer.help") from None
     except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         if resume is None or trainer.global_step > 0:
             raise

@@ -76,7 +76,7 @@ def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -
 
 
 def _wandb_run(given: Mapping[str, Any], group: str, name: str) -> dict[str, Any]:
-    """Group and id of a job's run: it goes on with the run of its id when it is resumed, and shares it with no other.
+    """Group and id of a job's run. A job that is resumed goes on with the run of its id, and shares it with no other.
 
     In a sweep the summary is the trial's own run, and the trial is part of every other id.
     """

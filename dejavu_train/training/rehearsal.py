@@ -69,7 +69,7 @@ def rehearse(config: RunConfig, job: UnitKey) -> None:
         except UserError:
             raise
         except (MisconfigurationException, ModuleNotFoundError, RuntimeError, ValueError) as error:
-            raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
+            raise UserError(f"the trainer's arguments do not fit ({first_line(error)}); see --trainer.help") from None
 
 
 def _module() -> LitPredictor:

@@ -1,7 +1,7 @@
 """Builds the Lightning Trainer of one job: what the configuration says, and what every job needs.
 
 The section ``trainer`` of the configuration is a plain mapping until :func:`resolved_arguments` has Lightning's own
-signature read it, so that a mistake elsewhere is reported before Lightning, which takes seconds, is imported.
+signature read it. So a mistake elsewhere is reported before Lightning is imported, which takes seconds.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class _TrainerParser(Parser, LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         found = WRONG_VALUE.match(message)
         if found is None:
-            raise UserError(f"the trainer's arguments do not fit: {message}") from None
+            raise UserError(f"the trainer's arguments do not fit ({message}); see --trainer.help") from None
         lines = [line.strip().removeprefix("- ") for line in message.splitlines() if line.lstrip().startswith("- ")]
         reasons = [line for line in lines if "<class" not in line] or ["of the wrong type"]
         value = textwrap.shorten(found[2], 120)
@@ -209,11 +209,11 @@ def build_trainer(
     except UserError:
         raise
     except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
-        raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
+        raise UserError(f"the trainer's arguments do not fit ({first_line(error)}); see --trainer.help") from None
 
 
 def count_epochs(trainer: lightning.Trainer, batches: int) -> int:
-    """In how many epochs of so many batches the steps of a fit will be over, which callbacks ask for: SWA begins at a
+    """In how many epochs of so many batches the steps of a fit will be over. Callbacks ask for it: SWA begins at a
     share of them.
 
     A scheduler of accumulation changes how many steps an epoch has. The number then stays open, -1.
@@ -234,7 +234,7 @@ def _made(arguments: dict[str, Any], **ours: Any) -> lightning.Trainer:
     try:
         return lightning.Trainer(**arguments, **ours)
     except TypeError as error:  # so Lightning refuses a number of devices
-        raise UserError(f"the trainer's arguments do not fit: {first_line(error)}") from None
+        raise UserError(f"the trainer's arguments do not fit ({first_line(error)}); see --trainer.help") from None
 
 
 def _build(value: Any) -> Any:

@@ -8,7 +8,7 @@ Definitions, with y the residual stream before a block, MHA and MLP each behind 
 - ``skip k/n``: of every n consecutive blocks the last k are left out. ``skip 1/2`` is every second, ``skip 1/4`` every
   fourth. Which blocks the paper leaves out we could not read. This choice is ours.
 
-Modules keep their places and their hooks, so ``mask`` works within: a skipped block still passes its input through its
+Modules keep their places and their hooks, so ``mask`` works within. A skipped block still passes its input through its
 LayerNorms, because predictors of later blocks may read them. For whole sequences without a cache.
 """
 

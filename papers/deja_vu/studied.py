@@ -105,8 +105,8 @@ class StudiedOPT(SparseOPTForCausalLM):
 def densities_for(sparsity: float, shape: ModelDims) -> tuple[float, float]:
     """Densities of MLPs and heads at which ``sparsity`` of all blocks' weights is not read, predictors excluded.
 
-    MLPs are sparser than heads in the ratio of the paper's Table 4 (85 : 50), and at most 95 %. From there on heads
-    take the rest.
+    MLPs are sparser than heads, in the ratio of the paper's `Table 4`, and at most 95 %. From there on heads take the
+    rest.
 
     >>> shape = ModelDims(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, max_positions=64)
     >>> [round(density, 3) for density in densities_for(0.75, shape)]

@@ -70,7 +70,7 @@ class PaperConfig(AskedOptions, ModelConfig):
         for structure in self.structures:
             check_structure(structure)
         if any(not 0 < sparsity <= 0.95 for sparsity in self.sparsities):
-            raise UserError("--sparsities must lie above 0 and at most at 0.95")
+            raise UserError(f"--sparsities must lie above 0 and at most at 0.95, got {list(self.sparsities)}")
         super().check()
 
 

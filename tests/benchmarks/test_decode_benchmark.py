@@ -44,7 +44,8 @@ def test_the_required_cells_are_there():
 
 
 def test_bytes_of_a_cell():
-    """66B: 64 layers of 12 d^2 weights in fp16, and 2 d values a position and layer for K and V, d for kept inputs."""
+    """A layer of 66B has 12 d^2 weights in fp16. A position has 2 d values for K and V in a layer, and d for kept
+    inputs."""
     d = SHAPES["66b"].d_model
     assert bytes_needed(SHAPES["66b"], 1, 100) - bytes_needed(SHAPES["66b"], 1, 0) == 100 * 64 * 3 * d * 2
     assert 130e9 < bytes_needed(SHAPES["66b"], 1, 0) < 133e9

@@ -26,7 +26,7 @@ def coded(d_model=128, n_heads=4, head=False):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """2 layers, d_model 128, 4 heads, rounded to 4 bits."""
+    """The tiny OPT, but of width 128, rounded to 4 bits."""
     parent = tmp_path_factory.mktemp("coded")
     dense = save_tiny_opt(parent / "dense", hidden_size=128, word_embed_proj_dim=128)
     quantise(QuantizeConfig(model=str(dense), output=str(parent / "int4"), quantizer="rtn", device="cpu"))

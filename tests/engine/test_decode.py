@@ -170,7 +170,7 @@ def test_a_step_that_fails_while_it_is_captured_changes_nothing(model):
 
 @pytest.mark.parametrize("options", [{}, {"cascade": True}, {"lookahead": 1, "means": True, "relu": True}], ids=str)
 def test_a_layer_that_computes_all_selects_the_same(model, options, monkeypatch):
-    """Whatever the crossover says, the bundle's selection counts: scores at 1, 8 and 32 rows equal the mask."""
+    """Whatever the crossover says, the bundle's selection counts: scores of one row and of several equal the mask."""
     bundle, rows = random_bundle(model, **options), rows_of(*range(3, 35))
     expected = [masked_nll(model, bundle, row) for row in rows]
     monkeypatch.setattr("dejavu_train.engine.plan.crossover_measured", lambda engine: True)

@@ -201,7 +201,7 @@ def test_replay_equals_eager_bitwise(batch, lookahead, how):
 @pytest.mark.parametrize(("batch", "options"), [(1, {}), (1, {"cascade": True}), (1, {"lookahead": True}), (4, {}),
                                                 (4, {"cascade": True, "means": True})], ids=str)  # fmt: skip
 def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, options):
-    """The measured step is a graph of its own: tokens, thresholds and sums are those of an eager run, bit by bit, and
+    """The measured step is a graph of its own. Tokens, thresholds and sums are those of an eager run, bit by bit, and
     those of plain torch to rounding."""
     sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 4, "ffn_dim": 256}
     folder = str(save_tiny_opt(tmp_path, **sizes))

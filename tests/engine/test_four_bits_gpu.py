@@ -36,11 +36,9 @@ def poison(engine):
 def assert_as_close_as_plain_torch(model, bundle, rows, expected, where, **options):
     """Log-likelihoods (nats) of the kernels and of plain torch on inputs rounded alike, both against the fp32 mask's.
 
-    fp16 moves a logit that stands at a threshold across it, and what comes after follows: of a sparse model with random
-    weights plain torch itself is off by up to 2 nats at single tokens (head dim 64: 0.009 median, 0.12 mean, the
-    kernels 0.006 and 0.12). Sparse is off dense by 1 to 2 nats in the median. Dense, the largest error of 160
-    tokens is bounded by plain torch's own, which depends on the model: 0.099 at head dim 80 and three rows (the kernels
-    0.119), 0.083 with an LM head in 4 bits (0.102).
+    fp16 moves a logit that stands at a threshold across it, and what comes after follows. So plain torch itself is off
+    by up to 2 nats at single tokens of a sparse model with random weights. Sparse is off dense by 1 to 2 nats in the
+    median. Dense, the largest error is bounded by plain torch's own, which depends on the model.
     """
     offs = {}
     for ops in ("triton", "reference"):

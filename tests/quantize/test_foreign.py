@@ -1,4 +1,4 @@
-"""Checkpoints of other packages, packed here as their formats say: codes come over exactly where our rows can hold
+"""Checkpoints of other packages, packed here as their formats say. Codes come over exactly where our rows can hold
 them, and every other matrix as the numbers that they stand for."""
 
 import json

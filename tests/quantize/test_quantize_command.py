@@ -40,7 +40,7 @@ IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="session")
 def wide_opt(tmp_path_factory):
-    """2 layers, d_model 64, 4 heads of 16, 96 neurons."""
+    """The tiny OPT, but of width 64."""
     return save_tiny_opt(tmp_path_factory.mktemp("wide-opt"), hidden_size=64, word_embed_proj_dim=64)
 
 

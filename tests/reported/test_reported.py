@@ -48,7 +48,7 @@ class Row:
 
 @dataclasses.dataclass
 class Case:
-    """What rows start from: the tiny model's folder, bundles for it, and a folder of one's own."""
+    """What rows start from: the tiny model's folder, bundles for it, and a folder of your own."""
 
     folder: Path
     own: Path

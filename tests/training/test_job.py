@@ -61,7 +61,7 @@ def test_a_job_leaves_a_finished_predictor(config, tmp_path):
 
 
 def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
-    """Stopped after 30 of 80 steps, the next attempt starts behind the validation at step 20."""
+    """Stopped after step 30, the next attempt starts behind the validation at step 20."""
     run = config()
     seen = []
 

@@ -1,15 +1,15 @@
 """The arrays of the CPU engine, in the groups in which compiled code receives them.
 
-Letters: L layers, B batch rows, T context, V vocabulary, d model width, D = d in whole chunks of CHUNK columns, f
-neurons, h heads, e head width, N threads, P predictors, R the largest rank, C layers with a second stage.
+    L layers   T context   V vocabulary   d model width   f neurons   h heads   e head width
+    D = d in whole chunks of CHUNK columns   B batch rows   N threads
+    P predictors   R the largest rank   C layers with a second stage
 
 A *row* is d weights that are multiplied with one number or summed into one. It is a row of q, k, v, up or the LM head
 as stored, or a column of the output projection or of down. All rows of a model lie in one array, so that whatever is
 selected is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns. fp32 codes have
-scale 1. Rows of codes of a 4-bit model are int8 rows. Those of its output projection have scale 1, and a scale of each
-head and output (``out_scale``) that what a head's rows sum up to is multiplied with: so its groups lie, across a head's
-rows.
-Columns from d to D are zero, in rows and in vectors.
+scale 1. Rows of codes of a 4-bit model are int8 rows. Those of its output projection have scale 1, because their groups
+lie across a head's rows. What a head's rows sum up to is multiplied by ``out_scale``, the scale of each head and
+output. Columns from d to D are zero, in rows and in vectors.
 
 The *operand* is what rows are multiplied with: an fp32 vector for fp32 rows. For int8 rows whole numbers in
 -LEVELS..LEVELS with a unit, since products of whole numbers are several times faster than those of converted codes.
@@ -38,11 +38,11 @@ LEVELS = 32767  # of an operand: int16
 class Model(Group):
     """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32. first (L, 4): first row of each part.
 
-    Rows of q, k and v: (first[QKV] + (3 head + part) e + i), part 0, 1, 2 for q, k, v. norms (2 L + 1, 2, d): weight
-    and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head exists
-    twice: screen (V, D) int8 with screen_scale (V, ceil(D / WIDEST_GROUP)), and screen_error (V, 2), what an int8 logit
-    is off by at most: the first number for each unit of the norm of x, the second for each unit of its levels.
-    out_scale (L, h, D) fp32 of codes of a 4-bit model, else (0, h, D).
+    Rows of q, k and v: (first[QKV] + (3 head + part) e + i), with q, k and v as parts from 0 on. norms (2 L + 1, 2, d):
+    weight and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head
+    exists a second time as screen (V, D) int8 with screen_scale (V, ceil(D / WIDEST_GROUP)). screen_error (V, 2) is
+    what an int8 logit is off by at most. Its first number is for each unit of the norm of x, the second for each unit
+    of its levels. out_scale (L, h, D) fp32 of codes of a 4-bit model, else (0, h, D).
     """
 
     rows: np.ndarray
@@ -149,12 +149,11 @@ class State(Group):
 
 
 class Scratch(Group):
-    """Of each thread: x, normed (N, B, D) fp32, operand (N, B, D) and operand_unit (N, B) of normed, levels (N, B, D)
-    int16, level_unit, level_sum (N, B), partial (2, N, B, D), scores (N, max(T, h)), mask, heads (N, h), units,
-    unit_rows, found, found_rows (N, f), a list of row numbers (N, .) int32 with results or factors of each (N, B, .)
-    fp32, best_token and faulty (N, B), counts and bytes_read (N, 4), all with gaps at the end of a thread's part. Of
-    all: hidden (P, B,
-    R), q and heads_out (B, d), unit_logits (B, f), logits (B, V), residual (B, d), ones (B).
+    """What each thread has, with gaps at the end of its part. x, normed (N, B, D) fp32, operand (N, B, D) and
+    operand_unit (N, B) of normed. levels (N, B, D) int16, level_unit, level_sum (N, B). partial (2, N, B, D), scores
+    (N, max(T, h)), mask, heads (N, h). units, unit_rows, found, found_rows (N, f). A list of row numbers (N, .) int32,
+    with results or factors of each (N, B, .) fp32. best_token and faulty (N, B), counts and bytes_read (N, 4). What all
+    share: hidden (P, B, R), q and heads_out (B, d), unit_logits (B, f), logits (B, V), residual (B, d), ones (B).
     """
 
     x: np.ndarray

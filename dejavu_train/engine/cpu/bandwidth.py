@@ -43,8 +43,9 @@ class Reader:
 def read_bandwidth(threads: int | None = None, megabytes: int = MEGABYTES, seconds: float = SECONDS) -> float:
     """GB/s (1e9 bytes) of the fastest of some passes of sequential reading.
 
-    Takes about a second, and the memory that it reads. Other work on the machine lowers it, and on a shared host other
-    machines' work does: what is compared with it should be measured in turns with it, as `benchmarks.cpu_decode` does.
+    Takes about a second, and the memory that it reads. Other work on the machine lowers it, and so does the work of
+    others on a shared host. What is compared with it should be measured in turns with it, as `benchmarks.cpu_decode`
+    does.
     """
     reader = Reader(threads, megabytes)
     best, end = np.inf, time.perf_counter() + seconds

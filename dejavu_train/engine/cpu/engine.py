@@ -53,8 +53,8 @@ class CpuEngine(Session):
         context: tokens a row can hold, prompt included. None = the model's limit.
         stored: float32, int8 or codes, how weights are kept. A given `CpuWeights` keeps its own. None = the codes of a
             4-bit model where they fit, else float32.
-        group: columns that share a scale of int8 weights, a multiple of 64 up to 4096, of codes 64 or the model's
-            group. None = 64.
+        group: columns that share a scale. For int8 weights a multiple of 64 up to 4096. For codes 64, or the model's
+        group. None = 64.
         threads: None = as many as the process may use.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
@@ -84,7 +84,10 @@ class CpuEngine(Session):
         self.weights = model if given else CpuWeights.from_model(model, stored, group, release and not late)
         self.shape = self.weights.shape
         if not self.shape.has_layers_of(getattr(bundle, "shape", self.shape)):
-            raise UserError(f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}")
+            raise UserError(
+                f"the bundle belongs to another shape, {bundle.shape}, the model has {self.shape}; give the bundle of"
+                " this model"
+            )
         self.threads = threads or usable_cores()
         up = None if given or stored != "int8" else lambda i: blocks_of(model)[i].up.weight
         self.rules = bundle if isinstance(bundle, Rules) else read_rules(self.weights, bundle, up)

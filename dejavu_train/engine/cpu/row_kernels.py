@@ -2,7 +2,7 @@
 
 A loop over one row waits for its last sum and starts the processor's prefetching anew at every row. Four rows side by
 side read dense weights as fast as a plain sum reads memory. The loops are written out because products of int8 codes
-need ``vpmaddwd`` (two 16-bit products and their sum in each 32-bit lane), which LLVM does not find by itself.
+need ``vpmaddwd``, which LLVM does not find by itself. It makes two 16-bit products and their sum in each 32-bit lane.
 
 Rows are padded to whole chunks of CHUNK columns, so no loop has a remainder. Of a list whose length is no multiple of
 four the last row is read again, and its result not used.
@@ -190,8 +190,8 @@ def dot_four(
 ) -> Any:
     """out[first : first + 4] = the rows numbers[first : first + 4] of a list of n, each times x, times ``unit``.
 
-    rows (., D) fp32, or int16 with one scale a row, and x (D) fp32, or rows int8, scales (., G) for each ``group``
-    columns, and x (D) int16. scales of fp32 rows are not read. out (at least n + 3) fp32.
+    rows (., D) are fp32, or int16 with one scale a row, with x (D) fp32. Or rows are int8 with scales (., G) for each
+    ``group`` columns, and x (D) is int16. The scales of fp32 rows are not read. out (at least n + 3) fp32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

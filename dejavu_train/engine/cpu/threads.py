@@ -1,10 +1,10 @@
 """A team of threads inside compiled code: atomic counters, and a barrier that spins briefly and then sleeps.
 
 A decoding step is a chain of short parallel phases, some seven a layer, so that a barrier must cost less than a
-microsecond. Numba's own parallel loops take many times that to start. A thread that waits spins for a few times as long
-as sleeping and waking take, and offers its core to other processes every few microseconds while it does. Then it
-sleeps on a condition variable. Other processes get their share of the cores, and an idle team uses none. On a virtual
-machine a sleep of any length costs some 50 microseconds: with spins of 5 microseconds, barriers were half of a step.
+microsecond. Numba's own parallel loops take many times that to start. A thread that waits spins a few times as long as
+sleeping and waking take. Meanwhile it offers its core to other processes every few microseconds. Then it sleeps on a
+condition variable. Other processes get their share of the cores, and an idle team uses none. On a virtual machine a
+sleep of any length costs some 50 microseconds: with spins of 5 microseconds, barriers were half of a step.
 
 ``control`` is an int64 array of CONTROL_WORDS words. Words that different threads write lie on different cache lines.
 """

@@ -3,8 +3,8 @@
 int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of down or of the output
 projection is a neuron's or a head's output, not an output dimension. So what is selected has scales of its own.
 
-Of a 4-bit model (``models.int4``) the codes are kept as they are, a byte each, with their own scales: nothing of a
-layer is rounded again. Embeddings and an LM head that are no codes are rounded as ``int8`` rounds everything.
+A 4-bit model (``models.int4``) keeps its codes, a byte each, with their own scales: nothing of a layer is rounded
+again. Embeddings and an LM head that are no codes are rounded as ``int8`` rounds everything.
 """
 
 import functools
@@ -61,8 +61,8 @@ class CpuWeights:
             stored: ``float32``. ``int8``: weights rounded to 8 bits. ``codes`` of a 4-bit model, exact but for
                 embeddings and LM head, unless the head is codes too. LayerNorms, biases and positions are fp32. None =
                 codes where the model has them in groups of whole chunks, else fp32.
-            group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP, of codes one that divides the
-                model's group, whose scales then stand there more than once. None = CHUNK. Not of fp32.
+            group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP. For codes it divides the model's
+            group, whose scales then stand there more than once. None = CHUNK. Not of fp32.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
             UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model. Weights that are
@@ -79,7 +79,7 @@ class CpuWeights:
         tied = not coded_head and head.weight.data_ptr() == embedding.data_ptr()
         own = blocks[0].up.layout.sizes.group if stored == "codes" else 0
         if group is not None and own % group:
-            raise UserError(f"codes in groups of {own} columns cannot be kept in groups of {group}")
+            raise UserError(f"group must divide the model's groups of {own} columns, got {group}; or leave group out")
         norms = [norm for block in blocks for norm in (block.norm_attn, block.norm_mlp)] + [family.final_norm(model)]
         eps = norms[0].eps
         if any(norm.eps != eps for norm in norms):
@@ -316,7 +316,8 @@ def _empty(shape: ModelDims, stored: str, group: int | None, tied: bool, eps: fl
         raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
     if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % CHUNK):
         raise UserError(
-            f"groups of columns need int8 weights and a multiple of {CHUNK} up to {WIDEST_GROUP}: {group} of {stored}"
+            f"group must be a multiple of {CHUNK} up to {WIDEST_GROUP}, of weights stored in int8; got {group} of"
+            f" {stored}"
         )
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
     columns = padded(d)

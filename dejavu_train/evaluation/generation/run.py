@@ -156,7 +156,7 @@ def choose_backend(config: GenerationConfig, positions: int, device: torch.devic
     """
     if config.prompt + config.new_tokens > positions:
         raise UserError(f"--prompt {config.prompt} and --new_tokens {config.new_tokens} exceed the model's"
-                        f" {positions} positions")  # fmt: skip
+                        f" {positions} positions; choose less")  # fmt: skip
     if config.backend == "triton" and not runs_on(device):
         raise UserError(f"--backend triton needs a GPU, and this would run on {device}; use gather")
     for variant in variants(config, bundle):
@@ -222,7 +222,10 @@ def load_prompts(config: GenerationConfig, tokenizer: Any, bundle: Bundle) -> tu
     text = load_spread(config, bundle, tokenizer, config.text_set, config.prompt, tokens)
     whole = [window for window in text.held.windows if len(window) == config.prompt][: config.prompts]
     if len(whole) < config.prompts:
-        raise UserError(f"{config.text} has {len(whole)} prompts of {config.prompt} tokens, not {config.prompts}")
+        raise UserError(
+            f"{config.text} has {len(whole)} prompts of {config.prompt} tokens, not {config.prompts}; ask for fewer or"
+            " shorter ones"
+        )
     return text, torch.tensor(whole)
 
 
@@ -311,7 +314,7 @@ def write_generation(
     """
     folder = Path(config.output) / FOLDER
     if Path(config.output).is_file() or folder.is_file():
-        raise UserError(f"--output {config.output} must be a folder in which the folder {FOLDER} can be made")
+        raise UserError(f"--output {config.output} or {folder} is a file; choose another folder")
     # Before anything slow: what the bundle lacks is told here.
     backend = choose_backend(config, dense.config.max_position_embeddings, dense.device, bundle)
     text, prompts = load_prompts(config, tokenizer, bundle)

@@ -127,7 +127,7 @@ def read_records(folder: str | None, file: str, convert: Callable[[Record], Reco
         except (TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{path}, line {number} is no record of this task ({error}); mend the line") from None
     if not records:
-        raise UserError(f"{path} holds no records")
+        raise UserError(f"{path} holds no records; fetch the file again")
     return records
 
 

@@ -180,7 +180,8 @@ class DejavuLM(HFLM):
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
                 raise UserError(
-                    f"a continuation of {len(continuation)} tokens exceeds the model's {self.max_length} positions"
+                    f"a continuation of {len(continuation)} tokens exceeds the model's {self.max_length} positions;"
+                    " leave out the task that asks for it"
                 )
         # Only whole-sequence backends take a mask that is more than padding.
         waiting = build_rows([request[1:] for request in requests], self.max_length, shared=self._whole_sequences)

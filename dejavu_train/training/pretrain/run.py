@@ -1,7 +1,7 @@
 """Reads text, writes a small OPT in Hugging Face format: ``python -m dejavu_train.training.pretrain --help``.
 
-Trains with an L1 penalty on the post-ReLU activations, because a ReLU model trained for minutes is not as sparse as
-a real OPT by itself, and predictors studied on it would not carry over. Matrices are trained with Muon (Jordan 2024,
+Trains with an L1 penalty on the post-ReLU activations. By itself a ReLU model trained for minutes is not as sparse as a
+real OPT, and predictors studied on it would not carry over. Matrices are trained with Muon (Jordan 2024,
 torch.optim.Muon), the rest with AdamW. Interrupted, the same command goes on from the last checkpoint.
 """
 
@@ -259,7 +259,7 @@ def make_optimizers(model: PreTrainedModel, config: PretrainConfig) -> list[torc
 
 
 def learning_rate_factor(progress: float, step: int, warmup_steps: int) -> float:
-    """Linear warm-up by step, then a cosine to 2 % by progress (0 to 1)."""
+    """Linear warm-up by step, then a cosine to a fiftieth by progress, which runs from 0 to 1."""
     warm = min(1.0, (step + 1) / max(1, warmup_steps))
     return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 

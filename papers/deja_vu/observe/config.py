@@ -69,15 +69,17 @@ class ObserveConfig(TextConfig):
         if not self.losses or not all(0 < loss < 1 for loss in self.losses):
             raise UserError(f"--losses must lie between 0 and 1, got {list(self.losses)}")
         if not self.densities or not all(0 < density <= 1 for density in (*self.densities, self.neighbour_density)):
-            raise UserError("--densities and --neighbour_density must lie above 0 and at most at 1")
+            got = f"{list(self.densities)} and {self.neighbour_density}"
+            raise UserError(f"--densities and --neighbour_density must lie above 0 and at most at 1, got {got}")
         least = {"window": 4, "slow_tokens": 1, "batch_tokens": 1, "sampled": 1, "queries": 1, "requests": 1}
         for name, value in (least | {"batch": 1, "prompt": 1}).items():
             if getattr(self, name) < value:
                 raise UserError(f"--{name} must be at least {value}, got {getattr(self, name)}")
         if (self.tokens is not None and self.tokens < 1) or any(ef < 1 for ef in self.ef):
-            raise UserError("--tokens and --ef must be at least 1")
+            raise UserError(f"--tokens and --ef must be at least 1, got {self.tokens} and {list(self.ef)}")
         if any(peak is not None and peak <= 0 for peak in (self.peak_tflops, self.peak_gb_s)):
-            raise UserError("--peak_tflops and --peak_gb_s must be above 0")
+            got = f"{self.peak_tflops} and {self.peak_gb_s}"
+            raise UserError(f"--peak_tflops and --peak_gb_s must be above 0, got {got}")
         self.chosen_heads()
 
     def chosen_heads(self) -> list[tuple[int, int]] | None:

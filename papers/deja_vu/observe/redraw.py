@@ -48,7 +48,8 @@ def redraw(folder: str | Path) -> list[str]:
         name: read_csv(path, KINDS[name]) for name, path in stored.items() if path.is_file()
     }
     if not rows:
-        raise UserError(f"{folder} has none of {', '.join(f'{name}.csv' for name in KINDS)}")
+        files = ", ".join(f"{name}.csv" for name in KINDS)
+        raise UserError(f"{folder} has none of {files}; give the folder observations of an earlier run")
     return draw(rows, folder)
 
 

@@ -53,7 +53,7 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
     config.check()
     folder = Path(config.output) / FOLDER
     if Path(config.output).is_file() or folder.is_file():
-        raise UserError(f"--output {config.output} must be a folder in which the folder {FOLDER} can be made")
+        raise UserError(f"--output {config.output} or {folder} is a file; choose another folder")
     sentence = _sentence(config, model, tokenizer)
     if config.prompt + 20 > model.config.max_position_embeddings and "cost" in config.parts:
         raise UserError(f"--prompt {config.prompt} leaves no room to generate: the model has"

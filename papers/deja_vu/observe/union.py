@@ -25,8 +25,8 @@ class UnionRow:
 
     ``grouping``: ``documents``, requests as they come, all at the same position. ``random``, tokens of any requests and
     positions. ``embedding``, requests whose prompts' mean embeddings are alike. ``selections``, requests whose prompts
-    used the same neurons. ``independent``, not measured: the mean over units of 1 - (1 - f)^batch, f how often the unit
-    is in a set, which is what tokens would need whose sets have nothing else in common.
+    used the same neurons. ``independent``, not measured: the mean over units of 1 - (1 - f)^batch, where f is how often
+    the unit is in a set. Tokens would need it whose sets have nothing else in common.
     ``gain``: 1 - union / that of ``documents``. ``error``: of the mean over batches, None with fewer than two.
     """
 

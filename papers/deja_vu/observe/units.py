@@ -107,7 +107,7 @@ def needed_heads(head_out: Tensor, out_proj_weight: Tensor, losses: Sequence[flo
 def needed_neurons(activation: Tensor, fc2_weight: Tensor, loss: float) -> Tensor:
     """How many neurons a token needs, the least-contributing silenced as in :func:`needed_heads`.
 
-    The count is found by bisection between none and all, as if the loss rose with every neuron: one product with
+    The count comes by bisection between none and all, as if the loss rose with every neuron. It takes one product with
     fc2 for each bit of the number of neurons.
 
     Args: ``activation`` (N, f), post-ReLU. ``fc2_weight`` (d, f), as stored.
