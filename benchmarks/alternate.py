@@ -31,7 +31,7 @@ GROUPS = (  # model, and cells with the same weights: 20 in all
     ("66b", (DENSE_INT4, f"{INT4} site=1 head_density=0.85", f"{INT4} batch=2 mlp_density=0.08 head_density=1.0")),
     ("66b", ("engine=dense", "site=1 head_density=0.5")),
 )
-SHOWN = ("gpu", "model", "engine", "batch", "options", "mlp_density", "head_density")
+SHOWN = ("gpu", "model", "engine", "batch", "options", "mlp_union", "head_union")
 Rows = list[dict[str, str]]
 
 

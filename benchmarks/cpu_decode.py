@@ -37,7 +37,7 @@ from dejavu_train.models.opt import load_opt
 
 WARM_UP = 2
 COLUMNS = (
-    "date commit cpu threads bandwidth_gb_s model engine stored batch prompt mlp_density head_density live_share "
+    "date commit cpu threads bandwidth_gb_s model engine stored batch prompt mlp_selected head_selected active_share "
     "steps p20_ms p50_ms p80_ms mb_per_token gb_s share_of_bandwidth note sources"
 ).split()
 
@@ -59,10 +59,10 @@ class Rival:
     heads: list[float] = field(default_factory=list)
 
 
-def random_weights(shape: ModelDims, stored: str, group: int | None, live_share: float) -> CpuWeights:
+def random_weights(shape: ModelDims, stored: str, group: int | None, active_share: float) -> CpuWeights:
     """Random weights whose neurons are active with this probability. See `decode_problem.random_weights`."""
     weights = CpuWeights.random(shape, stored, group, std=STD)
-    weights.model.up_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
+    weights.model.up_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
     return weights
 
 
@@ -166,8 +166,8 @@ def row_of(rival: Rival, batch: int, bandwidth: float, tokens: int) -> dict[str,
         "p80_ms": cuts[3],
     }
     row["p50_ms"] = statistics.median(times)
-    row["mlp_density"] = statistics.mean(rival.mlp) if rival.mlp else 1.0
-    row["head_density"] = statistics.mean(rival.heads) if rival.heads else 1.0
+    row["mlp_selected"] = statistics.mean(rival.mlp) if rival.mlp else 1.0
+    row["head_selected"] = statistics.mean(rival.heads) if rival.heads else 1.0
     if rival.n_bytes:
         row["gb_s"] = rival.n_bytes / statistics.median(rival.times) / 1e9
         row["note"] = f"fastest pass: {rival.n_bytes / min(rival.times) / 1e9:.1f} GB/s"
@@ -197,7 +197,7 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list
         group = args.group if stored != "float32" else None
         if args.shape:
             shape = SHAPES[args.shape]
-            weights = random_weights(shape, stored, group, args.live_share)
+            weights = random_weights(shape, stored, group, args.active_share)
             engines.append((f"dense-{stored}", CpuEngine(weights, **options)))
             for heads in args.head_densities:
                 predictors = random_predictors(shape, args.rank, args.mlp_density, heads, args.predictors)
@@ -207,7 +207,7 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list
         for name, used in (("dense", None), ("sparse", bundle.at(args.mlp_density, args.head_densities[0]))):
             engine = CpuEngine(model, used, stored=stored, group=group, **options)
             engines.append((f"{name}-{stored}", engine))
-    return engines[0][1].shape, engines, args.live_share if args.shape else ""
+    return engines[0][1].shape, engines, args.active_share if args.shape else ""
 
 
 def main() -> int:
@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile"])
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
-    parser.add_argument("--live-share", type=float, default=0.6, help="of a random shape's neurons")
+    parser.add_argument("--active-share", type=float, default=0.6, help="of a random shape's neurons")
     parser.add_argument("--rank", type=int, default=128, help="of a random shape's predictors")
     parser.add_argument("--predictors", default="int8", choices=["float32", "float16", "int8"])
     parser.add_argument("--batch", type=int, default=1)
@@ -236,7 +236,7 @@ def main() -> int:
     torch.manual_seed(0)
     tokens = args.rounds * (args.steps + 1) + WARM_UP
     reader = Reader()
-    shape, engines, live_share = our_engines(args, args.prompt + tokens + 1)
+    shape, engines, active_share = our_engines(args, args.prompt + tokens + 1)
     rows = torch.randint(3, shape.vocab_size, (args.batch, args.prompt)).tolist()
     rivals = [Rival("read", reader.read, n_bytes=reader.n_bytes)]
     theirs = None
@@ -259,7 +259,7 @@ def main() -> int:
     conditions = {
         **made_now("dejavu_train/engine/cpu"), "cpu": cpu_name(), "threads": usable_cores(),
         "bandwidth_gb_s": bandwidth, "model": args.shape or Path(args.model).name, "batch": args.batch,
-        "prompt": args.prompt, "live_share": live_share,
+        "prompt": args.prompt, "active_share": active_share,
     }  # fmt: skip
     print(f"{conditions['cpu']}, {usable_cores()} threads, reads {bandwidth:.1f} GB/s")
     for rival in rivals:
@@ -267,7 +267,7 @@ def main() -> int:
         append_row(args.out, five_digits(row), COLUMNS)
         counted = "share_of_bandwidth" in row
         read = f"{row['mb_per_token']:8.1f} MB  {row['share_of_bandwidth']:.0%} of the bandwidth" if counted else ""
-        kept = f"mlp {row['mlp_density']:.3f} heads {row['head_density']:.3f}"
+        kept = f"mlp {row['mlp_selected']:.3f} heads {row['head_selected']:.3f}"
         print(f"{row['engine']:22} {kept}  {row['p50_ms']:8.3f} ms (p20 {row['p20_ms']:.3f})  {read}")
     return 0
 

@@ -42,7 +42,9 @@ from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
-COLUMNS = "date commit cpu threads model mlp_density head_density what case value error unit note sources".split()
+COLUMNS = (
+    "date commit cpu threads model asked_mlp_density asked_head_density what case value error unit note sources".split()
+)
 WINDOW = 512
 PROMPTS = (
     "The package was", "He said that", "In the year", "To install it", "The first", "When the rain", "A function",
@@ -260,7 +262,8 @@ def main() -> int:
     torch.manual_seed(0)
     conditions = {
         **made_now("dejavu_train/engine/cpu"), "cpu": cpu_name(), "threads": usable_cores(),
-        "model": Path(args.model).name, "mlp_density": args.mlp_density, "head_density": args.head_density,
+        "model": Path(args.model).name, "asked_mlp_density": args.mlp_density,
+        "asked_head_density": args.head_density,
     }  # fmt: skip
     for part in args.parts:
         for found in PARTS[part](args):

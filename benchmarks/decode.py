@@ -43,7 +43,7 @@ from dejavu_train.models.int4_sizes import row_sizes
 
 EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
-    "date gpu torch triton commit model engine batch prompt positions mlp_density row_density head_density live_share "
+    "date gpu torch triton commit model engine batch prompt positions mlp_union mlp_selected head_union active_share "
     "rank options steps p20_ms p50_ms p80_ms tokens_per_s gb_per_step best_tb_s floor_ms share_of_floor floor45_ms "
     "share45 note sources"
 ).split()
@@ -51,7 +51,7 @@ COLUMNS = (
 
 def append(path: Path, row: dict[str, Any]) -> None:
     append_row(path, five_digits(row), COLUMNS)
-    shown = "model engine batch prompt options mlp_density row_density head_density live_share p50_ms share45 note"
+    shown = "model engine batch prompt options mlp_union mlp_selected head_union active_share p50_ms share45 note"
     parts = [f"{row[k]:.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in shown.split()]
     print(" | ".join(parts), flush=True)
 
@@ -136,7 +136,7 @@ def main() -> int:
     help_cells = "key=value[,value...] words, see benchmarks/decode_cells.py; default: those of the committed table"
     parser.add_argument("--cells", nargs="+", metavar="CELLS", help=help_cells)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--live-share", type=float, default=0.6)
+    parser.add_argument("--active-share", type=float, default=0.6)
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.csv"))
     args = parser.parse_args()
@@ -159,9 +159,9 @@ def main() -> int:
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):
                 formats = (kept == "int4" for kept in wanted)
-                weights, kind = random_weights(SHAPES[name], args.live_share, *formats), wanted
+                weights, kind = random_weights(SHAPES[name], args.active_share, *formats), wanted
             row = metadata | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
-            row |= {"mlp_density": "", "head_density": "", "rank": ""}  # asked; what a row holds is measured
+            row["rank"] = ""  # asked; what a row holds is measured
             append(args.out, row | run_cell(cell, name, weights, args.steps, best))
     return 0
 

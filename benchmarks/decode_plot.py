@@ -87,7 +87,7 @@ def main() -> int:
     axes["batches"].legend(fontsize=6)
     draw_four_bits(axes["int4"])
     where = f"{rows[-1]['gpu']}, rows of decode.csv up to {max(row['date'] for row in every)}"
-    condition = "Batch 1: MLP 10 %, heads 50 %, 60 % of the selected neurons live"
+    condition = "Batch 1: MLP 10 %, heads 50 %, 60 % of the selected neurons active"
     figure.suptitle(f"Decoding, fp16 but for the last panel, {where}. {condition}", fontsize=10)
     figure.tight_layout()
     figure.savefig(RESULTS / "decode.png", dpi=130)

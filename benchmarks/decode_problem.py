@@ -1,6 +1,6 @@
 """What the decoding benchmark runs: OPT shapes with random weights, predictors that really run, thresholds, counts.
 
-Neurons are live with a stated probability: zero rows of fc2 are skipped, and random weights would decide how many.
+Neurons are active with a stated probability: zero rows of fc2 are skipped, and random weights would decide how many.
 Thresholds are set on the model's own activations to stated densities of what the rows of a batch select together.
 """
 
@@ -40,12 +40,12 @@ STD = 0.02
 
 
 def random_weights(
-    shape: ModelDims, live_share: float, packed: bool = False, packed_head: bool = False
+    shape: ModelDims, active_share: float, packed: bool = False, packed_head: bool = False
 ) -> DecodeWeights:
-    """Random weights, of 4 bits where `packed`, whose neurons are live with the given probability, selected or not."""
+    """Random weights, of 4 bits where `packed`, whose neurons are active with a probability, selected or not."""
     weights = DecodeWeights.random(shape, torch.float16, "cuda", std=STD, packed=packed, packed_head=packed_head)
     # A LayerNorm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
-    shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(live_share)
+    shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
     for layer in weights.layers:
         layer.up.bias.fill_(shift)
     return weights
@@ -139,14 +139,14 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
 
 
 def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
-    """Densities and live share over some eager steps, and the bytes that a step must read.
+    """Densities and the active share over some eager steps, and the bytes that a step must read.
 
-    Rows of the union are read once. Of fc2 those that are live for a row that selects them. K/V of a head for each row
-    that selects it.
+    Rows of the union are read once. Of fc2 those that are active for a row that selects them. K and V of a head are
+    read for each row that selects it.
     """
     shape, size = engine.shape, engine.weights.embedding.element_size()
     selected = {"mlp": [0.0, 0.0], "heads": [0.0, 0.0]}  # of the union, of single rows; shares, summed
-    live, total = [0.0, 0.0], 0.0
+    alive, total = [0.0, 0.0], 0.0
     for _ in range(n_steps):
         engine.core.eager("greedy", False)
         screen = engine.core.screen
@@ -171,20 +171,20 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             by_head = (layer.qkv.weight.nbytes + layer.out.weight.nbytes) / shape.n_heads
             total += by_head * int(chosen["heads"].any(0).sum())
             total += 2 * shape.head_dim * size * float(chosen["heads"].sum(1).double() @ context)
-            n = alive = int(chosen["mlp"].any(0).sum())
+            n = positive = int(chosen["mlp"].any(0).sum())
             if (number, "mlp") in engine.predictors:
                 x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.up.bias.dtype)
                 fc1 = layer.up.weight.dense(x.dtype)
                 active = torch.nn.functional.linear(x, fc1, layer.up.bias) > 0
-                alive = int((active & chosen["mlp"]).any(0).sum())
-                live = [live[0] + alive, live[1] + n]
-            total += (n * layer.up.weight.nbytes + alive * layer.down.weight.nbytes) / shape.d_ffn
+                positive = int((active & chosen["mlp"]).any(0).sum())
+                alive = [alive[0] + positive, alive[1] + n]
+            total += (n * layer.up.weight.nbytes + positive * layer.down.weight.nbytes) / shape.d_ffn
     steps = n_steps * shape.n_layers
     return {
-        "mlp_density": selected["mlp"][0] / steps,
-        "row_density": selected["mlp"][1] / steps,
-        "head_density": selected["heads"][0] / steps,
-        "live_share": live[0] / live[1] if live[1] else 1.0,
+        "mlp_union": selected["mlp"][0] / steps,
+        "mlp_selected": selected["mlp"][1] / steps,
+        "head_union": selected["heads"][0] / steps,
+        "active_share": alive[0] / alive[1] if alive[1] else 1.0,
         "gb_per_step": total / n_steps / 1e9,
     }
 

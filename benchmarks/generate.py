@@ -57,7 +57,7 @@ def random_bundle(shape: ModelDims, rank: int, mlp_density: float, head_density:
     return Bundle("random", "random", shape, entries, tensors)
 
 
-def set_live_share(model: OPTForCausalLM, share: float) -> None:
+def set_active_share(model: OPTForCausalLM, share: float) -> None:
     """Shift fc1's bias so that this share of the neurons is above zero, whatever is selected."""
     for block in model.model.decoder.layers:
         deviation = float(block.fc1.weight.detach().float().std()) * math.sqrt(block.fc1.in_features)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[args.shape]
     torch.manual_seed(0)
     dense = random_opt(shape)
-    set_live_share(dense, args.live_share)
+    set_active_share(dense, args.active_share)
     ids = torch.randint(3, shape.vocab_size, (1, args.prompt), device="cuda")
     clock = Clock()
     seconds(dense, ids, 4)
@@ -149,14 +149,15 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--mlp-density", type=float, default=0.1)
     parser.add_argument("--head-density", type=float, default=0.5)
-    parser.add_argument("--live-share", type=float, default=0.6)
+    parser.add_argument("--active-share", type=float, default=0.6)
     parser.add_argument("--rank", type=int, default=0, help="of the MLP predictors; 0: 4 %% of the dense MLP's bytes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/generate.jsonl"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
-    asked = {name: value for name, value in vars(args).items() if name != "out"}
+    asked = {f"asked_{name}" if "density" in name else name: value for name, value in vars(args).items()}
+    del asked["out"]
     row = {
         **made_now("kernels", "dejavu_train/engine", "dejavu_train/sparse"),
         **gpu_versions(),

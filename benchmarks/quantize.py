@@ -150,8 +150,8 @@ class Rows:
         read, mlp, heads = block_bytes(self.shape, bundle, scored, weights != "fp16")
         row = {
             "model": Path(self.options.model).name, "what": "report", "weights": weights, "predictors": predictors,
-            "text": text, "documents": len(tokens), "tokens": corpus.tokens, "asked_mlp": asked[0],
-            "asked_heads": asked[1], "mlp_density": mlp, "head_density": heads, "block_bytes": read,
+            "text": text, "documents": len(tokens), "tokens": corpus.tokens, "asked_mlp_density": asked[0],
+            "asked_head_density": asked[1], "mlp_selected": mlp, "head_selected": heads, "block_bytes": read,
             "kl": float(scored.kl.sum() / corpus.tokens),
             "perplexity": float(np.exp(scored.nats.sum() / corpus.tokens)), "increase": increase, "error": error,
             "excess": excess[0], "excess_error": excess[1], "seed": self.options.seed, **self.same,

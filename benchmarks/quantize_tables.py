@@ -10,7 +10,7 @@ from dejavu_train.errors import UserError
 
 DENSE = ("none", "1", "1")  # predictors and shares where everything is computed
 HEADS = ("gptq", "gptq, LM head int8", "gptq, LM head int4")
-KIND = ("text", "weights", "predictors", "asked_mlp", "asked_heads")
+KIND = ("text", "weights", "predictors", "asked_mlp_density", "asked_head_density")
 Row = Mapping[str, str]
 Found = list[Row]  # rows of one kind, one for each seed
 

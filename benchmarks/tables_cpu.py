@@ -22,8 +22,8 @@ def cpu_table(root: Path) -> str:
         kinds = [
             *rivals,
             ours[f"dense-{stored}"],
-            next((row for row in sparse if row["head_density"] == "1"), None),
-            next((row for row in sparse if row["head_density"] != "1"), None),
+            next((row for row in sparse if row["head_selected"] == "1"), None),
+            next((row for row in sparse if row["head_selected"] != "1"), None),
         ]
         cells = [f"{float(row['p50_ms']):.3g}" if row else "" for row in kinds]
         read = [f"{float(row['mb_per_token']):,.0f}" if row else "" for row in kinds[-3:]]

@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.tables_format import Row, devices, markdown, provenance, read_csv
 
 DECODE = "benchmarks/results/decode.csv"
-INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 % of the neurons, 60 % of them live
+INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 % of the neurons, 60 % of them active
     "6.7b": {"dense": 1.4, "heads 100 %": 0.95, "heads 85 %": 0.95, "heads 50 %": 0.80},
     "30b": {"dense": 4.8, "heads 100 %": 2.5, "heads 85 %": 2.35, "heads 50 %": 1.9},
     "66b": {"dense": 9.6, "heads 100 %": 4.8, "heads 85 %": 4.45, "heads 50 %": 3.5},
@@ -72,10 +72,10 @@ def batches_table(root: Path) -> str:
     table = []
     for size, batch in sorted({key[:2] for key in found}):
         dense, sparse = found.get((size, batch, "dense")), found.get((size, batch, "sparse"))
-        names = ("mlp_density", "row_density", "live_share")
+        names = ("mlp_union", "mlp_selected", "active_share")
         cells = [f"{100 * float(sparse[name]):.1f} %" if sparse else "" for name in names]
         table.append([f"{size:g}B, {batch}", *cells, *_times(dense, dense)[:2], *_times(sparse, dense)])
-    headings = ["shapes, rows", "union", "one row", "live", "dense, ms", "of its floor", "sparse, ms", "of its floor"]
+    headings = ["shapes, rows", "union", "one row", "active", "dense, ms", "of its floor", "sparse, ms", "of its floor"]
     return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv; {provenance(list(found.values()))}.\n"
 
 
@@ -190,7 +190,7 @@ def int4_batches_table(root: Path) -> str:
             fp16 = newest.get((engine, " ".join(plain)))  # 175B's does not fit
             cells += [*_times(row, row)[:2], f"{float(fp16['p50_ms']):.3g}" if fp16 else ""]
             shown += [each for each in (row, fp16) if each]
-        table.append([f"{model.upper()}, {batch}", *cells, f"{100 * float(row['mlp_density']):.1f} %"])
+        table.append([f"{model.upper()}, {batch}", *cells, f"{100 * float(row['mlp_union']):.1f} %"])
     headings = ["shapes, rows"]
     for engine in ("dense", "sparse"):
         headings += [f"{engine}, ms", "of its floor", "fp16, ms"]

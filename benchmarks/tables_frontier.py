@@ -71,17 +71,17 @@ def bytes_goals_table(root: Path) -> str:
 
 def heads_table(root: Path) -> str:
     """All rows of all seeds, side by side: which heads, how many, what it costs on every text."""
-    rows = [row for row in _rows(root) if row["asked_mlp"] and not row["asked_bytes"]]
+    rows = [row for row in _rows(root) if row["asked_mlp_density"] and not row["asked_bytes"]]
     parts = []
-    for asked in sorted({row["asked_heads"] for row in rows}, key=float):
+    for asked in sorted({row["asked_head_density"] for row in rows}, key=float):
         groups: dict[tuple[str, str, str], list[Row]] = {}
         for row in rows:
-            if row["asked_heads"] == asked:
-                groups.setdefault((row["asked_mlp"], row["method"], row["seed"]), []).append(row)
+            if row["asked_head_density"] == asked:
+                groups.setdefault((row["asked_mlp_density"], row["method"], row["seed"]), []).append(row)
         table = []
         for (mlp, method, seed), own in sorted(groups.items(), key=lambda item: (-float(item[0][0]), *item[0][1:])):
             neurons = "all neurons" if float(mlp) == 1 else f"{100 * float(mlp):g} % of candidates"
-            kept = share_range([float(row["head_density"]) for row in own])
+            kept = share_range([float(row["head_selected"]) for row in own])
             table.append([f"{method}, {neurons}", seed, kept, *_cells(own)])
         parts.append(
             f"**{100 * float(asked):g} % of the heads**\n\n" + markdown(["", "seed", "heads kept, %", *TEXTS], table)
@@ -91,10 +91,10 @@ def heads_table(root: Path) -> str:
 
 def head_ratios_table(root: Path) -> str:
     """Times the oracle's increase of the same seed, all neurons kept. Nothing where the oracle loses too little."""
-    rows = [row for row in _rows(root) if row["asked_mlp"] == "1"]
-    increases = {(r["asked_heads"], r["text"], r["seed"], r["method"]): float(r["increase"]) for r in rows}
+    rows = [row for row in _rows(root) if row["asked_mlp_density"] == "1"]
+    increases = {(r["asked_head_density"], r["text"], r["seed"], r["method"]): float(r["increase"]) for r in rows}
     table = []
-    for asked in sorted({row["asked_heads"] for row in rows} - {"1"}, key=float, reverse=True):
+    for asked in sorted({row["asked_head_density"] for row in rows} - {"1"}, key=float, reverse=True):
         cells = [f"{100 * float(asked):g} %"]
         for text in TEXTS:
             ratios = []

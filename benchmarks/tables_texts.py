@@ -20,11 +20,13 @@ def _runs(root: Path, model: str) -> Runs:
     found: Runs = {}
     for row in rows:
         # Recipes other than the default are asked for bytes; the lower of their two densities stands beside 10 %.
-        asked = row["asked_mlp"]
+        asked = row["asked_mlp_density"]
         if row["recipe"] != "default":
             same = [r for r in rows if all(r[k] == row[k] for k in ("recipe", "training", "seed"))]
-            asked = "0.1" if float(asked) == min(float(r["asked_mlp"]) for r in same) else "0.2"
-        found.setdefault((row["recipe"], row["training"], row["selection"], asked, row["asked_heads"]), []).append(row)
+            asked = "0.1" if float(asked) == min(float(r["asked_mlp_density"]) for r in same) else "0.2"
+        found.setdefault(
+            (row["recipe"], row["training"], row["selection"], asked, row["asked_head_density"]), []
+        ).append(row)
     return found
 
 

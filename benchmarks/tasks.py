@@ -49,7 +49,8 @@ def selection(config: TasksConfig) -> dict[str, Any]:
     """How the sparse model of a run selects."""
     used = Bundle.from_pretrained(config.bundle).at(config.mlp_density, config.head_density)
     found = {"backend": config.backend, "sparse_from": config.sparse_from}
-    return found | {"mlp_density": used.mean_density(Target.MLP), "head_density": used.mean_density(Target.HEADS)}
+    mlp, heads = used.mean_density(Target.MLP), used.mean_density(Target.HEADS)
+    return found | {"asked_mlp_density": mlp, "asked_head_density": heads}
 
 
 def against_mask(config: TasksConfig) -> dict[str, Any]:

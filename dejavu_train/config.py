@@ -39,17 +39,17 @@ class PredictorConfig:
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     predictor: dict[str, Any] | None = None
-    """A predictor of your own, class_path and init_args, in place of the low-rank one; see docs/guides/extend.md."""
+    """A predictor of your own, class_path and init_args, in place of the low-rank one. See docs/guides/extend.md."""
     loss: str | dict[str, Any] = "contribution"
-    """paper, pos_weight, contribution, listwise, regression or log_contribution; or class_path and init_args."""
+    """paper, pos_weight, contribution, listwise, regression or log_contribution. Or class_path and init_args."""
     density: float | None = None
-    """Mean density at which the predictors will be deployed; metrics and early stopping refer to it. null: that of
+    """Mean density at which the predictors will be deployed. Metrics and early stopping refer to it. null: that of
     calibrate when they are first trained."""
     density_allocation: bool = True
     """Share that density over the layers in proportion to their true density (mlp only)."""
     steps: int = 1000
-    """Optimiser steps at most; 0: the first values are not trained (with an SVD initialisation a baseline without
-    training)."""
+    """Optimiser steps at most. 0 keeps the first values: with an SVD initialisation they are a baseline without
+    training."""
     learning_rate: float = 4e-3
     """Highest rate of AdamW, after the warm-up."""
     weight_decay: float = 0.0
@@ -61,7 +61,7 @@ class PredictorConfig:
     monitor: Literal["retained_mass", "recall"] = "retained_mass"
     """What decides the best checkpoint, at the deployed density."""
     patience: int = 4
-    """Stop after so many validations without improvement; 0 never stops early."""
+    """Stop after so many validations without improvement. 0 never stops early."""
 
     def check(self, section: str, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
@@ -117,19 +117,19 @@ class TuneConfig:
     """How the trained neuron predictors are tuned in the model, all heads computed, before the final calibration."""
 
     steps: int = 0
-    """Optimiser steps; 0: not at all. For a GPU; docs/results/texts.md says what they gain."""
+    """Optimiser steps. 0: none. They are for a GPU: docs/results/texts.md says what they gain."""
     density: float | None = None
-    """Mean density of the neurons at which they are tuned; null: calibrate's (or its budget) when first tuned."""
+    """Mean density of the neurons at which they are tuned. null: calibrate's (or its budget) when first tuned."""
     learning_rate: float = 2e-3
-    """Highest rate of Adam; a twentieth of the steps rise to it."""
+    """Highest rate of Adam. A twentieth of the steps rise to it."""
     tokens: int = 16_000
     """Tokens of a step."""
     batch_tokens: int = 4096
-    """Tokens in one pass through the model; a step adds up as many passes as it needs."""
+    """Tokens in one pass through the model. A step adds up as many passes as it needs."""
     width: float = 1.0
     """Width of the sigmoid in the backward pass, in units of a logit."""
     price: float | None = None
-    """The first price: nats per token that the bytes of all dense MLPs are worth; null: the slope that was measured."""
+    """The first price: nats per token that the bytes of all dense MLPs are worth. null: the slope that was measured."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
@@ -160,13 +160,13 @@ class RunConfig:
     output: str = "checkpoints/demo"
     """Folder of everything that is made."""
     bundle: str = "bundle"
-    """Folder of the bundle in it; another name keeps the bundles of earlier settings."""
+    """Folder of the bundle in it. Another name keeps the bundles of earlier settings."""
     verify: Literal["sampled", "full"] = "sampled"
     """Name the model by a hash over samples of its weights, or over every byte (slow for a large model)."""
     seed: int = 0
     """Of the text's order, the first values and the batches."""
     layers: str | int | None = None
-    """Layers that this invocation trains, as 0-5 or 0,2,4; null: all."""
+    """Layers that this invocation trains, as 0-5 or 0,2,4. null: all."""
     targets: str = "mlp,heads"
     """Targets that this invocation trains."""
     text: TextSource = dataclasses.field(default_factory=TextSource)

@@ -44,6 +44,7 @@ def check(root: Path, capsys: pytest.CaptureFixture, *flags: str) -> tuple[int, 
         ("page.md", "See [another](other.md).\n", "link: other.md"),
         ("page.md", "See [a heading](page.md#heading).\n", "link: page.md#heading"),
         ("code.py", f'\n\ndef subtract():\n    """{LONG}"""\n', "long: One sentence"),
+        ("code.py", f'\n\nclass Settings:\n    rank: int = 1\n    """{LONG}"""\n', "long: One sentence"),
         ("code.py", f'\n\nraise ValueError(f"{{3}} " + "{LONG[:-2]}")\n', "long: X One sentence"),
         ("code.py", '\n\nlogger.warning("measured at 6ca39ef; pass %s", 3)\n', "commit: measured"),
     ],
@@ -54,6 +55,12 @@ def test_planted(repository: Path, capsys: pytest.CaptureFixture, file: str, tex
         page.write("\n" + text)
     code, printed = check(repository, capsys)
     assert code == 1 and printed.startswith(file) and said in printed, printed
+
+
+def test_make_lint_runs_the_check() -> None:
+    """So what is planted above fails `make lint`."""
+    done = subprocess.run(["make", "--dry-run", "lint"], cwd=words.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].endswith("tests/words.py")
 
 
 def test_words_of_the_glossary(repository: Path, capsys: pytest.CaptureFixture) -> None:

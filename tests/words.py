@@ -105,11 +105,14 @@ def said(node: ast.AST) -> str:
 
 
 def python(path: str, source: str) -> Iterator[Prose]:
-    """Docstrings, and what calls of errors, warnings and loggers say."""
+    """Docstrings, texts below the fields of a class (`--help` shows them), and what errors, warnings, loggers say."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node):
-                for line, paragraph in paragraphs(text, node.body[0].lineno, entries=True):
+            texts = [(ast.get_docstring(node), first) for first in node.body[:1]]
+            if isinstance(node, ast.ClassDef):
+                texts += [(said(e.value), e) for e in node.body[1:] if isinstance(e, ast.Expr)]
+            for text, first in texts:
+                for line, paragraph in paragraphs(text or "", first.lineno, entries=True):
                     yield Prose("docstring", path, line, paragraph)
         elif isinstance(node, ast.Call) and not path.startswith("tests/"):
             name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")

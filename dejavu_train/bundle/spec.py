@@ -188,7 +188,7 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
     if spec.site not in tuple(LayerInput) or spec.reads > spec.key.site:
         raise UserError(f"{part} reads {spec.site} of layer {spec.site_layer}, which is no site before its target")
     if spec.replacement not in (("none", "mean") if spec.target == Target.HEADS else ("none",)):
-        raise UserError(f"{part} replaces what is skipped by {spec.replacement}; known are none, and mean for heads")
+        raise UserError(f"{part} has an unknown replacement {spec.replacement}, known are none, and mean for heads")
     if spec.d_in != shape.d_model or spec.n_out != shape.units(spec.target):
         need = f"{shape.d_model} -> {shape.units(spec.target)}"
         raise UserError(f"{part} maps {spec.d_in} -> {spec.n_out}, the model needs {need}")

@@ -37,31 +37,32 @@ class CalibrateConfig:
     """How thresholds are set."""
 
     mlp_density: float = 0.10
-    """Mean share of neurons selected, over all layers; 1 keeps every MLP dense."""
+    """Mean share of the neurons that the predictors select, over all layers. With a cascade these are its candidates,
+    without one they are what is read. 1 keeps every MLP dense."""
     head_density: float = 1.0
-    """Mean share of heads selected, over all layers."""
+    """Mean share of the heads that are selected, over all layers. 1 keeps all."""
     retained_mass: float | None = None
     """Instead of mlp_density: the share of the neurons' contribution that every layer keeps."""
     budget: str | None = None
-    """Instead of densities: bytes of blocks and predictors read per token (600kB), of weights in the format in which
-    the model is stored, or a perplexity allowance (1%)."""
+    """Instead of densities: bytes of blocks and predictors read per token (600kB), or a perplexity allowance (1%).
+    Weights count in the format in which the model is stored."""
     selection: Literal["threshold", "top_k"] = "threshold"
     """A logit threshold (counts follow the token), or the same number of units for every token."""
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense, their heads too."""
     dtype: PredictorDtype = "float16"
-    """Predictor weights as deployed; int8 and int4 have a scale per row. int4 is for neurons (heads are int8 then) and
+    """Predictor weights as deployed. int8 and int4 have a scale per row. int4 is for neurons (heads are int8 then) and
     is trained through its rounding, so set it before training."""
     cascade: float | None = None
-    """Test what the MLP's predictor selects once more, on the upper four bits of its weights, so that this share of the
-    contribution passes (0.999); only then is the rest of a row read. mlp_density is that of the candidates. null: no
-    second stage."""
+    """A second stage: what the MLP's predictor selects are candidates, and are tested on the upper four bits of their
+    weights. This share of the contribution passes (0.999), and only what passes is read whole. null: no second
+    stage."""
     rows: int = 20_000
     """Rows of the calibration set that set the thresholds."""
     sensitivity_tokens: int = 2048
-    """Tokens of the calibration set on which each layer's loss is measured; 0 shares out by true density instead."""
+    """Tokens of the calibration set on which each layer's loss is measured. 0 shares out by true density instead."""
     head_loss_tokens: int = 16_384
-    """Tokens of the calibration set on which heads' predictors learn, after training, what loss a skipped head costs;
+    """Tokens of the calibration set on which heads' predictors learn, after training, what loss a skipped head costs.
     0, or no sensitivity_tokens, leaves them as trained. Custom predictors stay as trained."""
     batch_size: int = 1
     """Sequences decoded together: a budget then counts the union of their selections."""

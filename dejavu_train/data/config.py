@@ -15,7 +15,7 @@ class CollectConfig:
     window: int = 512
     """Tokens of a sequence, the leading </s> included."""
     train_tokens: int | None = 880_000
-    """At most so many tokens are recorded for training; null takes all."""
+    """At most so many tokens are recorded for training. null takes all."""
     val_tokens: int | None = 40_000
     """The same for early stopping and choices."""
     calibration_tokens: int | None = 80_000
@@ -23,7 +23,7 @@ class CollectConfig:
     windows_per_document: int | None = None
     """At most so many windows of a document, drawn at random: a budget then sees more documents. null takes all."""
     shard_tokens: int = 32_768
-    """Tokens of a shard; a killed run redoes at most one."""
+    """Tokens of a shard. A killed run redoes at most one."""
     batch_size: int = 8
     """Windows per forward pass."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
@@ -31,14 +31,14 @@ class CollectConfig:
     storage: Storage = "float16"
     """In which hidden states are stored."""
     head_criterion: Literal["from_mean", "norm"] = "from_mean"
-    """What a head contributes: how far its output lies from its mean (a skipped head is replaced by its mean), or its
-    whole output (a skipped head is dropped)."""
+    """What a head contributes. from_mean: how far its output lies from its mean, which then stands for a skipped head.
+    norm: its whole output, and a skipped head adds nothing."""
     mean_tokens: int = 8192
     """Train tokens over which that mean is taken."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     device_map: str | None = None
-    """As in transformers (for instance auto) for a model larger than one GPU; needs accelerate."""
+    """As in transformers (for instance auto) for a model larger than one GPU. Needs accelerate."""
 
     def __post_init__(self) -> None:
         least = Range(2, COUNT.most)  # </s> and a token
@@ -64,9 +64,9 @@ class DataConfig:
     batch_size: int = 1024
     """Rows per step, over all devices."""
     memory_gb: float = 4.0
-    """Rows of a job up to this size are kept on the training device; more are streamed from disk. 0 always streams."""
+    """Rows of a job up to this size are kept on the training device. More are streamed from disk. 0 always streams."""
     num_workers: int = 0
-    """Reader processes when streaming; 0 reads in the training process, which is right on few cores."""
+    """Reader processes when streaming. 0 reads in the training process, which is right on few cores."""
     pool_blocks: int = 32
     """Blocks (of about 1 MB) whose rows are shuffled together."""
 

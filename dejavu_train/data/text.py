@@ -50,16 +50,16 @@ class SampleConfig:
     """How the model writes its own text."""
 
     tokens: int | None = None
-    """How many; null: what collect.*_tokens ask for, at most 1,000,000 on a GPU and 200,000 on a CPU, or, where the
-    model's folder carries samples, those."""
+    """How many. null: those that the model's folder carries. Without any what collect.*_tokens ask for, at most
+    1,000,000 on a GPU and 200,000 on a CPU."""
     length: int | None = None
-    """Tokens written in one go, the leading </s> included; null: collect.window."""
+    """Tokens written in one go, the leading </s> included. null: collect.window."""
     temperature: float = 1.0
     """Logits are divided by it."""
     top_p: float = 1.0
-    """Tokens are drawn from the smallest set that has this probability; 1: from all."""
+    """Tokens are drawn from the smallest set that has this probability. 1: from all."""
     prompts: str | None = None
-    """A text file whose documents begin the samples; null: </s> alone does."""
+    """A text file whose documents begin the samples. null: </s> alone does."""
     prompt_tokens: int = 32
     """Tokens of each of those documents that are given."""
     batch_size: int = 32
@@ -81,21 +81,21 @@ class TextSource:
     """Where text comes from."""
 
     source: str | dict[str, Any] = SELF
-    """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), a local
-    .txt or .jsonl file (also .gz, .xz), a hub dataset such as allenai/c4, or class_path and init_args of your
-    own text, see docs/guides/extend.md."""
+    """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), or a
+    local .txt or .jsonl file (also .gz, .xz). A hub dataset such as allenai/c4. Or class_path and init_args of your own
+    text, see docs/guides/extend.md."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None
     """Configuration of a hub dataset, for instance en."""
     revision: str | None = None
-    """Commit or tag of a hub dataset; pin it, so that a rerun reads the same text."""
+    """Commit or tag of a hub dataset. Pin it, so that a rerun reads the same text."""
     split: str = "train"
     """Split of a hub dataset."""
     field: str = "text"
     """Field that holds the text, of a hub dataset or a JSONL line."""
     documents: int | None = None
-    """Read at most this many documents, drawn at random with ``seed``; all by default (hub datasets: 500)."""
+    """Read at most this many documents, drawn at random with ``seed``. All by default (hub datasets: 500)."""
     seed: int = 0
     """Seed of that draw."""
     cache: str = "checkpoints/text"

@@ -65,7 +65,7 @@ class InferConfig(TextConfig):
     own_text: dict[str, Any] | None = None
     """class_path and init_args of a text of your own, scored before the others: docs/guides/extend.md."""
     tokens: int | None = 8000
-    """How many to score of each text; null: all; 0: none."""
+    """How many to score of each text. null: all. 0: none."""
     window: int = 512
     """Tokens of a sequence, the leading </s> included."""
     selections: tuple[Selection, ...] = get_args(Selection)
@@ -73,25 +73,27 @@ class InferConfig(TextConfig):
     densities: tuple[float, ...] = ()
     """Other densities of the MLPs, with all heads."""
     curve_densities: tuple[float, ...] = ()
-    """More densities of the MLPs, for the picture, on the first text and without noncontextual."""
+    """More densities of the MLPs, for the picture, on the first text, and without the yardstick that knows the token
+    alone."""
     yardstick_texts: Literal["first", "all"] = "first"
-    """all: the same rows for all texts; first: later texts have predicted and oracle rows, none at curve_densities."""
+    """all: the same rows for all texts. first: later texts have predicted and oracle rows, none at curve_densities."""
     head_densities: tuple[float, ...] = ()
     """Other densities of the heads, with every one of densities or the MLPs as calibrated, predicted only."""
     sparse_from: tuple[int, ...] = (0, 128)
-    """From which position on the model is sparse; starts above 0 are scored predicted only."""
+    """From which position on the model is sparse. Starts above 0 are scored predicted only."""
     batch_tokens: int = 4096
-    """Positions in one forward pass; fewer for large models."""
+    """Positions in one forward pass. Fewer for large models."""
     verify: Literal["sampled", "full"] = "sampled"
     """Name the model by a hash over samples of its weights, or over every byte."""
     timing: bool = True
     """Time decoding."""
     timing_backends: tuple[Timed, ...] = ()
-    """What is timed; none named: dense and the engines of this device."""
+    """What is timed. None named: dense and the engines of this device."""
     timing_mlp_density: float | None = None
-    """Density of the MLPs while timing and generating; null: as calibrated."""
+    """Density of the MLPs while timing and generating, of candidates where there is a second stage. null: as
+    calibrated."""
     timing_head_density: float | None = None
-    """Density of the heads while timing and generating; null: as calibrated."""
+    """Density of the heads while timing and generating. null: as calibrated."""
     batch: int = 1
     """Rows while timing."""
     prompt: int = 32
@@ -99,11 +101,11 @@ class InferConfig(TextConfig):
     new_tokens: int = 64
     """Tokens that are timed, and that are generated."""
     generation: GenerationOptions | None = None
-    """Options of python -m dejavu_train.evaluation.generation: dense and sparse continuations as well; null: none."""
+    """Options of python -m dejavu_train.evaluation.generation: dense and sparse continuations as well. null: none."""
     tasks: TasksOptions | None = None
-    """Options of python -m dejavu_train.evaluation.lm_eval: downstream tasks as well; null: none."""
+    """Options of python -m dejavu_train.evaluation.lm_eval: downstream tasks as well. null: none."""
     wandb: str | None = None
-    """A project of Weights & Biases to log the tables and pictures to; WANDB_MODE=offline keeps them here."""
+    """A project of Weights & Biases to log the tables and pictures to. WANDB_MODE=offline keeps them here."""
     generate: str | None = None
     """A prompt to continue."""
     backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"
@@ -117,7 +119,7 @@ class InferConfig(TextConfig):
     draft_weights: Literal["int8"] | None = None
     """Weights of the draft; null: the model's own."""
     device_map: str | None = None
-    """As in transformers (for instance auto) for a model over several GPUs; needs accelerate."""
+    """As in transformers (for instance auto) for a model over several GPUs. Needs accelerate."""
 
     def __post_init__(self) -> None:
         if isinstance(self.text, str):

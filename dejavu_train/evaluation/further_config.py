@@ -27,7 +27,7 @@ class GenerationOptions(TextOptions):
     prompt: int = 32
     """Tokens of each prompt, the leading </s> included."""
     new_tokens: int = 128
-    """Of every continuation; </s> ends none."""
+    """Of every continuation. </s> ends none."""
     decodings: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
     """Sampled ones draw the same random numbers for every model."""
     temperature: float = 1.0
@@ -35,19 +35,19 @@ class GenerationOptions(TextOptions):
     top_p: float = 1.0
     """Of sampling."""
     densities: tuple[float, ...] = ()
-    """Of the MLPs' candidates, means over the layers; none named: as the bundle was calibrated."""
+    """Of the MLPs' candidates, means over the layers. none named: as the bundle was calibrated."""
     head_density: float | None = None
-    """Of the heads; null: as calibrated."""
+    """Of the heads. null: as calibrated."""
     sparse_from: tuple[Literal["prompt", 0], ...] = ("prompt", 0)
     """Where sparsity begins: prompt keeps prompts dense, 0 has every token sparse. Guards are compared at prompt."""
     every: tuple[int, ...] = (8, 16, 32)
-    """Of the guards: every so many-th decoding step is dense; none named: no guards."""
+    """Of the guards: every so many-th decoding step is dense. none named: no guards."""
     control: tuple[bool, ...] = (False, True)
     """Of the guards: thresholds as the bundle has them, and moved."""
     batch: int = 32
     """Rows at once."""
     backend: Literal["auto", "gather", "triton"] = "auto"
-    """Of all models, the dense one included; auto: the engine on a GPU, gather on a CPU."""
+    """Of all models, the dense one included. auto: the engine on a GPU, gather on a CPU."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
@@ -82,13 +82,13 @@ class AskedOptions:
     texts: tuple[str, ...] = ("wikitext",)
     """Perplexities: wikitext, c4, prose."""
     folder: str | None = None
-    """Of local files (configs/tasks names them); null: the hub."""
+    """Of local files (configs/tasks names them). null: the hub."""
     include_path: str = "configs/tasks"
     """Folder of task YAMLs."""
     shots: tuple[int, ...] = (0, 5)
     """Numbers of examples before the question."""
     limit: int | None = None
-    """Examples of each task, the first ones; null: all."""
+    """Examples of each task, the first ones. null: all."""
     batch_size: int | str = "auto"
     """Rows, or auto."""
     seed: int = 1234

@@ -13,6 +13,9 @@ from typing import Any
 from dejavu_train.errors import UserError
 from dejavu_train.files import write_text
 
+# Name of a column in earlier versions -> its name now, where a row has no field of the earlier name.
+EARLIER = {"mlp_density": "asked_mlp_density", "head_density": "asked_head_density"}
+
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
     """Fields are columns. Floats have six significant digits, None and NaN are empty."""
@@ -25,7 +28,7 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
 
 
 def read_csv(path: Path, kind: type[Any]) -> list[Any]:
-    """The rows of :func:`write_csv` as ``kind``.
+    """The rows of :func:`write_csv` as ``kind``. Columns of earlier versions may have their names of ``EARLIER``.
 
     Raises:
         UserError: no rows, other columns, or values of another type.
@@ -34,7 +37,8 @@ def read_csv(path: Path, kind: type[Any]) -> list[Any]:
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         try:
-            rows = [kind(**{name: _value(kinds[name], text) for name, text in row.items()}) for row in reader]
+            now = {name: name if name in kinds else EARLIER.get(name, name) for name in reader.fieldnames or ()}
+            rows = [kind(**{now[n]: _value(kinds[now[n]], text) for n, text in row.items()}) for row in reader]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{path}, line {reader.line_num}: not a row of {kind.__name__} ({error}); measure anew"

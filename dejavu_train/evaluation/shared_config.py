@@ -16,11 +16,11 @@ class ModelConfig:
     RESULTS = ""  # the folder of results within the one that the bundle's lies in
 
     model: str = ""
-    """Folder or hub id of a pre-norm OPT; empty: the one that the bundle was made for."""
+    """Folder or hub id of a pre-norm OPT. Empty: the one that the bundle was made for."""
     bundle: str = "checkpoints/demo/bundle"
     """Folder or hub id of predictors and thresholds, as train.py writes them."""
     output: str = ""
-    """Folder of results; empty: beside the bundle's folder, for a bundle of the hub in checkpoints/NAME. The name is
+    """Folder of results. Empty: beside the bundle's folder, for a bundle of the hub in checkpoints/NAME. The name is
     followed by /tasks or /paper for those. Results of an earlier run of infer.py there are kept under another name."""
     device: str = "auto"
     """Name of the device: auto, cpu, cuda or cuda:N."""

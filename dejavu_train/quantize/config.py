@@ -17,18 +17,18 @@ class QuantizeConfig:
     """A model's matrices in 4 bits, written as a model folder of its own."""
 
     model: str = "checkpoints/opt-mini"
-    """Folder or hub id; its weights in fp16, bf16 or fp32, or quantised by GPTQ, AWQ, compressed-tensors or
+    """Folder or hub id. Its weights in fp16, bf16 or fp32, or quantised by GPTQ, AWQ, compressed-tensors or
     bitsandbytes (NF4), which are converted."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     output: str = "checkpoints/int4"
-    """Folder that is made; it must not exist."""
+    """Folder that is made. It must not exist."""
     quantizer: Literal["gptq", "rtn"] = "gptq"
-    """gptq changes the model's outputs on calibration text least; rtn rounds to the nearest codes, without text."""
+    """gptq changes the model's outputs on calibration text least. rtn rounds to the nearest codes, without text."""
     text: TextSource = dataclasses.field(default_factory=TextSource)
-    """Calibration text, of which the set train is read; by default the model's own samples."""
+    """Calibration text, of which the set train is read. By default the model's own samples."""
     tokens: int | None = None
-    """Calibration tokens; null: 128,000, or 10 for each neuron of a layer where that is more."""
+    """Calibration tokens. null: 128,000, or 10 for each neuron of a layer where that is more."""
     window: int = 512
     """Tokens of a sequence, the leading </s> included."""
     batch_size: int = 8
@@ -45,8 +45,8 @@ class QuantizeConfig:
     correct_bias: bool = True
     """Of gptq: whether biases take over what rounding does to the outputs' means."""
     lm_head: Literal["fp16", "int8", "int4"] = "fp16"
-    """fp16 leaves the LM head as it is; int8 (to nearest) and int4 (by the quantizer) store it in codes of its own,
-    also where it is tied to the embeddings, which stay as they are. The decode engine of a GPU reads fp16 and int4."""
+    """fp16 leaves the LM head as it is. int8 (to nearest) and int4 (by the quantizer) store it in codes of its own.
+    Embeddings to which it is tied stay as they are. The decode engine of a GPU reads fp16 and int4."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0

@@ -48,7 +48,7 @@ class ExportConfig:
     model: str
     """Folder that python -m dejavu_train.quantize wrote."""
     output: str
-    """Folder that is made; it must not exist."""
+    """Folder that is made. It must not exist."""
     v2: bool = False
     """Zero points as they are (checkpoint_format gptq_v2) instead of less one (gptq)."""
 

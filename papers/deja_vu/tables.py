@@ -51,7 +51,7 @@ class PaperConfig(AskedOptions, ModelConfig):
     RESULTS = "paper"
 
     tables: tuple[str, ...] = TABLES
-    """Some of table4, fig7, structures; each variant asks everything once."""
+    """Some of table4, fig7, structures. Each variant asks everything once."""
     sparsities: tuple[float, ...] = (0.25, 0.5, 0.62, 0.75, 0.85, 0.9)
     """Of fig7: shares of all blocks' weights that are not read, predictors excluded."""
     selections: tuple[str, ...] = tuple(SELECTED_BY)
@@ -94,8 +94,8 @@ class PaperRow:
     """A metric of a variant, with the densities and the total sparsity that were measured on these requests."""
 
     variant: Variant
-    mlp_density: float
-    head_density: float
+    mlp_selected: float
+    head_selected: float
     total_sparsity: float
     row: TaskRow
 
@@ -103,7 +103,7 @@ class PaperRow:
         """As one level of keys. What was asked is ``asked_...``."""
         asked = dataclasses.asdict(self.variant)
         named = {f"asked_{name}" if name.endswith("density") else name: value for name, value in asked.items()}
-        measured = {name: getattr(self, name) for name in ("mlp_density", "head_density", "total_sparsity")}
+        measured = {name: getattr(self, name) for name in ("mlp_selected", "head_selected", "total_sparsity")}
         return named | measured | dataclasses.asdict(self.row)
 
 
@@ -169,7 +169,7 @@ def table(rows: Sequence[PaperRow]) -> str:
         if row.metric == "perplexity" or row.task == "mean":
             accuracy = row.metric != "perplexity"
             what = f"{variant.selection}, {variant.structure}"
-            what += f", {one.mlp_density:.0%} of neurons, {one.head_density:.0%} of heads"
+            what += f", {one.mlp_selected:.0%} of neurons, {one.head_selected:.0%} of heads"
             name = f"mean accuracy, {row.shots} shot" if accuracy else f"{row.task} perplexity, {row.shots} shot"
             scale = 100 if accuracy else 1
             lines.append(

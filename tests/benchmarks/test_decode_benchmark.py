@@ -61,9 +61,9 @@ def test_thresholds_hit_the_density_of_the_union(batch):
         start(engine, 4, 30)
         set_thresholds(engine, 0.25, 1.0)
         row = measured(engine, 6)
-    assert row["mlp_density"] == pytest.approx(0.25, abs=0.04)
-    assert row["row_density"] <= row["mlp_density"] + 1e-6 and row["head_density"] == 1
-    assert (row["row_density"] == pytest.approx(row["mlp_density"])) == (batch == 1)
+    assert row["mlp_union"] == pytest.approx(0.25, abs=0.04)
+    assert row["mlp_selected"] <= row["mlp_union"] + 1e-6 and row["head_union"] == 1
+    assert (row["mlp_selected"] == pytest.approx(row["mlp_union"])) == (batch == 1)
 
 
 def test_a_line_of_the_plot_has_its_rows_in_order():
@@ -85,7 +85,7 @@ parser.add_argument("--cells", nargs="+")
 args = parser.parse_args()
 with open(args.out, "w", newline="") as file:
     writer = csv.writer(file)
-    writer.writerow("gpu,model,engine,batch,options,mlp_density,head_density,p50_ms,commit".split(","))
+    writer.writerow("gpu,model,engine,batch,options,mlp_union,head_union,p50_ms,commit".split(","))
     for number, _ in enumerate(args.cells):
         time = "" if number == 1 and {slow} > 1 else (number + 1) * {slow}
         writer.writerow(["none", args.models, number, 1, "", 0.1, 1, time, "{slow}"])

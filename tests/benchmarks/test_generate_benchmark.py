@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.decode_hf import random_opt
 from benchmarks.decode_problem import measured, set_thresholds, start
-from benchmarks.generate import cache_bytes, greedy, predictor_bytes, random_bundle, set_live_share
+from benchmarks.generate import cache_bytes, greedy, predictor_bytes, random_bundle, set_active_share
 from dejavu_train.families import ModelDims
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -15,7 +15,7 @@ SHAPE = ModelDims(64, 256, 2, 4, 300, 64)
 def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities():
     torch.manual_seed(0)
     dense = random_opt(SHAPE, "cpu", torch.float32)
-    set_live_share(dense, 0.6)
+    set_active_share(dense, 0.6)
     bundle = random_bundle(SHAPE, 8, 0.25, 0.5, "cpu")
     model = SparseOPTForCausalLM.from_model(dense, bundle, "triton", "prompt", ops="reference")
     ids = torch.randint(3, 300, (1, 9))
@@ -26,8 +26,8 @@ def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities()
         set_thresholds(engine, 0.25, 0.5)
         row = measured(engine, 6)
         out = model.generate(ids, **greedy(6))
-    assert row["mlp_density"] == pytest.approx(0.25, abs=0.06) and 0.2 < row["head_density"] < 0.8
-    assert row["live_share"] == pytest.approx(0.6, abs=0.15)
+    assert row["mlp_union"] == pytest.approx(0.25, abs=0.06) and 0.2 < row["head_union"] < 0.8
+    assert row["active_share"] == pytest.approx(0.6, abs=0.15)
     assert out[0, 9:].tolist() == engine.generate(ids.tolist(), 6, stop_tokens=())[0]
     assert engine is model._runtime.engines.engine(1, 15), "one engine for both"
     assert cache_bytes(engine) == 2 * 3 * 64 * 64 * 4

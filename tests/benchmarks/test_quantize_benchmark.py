@@ -26,8 +26,20 @@ def test_tables_are_means_over_seeds_of_the_newest_rows(tmp_path, capsys):
     """A row of an older run with the same seed does not count. A selection's excess decides the sum rule."""
     names = (REPOSITORY / "docs/results/frontier/int4.csv").read_text().splitlines()[0].split(",")
     same = dict.fromkeys(names, "") | {"model": "m", "what": "report", "text": "t", "tokens": 1000}
-    same |= {"predictors": "none", "asked_mlp": 1, "asked_heads": 1, "perplexity": 10, "block_bytes": 0.26}
-    sparse = {"asked_mlp": 0.1, "predictors": "before", "block_bytes": 0.1, "excess": 0.004, "excess_error": 0.001}
+    same |= {
+        "predictors": "none",
+        "asked_mlp_density": 1,
+        "asked_head_density": 1,
+        "perplexity": 10,
+        "block_bytes": 0.26,
+    }
+    sparse = {
+        "asked_mlp_density": 0.1,
+        "predictors": "before",
+        "block_bytes": 0.1,
+        "excess": 0.004,
+        "excess_error": 0.001,
+    }
     rows = [
         {"weights": "fp16", "kl": 0, "increase": 0},
         {"weights": "rtn", "kl": 0.4, "increase": 0.03},

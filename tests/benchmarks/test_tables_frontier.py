@@ -10,7 +10,14 @@ from benchmarks.tables_frontier import RIVALS, TEXTS, bytes_goals_table, head_ra
 def row(method, text, increase, seed=0, **more):
     columns = (REPOSITORY / RIVALS).read_text().splitlines()[0].split(",")
     found = dict.fromkeys(columns, "")
-    found |= {"method": method, "text": text, "increase": increase, "error": 0.001, "seed": seed, "asked_heads": 1}
+    found |= {
+        "method": method,
+        "text": text,
+        "increase": increase,
+        "error": 0.001,
+        "seed": seed,
+        "asked_head_density": 1,
+    }
     found |= {"device": "GPU", "torch": "2.11.0", "commit": "abc1234", "date": "2026-11-22", "mlp_bytes": 0.081}
     return found | more
 
@@ -50,7 +57,7 @@ def test_heads_stand_beside_the_oracle_of_their_seed(tmp_path):
     rows = []
     for text in TEXTS:
         for seed, ours, oracle in ((0, 0.012, 0.010), (1, 0.02, 0.010), (2, 0.01, 0.01 if text == "docs" else 0.001)):
-            kept = {"asked_mlp": 1, "asked_heads": 0.75, "head_density": 0.74}
+            kept = {"asked_mlp_density": 1, "asked_head_density": 0.75, "head_selected": 0.74}
             rows.append(row("predictors", text, ours, seed, **kept))
             rows.append(row("oracle, shared out", text, oracle, seed, **kept))
     root = save(tmp_path, rows)

@@ -28,7 +28,7 @@ def test_rows_of_tasks_and_of_a_backend_against_mask(tiny_opt, tmp_path, monkeyp
     assert exit_on_user_error(benchmark.main, flags) == 0
     assert exit_on_user_error(benchmark.main, ["engine", *flags, "--backend=gather"]) == 0
     rows = list(csv.DictReader((tmp_path / "results/tasks.csv").open()))
-    assert [row["task"] for row in rows] == ["cb", "copa", "mean"] and rows[0]["mlp_density"] == "0.4"
+    assert [row["task"] for row in rows] == ["cb", "copa", "mean"] and rows[0]["asked_mlp_density"] == "0.4"
     (row,) = csv.DictReader((tmp_path / "results/task_engine.csv").open())
     assert row["requests"] == "15" and float(row["nats_apart_most"]) < 1e-3 and row["requests_apart"] == "0"
     assert row["apart_beyond"] == "0.001"

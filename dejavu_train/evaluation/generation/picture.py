@@ -57,7 +57,7 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
 
 def _styles(rows: Sequence[Any]) -> dict[tuple[float, str], tuple[str, str, str]]:
     """Colour, marker and line by density and start, the same in every panel."""
-    kinds = dict.fromkeys((row.mlp_density, row.sparse_from) for row in rows)
+    kinds = dict.fromkeys((row.asked_mlp_density, row.sparse_from) for row in rows)
     return {kind: STYLES[place % len(STYLES)] for place, kind in enumerate(kinds)}
 
 
@@ -68,7 +68,9 @@ def _curves(positions: Sequence[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
         where = "behind the prompt" if start == "prompt" else "everywhere"
         style = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.5}
         style["label"] = f"{100 * density:g} % of neurons, sparse {where}"
-        curves.append((style, [row for row in positions if (row.mlp_density, row.sparse_from) == (density, start)]))
+        curves.append(
+            (style, [row for row in positions if (row.asked_mlp_density, row.sparse_from) == (density, start)])
+        )
     return curves
 
 
@@ -76,10 +78,10 @@ def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
     """What texts lose under the dense model over how often a token is dense. Bars are paired errors."""
     intervals = sorted({row.guard_every for row in rows if row.guard_every}, reverse=True)
     places = {every: place for place, every in enumerate([0, *intervals])}
-    pairs = sorted({(row.mlp_density, row.thresholds) for row in rows if row.guard_every})
+    pairs = sorted({(row.asked_mlp_density, row.thresholds) for row in rows if row.guard_every})
     styles = _styles(rows)
     for i, (density, thresholds) in enumerate(pairs):
-        mine = [row for row in rows if row.mlp_density == density and row.sparse_from == "prompt"]
+        mine = [row for row in rows if row.asked_mlp_density == density and row.sparse_from == "prompt"]
         mine = [row for row in mine if not row.guard_every or row.thresholds == thresholds]
         mine.sort(key=lambda row: places[row.guard_every])
         x = [places[row.guard_every] + 0.06 * (i - (len(pairs) - 1) / 2) for row in mine]

@@ -50,10 +50,10 @@ NO_GUARD = Guard(every=0)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A sparse model. ``mlp_density``: as asked, None as calibrated. ``thresholds``: ``still`` (the bundle's) or
+    """A sparse model. ``asked_mlp_density``: None is as calibrated. ``thresholds``: ``still`` (the bundle's) or
     ``moved``. ``guard_every`` 0 is no guard."""
 
-    mlp_density: float | None
+    asked_mlp_density: float | None
     sparse_from: str
     guard_every: int
     thresholds: str
@@ -81,8 +81,8 @@ class GenerationRow:
     """
 
     decoding: str
-    mlp_density: float
-    head_density: float
+    asked_mlp_density: float
+    asked_head_density: float
     sparse_from: str
     guard_every: int
     thresholds: str
@@ -108,7 +108,7 @@ class PositionRow:
     """The same at one position behind the prompt, from 0 on. ``nats`` are means under the dense model."""
 
     decoding: str
-    mlp_density: float
+    asked_mlp_density: float
     sparse_from: str
     guard_every: int
     thresholds: str
@@ -160,7 +160,7 @@ def choose_backend(config: GenerationConfig, positions: int, device: torch.devic
     if config.backend == "triton" and not runs_on(device):
         raise UserError(f"--backend triton needs a GPU, and this would run on {device}; use gather")
     for variant in variants(config, bundle):
-        used = moved(bundle, variant.mlp_density, config.head_density)
+        used = moved(bundle, variant.asked_mlp_density, config.head_density)
         if variant.guard_every:
             GuardState(_guard(variant), used.specs, "cpu")
     if config.backend == "auto":
@@ -190,7 +190,7 @@ def compare_generation(
                 model.sparse_from = "prompt" if variant.sparse_from == "prompt" else 0
                 made = _continue(config, model, dense, prompts, decoding, shown)
                 used = {target: model.bundle.mean_density(target) for target in TARGETS}
-                about = dataclasses.asdict(variant) | {"mlp_density": used[Target.MLP]}
+                about = dataclasses.asdict(variant) | {"asked_mlp_density": used[Target.MLP]}
                 watched = model.guard_report()
                 rows.append(_row(about, used[Target.HEADS], decoding, made, own[decoding], watched))
                 positions += _positions(about, decoding, made, own[decoding])
@@ -204,9 +204,9 @@ def _models(
     before: tuple[float | None, Guard] | None = None
     for variant in asked:
         guard = _guard(variant)
-        if before != (variant.mlp_density, guard):
-            before = (variant.mlp_density, guard)
-            used = moved(bundle, variant.mlp_density, config.head_density)
+        if before != (variant.asked_mlp_density, guard):
+            before = (variant.asked_mlp_density, guard)
+            used = moved(bundle, variant.asked_mlp_density, config.head_density)
             logger.info("%s: %s", config.bundle, described(used))
             model = SparseCausalLM.from_model(dense, used, backend, guard=guard)
         yield variant, model
@@ -269,7 +269,7 @@ def _row(
     return GenerationRow(
         decoding=decoding,
         **about,
-        head_density=head_density,
+        asked_head_density=head_density,
         prompts=n_prompts,
         new_tokens=n,
         agreement=float(same.mean()),
@@ -353,7 +353,13 @@ def table(rows: Sequence[GenerationRow]) -> str:
     for row in rows:
         guard = f"1 in {row.guard_every}, {row.thresholds}" if row.guard_every else ""
         choice = "" if row.dense_choice is None else f"{100 * row.dense_choice:.1f}"
-        cells = [row.decoding, f"{100 * row.mlp_density:.3g}", f"{100 * row.head_density:.3g}", row.sparse_from, guard]
+        cells = [
+            row.decoding,
+            f"{100 * row.asked_mlp_density:.3g}",
+            f"{100 * row.asked_head_density:.3g}",
+            row.sparse_from,
+            guard,
+        ]
         cells += [f"{100 * row.agreement:.1f}"]
         cells += [f"{row.median_divergence:g}", choice, f"{row.perplexity:.3g}"]
         cells += [f"{100 * row.change:+.1f} ± {100 * (row.error or 0):.1f}", f"{100 * row.repetition:.1f}"]

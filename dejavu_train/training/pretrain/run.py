@@ -75,7 +75,7 @@ class PretrainConfig:
     learning_rate: float = 2e-3
     """Highest rate, after the warm-up."""
     optimizer: Literal["muon", "adamw"] = "muon"
-    """Of the layers' matrices; the rest has AdamW."""
+    """Of the layers' matrices. The rest has AdamW."""
     weight_decay: float = 0.1
     """Of the matrices."""
     warmup_steps: int = 200
@@ -83,7 +83,7 @@ class PretrainConfig:
     batch_rows: int = 64
     """Sequences of a step."""
     steps: int | None = None
-    """Stop after so many steps; this or seconds is needed."""
+    """Stop after so many steps. This or seconds is needed."""
     seconds: float | None = None
     """Stop after so many seconds of training."""
     checkpoint_seconds: float = 60.0

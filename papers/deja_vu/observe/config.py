@@ -15,7 +15,7 @@ class ObserveConfig(TextConfig):
     """What to observe of a dense model on held-out text, and of a bundle's predictors if there is one."""
 
     bundle: str | None = "checkpoints/demo/bundle"  # type: ignore[assignment]
-    """Folder or hub id; null: none, which leaves out the parts selections and predictors."""
+    """Folder or hub id. null: none, which leaves out the parts selections and predictors."""
     output: str = "checkpoints/demo"
     """The folder observations is made in it: CSV, SVG and PNG files, and observations.json."""
     text: str = "installed-docs"
@@ -23,17 +23,17 @@ class ObserveConfig(TextConfig):
     predictor_set: TextSet = "val"
     """The same for the part predictors: the paper takes validation documents."""
     tokens: int | None = 20_000
-    """Of the one pass, about; a window of each document before any gives a second one; null: all."""
+    """Of the one pass, about. A window of each document before any gives a second one. null: all."""
     slow_tokens: int = 4000
     """The same for the parts selections and neighbours, each of which needs many passes, and for predictors."""
     window: int = 256
     """</s> and window - 1 new tokens."""
     batch_tokens: int = 4096
-    """Positions in one forward pass; fewer for large models."""
+    """Positions in one forward pass. Fewer for large models."""
     parts: tuple[str, ...] = PARTS
-    """What to measure; residual, units, attention and union share one pass."""
+    """What to measure. residual, units, attention and union share one pass."""
     losses: tuple[float, ...] = (0.2, 0.1)
-    """Of the output norm, for which silenced units are counted; the first defines the heads that a token needs."""
+    """Of the output norm, for which silenced units are counted. The first defines the heads that a token needs."""
     sampled: int = 2048
     """Positions at which neurons are silenced, about."""
     queries: int = 16
@@ -43,23 +43,23 @@ class ObserveConfig(TextConfig):
     sentence: str = "The model reads one token at a time, and the layer keeps only the rows that matter for that token."
     """Whose attention maps are drawn."""
     heads: tuple[str, ...] = ()
-    """Of the maps, as L5H1 (layer 5, head 1); none: the two most uniform and the two least uniform ones."""
+    """Of the maps, as L5H1 (layer 5, head 1). None named: the two most uniform and the two least uniform ones."""
     densities: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
     """Of the MLPs' candidates, for the part selections."""
     neighbour_density: float = 0.1
     """Share of the neurons that nearest neighbours select."""
     ef: tuple[int, ...] = (200, 400, 800)
-    """How many candidates the search of a graph keeps; at least as many as are selected."""
+    """How many candidates the search of a graph keeps. At least as many as are selected."""
     batch: int = 1
     """Rows, for the part cost."""
     prompt: int = 128
     """Tokens of the prompt, for the part cost."""
     peak_tflops: float | None = None
-    """1e12 operations a second of the device; null: measured."""
+    """1e12 operations a second of the device. null: measured."""
     peak_gb_s: float | None = None
-    """1e9 bytes a second; null: measured."""
+    """1e9 bytes a second. null: measured."""
     device_map: str | None = None
-    """Auto: a model over several GPUs; needs accelerate."""
+    """Auto: a model over several GPUs. Needs accelerate."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
