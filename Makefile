@@ -4,7 +4,8 @@
 # make test    lint, format check, types, import contracts, words, tests
 # make test-long  what takes too long for that: every kernel compiled for Ampere and Ada, 15 minutes
 # make tables  the tables of README.md and docs/ from committed rows
-# make release  fails where a table shows rows that measured other sources, then make test
+# make release  says what a release says, fails where something is missing, then make test
+# make tag     make release, then the annotated tag of the version in pyproject.toml
 # make docs    the pages of docs/ as a site, with the API from docstrings: build/docs/index.html
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
@@ -57,8 +58,11 @@ tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables
 
 release: .venv/dev
-	.venv/bin/python -m benchmarks.tables --release
+	.venv/bin/python -m benchmarks.release
 	$(MAKE) test
+
+tag: release
+	.venv/bin/python -m benchmarks.release --tag
 
 docs: .venv/docs
 	.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs

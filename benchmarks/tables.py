@@ -2,7 +2,6 @@
 
     python -m benchmarks.tables             writes them
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
-    python -m benchmarks.tables --release   writes nothing, exits with 1 where a table shows rows of other sources
     python -m benchmarks.tables --demo checkpoints/demo/results.json    takes the demo's rows, draws, writes
 
 A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``. What stands there is replaced. A table
@@ -304,26 +303,21 @@ def fill(text: str, root: Path, page: str = "README.md") -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where text and rows disagree")
-    parser.add_argument("--release", action="store_true", help="write nothing; list tables with older rows")
     parser.add_argument("--demo", type=Path, metavar="FILE", help="results.json that `make demo` wrote just now")
     options = parser.parse_args(argv)
     if options.demo:
         found = json.loads(options.demo.read_text()) | {"sources": measured_sources("dejavu_train")}
         (ROOT / DEMO).write_text(json.dumps(found, indent=1) + "\n")
         plot_curves(current(found), ROOT / CURVE)
-    changed, older = [], []
+    changed = []
     for name in FILES:
         path = ROOT / name
         before = path.read_text()
         after = fill(before, ROOT, name)
-        older += [f"{name}, table {m[2]}:{mark}" for m in MARKED.finditer(after) for mark in OLDER.findall(m[3])]
         if (OLDER.sub("", after) != OLDER.sub("", before)) if options.check else after != before:
             changed.append(name)
-            if not options.check and not options.release:
+            if not options.check:
                 path.write_text(after)
-    if options.release:
-        print(*older, f"tables whose rows measured other sources: {len(older)}", sep="\n")
-        return int(bool(older))
     print(f"{'differ from their rows' if options.check else 'written'}: {', '.join(changed) or 'none'}")
     return 1 if options.check and changed else 0
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from conftest import REPOSITORY
 
-from benchmarks import rows, tables
+from benchmarks import rows
 from benchmarks.rows import append_row, code_of, is_older, made_now, measured_sources
 from benchmarks.tables_format import OLDER, age
 
@@ -67,13 +67,3 @@ def test_committed_rows_name_the_sources_that_they_measured():
             bare = [row for row in found if (row.get("date") or "") >= FIRST and not row.get("sources")]
             assert not bare, f"{path}: rows without sources, see benchmarks/rows.py: {bare[:1]}"
     assert checked > 1000
-
-
-def test_release_fails_on_tables_with_older_rows(capsys, monkeypatch):
-    before = {name: (REPOSITORY / name).read_bytes() for name in tables.FILES}
-    monkeypatch.setattr("benchmarks.tables_format.is_older", lambda row: False)
-    assert tables.main(["--release"]) == 0
-    monkeypatch.setattr("benchmarks.tables_format.is_older", lambda row: True)
-    assert tables.main(["--release"]) == 1
-    assert "table speed: (" in capsys.readouterr().out
-    assert before == {name: (REPOSITORY / name).read_bytes() for name in tables.FILES}
