@@ -211,7 +211,7 @@ class Layer:
         return (torch.empty(self.h),) * 2, (torch.empty(self.rank),) * 2
 
     def shared_cases(self, mixed: Any, out: Any, predictors: dict[str, PredictorWeights]) -> Iterator[Case]:
-        """What fp16 and 4 bits have in common. mixed: what the out-projection `out` reads."""
+        """What fp16 and 4 bits have in common. mixed: what the output projection `out` reads."""
         x, ln, d = self.x, self.ln, self.d
         yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
         yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, self.qkv, self.ones, self.q, self.every, True)

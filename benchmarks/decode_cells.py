@@ -23,8 +23,8 @@ class Cell:
         weights: of the layers, float16 or int4.
         lm_head: float16 or int4.
         screen: whether the token is found through an int8 screen of the LM head.
-        site: half-blocks between the site that the MLP's predictor reads and fc1.
-        heads_site: half-blocks between the site that the heads' predictor reads and q/k/v.
+        site: halves between the site that the MLP's predictor reads and fc1.
+        heads_site: halves between the site that the heads' predictor reads and q/k/v.
         look_ahead: where a predictor of an earlier site runs. See `DecodeEngine`, as the others below.
         breakdown: what each kernel adds to the step as well, into the note. See `decode_breakdown`.
     """

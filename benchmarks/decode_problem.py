@@ -64,7 +64,7 @@ def random_predictors(
 
     Args:
         mlp_density, head_density: what one row selects, by which the engine chooses how a layer runs.
-        lookahead: half-blocks between the MLP's site and fc1. heads_ahead: between the heads' site and q/k/v.
+        lookahead: halves between the MLP's site and fc1. heads_ahead: between the heads' site and q/k/v.
         dtype: of the MLP predictors: float16, or int8 or int4 with a scale a row.
     """
     generator = torch.Generator("cuda").manual_seed(1)

@@ -35,7 +35,7 @@ class PredictorConfig:
     """First values: random, small, the SVD of the map into the neurons, or that SVD weighed with the inputs' second
     moment. The last two are of mlp only."""
     lookahead: int = 0
-    """Half-blocks that the predictor reads ahead: 0 its own block's input, 1 the half-block before it, and so on."""
+    """How many halves before its own the predictor reads: 0 its own, 1 the half before it, and so on."""
     lookahead_nearest: bool = False
     """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     predictor: dict[str, Any] | None = None

@@ -86,7 +86,7 @@ def random_bundle(
     dense_layers=(),
     means=False, int8=False, int4=False, cascade=False,
 ):  # fmt: skip
-    """lookahead: half-blocks between a predictor's site and its target, cut off at the first site.
+    """lookahead: halves between a predictor's site and its target, cut off at the first site.
 
     int8, int4: predictors are codes with a scale a row.
     """
@@ -153,9 +153,9 @@ def reference_engine(model, bundle=None, **options) -> DecodeEngine:
 
 
 def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=None):
-    """tokens (T) -> (logits (T, V), {(layer, target): mask (T, n)}): dense compute, unselected units set to zero.
+    """tokens (T) -> (logits (T, V), {(layer, target): mask (T, n)}): dense compute, skipped units set to zero.
 
-    K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where unselected.
+    K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where skipped.
     Candidates of a second stage are what is selected, as the engine reads them.
     margins: a list that receives, for each predictor with a threshold, the distance (T,) of its nearest logit to it.
     """
@@ -184,7 +184,7 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
         allowed = torch.ones(steps, steps, dtype=torch.bool).tril()[None].expand(h, steps, steps)
         if stale:
             allowed = allowed & heads[:, None, :]
-            allowed = allowed | torch.eye(steps, dtype=torch.bool)  # the row itself: unselected rows are masked below
+            allowed = allowed | torch.eye(steps, dtype=torch.bool)  # the row itself: skipped rows are masked below
         attended = (q @ k.transpose(1, 2)).masked_fill(~allowed, float("-inf")).softmax(-1) @ v
         instead = bundle.means.get(i, torch.zeros(h, hd)) if bundle is not None else torch.zeros(h, hd)
         return torch.where(heads[..., None], attended, instead[:, None])

@@ -43,9 +43,9 @@ class LogitHistogram:
         """
         codes = fp16_codes(logits)
         self.all += torch.bincount(codes.flatten(), minlength=65536).cpu()
-        live = codes[active]
-        self.active += torch.bincount(live, minlength=65536).cpu()
-        self.mass += torch.bincount(live, weights=contribution[active].double(), minlength=65536).cpu()
+        of_active = codes[active]
+        self.active += torch.bincount(of_active, minlength=65536).cpu()
+        self.mass += torch.bincount(of_active, weights=contribution[active].double(), minlength=65536).cpu()
 
     def curve(self, grid: Sequence[float]) -> dict[str, list[float]]:
         """The curve over ``grid``. At density 1 the threshold lies just below the smallest logit."""

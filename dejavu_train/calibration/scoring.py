@@ -142,15 +142,15 @@ class _Counts:
         self.active, self.mass = 0.0, 0.0
 
     def add(self, logits: Tensor, part: RowBlock, second_stage: SecondStage | None) -> None:
-        live = part.active
+        wanted = part.active
         if second_stage is not None:
             assert part.mlp_in is not None
             passed = second_stage.passed(part.mlp_in)
             self.passed.add(logits, passed, passed.float())
-            self.active += float(live.sum())
+            self.active += float(wanted.sum())
             self.mass += float(part.contribution.sum(dtype=torch.float64))
-            live = live & passed
-        self.found.add(logits, live, part.contribution)
+            wanted = wanted & passed
+        self.found.add(logits, wanted, part.contribution)
 
     def curve(self) -> dict[str, list[float]]:
         return self.found.curve(MLP_GRID)

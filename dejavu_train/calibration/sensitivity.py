@@ -45,7 +45,7 @@ class SensitivityProbe:
 
 @contextmanager
 def masked(block: BlockParts, target: Target, keep: Tensor, mean: Tensor | None = None) -> Iterator[None]:
-    """Zero the unselected units of one decoder layer, or put ``mean`` in the place of unselected heads.
+    """Zero the skipped units of one decoder layer, or put ``mean`` in the place of skipped heads.
 
     Args:
         block: the layer's parts.

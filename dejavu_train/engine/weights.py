@@ -4,10 +4,11 @@
 - down: transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both. Where it is dense it is as
   stored (d, ffn), so that every output row has one owner.
 - q, k, v: grouped by head (h, 3, head_dim, d), so that a head is one contiguous range.
-- out-projection: as stored (d, h * head_dim). A head's columns of a row are contiguous, every output row has one owner.
+- output projection: as stored (d, h * head_dim). A head's columns of a row are contiguous. Every output
+  row has one owner.
 
 Matrices of 4 bits are `Int4Rows`, code for code those of the model. q, k and v have the same order, down is transposed
-always, the out-projection lies head by head (h, d, head_dim).
+always, the output projection lies head by head (h, d, head_dim).
 
 A set of weights is never changed: every engine arranges a list of layers for itself, and what has the right layout
 already is shared.
@@ -61,7 +62,7 @@ class LayerWeights:
         return MlpWeights(self.up, self.down)
 
     def whole_out(self, dtype: torch.dtype) -> Tensor:
-        """The out-projection (d, h * head_dim) as numbers."""
+        """The output projection (d, h * head_dim) as numbers."""
         whole = self.out.weight.dense(dtype)
         return whole.transpose(0, 1).flatten(1) if self.packed else whole
 

@@ -7,7 +7,7 @@ Rows are units or parts of one, so that what is skipped takes its codes and its 
     matrix            stored by torch   rows here             a group is
     q, k, v           (d, d)            as stored             128 inputs
     up                (ffn, d)          as stored             128 inputs
-    out-projection    (d, h * e)        (h * d, e)            a head's e inputs: row k d + i is output i of head k
+    output projection (d, h * e)        (h * d, e)            a head's e inputs: row k d + i is output i of head k
     down              (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
     LM head           (V, d)            as stored             128 inputs
 

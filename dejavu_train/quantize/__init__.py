@@ -15,7 +15,7 @@ Which rows the six matrices are made of stands in ``models/int4.py``. Units of t
 is skipped takes its codes and scales with it. That is why the quantisers are our own. The libraries that quantise for
 transformers (gptqmodel, llm-compressor with compressed-tensors, torchao) put groups along a matrix's inputs only. Here
 the groups of the map out of the neurons lie along its outputs. A column's scales are chosen as GPTQ reaches it. Scales
-may be negative. The out-projection's group is a head. Their checkpoints are read, see ``foreign.py``.
+may be negative. The output projection's group is a head. Their checkpoints are read, see ``foreign.py``.
 
 Loading is transformers' own work: ``models/int4_quantizer.py`` tells it how.
 """

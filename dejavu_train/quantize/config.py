@@ -41,7 +41,7 @@ class QuantizeConfig:
     """Of gptq: inputs with large second moments first, with scales chosen beforehand. For the map out of
     the neurons, whose scales are each neuron's own, it is always so."""
     out_hessian: Literal["full", "per_head"] = "full"
-    """Of gptq: whether an error in one head of the out-projection may be undone by other heads."""
+    """Of gptq: whether an error in one head of the output projection may be undone by other heads."""
     correct_bias: bool = True
     """Of gptq: whether biases take over what rounding does to the outputs' means."""
     lm_head: Literal["fp16", "int8", "int4"] = "fp16"

@@ -6,8 +6,8 @@
     qzeros  (m / g, n / 8) int32   zero, packed along outputs; less one in format gptq (v1)      g_idx (m,) int32
 
 A matrix whose scales are the same for g inputs that follow one another comes over exactly. Those are q, k, v and up.
-The out-projection is one of them where a head's width divides into groups of g, which is chosen so where it can be. The
-groups of down lie along outputs, which GPTQ has no place for: it is rounded anew, to nearest.
+The output projection is one of them where a head's width divides into groups of g, which is chosen so where it can be.
+The groups of down lie along outputs, which GPTQ has no place for: it is rounded anew, to nearest.
 
 Our scales may be negative, theirs are not: code * scale is then -code * |scale|, and -(-8) does not fit around a zero
 of 8. It does around 7: stored = 7 - code. So groups have a zero of 8 or 7, and the folder says ``sym: false``. An LM
@@ -71,7 +71,7 @@ def export(config: ExportConfig) -> dict[str, float]:
     head = head_sizes(shape, head_kind(values), config.model)
     coded = () if head is None else (HEAD, "lm_head.scales")
     group = next(g for g in GROUPS if layouts[UP].sizes.group % g == 0 and (shape.head_dim % g == 0 or g == 32))
-    if shape.head_dim % group:  # the out-projection is rounded anew in any case: groups as wide as the other matrices'
+    if shape.head_dim % group:  # output projections are rounded anew in any case, in groups of the other matrices
         group = layouts[UP].sizes.group
     if shape.d_ffn % group:
         raise UserError(

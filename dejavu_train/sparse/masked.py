@@ -141,7 +141,7 @@ def _hook_layer(
         if site in needed:
             sites[site] = output.reshape(*rows[0], -1)
 
-    def zero_unselected(target: Target, given: Tensor) -> Tensor | None:
+    def zero_skipped(target: Target, given: Tensor) -> Tensor | None:
         keep = selector(layer, target, sites)
         units = given.shape[-1] if target == Target.MLP else block.n_heads
         values = given.view(*rows[0], units, -1)  # (B, T, n, width of a unit)
@@ -157,8 +157,8 @@ def _hook_layer(
     own = partial(_Hook, call, layer)
     acts: dict[str, Act] = {
         **{name: partial(keep_site, name) for name in LayerInput},
-        "head_out": partial(zero_unselected, Target.HEADS),
-        "activation": partial(zero_unselected, Target.MLP),
+        "head_out": partial(zero_skipped, Target.HEADS),
+        "activation": partial(zero_skipped, Target.MLP),
     }
     handles = [block.whole.register_forward_pre_hook(_Enter(call, layer))]
     handles += [at_place(block, place, act, own) for place, act in acts.items()]

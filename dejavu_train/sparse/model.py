@@ -2,7 +2,7 @@
 
 Four backends select the same units, but that ``triton`` has no second stage and selects all candidates:
 
-- ``mask``: the dense model with the unselected taken out. Whole sequences, for study.
+- ``mask``: the dense model with skipped units taken out. Whole sequences, for study.
 - ``gather``: reads selected rows only, in plain torch on any device, with everything that transformers' loops do.
 - ``triton``: the decode engine, one CUDA graph a token, on a GPU. What it cannot do is refused and names ``gather``.
 - ``cpu``: the compiled engine for CPUs, for ``generate()`` of up to 4 rows.

@@ -28,7 +28,7 @@ BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
 ENGINES = ("triton", "cpu")
 WITHOUT_PLAN = {
     "gather": "plain torch reads the units that a token selects, layer by layer",
-    "mask": "the dense model runs, and unselected units are zeroed",
+    "mask": "the dense model runs, and skipped units are zeroed",
 }
 
 

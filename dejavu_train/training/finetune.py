@@ -151,14 +151,14 @@ class _Gates:
         spec = self.bundle.specs[UnitKey(layer, Target.MLP)]
         logits = self.predictors[UnitKey(layer, Target.MLP)](sites[spec.reads].float().to(activation.device))
         assert spec.threshold is not None
-        live = (activation != 0).to(activation.dtype)
+        is_active = (activation != 0).to(activation.dtype)
         if layer in self.second_stages:
             passed = self._passed(self.second_stages[layer], sites[spec.key.site]).to(activation)
             activation = activation * passed
             upper, rest = plane_bytes(self.bundle.shape.d_model)
-            cost = upper + passed * (rest + self.unit.down * live)
+            cost = upper + passed * (rest + self.unit.down * is_active)
         else:
-            cost = self.unit.up + self.unit.down * live
+            cost = self.unit.up + self.unit.down * is_active
         zero = activation.new_zeros(())
         out, spent = Gate.apply(activation, logits - spec.threshold, cost, zero, zero, self.width)
         self.spent.append(spent)

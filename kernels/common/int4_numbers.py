@@ -57,7 +57,7 @@ def written_out(weight: Int4Rows, pdl: bool = False) -> Tensor:
 
 
 def written_out_by_output(weight: Int4Rows, pdl: bool = False) -> Tensor:
-    """An out-projection's rows by head, (h, d, head_dim), as the matrix (d, h * head_dim) in fp16."""
+    """An output projection's rows by head, (h, d, head_dim), as the matrix (d, h * head_dim) in fp16."""
     n_heads, d, head_dim = weight.shape
     out = torch.empty(d, n_heads * head_dim, dtype=torch.float16, device=weight.words.device)
     _write_out(weight, out.view(d, n_heads, head_dim).transpose(0, 1), pdl)

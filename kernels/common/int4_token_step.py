@@ -2,7 +2,7 @@
 
     y[b, i] = sum_h sum_j code[h, i, j] scale[h, i, j // group] x[b, h 8 W + j]
 
-Segments h of W words a row each: a matrix has one, the out-projection's head-major rows one a head. The products are
+Segments h of W words a row each: a matrix has one, the output projection's head-major rows one a head. The products are
 those of `int4_row_step`. T tokens lie in the columns of B as 8 / T units side by side, so that a lane holds T times as
 much of x as of one token, in registers: column n has token n % T of unit n // T. A program's warps share out the units,
 in pairs: two of a row, or of two segments. Of C lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8 for columns 2 t

@@ -11,7 +11,7 @@ class Selection:
     """Selected rows of n, as block-local ranges on the device.
 
     ids: (n_blocks * block,) int32, slots beyond a block's count are undefined. counts: (n_blocks,) int32.
-    row_bits: (n,) int32, bit b = selected by batch row b (defined for every i, also unselected ones).
+    row_bits: (n,) int32, bit b = selected by batch row b (defined for every i, also skipped ones).
     """
 
     n: int

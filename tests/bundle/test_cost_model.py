@@ -82,7 +82,7 @@ WIDE = ModelDims(d_model=64, d_ffn=256, n_layers=2, n_heads=4, vocab_size=300, m
     [
         (FLOAT32, UnitBytes(256, 256, 4 * 16 * 256)),
         (FLOAT16, UnitBytes(128, 128, 4 * 16 * 128)),
-        # a row of 64: 32 bytes of codes and one scale; of the out-projection a head has 64 rows of 16 with one each
+        # a row of 64: 32 bytes of codes and one scale; of the output projection a head has 64 rows of 16 with one each
         (CODES4, UnitBytes(34, 34, 3 * 16 * 34 + 64 * 10)),
         (WeightFormat("8 bits", 8, coded=True), UnitBytes(66, 66, 3 * 16 * 66 + 64 * 18)),
     ],

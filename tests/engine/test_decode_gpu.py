@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NEAR = 5e-5  # a logit this close to its threshold may fall on either side: sums in another order
-# Rows, half-blocks ahead, how.
+# Rows, halves ahead, how.
 REPLAYS = ((1, 0, "stream"), (1, 1, "stream"), (1, 1, "fused"), (1, 1, "inline"), (4, 0, "stream"))
 SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (400, 5), 128: (384, 3)}
 

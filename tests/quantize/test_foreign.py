@@ -117,7 +117,7 @@ def test_what_is_not_read_is_named(method, config, message):
 
 
 def test_a_gptq_folder_becomes_ours(tmp_path, capsys):
-    """Groups of 64 inputs, heads of 16: q, k, v, fc1 and the out-projection are taken over, fc2 is rounded anew."""
+    """Groups of 64 inputs, heads of 16: q, k, v, fc1 and the output projection are taken over, fc2 is rounded anew."""
     source = save_tiny_opt(tmp_path / "dense", hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
     folder = shutil.copytree(source, tmp_path / "gptq")
     tensors, dense = load_file(folder / "model.safetensors"), load_opt(str(source))

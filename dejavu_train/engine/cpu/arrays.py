@@ -71,8 +71,8 @@ class Model(Group):
 class Selectors(Group):
     """What a bundle adds: predictors, the means of skipped heads, the second stage of cascades.
 
-    at (L, 2): number of the predictor of a target, -1 = dense. sites (2 L + 1), readers: the predictors that read half
-    block s (attn_in of layer s // 2, or mlp_in) are readers[sites[s] : sites[s + 1]]. spec (P, 10): see the columns.
+    at (L, 2): number of the predictor of a target, -1 = dense. sites (2 L + 1), readers: the predictors that read at
+    half s (attn_in of layer s // 2, or mlp_in) are readers[sites[s] : sites[s + 1]]. spec (P, 10): see the columns.
     Offsets count elements of the flat arrays float32, float16 (as uint16), int8 and int4 (bytes of two codes, as in
     ``quantization``). Down lies there as stored, up transposed. out_bias (L, d) includes the projected means. means (L,
     h, e). kept (L): where attn_in of a layer is kept, -1 = nowhere. fine (L): number of the cascade, -1 = none. upper

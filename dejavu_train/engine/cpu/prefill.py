@@ -33,7 +33,7 @@ def prefill(
     Writes K, V and attn_in of these positions. Layers with a second stage multiply with what their planes hold.
 
     Args:
-        watched: look for numbers that are not finite behind every half block, instead of once behind all of them.
+        watched: look for numbers that are not finite behind every half, instead of once behind all of them.
     Returns:
         (d,) fp32, the residual stream of the last of these tokens after the last layer.
     Raises:

@@ -70,7 +70,7 @@ def test_equals_both_products(device, n, d, group, warps, density):
     out, partials = torch.full((1, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
     kept = [each.scales.clone() for each in (w1, w2)]
     for each in (w1, w2):
-        each.scales[unread] = NAN  # unselected rows are not read
+        each.scales[unread] = NAN  # skipped rows are not read
     run(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(2, warps, 2, 255))
     for each, scales in zip((w1, w2), kept, strict=True):
         each.scales.copy_(scales)

@@ -54,7 +54,7 @@ def test_equals_both_products(device, n, d, density):
     x, w1, b1, w2, _, _ = tensors
     unread = torch.ones(n, dtype=torch.bool, device=device)
     unread[selection.indices()] = False
-    w1[unread] = NAN  # neither unselected rows nor the fc2 rows of zero values are read
+    w1[unread] = NAN  # neither skipped rows nor the fc2 rows of zero values are read
     want = reference(selection, x, w1.nan_to_num(), *tensors[2:])
     live = (x @ w1.nan_to_num().T + b1 > 1e-3)[0] & ~unread
     near = ((x @ w1.nan_to_num().T + b1)[0].abs() <= 1e-3) & ~unread
