@@ -18,7 +18,7 @@ SHIPPED = checkpoints/opt-mini/bundle
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
-.PHONY: demo train infer bundle report test test-long lint tables release docs clean
+.PHONY: demo train infer bundle report test test-long lint tables release tag docs clean
 
 demo: train infer
 

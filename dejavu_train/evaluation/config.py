@@ -113,11 +113,11 @@ class InferConfig(TextConfig):
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
     lossless: bool = False
-    """The dense model's text, drafted sparsely and verified; on a CPU."""
+    """The dense model's text, drafted sparsely and verified, on a CPU."""
     draft_length: int | None = None
-    """Tokens of each draft, 0 to 7; null: chosen from what was accepted."""
+    """Tokens of each draft, 0 to 7. null: chosen from what was accepted."""
     draft_weights: Literal["int8"] | None = None
-    """Weights of the draft; null: the model's own."""
+    """Weights of the draft. null: the model's own."""
     device_map: str | None = None
     """As in transformers (for instance auto) for a model over several GPUs. Needs accelerate."""
 

@@ -108,7 +108,7 @@ class State(Group):
     """Per row: sequence (B), the number of the sequence whose token it runs, 0 to S - 1. Engines have a row for each
     sequence. Verification has eight rows of one. position, known, least, limit, sparse_from, row_state, and how the row
     samples (B): see ``advance``. fault (B): 0, or the position before which numbers were first not finite. fault_site
-    (B): the half block that they came from, as `normalise` counts, 0 = the LM head.
+    (B): the half that they came from, as `normalise` counts, 0 = the LM head.
 
     Per sequence: tokens (S, T) int32, nll (S, T) fp32, keys (L, S, h, e, T), values (L, S, h, T, e) fp32. attn_in
     (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T). watermark (L, S, h): K and V are valid

@@ -36,7 +36,7 @@ class SurveyConfig(TextOptions):
     head_shares: tuple[float, ...] = (0.85, 0.5)
     """Shares of the head groups that the oracle keeps for each token."""
     output: str = ""
-    """Folder of results; empty: checkpoints/survey/NAME."""
+    """Folder of results. Empty: checkpoints/survey/NAME."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 
