@@ -32,7 +32,7 @@ def one_multiprocessor(monkeypatch):
 
 
 def problem(device, kind, n, d, density, gated, hidden, size=1.0):
-    """(listed neurons, weights whose unselected rows are NaN, the same without NaN, which are selected)."""
+    """(listed neurons, weights whose skipped rows are NaN, the same without NaN, which are selected)."""
     torch.manual_seed(n + d)
     selection = Selection.from_mask(torch.rand(1, n, device=device) < density, 16)
     mask = selection.to_mask(1)[0]
