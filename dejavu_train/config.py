@@ -41,7 +41,8 @@ class PredictorConfig:
     predictor: dict[str, Any] | None = None
     """A predictor of your own, class_path and init_args, in place of the low-rank one. See docs/guides/extend.md."""
     loss: str | dict[str, Any] = "contribution"
-    """paper, pos_weight, contribution, listwise, regression or log_contribution. Or class_path and init_args."""
+    """paper, pos_weight, contribution, listwise, regression or log_contribution. With arguments, or for a loss of your
+    own: class_path and init_args, such as contribution and negative_weight."""
     density: float | None = None
     """Mean density at which the predictors will be deployed. Metrics and early stopping refer to it. null: that of
     calibrate when they are first trained."""

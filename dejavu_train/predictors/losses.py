@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.errors import UserError
 
-NEGATIVE_WEIGHT = 0.1
-
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -34,25 +32,32 @@ class Batch:
 Loss = Callable[[Tensor, Batch], Tensor]
 
 
-def paper(logits: Tensor, batch: Batch) -> Tensor:
-    """The original's: binary cross entropy, positives weigh 1, negatives the batch's share of positives (+ 0.005)."""
+def paper(logits: Tensor, batch: Batch, least_weight: float = 0.005) -> Tensor:
+    """The original's: binary cross entropy, positives weigh 1, negatives the batch's share of positives.
+
+    least_weight: added to the share.
+    """
     positive = batch.active.to(logits.dtype)
-    share = positive.mean() + 0.005
+    share = positive.mean() + least_weight
     return F.binary_cross_entropy_with_logits(logits, positive, weight=positive * (1 - share) + share)
 
 
-def pos_weight(logits: Tensor, batch: Batch) -> Tensor:
-    """Binary cross entropy with positives weighed by negatives / positives (1 to 100): both sides weigh alike."""
+def pos_weight(logits: Tensor, batch: Batch, most_weight: float = 100.0) -> Tensor:
+    """Binary cross entropy with positives weighed by negatives / positives: both sides weigh alike.
+
+    most_weight: of a positive. The least is 1.
+    """
     positive = batch.active.to(logits.dtype)
     count = positive.sum()
-    weight = ((positive.numel() - count) / count.clamp_min(1)).clamp(1, 100)
+    weight = ((positive.numel() - count) / count.clamp_min(1)).clamp(1, most_weight)
     return F.binary_cross_entropy_with_logits(logits, positive, pos_weight=weight)
 
 
-def contribution(logits: Tensor, batch: Batch) -> Tensor:
-    """A missed unit costs its contribution (in units of the batch's mean over active ones), a surplus one 0.1.
+def contribution(logits: Tensor, batch: Batch, negative_weight: float = 0.1) -> Tensor:
+    """A missed unit costs its contribution (in units of the batch's mean over active ones), a surplus one less.
 
-    For active z: c * softplus(-z). For the rest: 0.1 * softplus(z). Summed over units, averaged over rows, divided
+    negative_weight: w, what a surplus unit costs. Less of it raises recall and lowers precision.
+    For active z: c * softplus(-z). For the rest: w * softplus(z). Summed over units, averaged over rows, divided
     by the number of active units, so that the scale does not depend on how many there are.
     """
     assert batch.contribution is not None, "the contribution loss needs contributions"
@@ -60,7 +65,7 @@ def contribution(logits: Tensor, batch: Batch) -> Tensor:
     count = batch.active.sum().clamp_min(1)
     # softplus(-z) = softplus(z) - z: one softplus over (B, n) serves both sides, the active part is a thin correction.
     cost = cost * (count / cost.sum().clamp_min(1e-12))
-    weight = torch.where(batch.active, cost, NEGATIVE_WEIGHT)
+    weight = torch.where(batch.active, cost, negative_weight)
     # dot products: nothing of size (B, n) is written for the sums, and their gradient is a product by a number
     total = torch.dot(weight.flatten(), F.softplus(logits).flatten()) - torch.dot(cost.flatten(), logits.flatten())
     return total / count
@@ -84,18 +89,19 @@ def regression(logits: Tensor, batch: Batch) -> Tensor:
     return F.mse_loss(logits, target / target.mean().clamp_min(1e-12))
 
 
-def log_contribution(logits: Tensor, batch: Batch) -> Tensor:
-    """Squared error of the logits against the logarithm of the contribution, cut off at 1e-4 of the batch's mean.
+def log_contribution(logits: Tensor, batch: Batch, least_share: float = 1e-4) -> Tensor:
+    """Squared error of the logits against the logarithm of the contribution.
 
+    least_share: of the batch's mean, where contributions are cut off.
     For heads, which all contribute something: what is learnt is by what factor one matters more than another.
     """
     assert batch.contribution is not None, "the log_contribution loss needs contributions"
     target = batch.contribution.to(logits.dtype)
-    floor = target.mean() * 1e-4 + 1e-12  # a tensor: reading it would make every step wait for the device
+    floor = target.mean() * least_share + 1e-12  # a tensor: reading it would make every step wait for the device
     return F.mse_loss(logits, torch.maximum(target, floor).log())
 
 
-LOSSES: dict[str, Loss] = {
+LOSSES: dict[str, Callable[..., Tensor]] = {
     "paper": paper,
     "pos_weight": pos_weight,
     "contribution": contribution,
@@ -110,22 +116,29 @@ def get_loss(named: str | dict[str, Any], key: str = "loss") -> Loss:
     """The loss called ``named``, or the function or instance of the class that its ``class_path`` names.
 
     Args:
-        named: of a loss of your own ``{"class_path": ..., "init_args": {...}}``.
+        named: a name, or ``{"class_path": ..., "init_args": {...}}`` with a name or a loss of your own.
         key: of the configuration, for messages.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it does not take the arguments.
     """
     if isinstance(named, str):
         if named not in LOSSES:
             raise UserError(f"unknown loss {named}; the losses are {', '.join(LOSSES)}, or give {key}.class_path")
         return LOSSES[named]
-    kind = import_named(named, key)
+    kind = LOSSES[named["class_path"]] if _is_ours(named) else import_named(named, key)
     if isinstance(kind, type):
         return kind(**bound_arguments(kind, named, key))
+    if _is_ours(named):
+        bound_arguments(kind, named, key, logits=None, batch=None)
     return functools.partial(kind, **(named.get("init_args") or {}))
+
+
+def _is_ours(named: dict[str, Any]) -> bool:
+    return set(named) <= {"class_path", "init_args"} and named.get("class_path") in LOSSES
 
 
 def needs_contribution(named: str | dict[str, Any]) -> bool:
     """Whether the loss called ``named`` reads ``contribution``, which costs time for neurons. One's own may."""
-    return not isinstance(named, str) or named in NEEDS_CONTRIBUTION
+    name = named if isinstance(named, str) else named.get("class_path")
+    return name in NEEDS_CONTRIBUTION or name not in LOSSES

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dejavu_train.errors import UserError
-from dejavu_train.predictors.losses import LOSSES, NEGATIVE_WEIGHT, Batch, get_loss
+from dejavu_train.predictors.losses import LOSSES, Batch, get_loss, needs_contribution
 
 
 def softplus(x):
@@ -29,9 +29,20 @@ def test_pos_weight_is_negatives_over_positives():
 
 def test_a_missed_neuron_costs_its_contribution():
     costs = [1 / 2, 3 / 2]  # in units of the mean over the two active ones
-    negatives = NEGATIVE_WEIGHT * (softplus(-1) + softplus(0))
+    negatives = 0.1 * (softplus(-1) + softplus(0))
     expected = (costs[0] * softplus(-2) + costs[1] * softplus(-0.5) + negatives) / 2
     assert LOSSES["contribution"](LOGITS, BATCH).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_arguments_of_a_loss_are_settings():
+    more = get_loss({"class_path": "contribution", "init_args": {"negative_weight": 0.3}})
+    surplus = softplus(-1) + softplus(0)
+    change = more(LOGITS, BATCH) - LOSSES["contribution"](LOGITS, BATCH)
+    assert change.item() == pytest.approx(0.2 * surplus / 2, rel=1e-4)
+    assert get_loss({"class_path": "contribution"})(LOGITS, BATCH) == LOSSES["contribution"](LOGITS, BATCH)
+    assert needs_contribution({"class_path": "contribution"}) and not needs_contribution({"class_path": "paper"})
+    with pytest.raises(UserError, match=r"mlp.loss: .*contribution cannot be called with .*weight"):
+        get_loss({"class_path": "contribution", "init_args": {"weight": 0.3}}, "mlp.loss")
 
 
 def test_share_is_least_where_logits_are_log_contributions():
