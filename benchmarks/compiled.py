@@ -30,17 +30,19 @@ from benchmarks.rows import command_line
 from dejavu_train.kernels.attention import out_projection, qkv
 from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import checks, launch, settings
+from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense import dense_gemv, int4_batch, qkv_dense, screened_head
+from dejavu_train.kernels.dense import dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
+from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select
+from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select, sparse_mlp_batch
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
@@ -324,10 +326,33 @@ def int4_cases(d: int) -> Iterator[Case]:
             yield f"int4_by_head {d} {tokens}", partial(int4_batch.int4_by_head, *given, True)
 
 
+def further_cases(d: int) -> Iterator[Case]:
+    """What other plans of one row launch, and steps of two rows, with fp16 weights."""
+    own = Layer(d, half_rows)
+    x, ln, n, h = own.x, own.ln, own.n, own.h
+    two, pair_of_rows = halves(2, d), torch.empty(2, 2, d)
+    yield f"embed {d}", partial(sampling.embed, TokenState.empty(1, 64, "cpu"), halves(64, d), halves(66, d), x, True)
+    yield f"layer_norm {d}", partial(layer_norm, x, ln, halves(1, d), True)
+    scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
+    for name, heads in (("flash_decode", own.heads), ("flash_decode all", None)):
+        given = (own.q, own.cache, heads, own.ones, torch.empty(1, d), scratch)
+        yield f"{name} {d}", partial(attend.flash_decode, *given, True)
+    yield f"pack {d}", partial(pack.pack, own.bits, own.listed, True)
+    given = (own.hidden, half_rows(d, n), own.out_bias, x, own.y)
+    yield f"dense_wide {d}", partial(dense_wide.dense_wide, *given, True)
+    yield f"dense_add {d}", partial(dense_add, two, half_rows(d, d), own.out_bias, *pair_of_rows, pdl=True)
+    active = sparse_mlp_batch.BatchActivations.empty(n, 2, d, torch.float16, "cpu")
+    given = (two, own.w, own.bias, own.bits, active)
+    yield f"fc1_batch {d}", partial(sparse_mlp_batch.fc1_batch, *given, True)
+    yield f"fc2_batch {d}", partial(sparse_mlp_batch.fc2_batch, active, own.w, own.out_bias, *pair_of_rows, True)
+    yield f"written_out {d}", partial(written_out, int4_rows(n, d), True)
+
+
 def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
     """All of these widths."""
     for d in widths:
         yield from cases_of(d)
+        yield from further_cases(d)
     for d in widths:
         yield from ((f"4 bits: {name}", call) for name, call in int4_cases(d))
 

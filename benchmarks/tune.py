@@ -42,8 +42,22 @@ BROKEN = "broken"  # in place of a time: refused, or the process ended
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {  # stage -> field -> values, in the order in which they are varied
     "advance": {"warps": (4, 8, 16, 32)},
     "attend": {"positions": (32, 64, 128), "warps": (1, 2, 4)},
+    "down_batch": {"rows": (32, 64, 128), "stages": (3, 4, 5, 6), "stripe": (32, 64, 128)},
+    "down_int4": {
+        "programs": (2, 3, 4),
+        "warps": (2, 4, 8),
+        "ahead": (2, 3, 4),
+        "registers": (128, 168, 248),
+        "fetched": (0, 32),
+    },
+    "listed": {"programs": (1, 2), "block": (512, 1024, 2048, 4096), "rows": (1, 2, 4), "warps": (4, 8, 16)},
+    "listed_int4": {"programs": (1, 2), "warps": (4, 8), "ahead": (2, 3, 4), "registers": (128, 168, 200, 224)},
+    "project": {"rows": (4, 8, 16, 32), "width": (256, 512, 1024), "warps": (2, 4, 8), "stages": (0, 3, 4)},
+    "project_int4": {"warps": (4, 8), "span": (2, 4, 8), "tiles": (1, 2, 3, 4), "registers": (128, 168)},
     "screen": {"programs": (1, 2, 3, 4), "rows": (2, 4, 8, 16), "warps": (2, 4, 8)},
     "sums": {"stripe": (8, 16, 32, 64), "chunk": (16, 32, 64, 128), "warps": (1, 2, 4, 8)},
+    "up_batch": {"programs": (1, 2, 3), "block": (64, 128), "rows": (32, 64), "stages": (3, 4, 5, 6)},
+    "wide": {"rows": (2, 4, 8, 16), "chunk": (512, 1024, 2048), "warps": (2, 4, 8)},
 }
 RANGES = ("d", "capacity", "tile", "waves")  # names of shapes that are in order: the first of them makes ranges
 COLUMNS = ("gpu", "stage", "format", "shape", "values", "us", "torch", "commit", "date", "sources")
@@ -93,7 +107,7 @@ def nothing_launched() -> Iterator[None]:
 
 def problems(widths: Sequence[int], device: torch.device) -> Iterator[dict[Lookup, list[Callable[[], Any]]]]:
     """For a width and a format at a time: the calls that look up the same settings, by what they look up."""
-    for d, cases in itertools.product(widths, (compiled.cases_of, compiled.int4_cases)):
+    for d, cases in itertools.product(widths, (compiled.cases_of, compiled.further_cases, compiled.int4_cases)):
         found: dict[Lookup, list[Callable[[], Any]]] = {}
         plain, compiled.Layer = compiled.Layer, FilledLayer  # type: ignore[misc]
         try:

@@ -27,6 +27,7 @@ from dejavu_train.kernels.attention.out_projection_int4 import (
 from dejavu_train.kernels.common.checks import check_device, check_numbers, check_shape
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Matrix
@@ -35,30 +36,17 @@ VECTOR = 8  # neighbouring columns that one thread sums on its own
 
 
 @dataclass(frozen=True)
-class ProjectSettings:
-    """rows: of a program. width: columns of a step, at most."""
+class ProjectSettings(Settings, stage="project"):
+    """Measured in whole steps under the carveout of `launch.share_carveout`. rows: of a program.
+
+    stages: of the pipeline over heads, in tiles on the tensor cores. 0 = rows in registers. width: columns of a step of
+    those, at most.
+    """
 
     rows: int
     width: int
-    warps: int
-
-
-@dataclass(frozen=True)
-class HeadTileSettings:
-    """rows: of a program. stages: of the pipeline over heads."""
-
-    rows: int
     stages: int
     warps: int
-
-
-def project_settings(d: int, all_heads: bool) -> ProjectSettings | HeadTileSettings:
-    """Launch settings by width, measured in whole steps under the carveout of `launch.share_carveout`."""
-    if 8192 <= d <= 9216 and not all_heads:
-        return HeadTileSettings(16, 4, 1)
-    if d <= 4096 or all_heads:
-        return ProjectSettings(8, 1024, 4)
-    return ProjectSettings(16 if d <= 7168 else 8, 512, 4)
 
 
 def project_heads_reference(
@@ -190,7 +178,7 @@ def project_heads(
     selection: Selection | None,
     out: Tensor,
     pdl: bool = False,
-    settings: ProjectSettings | HeadTileSettings | HeadRowSettings | None = None,
+    settings: ProjectSettings | HeadRowSettings | None = None,
 ) -> None:
     """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim). selection None = all heads.
 
@@ -217,11 +205,11 @@ def project_heads(
         return
     n_heads = 1 if selection is None else selection.n
     pdl = use_pdl(pdl, mixed.device)
-    settings = settings or project_settings(d, selection is None)
+    settings = settings or ProjectSettings.find(weight.format, mixed.device, d=d, all=selection is None)
     head_dim = width // n_heads
-    if isinstance(settings, HeadTileSettings):
+    if settings.stages:
         if selection is None:
-            raise ValueError("HeadTileSettings need a selection of heads")
+            raise ValueError("tiles of heads need a selection of heads")
         _project_tiles_kernel[(triton.cdiv(d, settings.rows),)](
             mixed,
             numbers,

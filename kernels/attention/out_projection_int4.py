@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dejavu_train.kernels.attention.head_select import selected_heads
 from dejavu_train.kernels.common.checks import (
-    INTERPRET,
     check_device,
     check_dtype,
     check_head_dim,
@@ -37,6 +36,7 @@ from dejavu_train.kernels.common.lane_queue import ask, even_room, lane_queue, t
 from dejavu_train.kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.dense.int4_batch import int4_by_head
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -46,7 +46,7 @@ ROWS = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
-class HeadRowSettings:
+class HeadRowSettings(Settings, stage="project_int4"):
     """warps: of a program. span: heads of a warp that are on their way, 2, 4 or 8. tiles: of 8 outputs of a program.
 
     registers: of a thread, at most: programs that are not resident at once wait for a second round.
@@ -56,17 +56,6 @@ class HeadRowSettings:
     span: int
     tiles: int = 2
     registers: int = 128
-
-
-def head_row_settings(d: int, all_heads: bool) -> HeadRowSettings:
-    """Launch settings by width, from whole steps (`benchmarks/results/int4_settings.csv`)."""
-    if INTERPRET:
-        return HeadRowSettings(1, 2)
-    if 5120 < d <= 8192 and not all_heads:
-        return HeadRowSettings(4, 2, 2, 128)
-    if d > 5120:
-        return HeadRowSettings(4, 4, 3 if 8192 < d <= 9504 else 4, 168)  # 9504: 24 for each of 3 programs on all of 132
-    return HeadRowSettings(4, 4, 2, 128) if all_heads else HeadRowSettings(8, 2, 2, 128)
 
 
 def by_head(weight: Tensor, n_heads: int) -> Tensor:
@@ -279,7 +268,7 @@ def project_head_rows(
         else:
             dense_add(mixed, Rows(written_out_by_output(weight, pdl)), bias, residual, out, pdl=pdl)
         return
-    settings = settings or head_row_settings(d, selection is None)
+    settings = settings or HeadRowSettings.find(weight.format, mixed.device, d=d, all=selection is None)
     require(settings.span in (2, 4, 8), f"a span is of 2, 4 or 8 heads, not {settings.span}")
     pdl = use_pdl(pdl, mixed.device)
     programs = triton.cdiv(d, 8 * settings.tiles)

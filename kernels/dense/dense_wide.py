@@ -5,6 +5,8 @@ outputs and walks over the columns, the next CHUNK of them on its way before the
 asked for before the wait for the stage before. One owner an output: no partial sums, bitwise deterministic.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -12,13 +14,18 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, check_numbers, check_shape
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.formats.matrix import Matrix
 
 
-def wide_settings(d: int) -> tuple[int, int, int]:
-    """(rows of a program, columns of a step, warps) by width."""
-    return (16, 512, 8) if d <= 4096 else (4, 1024, 4)
+@dataclass(frozen=True)
+class WideSettings(Settings, stage="wide"):
+    """rows: of a program. chunk: columns of a step, at most."""
+
+    rows: int
+    chunk: int
+    warps: int
 
 
 def dense_wide_reference(
@@ -69,11 +76,11 @@ def dense_wide(
     residual: Tensor,
     out: Tensor,
     pdl: bool = False,
-    settings: tuple[int, int, int] | None = None,
+    settings: WideSettings | None = None,
 ) -> None:
     """y (B, n), weight (d, n), bias (d), residual and out (B, d) fp32. Several rows as a matrix product.
 
-    settings: rows and columns of a program's step, warps. Errors: shapes, a CPU tensor.
+    Errors: shapes, a CPU tensor.
     """
     check_device("y", y)
     batch, n = y.shape
@@ -84,9 +91,9 @@ def dense_wide(
     if batch > 1:
         dense_add(y, weight, bias, residual, out, pdl=pdl)
         return
-    rows, chunk, warps = settings or wide_settings(d)
+    settings = settings or WideSettings.find(weight.format, y.device, d=d)
     pdl = use_pdl(pdl, y.device)
-    _dense_wide_kernel[(triton.cdiv(d, rows),)](
+    _dense_wide_kernel[(triton.cdiv(d, settings.rows),)](
         y,
         numbers,
         bias,
@@ -94,9 +101,9 @@ def dense_wide(
         out,
         d,
         N=n,
-        ROWS=rows,
-        CHUNK=min(chunk, triton.next_power_of_2(n)),
+        ROWS=settings.rows,
+        CHUNK=min(settings.chunk, triton.next_power_of_2(n)),
         PDL=pdl,
-        num_warps=warps,
+        num_warps=settings.warps,
         launch_pdl=pdl,
     )

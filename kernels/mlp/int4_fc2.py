@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import INTERPRET, check_device, check_dtype, check_int4, check_shape, require
+from dejavu_train.kernels.common.checks import check_device, check_dtype, check_int4, check_shape, require
 from dejavu_train.kernels.common.int4_neurons import (
     factor_pairs,
     factor_sums,
@@ -45,6 +45,7 @@ from dejavu_train.kernels.common.lane_queue import ask, even_room, fetch_ahead, 
 from dejavu_train.kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
 from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.common.shared_list import list_bytes, list_four, write_list
 from dejavu_train.kernels.formats.matrix import Matrix
 
@@ -54,23 +55,16 @@ ASKS = tl.constexpr(4)  # of a unit
 
 
 @dataclass(frozen=True)
-class Int4Fc2Settings:
-    """warps: of a program. ahead: units of sixteen rows on their way. programs: a grid's. registers: of a thread, at
-    most. fetched: rows that the L2 is asked for early, a multiple of 8, at most as many as a program has threads."""
+class Int4Fc2Settings(Settings, stage="down_int4"):
+    """warps: of a program. ahead: units of sixteen rows on their way. programs: of a multiprocessor. registers: of a
+    thread, at most. fetched: rows that the L2 is asked for early, a multiple of 8, at most as many as a program has
+    threads."""
 
     warps: int
     ahead: int
     programs: int
     registers: int
     fetched: int
-
-
-def int4_fc2_settings(tokens: int = 1) -> Int4Fc2Settings:
-    """Launch settings, from whole dense steps of four widths: three programs of four warps on each of 132
-    multiprocessors, of more than four tokens two."""
-    if INTERPRET:
-        return Int4Fc2Settings(1, 2, 4, 128, 0)
-    return Int4Fc2Settings(4, 2, 396, 128, 32) if tokens <= 4 else Int4Fc2Settings(4, 2, 264, 248, 32)
 
 
 def int4_fc2_reference(
@@ -311,14 +305,14 @@ def int4_fc2(
         raise ValueError(
             f"groups of {rows.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
         )
-    settings = settings or int4_fc2_settings(batch)
+    settings = settings or Int4Fc2Settings.find(weight.format, h.device, tokens=batch)
     lanes = 32 * settings.warps
     fetched_fit = 0 <= settings.fetched <= lanes and settings.fetched % 8 == 0
     require(fetched_fit, f"{settings.fetched} rows fetched, expected a multiple of 8, at most {lanes}, one a thread")
     sets = triton.cdiv(batch, tokens)
     stripes = triton.cdiv(d, COLUMNS.value * settings.warps)
     # No program without rows to read ahead, none with more than its list should hold where partial sums have room.
-    splits = min(settings.programs // stripes, triton.cdiv(n, 16 * settings.ahead))
+    splits = min(settings.programs * n_sms(h.device) // stripes, triton.cdiv(n, 16 * settings.ahead))
     most = most_splits(out.device)
     splits = min(most // batch, max(1, splits, triton.cdiv(n, MOST_ROUNDS * lanes)))
     n_own = triton.cdiv(n, splits)
@@ -345,7 +339,7 @@ def int4_fc2(
         SETS=sets,
         ROUNDS=list_rounds,
         FETCHED=settings.fetched if fetches_rows(out.device) else 0,
-        ROOM=even_room(triton.cdiv(settings.programs, n_sms(out.device)), d, pdl, needed),
+        ROOM=even_room(settings.programs, d, pdl, needed),
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,

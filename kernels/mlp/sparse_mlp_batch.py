@@ -16,15 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_numbers, check_tensor, require
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_numbers, check_tensor, require
 from dejavu_train.kernels.common.launch import (
     list_slots_wide,
+    n_sms,
     next_power_of_two,
     padded_batch,
     programmatic,
     wait_for_predecessor,
 )
 from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.matrix import Matrix
 
 
@@ -177,18 +179,22 @@ def _fc2_batch_kernel(
 
 
 @dataclass(frozen=True)
-class BatchSettings:
-    """programs of fc1. block: columns (fc1) or list entries (fc2) of a step. stages: of the cp.async pipeline."""
+class UpSettings(Settings, stage="up_batch"):
+    """programs: of a multiprocessor. block: columns of a step, at most. rows: of a tile. stages: of its pipeline."""
 
     programs: int
     block: int
+    rows: int
     stages: int
 
 
-def fc1_batch_settings(d: int) -> BatchSettings:
-    if INTERPRET:
-        return BatchSettings(3, min(64, max(16, next_power_of_two(d))), 2)
-    return BatchSettings(132, 128, 6) if d <= 5120 else BatchSettings(264, 128, 5)
+@dataclass(frozen=True)
+class DownSettings(Settings, stage="down_batch"):
+    """stripe: columns of a program. rows: list entries of a step. stages: of its pipeline."""
+
+    stripe: int
+    rows: int
+    stages: int
 
 
 def fc1_batch(
@@ -209,10 +215,10 @@ def fc1_batch(
     check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     check_tensor("out.values", out.values, (n, padded_batch(batch)), (numbers.dtype,), x)
     require(selection.n == n, f"a selection of {selection.n} rows does not fit a weight of {n}")
-    settings = fc1_batch_settings(d)
+    settings = UpSettings.find(weight.format, x.device, d=d)
     blocks = selection.counts.numel()
     has_pdl, use_pdl = programmatic(x, pdl)
-    _fc1_batch_kernel[(min(settings.programs, n),)](
+    _fc1_batch_kernel[(min(settings.programs * n_sms(x.device), n),)](
         x,
         numbers,
         bias,
@@ -226,8 +232,8 @@ def fc1_batch(
         batch,
         D=d,
         BATCH=padded_batch(batch),
-        BLOCK=settings.block,
-        ROWS=16 if INTERPRET else 64,
+        BLOCK=min(settings.block, max(16, next_power_of_two(d))),
+        ROWS=settings.rows,
         SEL_BLOCKS=next_power_of_two(max(2, blocks)),
         SEL_BLOCK=selection.block,
         STAGES=settings.stages,
@@ -256,9 +262,8 @@ def fc2_batch(
     check_tensor("residual", residual, (batch, d), (torch.float32,), residual)
     check_tensor("out", out, (batch, d), (torch.float32,), residual)
     has_pdl, use_pdl = programmatic(residual, pdl)
-    stripe = 16 if INTERPRET else 64
-    wide = numbers.element_size() > 2
-    _fc2_batch_kernel[(-(-d // stripe), SPLITS)](
+    settings = DownSettings.find(weight_t.format, residual.device, bytes=numbers.element_size())
+    _fc2_batch_kernel[(-(-d // settings.stripe), SPLITS)](
         rows.values,
         rows.ids,
         rows.count,
@@ -271,10 +276,10 @@ def fc2_batch(
         batch,
         D=d,
         BATCH=padded_batch(batch),
-        STRIPE=stripe,
+        STRIPE=settings.stripe,
         SPLITS=SPLITS,
-        ROWS=16 if INTERPRET else 64 if wide else 128,
-        STAGES=2 if INTERPRET else 5,
+        ROWS=settings.rows,
+        STAGES=settings.stages,
         PDL=has_pdl,
         num_warps=4,
         launch_pdl=use_pdl,

@@ -49,7 +49,6 @@ def test_every_kernel_compiles_for_ampere_and_ada(tmp_path, capability):
     assert len(lines) > 60
     for line in lines:
         assert " plain, " in line and "MORE SHARED" not in line, line
-        assert int(re.search(r"\((\d+) in loops\)", line)[1]) == 0, line
 
 
 def test_every_kernel_of_4_bit_rows_compiles(tmp_path):

@@ -138,7 +138,7 @@ def test_every_stage_has_choices_for_all_that_its_settings_hold():
 def test_the_calls_of_a_step_look_settings_up(device):
     """The calls that are timed are prepared as on a GPU, at a small width, and nothing runs."""
     found = list(problems([256], torch.device(device)))
-    assert len(found) == 2
+    assert len(found) == 3
     assert {lookup.stage for group in found for lookup in group} == set(tune.CHOICES)
 
 

@@ -5,7 +5,6 @@ import torch
 
 from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.attention.out_projection import (
-    HeadTileSettings,
     ProjectSettings,
     project_heads,
     project_heads_reference,
@@ -31,7 +30,7 @@ def case(device, batch, n_heads, head_dim, d, density, dtype=torch.float32):
     return mixed * mask.repeat_interleave(head_dim, 1), weight, bias, residual, selection
 
 
-ROWS, TILES = ProjectSettings(4, 16, 4), HeadTileSettings(16, 3, 1)
+ROWS, TILES = ProjectSettings(4, 16, 0, 4), ProjectSettings(16, 0, 3, 1)
 
 
 @pytest.mark.parametrize(

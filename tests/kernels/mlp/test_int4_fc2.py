@@ -41,12 +41,15 @@ def check(device, n, d, group, batch, live=0.6, pdl=False, settings=None):
         (38, 512, 128, 7, 0.6, None),
     ],
 )
-def test_int4_fc2(device, n, d, group, batch, live, settings):
+def test_int4_fc2(device, n, d, group, batch, live, settings, monkeypatch):
+    if settings is not None:
+        monkeypatch.setattr(module, "n_sms", lambda _: 1)  # its programs are those of the grid
     check(device, n, d, group, batch, live, settings=settings)
 
 
 @pytest.mark.parametrize(("d", "group", "batch"), [(320, 32, 1), (640, 64, 2), (512, 128, 8)])
-def test_the_queue_in_assembly(device, queues_in_assembly, d, group, batch):
+def test_the_queue_in_assembly(device, queues_in_assembly, d, group, batch, monkeypatch):
+    monkeypatch.setattr(module, "n_sms", lambda _: 1)
     check(device, 90, d, group, batch, settings=Int4Fc2Settings(2, 2, 2, 128, 0))
 
 
@@ -84,6 +87,7 @@ def test_what_the_l2_is_asked_for_early_lies_within(device, monkeypatch):
 
     monkeypatch.setattr(module, "fetch_ahead", note)
     monkeypatch.setattr(module, "fetches_rows", lambda _: True)
+    monkeypatch.setattr(module, "n_sms", lambda _: 1)
     n, d = 60, 576  # 72 words a row: of the second stripe, which has 8, as many are asked for as of the first
     weight = random_rows(device, n, d, group=32)
     h, zero = torch.ones(1, n, device=device), torch.zeros(1, d, device=device)
