@@ -23,7 +23,7 @@ CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer
 demo: train infer
 
 train: .venv/train
-	.venv/bin/python train.py --config configs/opt-mini.yaml
+	OMP_NUM_THREADS=1 .venv/bin/python train.py --config configs/opt-mini.yaml  # sums over two threads round otherwise
 
 infer: .venv/train
 	.venv/bin/python infer.py --config configs/infer/opt-mini.yaml

@@ -13,7 +13,7 @@ from benchmarks.tables_decode import INT4_GOALS, batch_steps, int4_steps, prompt
 RESULTS = Path(__file__).resolve().parent / "results"
 Steps = Mapping[tuple[float, int, str], dict[str, str]]  # rows by size, prompt or batch, and kind
 KINDS = (("dense", "black", "dense"), ("sparse", "tab:blue", "sparse"),
-         ("ahead", "tab:green", "sparse, MLP predicted half a block ahead"))  # fmt: skip
+         ("ahead", "tab:green", "sparse, look-ahead"))  # fmt: skip
 BARS = {  # label of a bar -> what is asked, the kinds of steps of which the fastest is drawn, colour
     "dense, fp16": ("dense", ("fp16",), "black"),
     "dense, 4 bits": ("dense", ("own site", "screen"), "tab:gray"),

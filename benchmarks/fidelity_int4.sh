@@ -3,7 +3,7 @@
 #   bash benchmarks/fidelity_int4.sh OUTPUT_FOLDER        TRY=1: what comes before the comparison, on a CPU, tiny
 # Two models: opt-mini, and a 100M model that is pretrained here on .data (benchmarks/hundred.sh) for PRETRAIN_SECONDS.
 # Each is rounded to nearest and writes text, on which predictors are trained: of the blocks' own inputs, or ("ahead")
-# of those half a block earlier, with which no stage lies before q/k/v. OUTPUT_FOLDER gets a JSON file for each model
+# of those one half earlier, with which no stage lies before q/k/v. OUTPUT_FOLDER gets a JSON file for each model
 # and kind of predictor, fidelity_int4.json of all, and logs. ONLY names some: "opt-mini-own opt-mini-ahead opt-100m-own
 # opt-100m-ahead". One row at a time but in `replay` and `rows`: the kernels of several rows are others.
 set -u

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ from sphinx.util.docutils import SphinxDirective
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dejavu_train.version import package_version  # noqa: E402
-
 project = "dejavu_train"
 author = "the authors of dejavu_train"
-version = release = package_version()
+version = release = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
@@ -72,6 +71,7 @@ class Keys(SphinxDirective):
             default = (
                 "" if dataclasses.is_dataclass(field.default) or field.default is dataclasses.MISSING else field.default
             )
+            default = "null" if default is None else default
             meaning = " ".join(
                 said.get(field.name, "").replace("``", "`").replace("|", "or").replace("<", "&lt;").split()
             )

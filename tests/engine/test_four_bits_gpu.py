@@ -84,7 +84,7 @@ def test_kernels_equal_the_masked_forward_pass(head_dim, batch):
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
-    """Heads selected half a block ahead, or all of them: a LayerNorm that comes late, and no stage before q/k/v."""
+    """Heads selected one half ahead, or all of them: a LayerNorm that comes late, and no stage before q/k/v."""
     monkeypatch.setattr("dejavu_train.kernels.lookahead.mlp_ahead.TILED_FROM", 0 if tiled else 1 << 20)
     d_model, n_heads = SIZES[head_dim]
     model = four_bits(random_opt(d_model=d_model, n_heads=n_heads, d_ffn=3 * d_model + 7, n_layers=3, positions=256))
