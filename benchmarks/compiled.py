@@ -36,7 +36,7 @@ from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense import dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
+from dejavu_train.kernels.dense import dense_rows, dense_wide, int4_batch, screened_head
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -215,8 +215,8 @@ class Layer:
     def shared_cases(self, mixed: Any, out: Any, predictors: dict[str, PredictorWeights]) -> Iterator[Case]:
         """What fp16 and 4 bits have in common. mixed: what the output projection `out` reads."""
         x, ln, d = self.x, self.ln, self.d
-        yield f"dense_rows {d}", lambda: dense_gemv.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
-        yield f"qkv_dense {d}", lambda: qkv_dense.qkv_dense(x, ln, self.qkv, self.ones, self.q, self.every, True)
+        yield f"dense_rows {d}", lambda: dense_rows.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
+        yield f"qkv_dense {d}", lambda: dense_rows.qkv_dense(x, ln, self.qkv, self.ones, self.q, self.every, True)
         sparse = (self.qkv, self.cache, self.heads, self.ones, self.q)
         yield f"qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
         for name, heads in (("out", self.heads), ("out all", None)):
@@ -240,7 +240,7 @@ def cases_of(d: int) -> Iterator[Case]:
     x, ln, w, n, rank = own.x, own.ln, own.w, own.n, own.rank
     predictors = {str(kind): pair(rank, d, n, kind) for kind in (torch.float16, torch.int8)}
     yield from own.shared_cases(x, half_rows(d, d), predictors)
-    yield f"lm_head {d}", lambda: dense_gemv.dense_rows(x, ln, w, None, "none", own.hidden, True)
+    yield f"lm_head {d}", lambda: dense_rows.dense_rows(x, ln, w, None, "none", own.hidden, True)
     state = TokenState.empty(1, 64, "cpu")
     yield f"advance {d}", partial(sampling.advance, torch.empty(1, 50272), state, pdl=True)
     n_sms = launch.n_sms(x.device)

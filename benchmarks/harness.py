@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.dense.dense_gemv import RowSettings, dense_rows
+from dejavu_train.kernels.dense.dense_rows import dense_rows
 from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.stages.rows import RowSettings
 
 N, D = 49152, 12288
 SETS, REPEATS = 12, 10  # a dozen steps share what a graph takes to start

@@ -45,7 +45,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     import triton.language as tl
 
     import dejavu_train.kernels.attention.qkv
-    import dejavu_train.kernels.dense.dense_gemv
+    import dejavu_train.kernels.dense.dense_rows
     import dejavu_train.kernels.dense.int4_batch
     import dejavu_train.kernels.stages.mlp  # noqa: F401
     from dejavu_train.kernels.common import int4_mma, int4_norm, lane_queue, launch, shared_rows

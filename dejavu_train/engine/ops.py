@@ -12,7 +12,7 @@ from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
-from dejavu_train.kernels.dense import dense_batch, dense_gemv, dense_wide, int4_batch, qkv_dense, screened_head
+from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, int4_batch, screened_head
 from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
@@ -288,7 +288,7 @@ class TritonOps:
     site_predict = staticmethod(site_predict.site_predict)
     qkv_select = staticmethod(qkv_select.qkv_select)
     attend_pack = staticmethod(attend_pack.attend_pack)
-    qkv_dense = staticmethod(qkv_dense.qkv_dense)
+    qkv_dense = staticmethod(dense_rows.qkv_dense)
     flash_decode = staticmethod(attend.flash_decode)
     project_heads = staticmethod(out_projection.project_heads)
     predict_select = staticmethod(select.predict_select)
@@ -298,7 +298,7 @@ class TritonOps:
     mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
     fc1_batch = staticmethod(sparse_mlp_batch.fc1_batch)
     fc2_batch = staticmethod(sparse_mlp_batch.fc2_batch)
-    dense_rows = staticmethod(dense_gemv.dense_rows)
+    dense_rows = staticmethod(dense_rows.dense_rows)
     dense_wide = staticmethod(dense_wide.dense_wide)
     int4_fc2 = staticmethod(int4_fc2.int4_fc2)
     int4_listed = staticmethod(int4_batch.int4_listed)
@@ -317,7 +317,7 @@ class TorchOps:
     site_predict = staticmethod(of_numbers(site_predict.site_predict_reference))
     qkv_select = staticmethod(of_numbers(qkv_select.qkv_select_reference))
     attend_pack = staticmethod(of_numbers(reference.attend_pack))
-    qkv_dense = staticmethod(of_numbers(qkv_dense.qkv_dense_reference))
+    qkv_dense = staticmethod(of_numbers(dense_rows.qkv_dense_reference))
     flash_decode = staticmethod(of_numbers(attend.flash_decode_reference))
     project_heads = staticmethod(of_numbers(out_projection.project_heads_reference))
     predict_select = staticmethod(of_numbers(reference.predict_select))
@@ -327,7 +327,7 @@ class TorchOps:
     mlp_ahead = staticmethod(of_numbers(reference.mlp_ahead))
     fc1_batch = staticmethod(of_numbers(reference.fc1_batch))
     fc2_batch = staticmethod(of_numbers(reference.fc2_batch))
-    dense_rows = staticmethod(of_numbers(dense_gemv.dense_rows_reference))
+    dense_rows = staticmethod(of_numbers(dense_rows.dense_rows_reference))
     dense_wide = staticmethod(of_numbers(dense_wide.dense_wide_reference))
     int4_fc2 = staticmethod(of_numbers(int4_fc2.int4_fc2_reference))
     int4_listed = staticmethod(of_numbers(int4_batch.int4_listed_reference))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense.dense_gemv import operands_reference
+from dejavu_train.kernels.dense.dense_rows import operands_reference
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference

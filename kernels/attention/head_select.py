@@ -18,10 +18,14 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, check_shape
 from dejavu_train.kernels.common.launch import column_block, load_vector, row_or, use_pdl, wait_for_predecessor
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import (
+    LayerNormWeights,
+    layer_norm_reference,
+    norm_vectors,
+    normalised_pieces,
+)
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense.dense_gemv import normalised_pieces
 
 WARPS = 8
 
@@ -71,8 +75,7 @@ def selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr):
 @triton.jit
 def _head_select_kernel(
     x,
-    norm_weight,
-    norm_bias,
+    norm,
     predictor,
     bias,
     threshold,
@@ -86,7 +89,6 @@ def _head_select_kernel(
     BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
     HAS_PREDICTOR: tl.constexpr,
-    EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Program i normalises every row, keeps its slice of columns and decides head i for all rows. Everything but x is
@@ -98,8 +100,7 @@ def _head_select_kernel(
         w = load_vector(predictor + head * D, c, D, BLOCK)
         offset = tl.load(bias + head)
         limit = tl.load(threshold)
-    gains = load_vector(norm_weight, c, D, BLOCK)
-    shifts = load_vector(norm_bias, c, D, BLOCK)
+    gains, shifts = norm_vectors(norm, c, D, BLOCK)
     places = ()
     states = ()
     for b in tl.static_range(B):
@@ -109,7 +110,7 @@ def _head_select_kernel(
     bits = 0
     for b in tl.static_range(B):
         xs = load_vector(x + b * D, c, D, BLOCK)
-        n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, attn_in.dtype.element_ty)
+        n = normalised_pieces(xs, gains, shifts, norm, c, D, BLOCK, attn_in.dtype.element_ty)
         kept_row = attn_in + (b * capacity + places[b]).to(tl.int64) * D
         for j in tl.static_range(STEPS):
             column = j * BLOCK + c
@@ -148,8 +149,7 @@ def head_select(
     pdl = use_pdl(pdl, x.device)
     _head_select_kernel[(n_heads,)](
         x,
-        ln.weight,
-        ln.bias,
+        ln.args(),
         row_or(rows, x),
         row_or(heads.bias, x),
         row_or(heads.threshold, x),
@@ -163,7 +163,6 @@ def head_select(
         BLOCK=block,
         SLICE=triton.cdiv(d, n_heads),
         HAS_PREDICTOR=rows is not None,
-        EPS=ln.eps,
         PDL=pdl,
         num_warps=min(WARPS, max(1, block // 32)),
         launch_pdl=pdl,

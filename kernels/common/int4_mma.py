@@ -14,7 +14,7 @@ of words, four of inputs, two of scales, four multiplications: 11.5. Products ar
 One input needs no column of B for itself: it lies in all of them, eight units of it side by side, unit s in column s,
 which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four. The
 others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
-`int4_row_step` multiplies so. Two or four inputs lie there as four or two units each (`int4_tile`), of which a lane
+`stages.int4_rows` multiplies so. Two or four inputs lie there as four or two units each (`int4_tile`), of which a lane
 group reads one.
 
 The warps of a program take units STEPS at a time, one warp after another, and add up what they have in the end.
@@ -36,6 +36,25 @@ def unit_vector(words, group):
         if group % (32 * vector) == 0 and words % vector == 0:
             return vector
     return 1
+
+
+@triton.constexpr_function
+def segment_units(words, vector):
+    """Units of so many words, the last one perhaps not whole."""
+    return -(-words // (4 * vector))
+
+
+@triton.constexpr_function
+def pairs_of_a_warp(words, vector, warps, segments=1):
+    """Pairs of units of a row, of segments of so many words, that each warp takes, some beyond the end perhaps."""
+    pairs = -(-segments * segment_units(words, vector) // 2)
+    return -(-pairs // warps)
+
+
+@triton.jit
+def unit_of(step, warp, WARPS: tl.constexpr):
+    """The unit of a row that a warp takes as its number `step`: warps take pairs of neighbouring units in turn."""
+    return (step // 2 * WARPS + warp) * 2 + step % 2
 
 
 @triton.constexpr_function

@@ -1,23 +1,22 @@
-"""LayerNorm of one row as the planes that 4-bit rows are multiplied with, its gains and shifts read early.
+"""A norm of one row as the planes that 4-bit rows are multiplied with, its gains and shifts read early.
 
-    n = (x - mean) rstd gain + shift, rounded to fp16; x (8 W,) fp32, gain and shift (8 W,), W words a row
+    n = (x - mean) rstd gain + shift, rounded to fp16, or another `RowNorm`; x (8 W,) fp32, W words a row
 
 A layer's gains and shifts were last read a token ago, so they come from the memory. They depend on nothing, and are
-read before the wait for the kernel before (`unit_norms`), for `int4_row_step`. Each warp normalises the columns that it
-multiplies with, 128 at a time, four a lane, as they follow each other in its units, and gives them to the lanes that
-want 8 V neighbours each through up to a KB of shared memory, for which only its own lanes wait. (Loads of what a lane
-wants itself would touch 32 lines each.)
+read before the wait for the kernel before (`unit_norms`). Each warp normalises the columns that it multiplies with, 128
+at a time, four a lane, as they follow each other in its units, and gives them to the lanes that want 8 V neighbours
+each through up to a KB of shared memory, for which only its own lanes wait. (Loads of what a lane wants itself would
+touch 32 lines each.)
 """
 
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.int4_mma import fp16_pairs, unit_vector
-from dejavu_train.kernels.common.int4_row_step import pairs_of_a_warp, unit_of
+from dejavu_train.kernels.common.int4_mma import fp16_pairs, pairs_of_a_warp, unit_of, unit_vector
 from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, split_words
 from dejavu_train.kernels.common.lane_queue import int32s, shared_room
 from dejavu_train.kernels.common.launch import THROUGH_L1, sums_together
-from dejavu_train.kernels.common.layer_norm import mean_and_rstd
+from dejavu_train.kernels.common.layer_norm import row_moments
 
 
 @triton.constexpr_function
@@ -143,18 +142,25 @@ def _piece(row, K: tl.constexpr, lane, W: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def unit_norms(gain, shift, lane, W: tl.constexpr, GROUP: tl.constexpr):
+def unit_norms(norm, lane, W: tl.constexpr, GROUP: tl.constexpr):
     """A lane's gains and shifts, tiles (L, 4) in turn, of four columns each, for `normalised_units`."""
     V: tl.constexpr = unit_vector(W, GROUP)
     norms = ()
     for k in tl.static_range(_pieces(W, V, lane.shape[0] // 32)):
-        norms = norms + (_piece(gain, k, lane, W, V), _piece(shift, k, lane, W, V))
+        if norm.gain is not None:
+            norms = norms + (_piece(norm.gain, k, lane, W, V),)
+        else:
+            norms = norms + (tl.full((lane.shape[0], 4), 1.0, tl.float32),)
+        if norm.shift is not None:
+            norms = norms + (_piece(norm.shift, k, lane, W, V),)
+        else:
+            norms = norms + (tl.full((lane.shape[0], 4), 0.0, tl.float32),)
     return norms
 
 
 @triton.jit
 def _round(
-    room, xs, norms, mean, rstd, before, ROUND: tl.constexpr, NUMBER: tl.constexpr, PIECES: tl.constexpr, lane,
+    room, xs, norms, norm, mean, rstd, before, ROUND: tl.constexpr, NUMBER: tl.constexpr, PIECES: tl.constexpr, lane,
     V: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`before`, planes of eight units, with those of the warp's round ROUND, the eight units' number NUMBER."""
@@ -165,8 +171,8 @@ def _round(
         kept = ()
         for k in tl.static_range(SHARE):
             if FIRST + k < PIECES:
-                four = (xs[FIRST + k] - mean) * rstd * norms[2 * (FIRST + k)].to(tl.float32)
-                n = split_words(four + norms[2 * (FIRST + k) + 1].to(tl.float32), 4)
+                z = (xs[FIRST + k] - mean) * rstd
+                n = split_words(norm.scaled(z, norms[2 * (FIRST + k)], norms[2 * (FIRST + k) + 1]), 4)
                 kept = _put(room, kept, fp16_pairs(n[0], n[1]), fp16_pairs(n[2], n[3]), k, lane, V, ASM)
             elif not ASM:
                 kept = kept + (before[0] * 0, before[0] * 0)
@@ -175,11 +181,11 @@ def _round(
 
 
 @triton.jit
-def normalised_units(
-    x, norms, lane, W: tl.constexpr, GROUP: tl.constexpr, EPS: tl.constexpr, ASM: tl.constexpr = ASSEMBLY
-):
-    """(planes, mean, 1 / deviation) of LayerNorm(x), x (8 W,), rounded to fp16: 4 V planes for each eight units of a
-    warp, lane group g unit g. Units that a warp has not may be anything. norms: `unit_norms`. Once a kernel."""
+def normalised_units(x, norms, norm, lane, W: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """(planes, mean, 1 / deviation) of the norm of x (8 W,), rounded to fp16. Once a kernel. norms: `unit_norms`.
+
+    There are 4 V planes for each eight units of a warp, lane group g unit g. Units that a warp has not may be anything.
+    """
     V: tl.constexpr = unit_vector(W, GROUP)
     WARPS: tl.constexpr = lane.shape[0] // 32
     PIECES: tl.constexpr = _pieces(W, V, WARPS)
@@ -193,7 +199,7 @@ def normalised_units(
         total += tl.sum(xs[k], 1)
         squares += tl.sum(xs[k] * xs[k], 1)
     both = sums_together((total, squares), 2)
-    mean, rstd = mean_and_rstd(both[0], both[1], 8 * W, EPS)
+    mean, rstd = row_moments(both[0], both[1], norm, 8 * W)
     room = 0
     if ASM:
         room = shared_room(lane, "normalised", norm_bytes(W, GROUP, WARPS), 16)
@@ -204,6 +210,6 @@ def normalised_units(
         for _ in tl.static_range(4 * V):
             own = own + (tl.zeros(lane.shape, tl.int32),)
         for number in tl.static_range(ROUNDS):
-            own = _round(room, xs, norms, mean, rstd, own, octet * ROUNDS + number, number, PIECES, lane, V, ASM)
+            own = _round(room, xs, norms, norm, mean, rstd, own, octet * ROUNDS + number, number, PIECES, lane, V, ASM)
         planes = planes + own
     return planes, mean, rstd

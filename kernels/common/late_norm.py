@@ -44,7 +44,7 @@ class LateNorm:
 
 def late_sums(weight: Matrix, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
     """W gain and W shift of rows (h, ..., d): (h, ...) fp32 each. A head's rows at a time are written out."""
-    both = torch.stack([ln.weight.float(), ln.bias.float()], dim=1)
+    both = torch.stack(ln.folded, dim=1).float()
     parts = [weight[head].dense() @ both for head in range(weight.shape[0])]
     gains, shifts = torch.stack(parts).movedim(-1, 0).contiguous()
     return gains, shifts
@@ -56,7 +56,7 @@ def late_store_reference(norm: LateNorm, before: Tensor, x: Tensor, kept: Tensor
     norm.estimate[0] = row.mean()
     norm.estimate[1] = torch.rsqrt(row.var(unbiased=False) + norm.ln.eps)
     z = (x - norm.estimate[0]) * norm.estimate[1]
-    kept.copy_(z * norm.ln.weight.float())
+    kept.copy_(z * norm.ln.folded[0].float())
     sums = z.double().sum() * FIRST_UNIT.value, z.double().square().sum() * SECOND_UNIT.value
     norm.moments.copy_(torch.stack(sums).round())
 

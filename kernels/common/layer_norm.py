@@ -1,10 +1,16 @@
-"""LayerNorm as a prologue: y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension, in fp32.
+"""Norms of rows, over the last dimension and in fp32. Kernels are handed one as a `RowNorm`.
 
-For one batch row it is no kernel of its own. Kernels that read the residual stream x (1, d) fp32 normalise it on the
-way in. For a batch it is one (`layer_norm`).
+    LayerNorm     (x - mean) / sqrt(var + eps) * weight + bias
+    LayerNorm1P   (x - mean) / sqrt(var + eps) * (weight + 1) + bias
+    RMSNorm       x / sqrt(mean of x^2 + eps) * weight
+
+Each also without weight or bias. For one batch row a norm is no kernel of its own. Kernels that read the residual
+stream x (1, d) fp32 normalise it on the way in. For a batch it is one (`layer_norm`).
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,24 +18,82 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_tensor
-from dejavu_train.kernels.common.launch import next_power_of_two, programmatic, wait_for_predecessor
+from dejavu_train.kernels.common.launch import load_vector, next_power_of_two, programmatic, wait_for_predecessor
+
+
+class NormKind(StrEnum):
+    LAYER_NORM = "layer_norm"
+    LAYER_NORM_1P = "layer_norm_1p"
+    RMS_NORM = "rms_norm"
+
+
+@triton.jit
+def _mean(total, D: tl.constexpr):
+    return total / D
+
+
+@triton.jit
+def _no_mean(total, D: tl.constexpr):
+    return 0.0
+
+
+@triton.jit
+def _scaled(z, gain, shift):
+    return z * gain.to(tl.float32) + shift.to(tl.float32)
+
+
+@triton.jit
+def _scaled_1p(z, gain, shift):
+    return z * (gain.to(tl.float32) + 1.0) + shift.to(tl.float32)
+
+
+class RowNorm(NamedTuple):
+    """gain, shift: (d,), or None. mean: of a row, from its sum. scaled: what becomes of z = (x - mean) / deviation."""
+
+    gain: Tensor | None
+    shift: Tensor | None
+    eps: Any
+    mean: Any
+    scaled: Any
 
 
 @dataclass(frozen=True)
 class LayerNormWeights:
-    """weight, bias: (d,) of any float dtype. Eps as in the model's configuration."""
+    """weight, bias: (d,) of any float dtype, or None. Eps as in the model's configuration."""
 
-    weight: Tensor
-    bias: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
     eps: float = 1e-5
+    kind: NormKind = NormKind.LAYER_NORM
+
+    @property
+    def raised(self) -> bool:
+        """Whether the weight is stored as what is to be added to one."""
+        return self.kind is NormKind.LAYER_NORM_1P and self.weight is not None
+
+    @property
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """(weight, bias) for products that are put right with the mean afterwards. Errors: another norm, or none."""
+        if self.kind is not NormKind.LAYER_NORM or self.weight is None or self.bias is None:
+            raise ValueError(f"expected a LayerNorm with weight and bias, whose mean is folded, got {self.kind}")
+        return self.weight, self.bias
+
+    def args(self) -> RowNorm:
+        """What a kernel is handed."""
+        mean = _no_mean if self.kind is NormKind.RMS_NORM else _mean
+        return RowNorm(self.weight, self.bias, tl.constexpr(self.eps), mean, _scaled_1p if self.raised else _scaled)
 
 
 def layer_norm_reference(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype = torch.float32) -> Tensor:
     """x (B, d) of any float dtype -> (B, d): computed in fp32 (fp64 for fp64 input), rounded to `dtype`."""
     wide = x if x.dtype == torch.float64 else x.float()
-    mean = wide.mean(-1, keepdim=True)
-    variance = (wide - mean).square().mean(-1, keepdim=True)
-    y = (wide - mean) * torch.rsqrt(variance + ln.eps) * ln.weight.to(wide.dtype) + ln.bias.to(wide.dtype)
+    if ln.kind is not NormKind.RMS_NORM:
+        wide = wide - wide.mean(-1, keepdim=True)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + ln.eps)
+    if ln.weight is not None:
+        y = y * (ln.weight.to(y.dtype) + ln.raised)
+    if ln.bias is not None:
+        y = y + ln.bias.to(y.dtype)
     return y.to(dtype)
 
 
@@ -41,21 +105,63 @@ def mean_and_rstd(total, squares, D: tl.constexpr, eps):
 
 
 @triton.jit
-def _layer_norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    columns = tl.arange(0, BLOCK)
-    inside = columns < D
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+def row_moments(total, squares, norm, D: tl.constexpr):
+    """(mean, 1 / deviation) of D values as the norm has them, from their sum and the sum of their squares in fp32."""
+    mean = norm.mean(total, D)
+    return mean, tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + norm.eps)
+
+
+@triton.jit
+def norm_vectors(norm, c, D: tl.constexpr, BLOCK: tl.constexpr):
+    """(gains, shifts) of a row as tuples of tiles (BLOCK,), one and zero where the norm has none."""
+    gains = ()
+    shifts = ()
+    if norm.gain is not None:
+        gains = load_vector(norm.gain, c, D, BLOCK)
+    if norm.shift is not None:
+        shifts = load_vector(norm.shift, c, D, BLOCK)
+    for _ in tl.static_range((D + BLOCK - 1) // BLOCK):
+        if norm.gain is None:
+            gains = gains + (tl.full((BLOCK,), 1.0, tl.float32),)
+        if norm.shift is None:
+            shifts = shifts + (tl.full((BLOCK,), 0.0, tl.float32),)
+    return gains, shifts
+
+
+@triton.jit
+def normalised_pieces(xs, gains, shifts, norm, c, D: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr):
+    """The norm of a row as a tuple of fp32 pieces (BLOCK,), rounded to TYPE in between, zero beyond D.
+
+    xs: fp32 pieces, zero beyond D. gains, shifts: `norm_vectors`, which are static and may come before a wait.
+    """
+    STEPS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    total = xs[0]
+    for j in tl.static_range(1, STEPS):
+        total += xs[j]
+    mean = norm.mean(tl.sum(total, 0), D)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(STEPS):
+        centred = xs[j] - mean
+        if (j + 1) * BLOCK > D:
+            centred = tl.where(j * BLOCK + c < D, centred, 0.0)
+        squares += centred * centred
+    scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + norm.eps)
+    n = ()
+    for j in tl.static_range(STEPS):
+        value = norm.scaled((xs[j] - mean) * scale, gains[j], shifts[j])
+        n = n + (value.to(TYPE).to(tl.float32),)
+    return n
+
+
+@triton.jit
+def _layer_norm_kernel(x, norm, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    gains, shifts = norm_vectors(norm, c, D, BLOCK)
     wait_for_predecessor(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + row * D + columns, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 0) / D
-    centred = tl.where(inside, x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
-    y = centred * rstd * weight + bias
-    tl.store(out_ptr + row * D + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64) * D + c
+    xs = (tl.load(x + row, mask=c < D, other=0.0).to(tl.float32),)
+    n = normalised_pieces(xs, gains, shifts, norm, c, D, BLOCK, out.dtype.element_ty)
+    tl.store(out + row, n[0].to(out.dtype.element_ty), mask=c < D)
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
@@ -64,14 +170,5 @@ def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) 
     check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
     has_pdl, use_pdl = programmatic(x, pdl)
     _layer_norm_kernel[(batch,)](
-        x,
-        ln.weight,
-        ln.bias,
-        out,
-        ln.eps,
-        D=d,
-        BLOCK=next_power_of_two(d),
-        PDL=has_pdl,
-        num_warps=16,
-        launch_pdl=use_pdl,
+        x, ln.args(), out, D=d, BLOCK=next_power_of_two(d), PDL=has_pdl, num_warps=16, launch_pdl=use_pdl
     )

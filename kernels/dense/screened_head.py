@@ -28,10 +28,16 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
 from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
 from dejavu_train.kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import (
+    LayerNormWeights,
+    layer_norm_reference,
+    norm_vectors,
+    normalised_pieces,
+)
 from dejavu_train.kernels.common.limits import SCREENED_WIDTHS
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.dense.dense_gemv import normalised_pieces, row_pieces, row_product, row_settings
+from dejavu_train.kernels.stages.number_rows import row_pieces, row_product
+from dejavu_train.kernels.stages.rows import row_settings
 
 CODES_PER_WORD = 4
 LARGEST = 127  # of a code, and of a high level
@@ -136,7 +142,7 @@ class ScreenedHead:
             torch.empty(n, device=device, dtype=torch.float32),
             torch.empty(programs, device=device, dtype=torch.float32),
         )
-        gain, shift = ln.weight.float() * sizes, ln.bias.float() * sizes
+        gain, shift = (given.float() * sizes for given in ln.folded)
         # One share of |f| for all rows: a row whose codes are nearly exact counts as one that loses more.
         steps = 2 * float((errors[:, 1] / errors[:, 0]).nanmedian())
         scales[:, 1] = torch.maximum(errors[:, 0], errors[:, 1] / steps)
@@ -309,16 +315,15 @@ def _screen_kernel(
 
 @triton.jit
 def _rescore_kernel(
-    x, norm_weight, norm_bias, weight, upper, lows, position, least, stops, values, ids, n_rows, n_lows,
+    x, norm, weight, upper, lows, position, least, stops, values, ids, n_rows, n_lows,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, LOWS: tl.constexpr, N_STOPS: tl.constexpr,
-    EPS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK)
     # x and the state are older than the screen's launch: read before the wait, past the L1.
     xs = load_vector(x, c, D, BLOCK, ".cg")
-    gains = load_vector(norm_weight, c, D, BLOCK)
-    shifts = load_vector(norm_bias, c, D, BLOCK)
-    n = normalised_pieces(xs, gains, shifts, c, D, BLOCK, EPS, weight.dtype.element_ty)
+    gains, shifts = norm_vectors(norm, c, D, BLOCK)
+    n = normalised_pieces(xs, gains, shifts, norm, c, D, BLOCK, weight.dtype.element_ty)
     early = tl.load(position, cache_modifier=".cg") + 1 < tl.load(least, cache_modifier=".cg")
     strange = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range((D + BLOCK - 1) // BLOCK):
@@ -377,9 +382,9 @@ def screened_head(
     )  # fmt: skip
     programs = head.best.values.numel()
     _rescore_kernel[(programs,)](
-        x, ln.weight, ln.bias, head.weight, head.upper, head.lows, position, least, stops,
+        x, ln.args(), head.weight, head.upper, head.lows, position, least, stops,
         head.best.values, head.best.ids, n, head.lows.numel(),
         D=d, BLOCK=rows.block(d), CHUNK=triton.next_power_of_2(triton.cdiv(n, programs)),
-        LOWS=triton.next_power_of_2(head.lows.numel()), N_STOPS=n_stops, EPS=ln.eps, PDL=pdl,
+        LOWS=triton.next_power_of_2(head.lows.numel()), N_STOPS=n_stops, PDL=pdl,
         num_warps=rows.warps_for(d), launch_pdl=pdl,
     )  # fmt: skip

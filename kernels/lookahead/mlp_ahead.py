@@ -284,7 +284,7 @@ def _add_ahead(
         check_tensor("threshold of heads", predictor.threshold, (1,), (torch.float32,), out)
         require(predictor.selection.block == 1, "a selection of heads has one of them a block")
         selecting = (
-            heads.ln.weight, predictor.rows, *heads.sums, predictor.bias, predictor.threshold, heads.row_state,
+            heads.ln.folded[0], predictor.rows, *heads.sums, predictor.bias, predictor.threshold, heads.row_state,
             predictor.selection.row_bits,
         )  # fmt: skip
     settings = SumSettings.of(partials, splits)
@@ -293,7 +293,7 @@ def _add_ahead(
         bias,
         residual,
         out,
-        ahead.norm.ln.weight,
+        ahead.norm.ln.folded[0],
         ahead.norm.estimate,
         ahead.position,
         ahead.attn_in,

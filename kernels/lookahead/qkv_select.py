@@ -55,7 +55,8 @@ def qkv_select_reference(
     if late is not None:
         norm, t = late.norm, int(position)
         norm.factors[t] = late_factors_reference(norm, cache.attn_in.shape[2])
-        n = cache.attn_in.float() * norm.factors[:, :1] + norm.factors[:, 1:] * norm.ln.weight + norm.ln.bias
+        gain, shift = norm.ln.folded
+        n = cache.attn_in.float() * norm.factors[:, :1] + norm.factors[:, 1:] * gain + shift
         cache = replace(cache, attn_in=n)
         weights = replace(weights, bias=late.shifts - late_sums(weights.weight, norm.ln)[1])
         product = n[0, t] @ late.numbers().T[:, : hidden.shape[1]] * late.scale[: hidden.shape[1]]

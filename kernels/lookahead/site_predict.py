@@ -50,7 +50,7 @@ class SiteRows:
     @classmethod
     def of(cls, heads: Tensor | None, mlp: PredictorWeights, ln: LayerNormWeights) -> "SiteRows":
         """Of two predictors of one site, or of the MLP's alone. Nothing is copied."""
-        heads = ln.weight.new_empty(0, len(ln.weight)) if heads is None else heads
+        heads = mlp.up.new_empty(0, len(ln.folded[0]), dtype=ln.folded[0].dtype) if heads is None else heads
         return cls(heads, mlp.down, mlp.down_scale, norm_sums(heads, ln), norm_sums(mlp.down, ln), mlp.relu)
 
 
@@ -153,8 +153,7 @@ def site_predict(
     programs, constants, warps = norm_launch(d, (n_heads, rank))
     _site_kernel[(programs,)](
         x,
-        ln.weight,
-        ln.bias,
+        *ln.folded,
         site.heads,
         *site.head_sums,
         row_or(heads.bias, x),

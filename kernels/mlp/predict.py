@@ -56,7 +56,7 @@ def predict_settings(d: int, rank: int) -> PredictSettings:
 
 def norm_sums(weight: Tensor, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
     """Sums of every row of weight (n, d) with the LayerNorm's weight and bias: (n,) fp32 each, without scales."""
-    both = torch.stack([ln.weight.float(), ln.bias.float()], dim=1)
+    both = torch.stack(ln.folded, dim=1).float()
     # In parts: a wide copy of a whole fc1 may not fit beside the model.
     parts = (unscaled(part, None, torch.float32, len(both)) for part in weight.split(4096))
     gains, shifts = torch.cat([part @ both for part in parts]).T.contiguous()
@@ -305,8 +305,8 @@ def predict_down(
     require(batch == 1, f"the LayerNorm is folded into the product of one row, got {batch}")
     rank = weight.shape[0]
     check_tensor("weight", weight, (rank, stored_width(weight, d)), FLOAT_TYPES + CODE_TYPES, x)
-    check_tensor("LayerNorm weight", ln.weight, (d,), FLOAT_TYPES, x)
-    check_tensor("LayerNorm bias", ln.bias, (d,), FLOAT_TYPES, x)
+    for name, given in zip(("weight", "bias"), ln.folded, strict=True):
+        check_tensor(f"LayerNorm {name}", given, (d,), FLOAT_TYPES, x)
     check_tensor("out", out, (1, rank), (torch.float32,), x)
     require(weight.dtype not in CODE_TYPES or scale is not None, f"a weight of {weight.dtype} needs a scale a row")
     for total in sums:
@@ -319,8 +319,7 @@ def predict_down(
     has_pdl, use_pdl = programmatic(x, pdl)
     _predict_down_kernel[(programs,)](
         x,
-        ln.weight,
-        ln.bias,
+        *ln.folded,
         weight,
         scale,
         *sums,

@@ -1,6 +1,6 @@
 """Neurons of 4-bit words: how the MLP of one token multiplies those of a list.
 
-First products: sixteen rows of a list are multiplied as those of a matrix are (`int4_row_step`), a program's warps
+First products: sixteen rows of a list are multiplied as those of a matrix are (`int4_rows`), a program's warps
 sharing out the columns. Its part of the list are neighbours, whose rows lie on few pages of memory. The rows whose
 value is not zero, and the values, go into a list in shared memory (`shared_rows`). Behind a gate, up's rows of that
 list are multiplied alike, and the list is written anew in its own place. A step's entries are read before its
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_dtype, check_int4, require
-from dejavu_train.kernels.common.int4_mma import fp16_pairs
+from dejavu_train.kernels.common.int4_mma import fp16_pairs, pairs_of_a_warp, unit_vector
 from dejavu_train.kernels.common.int4_neurons import (
     factor_pairs,
     factor_sums,
@@ -34,13 +34,6 @@ from dejavu_train.kernels.common.int4_neurons import (
     store_four,
 )
 from dejavu_train.kernels.common.int4_norm import norm_bytes, normalised_units, unit_norms, unit_pairs
-from dejavu_train.kernels.common.int4_row_step import (
-    ask_first_rows,
-    first_rows,
-    int4_rows_step,
-    pairs_ahead,
-    rows_of_list,
-)
 from dejavu_train.kernels.common.int4_tiles import FACTOR_UNIT
 from dejavu_train.kernels.common.lane_queue import after_slot, as_it_comes, ask, at_slot, emptied, listed_row, take
 from dejavu_train.kernels.common.launch import THROUGH_L1, n_sms
@@ -48,6 +41,16 @@ from dejavu_train.kernels.common.partial_sums import most_splits
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.common.shared_rows import append_rows, four_rows, one_row, rows_list, written_anew
 from dejavu_train.kernels.formats.matrix import MlpWeights
+from dejavu_train.kernels.stages.int4_rows import (
+    Int4Form,
+    ask_first_rows,
+    first_rows,
+    int4_rows_step,
+    no_sums,
+    pairs_ahead,
+    row_values,
+    rows_of_list,
+)
 from dejavu_train.kernels.stages.listed import ListedLaunch, constants_key
 
 ROWS = tl.constexpr(16)  # of a step
@@ -235,22 +238,19 @@ def _int4_read_input(how: tl.constexpr, x, lane, CACHE: tl.constexpr = THROUGH_L
 
 @triton.jit
 def _int4_read_norm(how: tl.constexpr, norm, lane):
-    return unit_norms(norm.gain, norm.shift, lane, how.words, how.group)
+    return unit_norms(norm, lane, how.words, how.group)
 
 
 @triton.jit
 def _int4_normalise(how: tl.constexpr, x, norms, norm, lane):
-    return normalised_units(x, norms, lane, how.words, how.group, norm.eps)
+    return normalised_units(x, norms, norm, lane, how.words, how.group)
 
 
 @triton.jit
 def _int4_first_rows(how: tl.constexpr, first, ids, begin, end, last, lane):
     """(queue, scales, rows): of fc2's words as well."""
     rows = rows_of_list(ids, begin, end, last, lane)
-    ROOM: tl.constexpr = slots_of(how.words, how.group, how.lanes // 32) * slot_bytes(how.words, how.lanes // 32)
-    queue, s = first_rows(
-        first.parts[0], first.parts[1], rows, lane, how.words, how.group, how.ahead, False, 0, ROOM, LISTED=True
-    )  # fmt: skip
+    queue, s = first_rows(first.parts[0], first.parts[1], rows, lane, how.form)
     return queue, s, rows
 
 
@@ -268,11 +268,10 @@ def _int4_products(how: tl.constexpr, state, gate, up, n, ids, entry, end, last,
     own = tl.load(ids + tl.minimum(entries, last), cache_modifier=".cg")
     offsets = tl.load(first.bias + own).to(tl.float32)
     next_rows = rows_of_list(ids, entry + 16, end, last, lane)
-    values, queue, slot, s = int4_rows_step(
-        queue, slot, s, n, first.parts[0], first.parts[1], rows, next_rows, lane, how.words, how.group, how.ahead,
-        False, LISTED=True,
-    )  # fmt: skip
-    return (values + offsets,), (entries < end,), (queue, slot, s, next_rows, listed, held, own)
+    sums, queue, slot, s = int4_rows_step(
+        queue, slot, no_sums(lane, how.form), s, n, first.parts[0], first.parts[1], rows, next_rows, 0, lane, how.form
+    )
+    return (row_values(sums, how.form) + offsets,), (entries < end,), (queue, slot, s, next_rows, listed, held, own)
 
 
 @triton.jit
@@ -299,9 +298,7 @@ def _rows_held(how: tl.constexpr, listed, held, first, lane):
 def _times_up(how: tl.constexpr, queue, listed, held, up, n, act: tl.constexpr, lane):
     """(queue, list, how many it holds) of the list's values times up's products of their rows."""
     rows = _rows_held(how, listed, held, 0, lane)
-    queue, s = ask_first_rows(
-        queue, up.parts[0], up.parts[1], rows, lane, how.words, how.group, how.ahead, False, LISTED=True
-    )
+    queue, s = ask_first_rows(queue, up.parts[0], up.parts[1], rows, 0, lane, how.form)
     slot = 0
     again = written_anew(listed)
     kept = 0
@@ -311,11 +308,10 @@ def _times_up(how: tl.constexpr, queue, listed, held, up, n, act: tl.constexpr, 
         own = tl.where(entries < held, own, 0)
         offsets = tl.load(up.bias + own).to(tl.float32)
         next_rows = _rows_held(how, listed, held, first + 16, lane)
-        products, queue, slot, s = int4_rows_step(
-            queue, slot, s, n, up.parts[0], up.parts[1], rows, next_rows, lane, how.words, how.group, how.ahead, False,
-            LISTED=True,
-        )  # fmt: skip
-        products += offsets
+        sums, queue, slot, s = int4_rows_step(
+            queue, slot, no_sums(lane, how.form), s, n, up.parts[0], up.parts[1], rows, next_rows, 0, lane, how.form
+        )
+        products = row_values(sums, how.form) + offsets
         if act.both:
             products = act.function(products, act.threshold)
         values = tl.where(entries < held, values * products, 0.0)
@@ -339,7 +335,7 @@ def _int4_finish(how: tl.constexpr, state, gate, up, down, n, partials, act: tl.
 
 
 class Int4Neurons(NamedTuple):
-    """words: of a row. group: columns that share a scale. lanes: threads. ahead: pairs of units in a warp's queue.
+    """words: of a row. group: columns that share a scale. lanes: threads. form: of the first matrices' rows.
     capacity: rows of a program's list. unit: what hidden values are kept times.
 
     The functions of `stages.mlp` follow.
@@ -348,7 +344,7 @@ class Int4Neurons(NamedTuple):
     words: Any
     group: Any
     lanes: Any
-    ahead: Any
+    form: Any
     capacity: Any
     unit: Any
     share: Any = _int4_share
@@ -379,7 +375,12 @@ def launch(x: Tensor, weights: MlpWeights, norm: bool, settings: Int4MlpSettings
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
     room = QUEUE_BYTES - (norm_bytes(d // 8, group, settings.warps) if norm else 0)
     require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * most}, which {most} lists hold")
-    ahead = pairs_ahead(d // 8, group, settings.warps, settings.ahead, room)
+    words, warps = d // 8, settings.warps
+    form = Int4Form(
+        words, group, 32 * warps, pairs_of_a_warp(words, unit_vector(words, group), warps),
+        pairs_ahead(words, group, warps, settings.ahead, room), listed=True,
+        room=slots_of(words, group, warps) * slot_bytes(words, warps),  # of down's words
+    )  # fmt: skip
     unit = 2.0**-6 if weights.hidden.activation == "relu2" else 1.0
-    how = Int4Neurons(d // 8, group, 32 * settings.warps, ahead, capacity, unit)
-    return ListedLaunch(how, programs, settings.warps, settings.registers, torch.float16, pairs=True)
+    how = Int4Neurons(words, group, 32 * warps, form, capacity, unit)
+    return ListedLaunch(how, programs, warps, settings.registers, torch.float16, pairs=True)

@@ -25,7 +25,7 @@ from dejavu_train.kernels.common.launch import (
     next_power_of_two,
     sums_together,
 )
-from dejavu_train.kernels.common.layer_norm import mean_and_rstd
+from dejavu_train.kernels.common.layer_norm import norm_vectors, row_moments
 from dejavu_train.kernels.common.partial_sums import most_splits
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.matrix import MlpWeights
@@ -136,7 +136,7 @@ def _number_read_input(how: tl.constexpr, x, lane, CACHE: tl.constexpr = THROUGH
 
 @triton.jit
 def _number_read_norm(how: tl.constexpr, norm, lane):
-    return load_vector(norm.gain, lane, how.d, how.lanes), load_vector(norm.shift, lane, how.d, how.lanes)
+    return norm_vectors(norm, lane, how.d, how.lanes)
 
 
 @triton.jit
@@ -151,10 +151,10 @@ def _number_normalise(how: tl.constexpr, x, norms, norm, lane):
         total += part
         squares += part * part
     sums = sums_together((total, squares), 2)
-    mean, rstd = mean_and_rstd(sums[0], sums[1], how.d, norm.eps)
+    mean, rstd = row_moments(sums[0], sums[1], norm, how.d)
     n = ()
     for j in tl.static_range(STEPS):
-        value = (pieces[j].to(tl.float32) - mean) * rstd * norms[0][j].to(tl.float32) + norms[1][j].to(tl.float32)
+        value = norm.scaled((pieces[j].to(tl.float32) - mean) * rstd, norms[0][j], norms[1][j])
         n = n + (value.to(how.rounded),)
     return n, mean, rstd
 

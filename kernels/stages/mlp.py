@@ -146,12 +146,6 @@ class NeuronRows(NamedTuple):
     bias: Tensor | None
 
 
-class NormArgs(NamedTuple):
-    gain: Tensor
-    shift: Tensor
-    eps: Any
-
-
 class Activating(NamedTuple):
     function: Any
     threshold: float
@@ -197,7 +191,7 @@ def mlp_sums(
     function = activation_of(form.activation, form.threshold)
     _mlp_kernel[(launch.programs,)](
         x.view(torch.int32) if launch.pairs and ln is None else x,
-        None if ln is None else NormArgs(ln.weight, ln.bias, tl.constexpr(ln.eps)),
+        None if ln is None else ln.args(),
         matrices.get("gate"),
         matrices["up"],
         matrices["down"]._replace(bias=None),

@@ -5,7 +5,7 @@ import torch
 
 from dejavu_train.kernels.attention.out_projection import project_heads
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense.dense_gemv import dense_rows
+from dejavu_train.kernels.dense.dense_rows import dense_rows
 from dejavu_train.kernels.formats.matrix import Rows
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.mlp.select import predict_select

@@ -9,7 +9,7 @@ from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selec
 from dejavu_train.kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
+from dejavu_train.kernels.dense.dense_rows import qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.attend import (
     BLOCK,

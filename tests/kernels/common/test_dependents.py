@@ -110,7 +110,7 @@ class Walk:
                 waited = True
             elif name == "gdc_launch_dependents":
                 self.triggers += not waited
-            elif ast.unparse(call.func).startswith("how."):
+            elif ast.unparse(call.func).startswith(("how.", "sink.ahead", "sink.put")):
                 assert name in HANDED, name
                 waited = all([self.called(function, call, names, waited) for function in HANDED[name]])
             elif name in FUNCTIONS:

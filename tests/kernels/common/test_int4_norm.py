@@ -13,10 +13,10 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_
 
 
 @triton.jit
-def _norm_kernel(x, gain, shift, out, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, PLANES: tl.constexpr):
+def _norm_kernel(x, norm, out, W: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr, PLANES: tl.constexpr):
     lane = tl.arange(0, L)
-    norms = unit_norms(gain, shift, lane, W, GROUP)
-    planes, _, _ = int4_norm.normalised_units(x, norms, lane, W, GROUP, 1e-5)
+    norms = unit_norms(norm, lane, W, GROUP)
+    planes, _, _ = int4_norm.normalised_units(x, norms, norm, lane, W, GROUP)
     for k in tl.static_range(PLANES):
         tl.store(out + k * L + lane, planes[k])
 
@@ -30,7 +30,7 @@ def check(device, words, group, warps):
     ln = LayerNormWeights(1 + 0.1 * torch.randn(d, device=device).half(), 0.1 * torch.randn(d, device=device).half())
     out = torch.zeros(octets, vector, 4, warps, 8, 4, dtype=torch.int32, device=device)  # warp, unit g, lane t
     _norm_kernel[(1,)](
-        x, ln.weight, ln.bias, out, words, group, lanes, 4 * vector * octets, num_warps=warps
+        x, ln.args(), out, words, group, lanes, 4 * vector * octets, num_warps=warps
     )  # fmt: skip
     halves = out.cpu().contiguous().view(torch.float16).view(octets, vector, 4, warps, 8, 4, 2)
     got = halves.permute(0, 3, 4, 5, 1, 2, 6).reshape(octets, warps, 8, 32 * vector)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.dense.dense_gemv import RowSettings, dense_rows, dense_rows_reference
+from dejavu_train.kernels.dense.dense_rows import dense_rows, dense_rows_reference
 from dejavu_train.kernels.dense.dense_wide import dense_wide, dense_wide_reference
 from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.stages.rows import RowSettings
 
 NAN = float("nan")
 

@@ -6,10 +6,10 @@ from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from dejavu_train.kernels.dense.dense_gemv import Int4RowSettings, dense_rows, dense_rows_reference
-from dejavu_train.kernels.dense.qkv_dense import qkv_dense, qkv_dense_reference
+from dejavu_train.kernels.dense.dense_rows import dense_rows, dense_rows_reference, qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.stages.rows import Int4RowSettings
 
 NAN = float("nan")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from dejavu_train.kernels.dense.dense_gemv import dense_rows
+from dejavu_train.kernels.dense.dense_rows import dense_rows
 from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead, screened_head, screened_head_reference
 from dejavu_train.kernels.formats.matrix import Rows
 from dejavu_train.kernels.sample.sampling import TokenState, advance, advance_reference

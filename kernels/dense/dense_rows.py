@@ -1,0 +1,109 @@
+"""Dense layers of one row or several, of any format: rows times a normalised input, and q/k/v of all heads.
+
+    y[b, i] = act(sum_j w[i, j] n[b, j] + bias[i])                                              `dense_rows`
+    q, k and v at the present position <- W n(b) + bias, head-major rows (h, 3, head_dim)       `qkv_dense`
+
+x (B, d) fp32, n = norm(x), w (n, d) row-major. Sums in fp32. 4-bit rows meet n in fp16. One row runs in one kernel
+(`stages.rows`), bitwise deterministic. Several are a matrix product (`dense_batch`).
+"""
+
+import torch
+from torch import Tensor
+
+from dejavu_train.kernels.common.activation import ACTIVATIONS
+from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape, require
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.dense.dense_batch import dense_hidden, qkv_batch
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import Linear, Matrix
+from dejavu_train.kernels.stages.rows import Int4RowSettings, RowSettings, launch_row
+from dejavu_train.kernels.stages.sink import LinearSink, QkvSink
+
+
+def operands_reference(x: Tensor, ln: LayerNormWeights, weight: Matrix) -> tuple[Tensor, Tensor]:
+    """(numbers, LayerNorm(x)) whose product is meant: 4-bit rows meet n in fp16, in fp64 where x is."""
+    if weight.format is Format.INT4:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return weight.dense(wide), layer_norm_reference(x, ln, torch.float16).to(wide)
+    return weight.numbers, layer_norm_reference(x, ln, weight.numbers.dtype)
+
+
+def dense_rows_reference(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weight: Matrix,
+    bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+    pdl: bool = False,
+) -> None:
+    """Plain torch, any batch."""
+    numbers, n = operands_reference(x, ln, weight)
+    y = torch.nn.functional.linear(n, numbers)
+    if bias is not None:
+        y = y + bias
+    out.copy_(y.relu() if activation == "relu" else y)
+
+
+def qkv_dense_reference(
+    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
+) -> None:
+    """Plain torch. No host synchronisation."""
+    batch, n_heads, head_dim = q.shape
+    weight, n = operands_reference(x, ln, weights.weight)
+    rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + weights.bias.float().flatten()
+    rows = rows.view(batch, n_heads, 3, head_dim)
+    q.copy_(rows[:, :, 0])
+    each = torch.arange(batch, device=x.device)
+    cache.k[each, :, position.long()] = rows[:, :, 1].to(cache.k.dtype)
+    cache.v[each, :, position.long()] = rows[:, :, 2].to(cache.v.dtype)
+
+
+def dense_rows(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weight: Matrix,
+    bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+    pdl: bool = False,
+    settings: RowSettings | Int4RowSettings | None = None,
+) -> None:
+    """x (B, d) fp32, weight (n, d), bias (n) or None, activation of `ACTIVATIONS` -> out (B, n) fp32.
+
+    Several rows are a matrix product, of more than eight with 4-bit rows after these were written out in fp16. Errors:
+    shapes, a CPU tensor, an unknown activation. Of 4-bit rows dtypes and groups.
+    """
+    check_device("x", x)
+    batch, d = x.shape
+    n = weight.shape[0]
+    check_rows("weight", weight, (n, d), x)
+    check_shape("out", out, batch, n)
+    require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation}")
+    if batch > 1:
+        out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
+        return
+    launch_row(x, ln, weight, LinearSink(out, bias, activation=ACTIVATIONS[activation]), n, pdl, settings)
+
+
+def qkv_dense(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weights: Linear,
+    position: Tensor,
+    q: Tensor,
+    cache: KvCache,
+    pdl: bool = False,
+    settings: RowSettings | Int4RowSettings | None = None,
+) -> None:
+    """x (B, d) fp32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions (B) int32.
+
+    The weight is (h, 3, head_dim, d), the bias (h, 3, head_dim). Errors as of `dense_rows`.
+    """
+    batch, n_heads, head_dim = check_projection(x, weights, q, cache, position)
+    if batch > 1:
+        qkv_batch(x, ln, weights, position, q, cache, pdl)
+        return
+    sink = QkvSink.of(q, cache, weights.bias, position)
+    launch_row(x, ln, weights.weight, sink, 3 * n_heads * head_dim, pdl, settings)

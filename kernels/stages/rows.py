@@ -1,0 +1,185 @@
+"""The kernel of a product of rows: a matrix of any format times one normalised row, or times up to eight tokens.
+
+    v[b, i] = sum_j w[i, j] n[b, j]        one row: n = norm(x), x (1, d) fp32; tokens: n = x, (B, d) fp16
+
+A format is a walk over rows (`stages.number_rows`, `stages.int4_walks`). It is handed the norm (`common.layer_norm`)
+and the sink that takes the products (`stages.sink`). Sums in fp32, bitwise deterministic.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dejavu_train.kernels.common.checks import (
+    INTERPRET,
+    require,
+)
+from dejavu_train.kernels.common.int4_mma import pairs_of_a_warp, unit_vector
+from dejavu_train.kernels.common.int4_norm import norm_bytes
+from dejavu_train.kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
+from dejavu_train.kernels.common.launch import fetches_rows, n_sms, next_power_of_two, registers_for, use_pdl
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Matrix
+from dejavu_train.kernels.stages.int4_rows import Int4Form, pairs_ahead, row_queue_bytes
+from dejavu_train.kernels.stages.int4_walks import ListWalk, TokenSource, TokenWalk, UnitWalk
+from dejavu_train.kernels.stages.number_rows import NumberWalk
+from dejavu_train.kernels.stages.sink import Sink
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """programs: per multiprocessor. rows: of a step. width: columns of a piece of a row, at most."""
+
+    programs: int
+    rows: int
+    warps: int
+    width: int = 1024
+
+    def block(self, d: int) -> int:
+        """Columns of a piece of a row of d."""
+        return min(self.width, max(16, triton.next_power_of_2(d)))
+
+    def warps_for(self, d: int) -> int:
+        """No more threads than a piece has columns: threads that hold the same value would write it to one place."""
+        return min(self.warps, max(1, self.block(d) // 32))
+
+
+def row_settings(d: int) -> RowSettings:
+    """Launch settings by width, each swept alone."""
+    if d < 2048:
+        return RowSettings(4, 2, 4, 512)
+    return RowSettings(8, 2, 4, 512) if d <= 4096 else RowSettings(2, 2, 8)
+
+
+@dataclass(frozen=True)
+class Int4RowSettings:
+    """programs: per multiprocessor. warps: of one. ahead: pairs of units that a warp's queue has room for, at most.
+
+    A pair is 128 bytes of 16 rows, 2 KB (`stages.int4_rows`).
+    fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
+    """
+
+    programs: int
+    warps: int
+    ahead: int
+    fetched: int = 0
+
+
+def int4_row_settings(d: int) -> Int4RowSettings:
+    """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/results/int4_settings.csv`)."""
+    if INTERPRET:
+        return Int4RowSettings(1, 1, 2)
+    return Int4RowSettings(3 if d <= 4096 else 2, 4, 5, 288)
+
+
+@dataclass(frozen=True)
+class TokenSettings:
+    """programs: per multiprocessor. warps: of one. pairs: of units that a warp takes in one pass over the rows, and
+    ahead: that its queue has room for, both at most."""
+
+    programs: int
+    warps: int
+    pairs: int
+    ahead: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, at most, so that all programs have room."""
+        return registers_for(self.programs, self.warps)
+
+
+def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:
+    """Launch settings by columns and tokens, 2, 4 or 8, of a matrix, of "heads" or of a "list"
+    (`benchmarks/results/int4_batch.csv`). A thread of four warps holds tokens / 2 * 8 pairs of x for two units."""
+    if INTERPRET:
+        return TokenSettings(1, 1, 3, 2)
+    if tokens == 8:
+        return TokenSettings(2, 4, 3, 3)
+    if form == "rows" and tokens == 2 and d > 5120:
+        return TokenSettings(3, 4, 16, 3)
+    return TokenSettings(2, 4, 36 // tokens, 5)
+
+
+@triton.jit
+def _rows_kernel(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
+    how.walk(x, norm, weight, scales, sink, source, n_rows, how, D, PDL)
+
+
+def launch_row(
+    x: Tensor,
+    ln: LayerNormWeights,
+    weight: Matrix,
+    sink: Sink,
+    n: int,
+    pdl: bool,
+    settings: RowSettings | Int4RowSettings | None,
+) -> None:
+    d, sms = x.shape[1], n_sms(x.device)
+    pdl = use_pdl(pdl, x.device)
+    how: NumberWalk | UnitWalk
+    if weight.format is not Format.INT4:
+        plain = settings or row_settings(d)
+        if isinstance(plain, Int4RowSettings):
+            raise ValueError("Int4RowSettings are for 4-bit rows")
+        grid, warps = min(sms * plain.programs, triton.cdiv(n, plain.rows)), plain.warps_for(d)
+        operands: tuple[Tensor | None, ...] = (weight.numbers, None)
+        how = NumberWalk(plain.block(d), plain.rows)
+    else:
+        chosen = settings or int4_row_settings(d)
+        if not isinstance(chosen, Int4RowSettings):
+            raise ValueError("4-bit rows need Int4RowSettings")
+        words, group, warps, fetches = d // 8, weight.group, chosen.warps, fetches_rows(x.device)
+        beside = norm_bytes(words, group, warps)
+        ahead = pairs_ahead(words, group, warps, chosen.ahead, MOST_BYTES - beside)
+        room = even_room(chosen.programs, d, fetches, row_queue_bytes(words, group, 32 * warps, ahead) + beside)
+        form = Int4Form(
+            words, group, 32 * warps, pairs_of_a_warp(words, unit_vector(words, group), warps), ahead,
+            whole=n % 16 == 0, fetched=chosen.fetched if fetches else 0, room=max(0, room - beside),
+        )  # fmt: skip
+        grid, operands, how = min(sms * chosen.programs, triton.cdiv(n, 16)), weight.parts(), UnitWalk(form)
+    _rows_kernel[(grid,)](
+        x, ln.args(), *operands, sink, None, n, how=how, D=d, PDL=pdl, num_warps=warps, launch_pdl=pdl
+    )
+
+
+def launch_tokens(
+    x: Tensor,
+    weight: Int4Rows,
+    sink: Sink,
+    pdl: bool,
+    settings: TokenSettings | None,
+    listed: tuple[Tensor | None, Tensor | None] = (None, None),
+    segments: int = 1,
+) -> None:
+    """One call of the kernel: as many rows of each segment, which has its own columns of x. listed: ids and count."""
+    batch, d = x.shape
+    n = weight.words.shape[:-1].numel() // segments
+    tokens = max(2, next_power_of_two(batch))
+    form = "list" if listed[0] is not None else "heads" if segments > 1 else "rows"
+    settings = settings or token_settings(d, tokens, form)
+    words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
+    vector = unit_vector(words, group)
+    slot = line_slot_bytes(lanes, vector)
+    every = pairs_of_a_warp(words, vector, settings.warps, segments)
+    passes = triton.cdiv(every, settings.pairs)
+    pairs = triton.cdiv(every, passes)
+    ahead = min(settings.ahead, MOST_BYTES // slot, pairs)
+    programs = min(n_sms(x.device) * settings.programs, triton.cdiv(n, 16))
+    scratch = None
+    if passes > 1:
+        tiles = programs * triton.cdiv(triton.cdiv(n, programs), 16)
+        scratch = torch.empty(tiles, lanes, 4, dtype=torch.float32, device=x.device)
+    require(ahead > 0, f"{settings}: no pair of units, or one of {slot} bytes, where a queue has {MOST_BYTES}")
+    pdl = use_pdl(pdl, x.device)
+    room = even_room(settings.programs, d, settings.programs > 1 and pdl, ahead * slot)
+    rows = Int4Form(words, group, lanes, pairs, ahead, n % 16 == 0, listed[0] is not None, tokens, segments, room=room)
+    source, walk = TokenSource(batch, scratch, *listed), TokenWalk if listed[0] is None else ListWalk
+    _rows_kernel[(programs,)](
+        x.view(torch.int32), None, *weight.parts(), sink, source, n, how=walk(rows, passes), D=d, PDL=pdl,
+        num_warps=settings.warps, maxnreg=settings.registers, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""What becomes of products: kernels of rows are handed one of these, the functions with the tensors that they need.
+
+`LinearSink`: y[b, i] = act(v[b, i] + bias[i] + residual[b, i]). Bias and residual may be missing. y is zero where bit b
+of row_bits[i] is not set, if there are such bits. `QkvSink`: v + bias of head-major rows (h, 3, HEAD_DIM) goes to q,
+and to the caches at each row's position.
+
+A kernel calls `ahead` before the products, for what is loaded, and `put` behind them. lines: numbers of rows, b: of
+batch rows, which broadcast to the values' shape. inside: a line is one of n_rows. stored: and b is there as well.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dejavu_train.kernels.common.activation import ACTIVATIONS
+from dejavu_train.kernels.common.kv_cache import KvCache
+
+
+@triton.jit
+def _linear_ahead(sink, lines, b, inside, stored, n_rows):
+    found = ()
+    if sink.bias is not None:
+        found = found + (tl.load(sink.bias + lines, mask=inside, other=0.0),)
+    if sink.residual is not None:
+        found = found + (tl.load(sink.residual + b * n_rows + lines, mask=stored, other=0.0, cache_modifier=".cg"),)
+    if sink.row_bits is not None:
+        found = found + (tl.load(sink.row_bits + lines, mask=inside, other=0),)
+    return found
+
+
+@triton.jit
+def _put_linear(sink, values, ahead, lines, b, stored, n_rows):
+    if sink.bias is not None:
+        values += ahead[0].to(tl.float32)
+    if sink.residual is not None:
+        values += ahead[1 if sink.bias is not None else 0]
+    values = sink.activation(values)
+    if sink.row_bits is not None:
+        values = tl.where(((ahead[len(ahead) - 1] >> b) & 1) != 0, values, 0.0)
+    tl.store(sink.y + b * n_rows + lines, values.to(sink.y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _qkv_ahead(sink, lines, b, inside, stored, n_rows):
+    return tl.load(sink.bias + lines, mask=inside, other=0.0), tl.load(sink.position + b)
+
+
+@triton.jit
+def _put_qkv(sink, values, ahead, lines, b, stored, n_rows):
+    HEAD_DIM: tl.constexpr = sink.head_dim
+    values += ahead[0].to(tl.float32)
+    row = lines % (3 * HEAD_DIM)
+    column = row % HEAD_DIM
+    head = b * (n_rows // (3 * HEAD_DIM)) + lines // (3 * HEAD_DIM)
+    slot = (head * sink.capacity + ahead[1]).to(tl.int64) * HEAD_DIM + column
+    tl.store(sink.q + head * HEAD_DIM + column, values, mask=stored & (row < HEAD_DIM))
+    cache = tl.where(row < 2 * HEAD_DIM, sink.k_cache + slot, sink.v_cache + slot)
+    tl.store(cache, values.to(sink.k_cache.dtype.element_ty), mask=stored & (row >= HEAD_DIM))
+
+
+class LinearSink(NamedTuple):
+    """y, residual: (B, n). bias, row_bits: (n). activation: of `ACTIVATIONS`."""
+
+    y: Tensor
+    bias: Tensor | None
+    residual: Tensor | None = None
+    row_bits: Tensor | None = None
+    activation: Any = ACTIVATIONS["none"]
+    ahead: Any = _linear_ahead
+    put: Any = _put_linear
+
+
+class QkvSink(NamedTuple):
+    """q: (B, h, head_dim). k_cache, v_cache: (B, h, capacity, head_dim). position: (B)."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    bias: Tensor
+    position: Tensor
+    capacity: int
+    head_dim: Any
+    ahead: Any = _qkv_ahead
+    put: Any = _put_qkv
+
+    @classmethod
+    def of(cls, q: Tensor, cache: KvCache, bias: Tensor, position: Tensor) -> "QkvSink":
+        return cls(q, cache.k, cache.v, bias, position, cache.capacity, tl.constexpr(q.shape[-1]))
+
+
+Sink = LinearSink | QkvSink
