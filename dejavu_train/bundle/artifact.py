@@ -317,13 +317,13 @@ class Bundle:
                 f"{where} has schema {metadata['schema']}, this version reads 1 to {SCHEMA}; make the bundle anew"
             )
         if metadata.pop("sha256", None) != json_digest(metadata):
-            raise UserError(f"{where}: {METADATA} was changed after it was written; {MAKE_ANEW}")
+            raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
         if not (folder / TENSORS).is_file():
             raise UserError(f"{where}: {TENSORS} is missing, and no other format is read; {MAKE_ANEW}")
         if sha256_file(folder / TENSORS) != metadata["tensors_sha256"]:
             raise UserError(
                 f"{where}: {TENSORS} is not the file that {METADATA} describes (its SHA-256 differs: truncated, changed"
-                f" or replaced); {MAKE_ANEW}"
+                " or replaced); restore it or make the bundle anew"
             )
         try:
             tensors = load_file(folder / TENSORS)
