@@ -37,7 +37,7 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense import dense_rows, dense_wide, int4_batch, screened_head
-from dejavu_train.kernels.dense.dense_batch import dense_add
+from dejavu_train.kernels.dense.dense_batch import dense_add, qkv_batch
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
@@ -341,6 +341,9 @@ def further_cases(d: int) -> Iterator[Case]:
     given = (own.hidden, half_rows(d, n), own.out_bias, x, own.y)
     yield f"dense_wide {d}", partial(dense_wide.dense_wide, *given, True)
     yield f"dense_add {d}", partial(dense_add, two, half_rows(d, d), own.out_bias, *pair_of_rows, pdl=True)
+    kv = KvCache(*(halves(2, h, 64, d // h) for _ in range(2)), halves(2, 0, d))
+    given = (pair_of_rows[0], ln, own.qkv, torch.ones(2, dtype=torch.int32), torch.empty(2, h, d // h), kv)
+    yield f"qkv_batch {d}", partial(qkv_batch, *given, True)
     active = sparse_mlp_batch.BatchActivations.empty(n, 2, d, torch.float16, "cpu")
     given = (two, own.w, own.bias, own.bits, active)
     yield f"fc1_batch {d}", partial(sparse_mlp_batch.fc1_batch, *given, True)

@@ -52,11 +52,17 @@ def code_of(source: str) -> str:
 
 @functools.cache
 def measured_sources(*parts: str) -> str:
-    """Files and folders of the repository and a hash over their code: ``kernels dejavu_train/engine 0123456789ab``."""
+    """Files and folders of the repository and a hash over code and settings: ``kernels dejavu_train/engine 0123abcd``.
+
+    Settings are the JSON files of a folder.
+    """
     digest = hashlib.sha256()
     for part in parts:
-        for path in sorted((ROOT / part).rglob("*.py")) if (ROOT / part).is_dir() else [ROOT / part]:
-            digest.update(f"{path.relative_to(ROOT).as_posix()}\n{code_of(path.read_text('utf-8'))}\n".encode())
+        for path in sorted((ROOT / part).rglob("*.*")) if (ROOT / part).is_dir() else [ROOT / part]:
+            if path.suffix in (".py", ".json"):
+                text = path.read_text("utf-8")
+                code = code_of(text) if path.suffix == ".py" else text
+                digest.update(f"{path.relative_to(ROOT).as_posix()}\n{code}\n".encode())
     return " ".join((*parts, digest.hexdigest()[:12]))
 
 

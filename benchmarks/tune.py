@@ -7,7 +7,8 @@
 The calls are those of `benchmarks.compiled`, by the public functions, on tensors of the GPU, with caches emptied before
 each. What settings a call looks up is recorded, and the fields of one stage are varied one after another. A candidate
 takes the place of what is there where it is 2 % faster. Every time goes into the log at once, so that the same command
-goes on where it was stopped, by --seconds or otherwise. A candidate that ended the process is not tried again.
+goes on where it was stopped, by --seconds or otherwise. A candidate that ended the process is not tried again. The file
+is written when all of the asked stages and widths are measured. What there is no time for can be asked for later.
 
 A width that was measured stands for those up to halfway to its neighbours. Other shapes keep their settings. In the
 end whole steps decide: run `benchmarks.decode` with the old and the new file.
@@ -59,6 +60,9 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {  # stage -> field -> values, 
     "up_batch": {"programs": (1, 2, 3), "block": (64, 128), "rows": (32, 64), "stages": (3, 4, 5, 6)},
     "wide": {"rows": (2, 4, 8, 16), "chunk": (512, 1024, 2048), "warps": (2, 4, 8)},
 }
+ROOMS = [
+    f"kernels/{room.name}" for room in sorted(settings.FOLDER.parent.iterdir()) if room != settings.FOLDER
+]  # code alone
 RANGES = ("d", "capacity", "tile", "waves")  # names of shapes that are in order: the first of them makes ranges
 COLUMNS = ("gpu", "stage", "format", "shape", "values", "us", "torch", "commit", "date", "sources")
 Timer = Callable[[Sequence[Callable[[], Any]]], float]
@@ -150,7 +154,7 @@ class Log:
     """Times by what was looked up and values, in a CSV that grows. Rows of other GPUs and sources are left alone."""
 
     def __init__(self, path: Path, gpu: str) -> None:
-        self.path, self.made = path, made_now("kernels")
+        self.path, self.made = path, made_now(*ROOMS)
         self.shared = {"gpu": gpu, "torch": torch.__version__, **self.made}
         self.times: Measured = {}
         rows = list(csv.DictReader(path.read_text("utf-8").splitlines())) if path.is_file() else []
@@ -260,29 +264,32 @@ def gpu_word(gpu: str) -> str:
 
 
 def tune(tuner: Tuner, found: Iterator[dict[Lookup, list[Callable[[], Any]]]], stages: Sequence[str]) -> SettingsFile:
-    """The base file with what is faster, as far as the time went."""
+    """The base file with what is faster. Raises TimeoutError where the time is over before."""
     best: dict[tuple[str, str], dict[tuple[tuple[str, Any], ...], Values]] = {}
-    try:
-        for group in found:
-            for lookup, calls in group.items():
-                if lookup.stage in stages:
-                    best.setdefault((lookup.stage, lookup.format), {})[lookup.shape] = tuner.best(lookup, calls)
-    except TimeoutError:
-        print("the time is over: the same command goes on from here", flush=True)
+    for group in found:
+        for lookup, calls in group.items():
+            if lookup.stage in stages:
+                best.setdefault((lookup.stage, lookup.format), {})[lookup.shape] = tuner.best(lookup, calls)
     made = {stage: dict(formats) for stage, formats in tuner.base.stages.items()}
     for (stage, format), shapes in best.items():
         made[stage][format] = tuned_rows(tuner.base.rows(stage, format), shapes)
     return dataclasses.replace(tuner.base, stages=made)
 
 
-def run(args: argparse.Namespace, gpu: str, multiprocessors: int, device: torch.device, timer: Timer) -> None:
+def run(args: argparse.Namespace, gpu: str, multiprocessors: int, device: torch.device, timer: Timer) -> int:
+    """0 where the file is written, 1 where the time was over before. multiprocessors: of the GPU of this name."""
     base = settings.file_for(gpu)
     tuner = Tuner(base, Log(args.log, gpu), timer, time.monotonic() + args.seconds)
-    made = tune(tuner, problems(args.widths, device), args.stages)
+    try:
+        made = tune(tuner, problems(args.widths, device), args.stages)
+    except TimeoutError:
+        print(f"the time is over, and nothing is written: the same command goes on from {args.log}")
+        return 1
     made = dataclasses.replace(made, gpus=base.gpus or (gpu_word(gpu),), multiprocessors=multiprocessors)
     out = args.out or settings.FOLDER / f"{gpu_word(gpu).lower()}.json"
     write_text(out, text_of(made))
     print(f"{out}: {sum(len(times) for times in tuner.log.times.values())} times are in {args.log}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -295,8 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = torch.device("cuda")
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    run(args, device_name(device), multiprocessors, device, gpu_time)
-    return 0
+    return run(args, device_name(device), multiprocessors, device, gpu_time)
 
 
 if __name__ == "__main__":

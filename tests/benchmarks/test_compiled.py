@@ -1,13 +1,18 @@
 """What compiled.py reads from disassembled loops. That kernels compile, which the interpreter does not show."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
+from conftest import REPOSITORY
+from triton.runtime.jit import KernelInterface
 
-from benchmarks.compiled import loops
+from benchmarks.compiled import cases, cases_of, loops
+from benchmarks.tune import Placed
 
 LOOP = [(name, "") for name in ("LDG.E.EF.128", "FADD", "LOP3.LUT", "LDG.E.EF.64", "LDG.E.64", "STG.E")]
 
@@ -64,3 +69,24 @@ def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
         assert spilled == 0 and stack <= (64 if "_qkv_" in line else 0), line
         assert shared <= 49 * 1024, line  # 48 KB, and one of the driver's
         assert "REFUSES" not in line, line
+
+
+UNTRIED = {"_add_splits_kernel", "_head_select_kernel", "_predict_down_batch_kernel", "select_batch_kernel"}
+
+
+def test_every_kernel_has_a_case(monkeypatch):
+    """At a narrow width, and at one where an output projection takes tiles. Nothing is compiled."""
+    launched = set()
+    proxy = lambda self, grid: lambda *_, **__: launched.add(self.fn.__name__)  # noqa: E731
+    monkeypatch.setattr(KernelInterface, "__getitem__", proxy)
+    with Placed(torch.device("cpu")):
+        for _, call in (*cases([256]), *cases_of(8192)):
+            call()
+    known = {
+        node.name
+        for path in (REPOSITORY / "kernels").rglob("*.py")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    }
+    assert len(known) > 20
+    assert known - launched == UNTRIED & known, "benchmarks/compiled.py has no case that launches these"

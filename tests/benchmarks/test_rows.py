@@ -36,6 +36,16 @@ def test_a_row_is_older_when_code_changed_and_not_when_words_did(sources):
     assert OLDER.fullmatch(age([row, made_now("room"), {}])).group().startswith(" (2 of 3 rows")
 
 
+def test_a_row_is_older_when_settings_changed(sources):
+    settings = sources.with_name("h200.json")
+    settings.write_text('{"warps": 4}')
+    row = made_now("room")
+    assert not is_older(row)
+    settings.write_text('{"warps": 8}')
+    measured_sources.cache_clear()
+    assert is_older(row)
+
+
 def test_code_is_the_same_for_every_version_of_python():
     """No text of tokens: later versions take f-strings apart."""
     source = "def f(x):\n    # why\n    return f'{x!r:>{3}} # {{}}'  # what\n\n"

@@ -60,16 +60,12 @@ def test_a_tuning_that_is_stopped_goes_on(tmp_path):
     want = text_of(tuned(tmp_path / "whole.csv", whole))
     for _ in range(100):
         timed = len(parts.asked)
-        made = tuned(tmp_path / "parts.csv", parts, until=5)
-        if len(parts.asked) == timed:
+        try:
+            made = tuned(tmp_path / "parts.csv", parts, until=5)
             break
-        assert len(parts.asked) <= timed + 5
-    assert text_of(made) == want and parts.asked == whole.asked and len(set(whole.asked)) < len(whole.asked)
-
-
-def test_without_any_time_nothing_changes(tmp_path, capsys):
-    assert text_of(tuned(tmp_path / "log.csv", Times(), until=0)) == text_of(BASE)
-    assert "the same command goes on" in capsys.readouterr().out
+        except TimeoutError:
+            assert timed < len(parts.asked) <= timed + 5
+    assert text_of(made) == want and parts.asked == whole.asked and timed > 5
 
 
 def test_what_ended_the_process_is_not_tried_again(tmp_path):
@@ -83,7 +79,7 @@ def test_what_ended_the_process_is_not_tried_again(tmp_path):
     with pytest.raises(Crash):
         tuned(path, dies)
     (row,) = csv.DictReader(path.open(newline=""))
-    assert row["us"] == "broken" and row["sources"].startswith("kernels ")
+    assert row["us"] == "broken" and row["sources"].startswith("kernels/")
     times = Times()
     tuned(path, times)
     assert row["values"] not in {json.dumps(dict(sorted(json.loads(each)[1].items()))) for each in times.asked[:1]}
@@ -93,7 +89,7 @@ def test_times_of_other_sources_and_gpus_do_not_count(tmp_path):
     path = tmp_path / "log.csv"
     tuned(path, Times())
     assert Log(path, GPU).times and not Log(path, "NVIDIA L4").times
-    path.write_text(path.read_text().replace("kernels ", "kernels 0"))
+    path.write_text(path.read_text().replace("kernels/sample ", "kernels/sample 0"))
     assert not Log(path, GPU).times
 
 
@@ -152,8 +148,12 @@ def test_the_word_of_a_gpu(gpu, word):
 def test_the_command_writes_a_file_for_a_new_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "problems", lambda widths, device: iter(FOUND))
     out = tmp_path / "made.json"
-    args = SimpleNamespace(seconds=60, widths=[256], stages=["screen"], out=out, log=tmp_path / "log.csv")
-    tune.run(args, "NVIDIA A100-SXM4-80GB", 108, torch.device("cpu"), Times())
+    args = SimpleNamespace(seconds=-1, widths=[256], stages=["screen"], out=out, log=tmp_path / "log.csv")
+    given = ("NVIDIA A100-SXM4-80GB", 108, torch.device("cpu"), Times())
+    assert tune.run(args, *given) == 1 and not out.exists()
+    assert "the same command goes on" in capsys.readouterr().out
+    args.seconds = 600
+    assert tune.run(args, *given) == 0 and str(out) in capsys.readouterr().out
     made = SettingsFile.read(out)
     assert made.gpus == ("A100",) and made.multiprocessors == 108 and out.read_text() == text_of(made)
-    assert made.values("screen", "float", {"d": 2048})["warps"] == 2 and str(out) in capsys.readouterr().out
+    assert made.values("screen", "float", {"d": 2048})["warps"] == 2
