@@ -42,11 +42,11 @@ from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select, sparse_mlp_batch
+from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, mlp
+from dejavu_train.kernels.stages import attend, mlp, mlp_batch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()
@@ -344,10 +344,11 @@ def further_cases(d: int) -> Iterator[Case]:
     kv = KvCache(*(halves(2, h, 64, d // h) for _ in range(2)), halves(2, 0, d))
     given = (pair_of_rows[0], ln, own.qkv, torch.ones(2, dtype=torch.int32), torch.empty(2, h, d // h), kv)
     yield f"qkv_batch {d}", partial(qkv_batch, *given, True)
-    active = sparse_mlp_batch.BatchActivations.empty(n, 2, d, torch.float16, "cpu")
-    given = (two, own.w, own.bias, own.bits, active)
     yield f"fc1_batch {d}", partial(sparse_mlp_batch.fc1_batch, *given, True)
-    yield f"fc2_batch {d}", partial(sparse_mlp_batch.fc2_batch, active, own.w, own.out_bias, *pair_of_rows, True)
+    active = mlp_batch.BatchActivations.empty(n, 2, d, torch.float16, "cpu")
+    for name, weights in (("", own.mlp), ("gated_", own.gated)):
+        yield f"{name}up_batch {d}", partial(mlp_batch.up_batch, two, weights, own.bits, active, True)
+    yield f"down_batch {d}", partial(mlp_batch.down_batch, active, own.mlp, *pair_of_rows, True)
     yield f"written_out {d}", partial(written_out, int4_rows(n, d), True)
 
 

@@ -70,12 +70,10 @@ class Mlp:
         work.ops.listed_mlp(source, norm, weights.mlp, x, rows, out, work.partials, plan.early, work.pdl)
 
     def _listed_batch(self, x: Tensor, out: Tensor) -> None:
-        work, up, down, neurons = self.work, self.weights.up, self.weights.down, self.neurons
+        work, weights, neurons = self.work, self.weights.mlp, self.neurons
         assert neurons is not None
-        work.ops.fc1_batch(
-            work.carried.normalised, up.weight, up.bias, neurons.selection, work.activations, pdl=work.pdl
-        )
-        work.ops.fc2_batch(work.activations, down.weight, down.bias, x, out, pdl=work.pdl)
+        work.ops.up_batch(work.carried.normalised, weights, neurons.selection, work.activations, pdl=work.pdl)
+        work.ops.down_batch(work.activations, weights, x, out, pdl=work.pdl)
 
     def _listed_codes(self, x: Tensor, out: Tensor) -> None:
         work, carried, up, neurons = self.work, self.work.carried, self.weights.up, self.neurons

@@ -18,13 +18,13 @@ from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
 from dejavu_train.kernels.lookahead.site_predict import SiteRows
-from dejavu_train.kernels.mlp import int4_fc2, pack, select, sparse_mlp_batch
+from dejavu_train.kernels.mlp import int4_fc2, pack, select
 from dejavu_train.kernels.mlp.predictor import Predictor
-from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, mlp
+from dejavu_train.kernels.stages import attend, mlp, mlp_batch
 from dejavu_train.kernels.stages.attend import AttentionScratch
+from dejavu_train.kernels.stages.mlp_batch import BatchActivations
 from dejavu_train.kernels.stages.positions import Alibi
 
 
@@ -185,19 +185,12 @@ class StepOps(Protocol):
         pdl: bool = False,
     ) -> None: ...
 
-    def fc1_batch(
-        self, x: Tensor, weight: Matrix, bias: Tensor, selection: Selection, out: BatchActivations, /, pdl: bool = False
+    def up_batch(
+        self, x: Tensor, weights: MlpWeights, selection: Selection, out: BatchActivations, /, pdl: bool = False
     ) -> None: ...
 
-    def fc2_batch(
-        self,
-        rows: BatchActivations,
-        weight_t: Matrix,
-        bias: Tensor,
-        residual: Tensor,
-        out: Tensor,
-        /,
-        pdl: bool = False,
+    def down_batch(
+        self, rows: BatchActivations, weights: MlpWeights, residual: Tensor, out: Tensor, /, pdl: bool = False
     ) -> None: ...
 
     def dense_rows(
@@ -296,8 +289,8 @@ class TritonOps:
     pack = staticmethod(pack.pack)
     listed_mlp = staticmethod(mlp.mlp)
     mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
-    fc1_batch = staticmethod(sparse_mlp_batch.fc1_batch)
-    fc2_batch = staticmethod(sparse_mlp_batch.fc2_batch)
+    up_batch = staticmethod(mlp_batch.up_batch)
+    down_batch = staticmethod(mlp_batch.down_batch)
     dense_rows = staticmethod(dense_rows.dense_rows)
     dense_wide = staticmethod(dense_wide.dense_wide)
     int4_fc2 = staticmethod(int4_fc2.int4_fc2)
@@ -325,8 +318,8 @@ class TorchOps:
     pack = staticmethod(of_numbers(reference.pack))
     listed_mlp = staticmethod(of_numbers(reference.listed_mlp))
     mlp_ahead = staticmethod(of_numbers(reference.mlp_ahead))
-    fc1_batch = staticmethod(of_numbers(reference.fc1_batch))
-    fc2_batch = staticmethod(of_numbers(reference.fc2_batch))
+    up_batch = staticmethod(of_numbers(reference.up_batch))
+    down_batch = staticmethod(of_numbers(reference.down_batch))
     dense_rows = staticmethod(of_numbers(dense_rows.dense_rows_reference))
     dense_wide = staticmethod(of_numbers(dense_wide.dense_wide_reference))
     int4_fc2 = staticmethod(of_numbers(int4_fc2.int4_fc2_reference))

@@ -19,9 +19,14 @@ from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_referen
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.select import predict_select_reference
-from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations, fc1_batch_reference, fc2_batch_reference
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
 from dejavu_train.kernels.stages.mlp import hidden_reference
+from dejavu_train.kernels.stages.mlp_batch import (
+    BatchActivations,
+    down_batch_reference,
+    kept_unit,
+    up_batch_reference,
+)
 from dejavu_train.kernels.stages.positions import Alibi
 
 P = ParamSpec("P")
@@ -139,22 +144,20 @@ def mlp_ahead(
     add_ahead_reference(x, out, ahead)
 
 
-def fc1_batch(
-    x: Tensor, weight: Matrix, bias: Tensor, selection: Selection, out: BatchActivations, pdl: bool = False
-) -> None:
-    """See `dejavu_train.kernels.mlp.sparse_mlp_batch.fc1_batch`."""
-    h = fc1_batch_reference(x, weight, bias, selection.to_mask(len(x))).to(out.values.dtype)
+def up_batch(x: Tensor, weights: MlpWeights, selection: Selection, out: BatchActivations, pdl: bool = False) -> None:
+    """See `dejavu_train.kernels.stages.mlp_batch.up_batch`."""
+    unit = kept_unit(weights, out.values.dtype)
+    h = (up_batch_reference(x, weights, selection.to_mask(len(x))) * unit).to(out.values.dtype)
     ids = selection.indices()
     out.ids[: len(ids)] = ids.int()
     out.values[: len(ids), : len(x)] = h[:, ids].T
     out.count.fill_(len(ids))
 
 
-def fc2_batch(
-    rows: BatchActivations, weight_t: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
-) -> None:
-    """See `dejavu_train.kernels.mlp.sparse_mlp_batch.fc2_batch`."""
-    out.copy_(fc2_batch_reference(rows.to_dense(len(out)), weight_t, bias, residual))
+def down_batch(rows: BatchActivations, weights: MlpWeights, residual: Tensor, out: Tensor, pdl: bool = False) -> None:
+    """See `dejavu_train.kernels.stages.mlp_batch.down_batch`."""
+    h = rows.to_dense(len(out)) / kept_unit(weights, rows.values.dtype)
+    out.copy_(down_batch_reference(h, weights, residual))
 
 
 def dense_hidden(

@@ -16,9 +16,9 @@ from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
-from dejavu_train.kernels.mlp.sparse_mlp_batch import BatchActivations
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages.attend import AttentionScratch
+from dejavu_train.kernels.stages.mlp_batch import BatchActivations
 
 
 @dataclass(frozen=True)

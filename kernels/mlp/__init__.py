@@ -2,5 +2,5 @@
 
 In the order of a step: `predict` (the predictor's first product), `select` (its second product, and the list), `pack`
 (the list without gaps). Then comes `stages.mlp`.
-Of several rows: `predict_batch`, `select_batch`, `sparse_mlp_batch`.
+Of several rows: `predict_batch`, `select_batch`, `stages.mlp_batch`.
 """

@@ -42,7 +42,7 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_
 from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
-from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
+from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights
 from dejavu_train.kernels.stages import listed_int4, listed_numbers
 from dejavu_train.kernels.stages.listed import constants_key
 
@@ -151,6 +151,11 @@ class Activating(NamedTuple):
     threshold: float
     both: bool
 
+    @classmethod
+    def of(cls, hidden: Hidden) -> "Activating":
+        """Errors: what `activation_of` refuses."""
+        return cls(activation_of(hidden.activation, hidden.threshold), hidden.threshold, hidden.both)
+
     @property
     def cache_key(self) -> str:
         return constants_key(self)
@@ -187,8 +192,6 @@ def mlp_sums(
         partials = partial_sums(d, x.device)
     check_shape("partials", partials, most_splits(x.device), d)
     partials = partials.view(launch.sums)
-    form = weights.hidden
-    function = activation_of(form.activation, form.threshold)
     _mlp_kernel[(launch.programs,)](
         x.view(torch.int32) if launch.pairs and ln is None else x,
         None if ln is None else ln.args(),
@@ -202,7 +205,7 @@ def mlp_sums(
         None if late is None else late.moments,
         n - 1,
         launch.how,
-        Activating(function, form.threshold, form.both),
+        Activating.of(weights.hidden),
         EARLY_X=early == "x",
         EARLY_LIST=early == "list",
         PDL=pdl,

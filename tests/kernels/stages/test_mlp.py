@@ -1,10 +1,9 @@
 """The MLP of one token: every activation with and without a gate, in every format, against float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from int4_helpers import random_rows
+from mlp_helpers import poisoned
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
@@ -49,26 +48,6 @@ def problem(device, kind, n, d, density, gated, hidden, size=1.0):
     gate = linear(1.0, n) if gated else None
     weights = MlpWeights(linear(size, n), linear(1 / size, d), gate, hidden)
     return rows, poisoned(weights, ~mask), weights, mask
-
-
-def poisoned(weights, unread, names=("up", "down", "gate")):
-    """The same with NaN in rows that must not be read."""
-
-    def linear(one, name):
-        if one is None or name not in names:
-            return one
-        bias = one.bias.clone()
-        if name != "down":
-            bias[unread] = NAN
-        if isinstance(one.weight, Rows):
-            numbers = one.weight.numbers.clone()
-            numbers[unread] = NAN
-            return Linear(Rows(numbers), bias)
-        scales = one.weight.scales.clone()
-        scales[unread] = NAN
-        return Linear(replace(one.weight, scales=scales), bias)
-
-    return replace(weights, **{name: linear(getattr(weights, name), name) for name in ("up", "down", "gate")})
 
 
 def check(out, n, weights, residual, mask, kind):

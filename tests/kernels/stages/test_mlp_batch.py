@@ -1,18 +1,22 @@
 """fc1 and fc2 of several batch rows over the union of what they selected. The predictor's first product."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from mlp_helpers import poisoned
 
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights
 from dejavu_train.kernels.mlp.predict_batch import predict_down_batch
 from dejavu_train.kernels.mlp.predictor import quantize_rows
-from dejavu_train.kernels.mlp.sparse_mlp_batch import (
+from dejavu_train.kernels.stages.mlp import hidden_reference
+from dejavu_train.kernels.stages.mlp_batch import (
     BatchActivations,
-    fc1_batch,
-    fc1_batch_reference,
-    fc2_batch,
-    fc2_batch_reference,
+    down_batch,
+    down_batch_reference,
+    up_batch,
+    up_batch_reference,
 )
 
 NAN = float("nan")
@@ -30,23 +34,59 @@ def case(n, d, batch, density, dtype, device):
     return x, fc1, bias, fc2, b2, mask, rows, torch.randn(batch, d, device=device)
 
 
+def weights_of(fc1, bias, fc2, b2):
+    return MlpWeights(Linear.of(fc1, bias), Linear.of(fc2, b2))
+
+
 @pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize(("n", "d", "batch"), [(70, 48, 2), (130, 80, 17)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_against_the_references(n, d, batch, density, dtype, device):
     x, fc1, bias, fc2, b2, mask, rows, residual = case(n, d, batch, density, dtype, device)
     fc1[~mask.any(0)] = NAN  # rows that nobody selected are not read
-    fc1_batch(x, Rows(fc1), bias, Selection.from_mask(mask, 32), rows)
+    up_batch(x, weights_of(fc1, bias, fc2, b2), Selection.from_mask(mask, 32), rows)
     h = rows.to_dense(batch)
-    want = fc1_batch_reference(x, Rows(fc1.nan_to_num()), bias, mask)
+    want = up_batch_reference(x, weights_of(fc1.nan_to_num(), bias, fc2, b2), mask)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(h, want, atol=tolerance, rtol=tolerance)
     fc2[~(h != 0).any(0)] = NAN
     out = torch.full((batch, d), NAN, device=device)
-    fc2_batch(rows, Rows(fc2), b2, residual, out)
-    want = fc2_batch_reference(h, Rows(fc2.nan_to_num()), b2, residual)
+    down_batch(rows, weights_of(fc1, bias, fc2, b2), residual, out)
+    want = down_batch_reference(h, weights_of(fc1, bias, fc2.nan_to_num(), b2), residual)
     torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
     assert not rows.tickets.any()  # ready for the next call
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gated", "hidden", "size"),
+    [
+        (torch.float16, False, Hidden("relu", 0.5), 1.0),
+        (torch.float32, False, Hidden("gelu"), 1.0),
+        (torch.float16, False, Hidden("relu2"), 300.0),  # from 256 on a square is no fp16 number
+        (torch.float16, True, Hidden("silu"), 1.0),
+        (torch.float32, True, Hidden("relu", both=True), 1.0),
+        (torch.float16, True, Hidden("relu2"), 1.0),
+    ],
+)
+def test_other_activations_and_gates(dtype, gated, hidden, size, device):
+    x, fc1, bias, fc2, b2, mask, rows, residual = case(70, 48, 3, 0.4, dtype, device)
+    weights = MlpWeights(Linear.of(fc1 * size, bias), Linear.of(fc2 / size, b2), None, hidden)
+    if gated:
+        weights = replace(weights, gate=Linear.of(torch.randn_like(fc1) * 48**-0.5, torch.randn_like(bias)))
+    given = poisoned(weights, ~mask.any(0), ("up", "gate"))
+    up_batch(x, given, Selection.from_mask(mask, 32), rows)
+    if gated and hidden.activation != "silu":  # up's rows behind a gate that is closed in every batch row are not read
+        gate = MlpWeights(weights.gate, weights.down, None, hidden)
+        closed = (up_batch_reference(x.double(), gate, mask).abs() < 1e-2).all(0) & mask.any(0)
+        shut = closed & ((x.double() @ weights.gate.weight.dense(torch.float64).T + weights.gate.bias) < -1e-2).all(0)
+        assert shut.any()
+        up_batch(x, poisoned(given, shut, ("up",)), Selection.from_mask(mask, 32), rows)
+    out = torch.full((3, 48), NAN, device=device)
+    down_batch(rows, weights, residual, out)
+    h = torch.where(mask, hidden_reference(x.double(), weights), 0.0)
+    want = residual + b2.double() + h @ weights.down.weight.dense(torch.float64)
+    size = h.abs() @ weights.down.weight.dense(torch.float64).abs() + residual.abs() + 1
+    assert ((out - want).abs() <= (1e-5 if dtype == torch.float32 else 2e-3) * size).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
@@ -65,13 +105,14 @@ def test_predict_down_batch(rank, d, batch, dtype, device):
 
 
 def test_refusals(device):
-    x, fc1, bias, _, _, mask, rows, _ = case(40, 32, 2, 0.5, torch.float32, device)
+    x, fc1, bias, fc2, b2, mask, rows, _ = case(40, 32, 2, 0.5, torch.float32, device)
+    weights = weights_of(fc1, bias, fc2, b2)
     with pytest.raises(ValueError, match="stages.mlp"):
-        fc1_batch(x[:1].contiguous(), Rows(fc1), bias, Selection.from_mask(mask[:1]), rows)
+        up_batch(x[:1].contiguous(), weights, Selection.from_mask(mask[:1]), rows)
     with pytest.raises(ValueError, match="x: expected float16"):
-        fc1_batch(x, Rows(fc1.half()), bias, Selection.from_mask(mask), rows)
+        up_batch(x, weights_of(fc1.half(), bias, fc2, b2), Selection.from_mask(mask), rows)
     with pytest.raises(ValueError, match="does not fit a weight of 40"):
-        fc1_batch(x, Rows(fc1), bias, Selection.empty(39, device), rows)
+        up_batch(x, weights, Selection.empty(39, device), rows)
 
 
 @pytest.mark.gpu
@@ -79,11 +120,12 @@ def test_refusals(device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_real_widths_replay_bit_for_bit(n, d, batch, dtype):
     x, fc1, bias, fc2, b2, mask, rows, residual = case(n, d, batch, 0.03, dtype, "cuda")
+    weights = weights_of(fc1, bias, fc2, b2)
     selection, out, made = Selection.from_mask(mask), torch.empty(batch, d, device="cuda"), []
 
     def run(pdl: bool) -> None:
-        fc1_batch(x, Rows(fc1), bias, selection, rows, pdl)
-        fc2_batch(rows, Rows(fc2), b2, residual, out, pdl)
+        up_batch(x, weights, selection, rows, pdl)
+        down_batch(rows, weights, residual, out, pdl)
 
     for pdl in (False, True, True):
         out.fill_(NAN)
@@ -96,6 +138,6 @@ def test_real_widths_replay_bit_for_bit(n, d, batch, dtype):
         run(True)
     out.fill_(NAN)
     graph.replay()
-    want = fc2_batch_reference(fc1_batch_reference(x, Rows(fc1), bias, mask).to(dtype), Rows(fc2), b2, residual)
+    want = down_batch_reference(up_batch_reference(x, weights, mask).to(dtype), weights, residual)
     torch.testing.assert_close(out, want, atol=3e-2, rtol=3e-2)
     assert all(torch.equal(out, other) for other in made)
