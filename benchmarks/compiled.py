@@ -344,7 +344,6 @@ def further_cases(d: int) -> Iterator[Case]:
     kv = KvCache(*(halves(2, h, 64, d // h) for _ in range(2)), halves(2, 0, d))
     given = (pair_of_rows[0], ln, own.qkv, torch.ones(2, dtype=torch.int32), torch.empty(2, h, d // h), kv)
     yield f"qkv_batch {d}", partial(qkv_batch, *given, True)
-    yield f"fc1_batch {d}", partial(sparse_mlp_batch.fc1_batch, *given, True)
     active = mlp_batch.BatchActivations.empty(n, 2, d, torch.float16, "cpu")
     for name, weights in (("", own.mlp), ("gated_", own.gated)):
         yield f"{name}up_batch {d}", partial(mlp_batch.up_batch, two, weights, own.bits, active, True)
