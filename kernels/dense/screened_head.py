@@ -37,7 +37,7 @@ from dejavu_train.kernels.common.layer_norm import (
 from dejavu_train.kernels.common.limits import SCREENED_WIDTHS
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.stages.number_rows import row_pieces, row_product
-from dejavu_train.kernels.stages.rows import row_settings
+from dejavu_train.kernels.stages.rows import RowSettings
 
 CODES_PER_WORD = 4
 LARGEST = 127  # of a code, and of a high level
@@ -372,7 +372,7 @@ def screened_head(
     check_shape("position", position, 1)
     check_shape("least", least, 1)
     pdl = use_pdl(pdl, x.device)
-    settings, rows = head.settings, row_settings(d)
+    settings, rows = head.settings, RowSettings.find("float", x.device, d=d)
     n_stops = stops.shape[0]
     _screen_kernel[(head.lows.numel(),)](
         x, head.gain, head.shift, head.words, head.scales, stops, head.upper, head.lows, head.steps, head.tiny, n,

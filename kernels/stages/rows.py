@@ -13,15 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import (
-    INTERPRET,
-    require,
-)
+from dejavu_train.kernels.common.checks import require
 from dejavu_train.kernels.common.int4_mma import pairs_of_a_warp, unit_vector
 from dejavu_train.kernels.common.int4_norm import norm_bytes
 from dejavu_train.kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
 from dejavu_train.kernels.common.launch import fetches_rows, n_sms, next_power_of_two, registers_for, use_pdl
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix
@@ -32,7 +30,7 @@ from dejavu_train.kernels.stages.sink import Sink
 
 
 @dataclass(frozen=True)
-class RowSettings:
+class RowSettings(Settings, stage="rows"):
     """programs: per multiprocessor. rows: of a step. width: columns of a piece of a row, at most."""
 
     programs: int
@@ -49,15 +47,8 @@ class RowSettings:
         return min(self.warps, max(1, self.block(d) // 32))
 
 
-def row_settings(d: int) -> RowSettings:
-    """Launch settings by width, each swept alone."""
-    if d < 2048:
-        return RowSettings(4, 2, 4, 512)
-    return RowSettings(8, 2, 4, 512) if d <= 4096 else RowSettings(2, 2, 8)
-
-
 @dataclass(frozen=True)
-class Int4RowSettings:
+class Int4RowSettings(Settings, stage="rows_int4"):
     """programs: per multiprocessor. warps: of one. ahead: pairs of units that a warp's queue has room for, at most.
 
     A pair is 128 bytes of 16 rows, 2 KB (`stages.int4_rows`).
@@ -70,17 +61,11 @@ class Int4RowSettings:
     fetched: int = 0
 
 
-def int4_row_settings(d: int) -> Int4RowSettings:
-    """Launch settings for 4-bit rows by width, from whole steps (`benchmarks/results/int4_settings.csv`)."""
-    if INTERPRET:
-        return Int4RowSettings(1, 1, 2)
-    return Int4RowSettings(3 if d <= 4096 else 2, 4, 5, 288)
-
-
 @dataclass(frozen=True)
-class TokenSettings:
+class TokenSettings(Settings, stage="tokens_int4"):
     """programs: per multiprocessor. warps: of one. pairs: of units that a warp takes in one pass over the rows, and
-    ahead: that its queue has room for, both at most."""
+    ahead: that its queue has room for, both at most. A thread of four warps holds tokens / 2 * 8 pairs of x for two
+    units. form: of the rows of a matrix, of "heads" or of a "list"."""
 
     programs: int
     warps: int
@@ -91,18 +76,6 @@ class TokenSettings:
     def registers(self) -> int:
         """Of a thread, at most, so that all programs have room."""
         return registers_for(self.programs, self.warps)
-
-
-def token_settings(d: int, tokens: int, form: str = "rows") -> TokenSettings:
-    """Launch settings by columns and tokens, 2, 4 or 8, of a matrix, of "heads" or of a "list"
-    (`benchmarks/results/int4_batch.csv`). A thread of four warps holds tokens / 2 * 8 pairs of x for two units."""
-    if INTERPRET:
-        return TokenSettings(1, 1, 3, 2)
-    if tokens == 8:
-        return TokenSettings(2, 4, 3, 3)
-    if form == "rows" and tokens == 2 and d > 5120:
-        return TokenSettings(3, 4, 16, 3)
-    return TokenSettings(2, 4, 36 // tokens, 5)
 
 
 @triton.jit
@@ -123,14 +96,14 @@ def launch_row(
     pdl = use_pdl(pdl, x.device)
     how: NumberWalk | UnitWalk
     if weight.format is not Format.INT4:
-        plain = settings or row_settings(d)
+        plain = settings or RowSettings.find(weight.format, x.device, d=d)
         if isinstance(plain, Int4RowSettings):
             raise ValueError("Int4RowSettings are for 4-bit rows")
         grid, warps = min(sms * plain.programs, triton.cdiv(n, plain.rows)), plain.warps_for(d)
         operands: tuple[Tensor | None, ...] = (weight.numbers, None)
         how = NumberWalk(plain.block(d), plain.rows)
     else:
-        chosen = settings or int4_row_settings(d)
+        chosen = settings or Int4RowSettings.find(weight.format, x.device, d=d)
         if not isinstance(chosen, Int4RowSettings):
             raise ValueError("4-bit rows need Int4RowSettings")
         words, group, warps, fetches = d // 8, weight.group, chosen.warps, fetches_rows(x.device)
@@ -161,7 +134,7 @@ def launch_tokens(
     n = weight.words.shape[:-1].numel() // segments
     tokens = max(2, next_power_of_two(batch))
     form = "list" if listed[0] is not None else "heads" if segments > 1 else "rows"
-    settings = settings or token_settings(d, tokens, form)
+    settings = settings or TokenSettings.find(weight.format, x.device, d=d, tokens=tokens, form=form)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
     vector = unit_vector(words, group)
     slot = line_slot_bytes(lanes, vector)
