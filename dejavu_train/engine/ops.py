@@ -25,7 +25,6 @@ from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, mlp, mlp_batch
 from dejavu_train.kernels.stages.attend import AttentionScratch
 from dejavu_train.kernels.stages.mlp_batch import BatchActivations
-from dejavu_train.kernels.stages.positions import Alibi
 
 
 class StepOps(Protocol):
@@ -100,7 +99,6 @@ class StepOps(Protocol):
         /,
         pdl: bool = False,
         mean: Tensor | None = None,
-        alibi: Alibi | None = None,
     ) -> None: ...
 
     def qkv_dense(
@@ -126,7 +124,6 @@ class StepOps(Protocol):
         /,
         pdl: bool = False,
         mean: Tensor | None = None,
-        alibi: Alibi | None = None,
     ) -> None: ...
 
     def project_heads(

@@ -27,7 +27,6 @@ from dejavu_train.kernels.stages.mlp_batch import (
     kept_unit,
     up_batch_reference,
 )
-from dejavu_train.kernels.stages.positions import Alibi
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,10 +97,9 @@ def attend_pack(
     neurons: tuple[Selection, PackedSelection],
     pdl: bool = False,
     mean: Tensor | None = None,
-    alibi: Alibi | None = None,
 ) -> None:
     """See `dejavu_train.kernels.lookahead.attend_pack.attend_pack`."""
-    flash_decode_reference(q, cache, selection, position, out, mean=mean, alibi=alibi)
+    flash_decode_reference(q, cache, selection, position, out, mean=mean)
     pack(*neurons)
 
 

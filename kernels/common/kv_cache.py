@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dejavu_train.kernels.common.positions import Alibi, Rotary
+
 
 @dataclass(frozen=True)
 class KvCache:
@@ -13,6 +15,7 @@ class KvCache:
     attn_in: (B, T, d), inputs that are kept. T is 0 where none are.
     watermark: (B, h) int32, K/V are there below it. None means that those of all heads are there.
     valid: (B, h, T) uint8, the positions that are there, or None. Only the policy "stale" reads it.
+    positions: what k is turned by before it is kept, or what is added to scores with it. None: neither.
     """
 
     k: Tensor
@@ -20,6 +23,7 @@ class KvCache:
     attn_in: Tensor
     watermark: Tensor | None = None
     valid: Tensor | None = None
+    positions: Rotary | Alibi | None = None
 
     @property
     def capacity(self) -> int:

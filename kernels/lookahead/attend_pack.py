@@ -13,7 +13,6 @@ from dejavu_train.kernels.common.launch import use_pdl
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
 from dejavu_train.kernels.stages.attend import AttentionScratch, attend, attention_launch
-from dejavu_train.kernels.stages.positions import Alibi
 
 PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's programs have few warps
 
@@ -47,7 +46,6 @@ def attend_pack(
     neurons: tuple[Selection, PackedSelection],
     pdl: bool = False,
     mean: Tensor | None = None,
-    alibi: Alibi | None = None,
 ) -> None:
     """Stage 3: `flash_decode`, and `pack` of `neurons`, the MLP's selection and its list. One batch row.
 
@@ -55,7 +53,7 @@ def attend_pack(
     """
     pdl = use_pdl(pdl, q.device)
     check_shape("q", q, 1, *q.shape[1:])
-    given = (q, cache, selection, position, out, scratch, mean, alibi, None)
+    given = (q, cache, selection, position, out, scratch, mean, None)
     arguments, sizes, constants, warps = attention_launch(*given)
     n_packs, pack_arguments, pack_constants = pack_launch(*neurons, PACKED_ENTRIES)
     _attend_pack_kernel[(n_packs + sizes.GROUPS * sizes.SPLITS,)](

@@ -28,9 +28,9 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
+from dejavu_train.kernels.common.positions import Alibi, alibi_bias, no_bias
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.stages.positions import Alibi, alibi_bias, no_bias
 
 BLOCK = 32  # the fewest positions of a program; scratch is made for them
 POSITIONS = (32, 64, 128)
@@ -78,7 +78,6 @@ def flash_decode_reference(
     scratch: AttentionScratch | None = None,
     pdl: bool = False,
     mean: Tensor | None = None,
-    alibi: Alibi | None = None,
 ) -> None:
     """Plain torch over the whole capacity, masked, in fp64 where q is. No host synchronisation."""
     batch, n_groups, capacity, head_dim = cache.k.shape
@@ -91,8 +90,8 @@ def flash_decode_reference(
     k = torch.where(seen[..., None], cache.k.to(wide), 0.0)
     v = torch.where(seen[..., None], cache.v.to(wide), 0.0)
     scores = own @ k.transpose(-1, -2) * head_dim**-0.5
-    if alibi is not None:
-        slopes = alibi.slopes.to(wide).view(n_groups, -1, 1)
+    if isinstance(cache.positions, Alibi):
+        slopes = cache.positions.slopes.to(wide).view(n_groups, -1, 1)
         scores = scores + slopes * (p - position[:, None])[:, None, None, :]
     weights = scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1)
     result = weights @ v
@@ -298,7 +297,6 @@ def attention_launch(
     out: Tensor,
     scratch: AttentionScratch,
     mean: Tensor | None,
-    alibi: Alibi | None,
     settings: AttendSettings | None,
 ) -> tuple[tuple[Any, ...], AttendSizes, dict[str, Any], int]:
     """(arguments, sizes, constants, warps) of `attend`, the same in every grid that carries it, checked."""
@@ -314,8 +312,9 @@ def attention_launch(
     check_shape("position", position, batch)
     if mean is not None:
         check_shape("mean", mean, n_heads, head_dim)
-    if alibi is not None:
-        check_shape("slopes", alibi.slopes, n_heads)
+    slopes = cache.positions.slopes if isinstance(cache.positions, Alibi) else None
+    if slopes is not None:
+        check_shape("slopes", slopes, n_heads)
     settings = settings or AttendSettings.find(
         "float", q.device, rows=batch, heads=n_groups, share=share, capacity=capacity
     )
@@ -334,13 +333,13 @@ def attention_launch(
         Result(mean, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets),
         capacity,
         head_dim**-0.5,
-        None if alibi is None else alibi.slopes,
+        slopes,
     )
     sizes = AttendSizes(
         n_groups, share, head_dim, triton.next_power_of_2(head_dim), splits, triton.next_power_of_2(splits),
         max(2, COMBINED // triton.next_power_of_2(share)), settings.positions,
     )  # fmt: skip
-    constants = {"S": sizes, "BIAS": no_bias if alibi is None else alibi_bias}
+    constants = {"S": sizes, "BIAS": no_bias if slopes is None else alibi_bias}
     return arguments, sizes, constants, settings.warps
 
 
@@ -353,12 +352,11 @@ def flash_decode(
     scratch: AttentionScratch,
     pdl: bool = False,
     mean: Tensor | None = None,
-    alibi: Alibi | None = None,
     settings: AttendSettings | None = None,
 ) -> None:
     """See the module's formula. Selection None = all groups. Errors: shapes, head dims, a CPU tensor."""
     pdl = use_pdl(pdl, q.device)
-    given = (q, cache, selection, position, out, scratch, mean, alibi, settings)
+    given = (q, cache, selection, position, out, scratch, mean, settings)
     arguments, sizes, constants, warps = attention_launch(*given)
     grid = (len(q) * sizes.GROUPS, sizes.SPLITS)
     _flash_decode_kernel[grid](*arguments, **constants, PDL=pdl, num_warps=warps, launch_pdl=pdl)

@@ -1,11 +1,14 @@
 """Attention over groups of heads that share K and V, and with a slope a head, against float64 and transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.lookahead.attend_pack import attend_pack
 from dejavu_train.kernels.mlp.pack import PackedSelection
@@ -16,7 +19,6 @@ from dejavu_train.kernels.stages.attend import (
     flash_decode,
     flash_decode_reference,
 )
-from dejavu_train.kernels.stages.positions import Alibi
 
 NAN = float("nan")
 
@@ -46,8 +48,9 @@ def case(device, batch, n_groups, share, head_dim, density, alibi, stale=False, 
     if density is not None:
         selection = head_selection(n_groups, device)
         selection.set_mask(torch.rand(batch, n_groups, device=device) < density)
-    cache = KvCache(k, v, q[:, :0], torch.full((batch, n_groups), -5, dtype=torch.int32, device=device), valid)
-    return q, cache, selection, position, Alibi.of(n_heads, device) if alibi else None
+    marks = torch.full((batch, n_groups), -5, dtype=torch.int32, device=device)
+    slopes = Alibi.of(n_heads, device) if alibi else None
+    return q, KvCache(k, v, q[:, :0], marks, valid, slopes), selection, position
 
 
 def poisoned(batch, n_heads, head_dim, capacity, device):
@@ -70,30 +73,30 @@ def poisoned(batch, n_heads, head_dim, capacity, device):
     ],
 )
 def test_groups_and_slopes(device, batch, n_groups, share, head_dim, density, stale, settings, alibi):
-    q, cache, selection, position, slopes = case(device, batch, n_groups, share, head_dim, density, alibi, stale)
+    q, cache, selection, position = case(device, batch, n_groups, share, head_dim, density, alibi, stale)
     n_heads, marks = n_groups * share, cache.watermark.clone()
     mean = torch.randn(n_heads, head_dim, device=device)
     out = torch.full((batch, n_heads * head_dim), NAN, device=device)
     exact = torch.full_like(out, NAN, dtype=torch.float64)
     scratch = poisoned(batch, n_heads, head_dim, cache.capacity, device)
-    flash_decode_reference(q.double(), cache, selection, position, exact, mean=mean, alibi=slopes)
+    flash_decode_reference(q.double(), cache, selection, position, exact, mean=mean)
     wanted = cache.watermark.clone()
     for _ in range(2):  # a second run with the same scratch is the same
         cache.watermark.copy_(marks)
-        flash_decode(q, cache, selection, position, out, scratch, mean=mean, alibi=slopes, settings=settings)
+        flash_decode(q, cache, selection, position, out, scratch, mean=mean, settings=settings)
         torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
         assert torch.equal(cache.watermark, wanted) and not scratch.tickets.any()
 
 
 @pytest.mark.parametrize("alibi", [False, True])
 def test_beside_a_list_that_is_packed(device, alibi):
-    q, cache, selection, position, slopes = case(device, 1, 2, 3, 16, 0.9, alibi)
+    q, cache, selection, position = case(device, 1, 2, 3, 16, 0.9, alibi)
     neurons, packed = Selection.empty(70, device), PackedSelection.empty(70, device)
     neurons.set_mask(torch.rand(1, 70, device=device) < 0.4)
     out, exact = torch.full((1, 96), NAN, device=device), torch.empty(1, 96, dtype=torch.float64, device=device)
     scratch = poisoned(1, 6, 16, cache.capacity, device)
-    flash_decode_reference(q.double(), cache, selection, position, exact, alibi=slopes)
-    attend_pack(q, cache, selection, position, out, scratch, (neurons, packed), alibi=slopes)
+    flash_decode_reference(q.double(), cache, selection, position, exact)
+    attend_pack(q, cache, selection, position, out, scratch, (neurons, packed))
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
     assert torch.equal(packed.ids[: int(packed.count)].long(), neurons.indices())
 
@@ -111,19 +114,24 @@ def test_blooms_attention_with_padding_before_the_text(device, padding):
     scores = bias.baddbmm(q, k.transpose(1, 2), beta=1.0, alpha=head_dim**-0.5)
     scores = scores.masked_fill(mask[:, None] == 0, torch.finfo(torch.float64).min)
     theirs = (scores.softmax(-1) @ v).view(1, -1)
-    cache = KvCache(*(x[None, :, padding:].float().contiguous() for x in (k, v)), q[:1, :0].float())
+    cache = KvCache(
+        *(x[None, :, padding:].float().contiguous() for x in (k, v)),
+        q[:1, :0].float(),
+        positions=Alibi.of(n_heads, device),
+    )
     out = torch.full((1, n_heads * head_dim), NAN, device=device)
     position = torch.tensor([length - 1], dtype=torch.int32, device=device)
     scratch = poisoned(1, n_heads, head_dim, length, device)
     own = q.float().view(1, n_heads, head_dim)
-    flash_decode(own, cache, None, position, out, scratch, alibi=Alibi.of(n_heads, device))
+    flash_decode(own, cache, None, position, out, scratch)
     torch.testing.assert_close(out.double(), theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_mistakes_are_one_line(device):
-    q, cache, _, position, slopes = case(device, 1, 2, 3, 16, None, True)
+    q, cache, _, position = case(device, 1, 2, 3, 16, None, True)
     scratch, out = poisoned(1, 6, 16, cache.capacity, device), torch.zeros(1, 96, device=device)
     with pytest.raises(ValueError, match="2 heads of K and V do not divide 5 heads"):
         flash_decode(q[:, :5].contiguous(), cache, None, position, out, scratch)
+    cache = dataclasses.replace(cache, positions=Alibi.of(5, device))
     with pytest.raises(ValueError, match="slopes: expected shape"):
-        flash_decode(q, cache, None, position, out, scratch, alibi=Alibi(slopes.slopes[:5]))
+        flash_decode(q, cache, None, position, out, scratch)

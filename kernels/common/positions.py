@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import check_shape, require
-
 
 @dataclass(frozen=True)
 class Rotary:
@@ -33,18 +31,14 @@ class Rotary:
             ValueError: the halves differ, or more dimensions turn than a head has.
         """
         half = cos.shape[-1] // 2
-        require(cos.shape == sin.shape and 2 * half == cos.shape[-1], "cosines and sines of an even number each")
-        require(2 * half <= head_dim, f"{2 * half} dimensions turn, a head has {head_dim}")
-        for name, given in (("cosines", cos), ("sines", sin)):
-            require(torch.equal(given[:, :half], given[:, half:]), f"the two halves of the {name} differ")
+        if cos.shape != sin.shape or 2 * half != cos.shape[-1] or 2 * half > head_dim:
+            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} turn no heads of {head_dim} columns")
+        if not all(torch.equal(each[:, :half], each[:, half:]) for each in (cos, sin)):
+            raise ValueError("the two halves of cos or sin differ")
         table = torch.zeros(len(cos), head_dim // 2, 2, dtype=torch.float32, device=cos.device)
         table[..., 0] = 1
         table[:, :half, 0], table[:, :half, 1] = cos[:, :half].float(), sin[:, :half].float()
         return cls(table)
-
-    def check(self, capacity: int, head_dim: int) -> None:
-        """Raise ValueError where its table is not one of so many positions."""
-        check_shape("rotary.table", self.table, capacity, head_dim // 2, 2)
 
 
 @dataclass(frozen=True)
