@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from benchmarks.rows import command_line
-from dejavu_train.kernels.attention import out_projection, qkv
+from dejavu_train.kernels.attention import out_projection
 from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import checks, launch, settings
 from dejavu_train.kernels.common.int4_numbers import written_out
@@ -46,7 +46,7 @@ from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, mlp, mlp_batch
+from dejavu_train.kernels.stages import attend, mlp, mlp_batch, qkv
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()

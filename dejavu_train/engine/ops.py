@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
-from dejavu_train.kernels.attention import head_select, out_projection, qkv
+from dejavu_train.kernels.attention import head_select, out_projection
 from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.common.kv_cache import KvCache
@@ -22,7 +22,7 @@ from dejavu_train.kernels.mlp import int4_fc2, pack, select
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, mlp, mlp_batch
+from dejavu_train.kernels.stages import attend, mlp, mlp_batch, qkv
 from dejavu_train.kernels.stages.attend import AttentionScratch
 from dejavu_train.kernels.stages.mlp_batch import BatchActivations
 

@@ -121,15 +121,21 @@ def check_cache(cache: KvCache, batch: int, n_heads: int, head_dim: int) -> None
 
 
 def check_projection(x: Tensor, weights: Linear, q: Tensor, cache: KvCache, position: Tensor) -> tuple[int, int, int]:
-    """(B, h, head_dim) of a q/k/v projection, whose tensors must fit each other."""
+    """(B, heads of K and V, head_dim) of a q/k/v projection, whose tensors must fit each other.
+
+    Each head of K and V has the rows of the heads of q that share it, and its own of k and v.
+    """
     check_device("q", q)
-    batch, n_heads, head_dim = q.shape
+    batch, n_q, head_dim = q.shape
     check_head_dim(head_dim)
-    d = weights.weight.shape[-1]
-    check_shape("bias", weights.bias, n_heads, 3, head_dim)
+    n_heads, d = cache.k.shape[1], weights.weight.shape[-1]
+    require(n_q % n_heads == 0, f"{n_heads} heads of K and V do not divide {n_q} heads")
+    share = n_q // n_heads
+    check_shape("q", q, batch, n_q, head_dim)
+    check_shape("bias", weights.bias, n_heads, share + 2, head_dim)
     check_cache(cache, batch, n_heads, head_dim)
     check_shape("position", position, batch)
     if x.shape[-1] != d:
         raise ValueError(f"the input has {x.shape[-1]} columns, the weight {d}")
-    check_rows("weight", weights.weight, (n_heads, 3, head_dim, d), q)
+    check_rows("weight", weights.weight, (n_heads, share + 2, head_dim, d), q)
     return batch, n_heads, head_dim

@@ -4,8 +4,8 @@
 
 u (d,) fp16 as kept at the present position, a and c as in `late_norm`. down (rank, ceil(d / 2)) nibbles with a scale a
 row (`codes`), gains and shifts (rank,): `norm_sums`. These programs come first in the grid and count themselves when
-their values lie in memory. A tile of sixteen rows (`qkv_int4`) would be there as late as a tile of q/k/v is: the second
-half would come behind all of these where they run at once. Where they take two rounds, tiles take fewer places.
+their values lie in memory. A tile of sixteen rows (`qkv_owned`) would be there as late as a tile of q/k/v is: the
+second half would come behind all of these where they run at once. Where they take two rounds, tiles take fewer places.
 """
 
 import triton

@@ -41,6 +41,7 @@ from dejavu_train.kernels.mlp.codes import nibble_codes, stored_width
 from dejavu_train.kernels.mlp.predict import norm_sums
 from dejavu_train.kernels.mlp.predictor import PredictorWeights
 from dejavu_train.kernels.stages.mlp import mlp_sums
+from dejavu_train.kernels.stages.qkv_owned import Down, Late
 
 ROWS = 4  # of a program of `late_rows`
 
@@ -130,7 +131,7 @@ class LateSite:
         """Raise ValueError where its tensors do not fit q/k/v of one row and hidden values of this rank."""
         d = self.attn_in.shape[2]
         require(len(q) == 1, f"a LayerNorm comes late for one batch row, not {len(q)}")
-        check_shape("gains", self.gains, *q.shape[1:2], 3, *q.shape[2:])
+        check_shape("gains", self.gains, *weight.shape[:-1])
         check_shape("moments", self.norm.moments, 2)
         check_shape("factors", self.norm.factors, self.attn_in.shape[1], 2)
         if weight.format is not Format.INT4:
@@ -138,20 +139,18 @@ class LateSite:
         padded = rank
         if self.tile_scales is not None:
             padded += -rank % TILE_ROWS
-            down = check_int4("down", Int4Rows(self.down, self.tile_scales), (padded, d), q)
+            down = check_int4("down", Int4Rows(self.down, self.tile_scales), (padded, d), self.attn_in)
             require(down.group == weight.group, "down must have groups of q/k/v's columns")
         else:
             check_shape("down", self.down, rank, stored_width(self.down, d))
         for name in ("scale", "down_gains", "down_shifts"):
             check_shape(name, getattr(self, name), padded)
 
-    def arguments(self) -> tuple[Tensor | None, ...]:
-        """Those of the kernel of `qkv_select`."""
+    def arguments(self, hidden: Tensor) -> tuple[Late, Down]:
+        """Those of the kernel of `qkv_select`, which makes hidden values."""
         norm = self.norm
-        return (
-            self.gains, norm.moments, norm.estimate, norm.factors, self.down, self.tile_scales, self.down_gains,
-            self.down_shifts, self.scale, self.arrived,
-        )  # fmt: skip
+        made = (self.down, self.tile_scales, self.down_gains, self.down_shifts, self.scale, hidden, self.arrived)
+        return Late(norm.moments, norm.estimate, norm.factors), Down(*made)
 
 
 def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:

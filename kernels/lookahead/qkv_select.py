@@ -9,18 +9,17 @@ two parts hold up to 131008: a larger hidden value counts as that. Codes and nib
 Nibbles whose rows are whole words are multiplied as 4-bit weights are (`select_nibbles`), with fewer instructions. One
 batch row. Shapes and layouts as in `qkv` and `select`. up (ffn, rank) as `select` takes it, hidden (1, rank) fp32.
 Where the MLP before made the input (`mlp_ahead`), there was no stage 1: hidden is made by the first programs of this
-grid, in tiles (`qkv_int4`) or a few rows each (`late_rows`), and the last ones wait for these.
+grid, in tiles (`qkv_owned`) or a few rows each (`late_rows`), and the last ones wait for these.
 """
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.attention.qkv import qkv_launch, qkv_reference, qkv_tile
-from dejavu_train.kernels.attention.qkv_int4 import own_tile
 from dejavu_train.kernels.common.checks import check_shape
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import late_factors_reference, late_sums
@@ -34,6 +33,8 @@ from dejavu_train.kernels.mlp.codes import nibble_halves
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.mlp.select import check_second_half, predict_select_reference
 from dejavu_train.kernels.mlp.select_batch import saturated, store_chosen
+from dejavu_train.kernels.stages.qkv import qkv_launch, qkv_reference, qkv_tile
+from dejavu_train.kernels.stages.qkv_owned import AheadSizes
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of a hidden value, as columns of a product
 
@@ -146,98 +147,55 @@ def _select_tile(
     store_chosen(logits, limit, state, rows, inside, block_number, ids, counts, row_bits, BLOCK)
 
 
+class Second(NamedTuple):
+    """The second half of the MLP's predictor, and what it selects. up_scale, mlp_bias: or None."""
+
+    hidden: Any
+    up: Any
+    up_scale: Any
+    mlp_bias: Any
+    mlp_threshold: Any
+    row_state: Any
+    ids: Any
+    counts: Any
+    mlp_bits: Any
+
+
+@triton.jit
+def _select(block_number, second, n, arrived, A: tl.constexpr, PDL: tl.constexpr):
+    """A program of the second half: its whole work, its wait included."""
+    if A.WORDS:
+        select_nibbles(
+            block_number, second.hidden, second.up, second.up_scale, second.mlp_bias, second.mlp_threshold,
+            second.row_state, second.ids, second.counts, second.mlp_bits, n, A.RANK, A.BLOCK, A.LANES, PDL, arrived,
+            A.DOWN,
+        )  # fmt: skip
+    else:
+        _select_tile(
+            block_number, second.hidden, second.up, second.up_scale, second.mlp_bias, second.mlp_threshold,
+            second.row_state, second.ids, second.counts, second.mlp_bits, n, A.RANK, A.BLOCK, A.CHUNK, A.STAGES,
+            A.TYPE, A.PARTS, PDL, arrived, A.DOWN,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["n"])
 def _qkv_select_kernel(
-    attn_in,
-    weight,
-    scales,
-    qkv_bias,
-    head_bits,
-    position,
-    watermark,
-    valid,
-    q,
-    k_cache,
-    v_cache,
-    capacity,
-    hidden,
-    up,
-    up_scale,
-    mlp_bias,
-    mlp_threshold,
-    row_state,
-    ids,
-    counts,
-    mlp_bits,
-    n,
-    n_tiles,
-    gains,
-    moments,
-    estimate,
-    factors,
-    down,
-    down_scales,
-    down_gains,
-    down_shifts,
-    down_scale,
-    arrived,
-    B: tl.constexpr,
-    B_TILE: tl.constexpr,
-    H: tl.constexpr,
-    H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
-    POLICY: tl.constexpr,
-    PDL: tl.constexpr,
-    RANK: tl.constexpr,
-    MLP_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MLP_STAGES: tl.constexpr,
-    TYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-    LATE: tl.constexpr,
-    EPS: tl.constexpr,
-    DOWN: tl.constexpr,
-    DOWN_ROWS: tl.constexpr,
-    RELU: tl.constexpr,
+    attn_in, rows, wanted, stored, late, down, second, n, n_tiles, S: tl.constexpr, A: tl.constexpr, PDL: tl.constexpr
 ):
+    DOWN: tl.constexpr = A.DOWN
+    DOWN_ROWS: tl.constexpr = A.DOWN_ROWS
     pid = tl.program_id(0) - DOWN
     if pid >= n_tiles:
-        if WORDS:
-            select_nibbles(
-                pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
-                MLP_BLOCK, LANES, PDL, arrived, DOWN,
-            )  # fmt: skip
-        else:
-            _select_tile(
-                pid - n_tiles, hidden, up, up_scale, mlp_bias, mlp_threshold, row_state, ids, counts, mlp_bits, n, RANK,
-                MLP_BLOCK, CHUNK, MLP_STAGES, TYPE, PARTS, PDL, arrived, DOWN,
-            )  # fmt: skip
+        _select(pid - n_tiles, second, n, None if down is None else down.arrived, A, PDL)
     elif DOWN_ROWS > 0 and pid < 0:
         late_rows(
-            pid + DOWN, attn_in, position, moments, estimate, factors, down, down_scale, down_gains, down_shifts,
-            hidden, arrived, RANK, D, LANES, DOWN_ROWS, EPS, RELU, PDL,
-        )  # fmt: skip
-    elif LATE:
-        own_tile(
-            pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
-            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL, gains,
-            moments, estimate, factors, down, down_scales, down_gains, down_shifts, down_scale, hidden, arrived, RANK,
-            LATE, EPS, 0 if DOWN_ROWS > 0 else DOWN, RELU,
+            pid + DOWN, attn_in, wanted.position, late.moments, late.estimate, late.factors, down.down,
+            down.down_scale, down.down_gains, down.down_shifts, down.hidden, down.arrived, A.RANK, S.D, A.LANES,
+            DOWN_ROWS, A.EPS, A.RELU, PDL,
         )  # fmt: skip
     else:
         qkv_tile(
-            pid, n_tiles, attn_in, weight, scales, qkv_bias, head_bits, position, watermark, valid, q, k_cache, v_cache,
-            capacity, B, B_TILE, H, H_TILE, HEAD_DIM, D, ROWS, PAIRS, WIDE, BLOCK, STAGES, GROUP, ROOM, POLICY, PDL,
+            pid, n_tiles, attn_in, rows, wanted, stored, late, None if DOWN_ROWS > 0 else down, S, A, PDL
         )  # fmt: skip
 
 
@@ -259,53 +217,49 @@ def qkv_select(
     q/k/v is replaced by `late.shifts`, and their weight has 4 bits. Errors: shapes, policy, a CPU tensor.
     """
     pdl = use_pdl(pdl, q.device)
+    given, made, gains = weights, (None, None), None
     if late is not None:
-        weights = replace(weights, bias=late.shifts)
-    n_tiles, arguments, constants, warps = qkv_launch(weights, cache, selection, position, q, policy, pdl)
+        given, gains = replace(weights, bias=late.shifts), late.gains
+    n_tiles, arguments, sizes, options = qkv_launch(given, cache, selection, position, q, policy, gains=gains)
     own, chosen = mlp.weights, mlp.selection
     check_shape("q", q, 1, *q.shape[1:])
     check_shape("hidden", mlp.hidden, 1, mlp.hidden.shape[1])
     _, rank, n, width = check_second_half(mlp, row_state)
-    n_blocks = chosen.counts.numel()
+    if late is not None:
+        late.check(q, rank, weights.weight)
+        made = late.arguments(mlp.hidden)
+    n_blocks, lanes = chosen.counts.numel(), 32 * options["num_warps"]
     chunk = min(64, max(16, triton.next_power_of_2(width)))
     # The pipeline's buffers and the queue of 4-bit rows share 48 KB, what a kernel may have without asking for more.
     # Where the queue's room says how many programs fit on a multiprocessor, the buffers of codes should not.
-    stages = 2 if constants["ROOM"] or (constants["GROUP"] and own.up.element_size() > 1) else 4
+    stages = 2 if sizes.ROOM or (sizes.GROUP and own.up.element_size() > 1) else 4
     multiplied = dot_type(own.up.dtype)
-    words = own.up.dtype == torch.uint8 and own.up_scale is not None and takes(rank, chosen.block, 32 * warps)
-    made: tuple[Tensor | None, ...] = (None,) * 10
-    n_down = 0
-    if late is not None:
-        late.check(q, rank, weights.weight)
-        made, n_down = late.arguments(), late.programs(rank)
-    _qkv_select_kernel[(n_down + n_tiles + n_blocks,)](
-        *arguments,
-        mlp.hidden,
-        own.up,
-        own.up_scale,
-        own.bias,
-        mlp.threshold,
-        row_state,
-        chosen.ids,
-        chosen.counts,
-        chosen.row_bits,
-        n,
-        n_tiles,
-        *made,
-        **constants,
+    ahead = AheadSizes(
         RANK=rank,
-        MLP_BLOCK=chosen.block,
-        CHUNK=chunk,
-        MLP_STAGES=min(stages, triton.cdiv(width, chunk)),
-        TYPE=multiplied,
-        PARTS=PARTS[multiplied],
-        WORDS=words,
-        LANES=32 * warps,
-        LATE=late is not None,
         EPS=0.0 if late is None else late.norm.ln.eps,
-        DOWN=n_down,
+        DOWN=0 if late is None else late.programs(rank),
         DOWN_ROWS=0 if late is None or late.tiled else ROWS,
         RELU=late is not None and late.relu,
-        num_warps=warps,
-        launch_pdl=pdl,
+        BLOCK=chosen.block,
+        CHUNK=chunk,
+        STAGES=min(stages, triton.cdiv(width, chunk)),
+        TYPE=multiplied,
+        PARTS=PARTS[multiplied],
+        WORDS=own.up.dtype == torch.uint8 and own.up_scale is not None and takes(rank, chosen.block, lanes),
+        LANES=lanes,
     )
+    _qkv_select_kernel[(ahead.DOWN + n_tiles + n_blocks,)](
+        *arguments,
+        *made,
+        Second(
+            mlp.hidden, own.up, own.up_scale, own.bias, mlp.threshold, row_state, chosen.ids, chosen.counts,
+            chosen.row_bits,
+        ),
+        n,
+        n_tiles,
+        S=sizes,
+        A=ahead,
+        PDL=pdl,
+        launch_pdl=pdl,
+        **options,
+    )  # fmt: skip

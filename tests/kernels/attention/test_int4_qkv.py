@@ -7,7 +7,6 @@ import triton.language as tl
 from int4_helpers import random_rows, with_outliers
 
 from dejavu_train.kernels.attention.head_select import head_selection
-from dejavu_train.kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from dejavu_train.kernels.common.int4_mma import int4_mma
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.selection import Selection
@@ -15,6 +14,7 @@ from dejavu_train.kernels.formats.int4 import unpack_int4
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.stages.qkv import QkvSettings, qkv, qkv_reference
 
 NAN = float("nan")
 
@@ -113,7 +113,7 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
     tensors = case(device, batch, 2, 16, 384, 128, 1.0, capacity=20)
     position, watermark = tensors[4:]
     watermark[:, 0], watermark[:, 1] = 0, position
-    settings = TileSettings(16, 2, 32 * warps, steps, warps, 8)
+    settings = QkvSettings(16, 2, 32 * warps, steps, warps, 8)
     check(qkv, qkv_reference, tensors, settings=settings)
 
 
@@ -168,7 +168,7 @@ def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy,
     """Words of a first step that are asked for before the inputs, in several steps or beyond a row's end. No program
     leaves while copies are on their way."""
     tensors = lacking(device, *LACKING[case_number], d=d, group=group)
-    check(qkv, qkv_reference, tensors, policy, settings=TileSettings(16, 2, 32 * warps, steps, warps, wide))
+    check(qkv, qkv_reference, tensors, policy, settings=QkvSettings(16, 2, 32 * warps, steps, warps, wide))
     if queues_in_assembly is not None:
         assert queues_in_assembly.shared.size > 0
         assert queues_in_assembly.left + queues_in_assembly.on_their_way() == 0
@@ -202,7 +202,7 @@ def test_errors_name_what_does_not_fit(device):
     with pytest.raises(ValueError, match="attn_in: expected float16, got float32"):
         check(qkv, qkv_reference, (tensors[0].float(), *tensors[1:]))
     with pytest.raises(ValueError, match="pairs 2 and wide 4 or 8"):
-        check(qkv, qkv_reference, tensors, settings=TileSettings(16, 2, 32, 4, 1, 16))
+        check(qkv, qkv_reference, tensors, settings=QkvSettings(16, 2, 32, 4, 1, 16))
     with pytest.raises(ValueError, match="up to 8 batch rows, not 9"):
         check(qkv, qkv_reference, case(device, 9, 2, 16, 64, 64, 1.0))
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select, head_select_reference, head_selection
-from dejavu_train.kernels.attention.qkv import TileSettings, qkv, qkv_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.dense_rows import qkv_dense, qkv_dense_reference
@@ -18,6 +17,7 @@ from dejavu_train.kernels.stages.attend import (
     flash_decode,
     flash_decode_reference,
 )
+from dejavu_train.kernels.stages.qkv import QkvSettings, qkv, qkv_reference
 
 NAN = float("nan")
 
@@ -99,7 +99,7 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
     )
     watermark[:, 0], watermark[:, 1], watermark[:, 2] = 0, position, position - 20
     made = []
-    for options in ({"settings": TileSettings(16, pairs, 32, 2, 1, wide)}, None):
+    for options in ({"settings": QkvSettings(16, pairs, 32, 2, 1, wide)}, None):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
         arguments = (weights, KvCache(k, v, attn_in, watermark), selection, position, q)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from dejavu_train.kernels.attention.qkv import POLICIES
+from dejavu_train.kernels.stages.qkv import POLICIES
 
 sys.path.append(str(REPOSITORY / "tests" / "engine"))
 from queued import CASES, Launch, engine_of, recorded

@@ -148,7 +148,7 @@ def test_late_products_equal_those_of_the_layer_norm(device):
 def test_what_does_not_fit_is_refused(device):
     layer = Layer(device, 2, 16, 64, 8, 70, False, 1, True)
     with pytest.raises(ValueError, match="gains"):
-        layer.late.check(torch.zeros(1, 3, 16), 8, layer.qkv.weight)
+        layer.late.check(torch.zeros(1, 3, 16), 8, random_rows(device, 3, 3, 16, 64, group=32))
     with pytest.raises(ValueError, match="one batch row"):
         layer.late.check(torch.zeros(2, 2, 16), 8, layer.qkv.weight)
     with pytest.raises(ValueError, match="down"):

@@ -10,27 +10,71 @@ A program multiplies its tile with up to PAIRS of its head's pairs (`qkv_pairs`)
 perhaps in turns of fewer units. Heads that were idle for longer lack more groups of WIDE pairs.
 These are a list of items that the programs of heads that are not selected share out: they begin at once, where the
 head's own programs, perhaps among the last to begin, would end long after all others. Where these would have more than
-SHARE items each, or no head is idle, all programs share them out, after their own tiles.
+SHARE_OF_IDLE items each, or no head is idle, all programs share them out, after their own tiles.
 
 Inputs may be those of a LayerNorm that comes late (`late_norm`, LATE, one batch row).
 Products are put right before they are stored: those of the present position with factors from the moments, those of
-others with factors that were kept, as the present ones are. bias then has W shift, `gains` (h, 3, head_dim) W gain.
+others with factors that were kept, as the present ones are. bias then has W shift, `gains` (h, r + 2, head_dim) W gain.
 The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input, the first half
 of an MLP predictor, and count themselves in `arrived` when their values lie in memory:
     hidden[r] = act(scale[r] (down[r] n)),   down (DOWN * 16, d) as the weight, of which `rank` rows count
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.attention.qkv_pairs import places, store_rows
 from dejavu_train.kernels.common.int4_mma import ask_inputs, ask_words, first_scales, int4_tile, tile_bytes
 from dejavu_train.kernels.common.lane_queue import drain, lane_queue
 from dejavu_train.kernels.common.late_norm import late_factors
 from dejavu_train.kernels.common.launch import count_program, wait_for_predecessor
+from dejavu_train.kernels.stages.qkv_pairs import QkvRows, angles, lacking_positions, places, store_rows
 
 ROWS = tl.constexpr(16)
-SHARE = tl.constexpr(2)  # items of a program of an idle head, at most: they take as long as the others' two rounds do
+# Items of a program of an idle head, at most: they take as long as the others' two rounds do.
+SHARE_OF_IDLE = tl.constexpr(2)
+
+
+class Late(NamedTuple):
+    """Of a LayerNorm that comes late: see `late_norm.LateNorm`."""
+
+    moments: Any
+    estimate: Any
+    factors: Any
+
+
+class Down(NamedTuple):
+    """The other matrix, with what its sums are put right with, and what is made of it. scales: of rows of 4 bits."""
+
+    down: Any
+    down_scales: Any
+    down_gains: Any
+    down_shifts: Any
+    down_scale: Any
+    hidden: Any
+    arrived: Any
+
+
+class AheadSizes(NamedTuple):
+    """Constants of what runs beside q/k/v. EPS: of the LayerNorm. DOWN: programs that make hidden values.
+
+    RANK: of these values. DOWN_ROWS: of such a program, where it is none of the tiles'. RELU: of them.
+    The others are of the programs that select, see `lookahead.qkv_select`.
+    """
+
+    RANK: int
+    EPS: float
+    DOWN: int
+    DOWN_ROWS: int
+    RELU: bool
+    BLOCK: int
+    CHUNK: int
+    STAGES: int
+    TYPE: tl.dtype
+    PARTS: int
+    WORDS: bool
+    LANES: int
 
 
 @triton.constexpr_function
@@ -47,15 +91,6 @@ def tile_room(d, group, lanes, steps, pairs, wide):
 
 
 @triton.jit
-def _lacking(position, watermark, b, heads, B: tl.constexpr, H: tl.constexpr):
-    """(each row's last position, how many positions it lacks of each head): (B_TILE,), (B_TILE, H_TILE)."""
-    inside = (b < B)[:, None] & (heads < H)[None, :]
-    last = tl.load(position + b, mask=b < B, other=0)
-    marks = tl.load(watermark + b[:, None] * H + heads[None, :], mask=inside, other=0)
-    return last, tl.where(inside, last[:, None] + 1 - tl.minimum(marks, last[:, None]), 0)
-
-
-@triton.jit
 def _later_groups(lacking, head_bits, b, FIRST: tl.constexpr, WIDE: tl.constexpr):
     """Groups of WIDE pairs beyond the FIRST ones that each selected head lacks, (H_TILE,)."""
     there = ((head_bits[None, :] >> b[:, None]) & 1) != 0
@@ -63,26 +98,28 @@ def _later_groups(lacking, head_bits, b, FIRST: tl.constexpr, WIDE: tl.constexpr
 
 
 @triton.jit
-def _later_item(
-    item, row_bits, position, watermark, B: tl.constexpr, B_TILE: tl.constexpr, H: tl.constexpr, H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def _later_item(item, wanted, S: tl.constexpr, FIRST: tl.constexpr):
     """(head, first row, first pair, how many positions each batch row lacks) of an item of the list of later groups.
 
     Heads in turn. Of each its groups beyond the FIRST pairs, of each the tiles of k and v.
     """
+    HEAD_DIM: tl.constexpr = S.HEAD_DIM
+    WIDE: tl.constexpr = S.WIDE
     TILES: tl.constexpr = 2 * HEAD_DIM // ROWS
+    OF_Q: tl.constexpr = S.SHARE * HEAD_DIM
+    B_TILE: tl.constexpr = S.B_TILE
+    H_TILE: tl.constexpr = S.H_TILE
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
-    _, lacking = _lacking(position, watermark, b, heads, B, H)
-    head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
+    _, lacking = lacking_positions(wanted, b, heads, S)
+    head_bits = tl.load(wanted.row_bits + heads, mask=heads < S.H, other=0)
     items = TILES * _later_groups(lacking, head_bits, b, FIRST, WIDE)
     ends = tl.cumsum(items, 0)
     own = (ends > item) & (ends - items <= item)
     head = tl.sum(tl.where(own, heads, 0))
     place = item - tl.sum(tl.where(own, ends - items, 0))
     n = tl.sum(tl.where(own[None, :] & (((head_bits[None, :] >> b[:, None]) & 1) != 0), lacking, 0), 1)
-    return head, HEAD_DIM + place % TILES * ROWS, FIRST + place // TILES * WIDE, n
+    return head, OF_Q + place % TILES * ROWS, FIRST + place // TILES * WIDE, n
 
 
 @triton.jit
@@ -97,175 +134,148 @@ def _inputs(attn_in, lane, inputs, start, n_pairs, last, n, capacity, B: tl.cons
 
 
 @triton.jit
-def _store_hidden(values, rows, row_scales, hidden, arrived, rank, RELU: tl.constexpr):
+def _store_hidden(values, rows, row_scales, down, rank, RELU: tl.constexpr):
     """The first column of values (ROWS, N), hidden values of these rows."""
     own = (tl.arange(0, values.shape[1]) == 0)[None, :]
     y = tl.sum(tl.where(own, values, 0.0), 1) * row_scales
     if RELU:
         y = tl.where(y <= 0, 0.0, y)  # keeps a NaN
-    tl.store(hidden + rows, y, mask=rows < rank)
-    count_program(arrived)
+    tl.store(down.hidden + rows, y, mask=rows < rank)
+    count_program(down.arrived)
 
 
 @triton.jit
 def _multiply(
-    queue, x, begun, late, head, row, start, n_pairs, last, n, weight, scales, bias, gains, factors, valid, q, k_cache,
-    v_cache, capacity, B: tl.constexpr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    L: tl.constexpr, STEPS: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr, POLICY: tl.constexpr,
-    LATE: tl.constexpr,
+    queue, x, begun, now, head, row, start, n_pairs, last, n, rows, late, stored, S: tl.constexpr, N: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
     """Values (ROWS, N) of rows of a head for N pairs from `start` on, for which words and inputs were asked for. Those
     of pairs beyond n_pairs are not stored.
 
-    late: factors of the present position. Nothing that is used after the product is loaded after it: that comes
-    meanwhile.
+    now: factors of the present position, of a LayerNorm that comes late. Nothing that is used after the product is
+    loaded after it: that comes meanwhile.
     """
-    line = head * (3 * HEAD_DIM) + row
+    HEAD_DIM: tl.constexpr = S.HEAD_DIM
+    SHARED_BY: tl.constexpr = S.SHARE
+    W: tl.constexpr = S.D // 8
+    line = head * ((SHARED_BY + 2) * HEAD_DIM) + row
     r = tl.arange(0, ROWS)
-    offset = tl.load(bias + line + r)
+    offset = tl.load(rows.bias + line + r)
     i = tl.arange(0, N)
-    of_row, p = places(i, start, last + 1 - n, tl.cumsum(n, 0), B)
+    of_row, p = places(i, start, last + 1 - n, tl.cumsum(n, 0), S.B)
     exists = start + i < n_pairs
-    if LATE:
-        gain = tl.load(gains + line + r)
+    by = angles(stored.table, row, p, exists, ROWS, S)
+    if late is not None:
+        gain = tl.load(rows.gains + line + r)
         kept = exists & (p < tl.sum(last))  # one batch row
-        a = tl.load(factors + 2 * p, mask=kept, other=0.0)
-        c = tl.load(factors + 2 * p + 1, mask=kept, other=0.0)
-    values = int4_tile(queue, weight, scales, line, x, D // 8, GROUP, L, STEPS, N, begun, TURN)
-    if LATE:
+        a = tl.load(late.factors + 2 * p, mask=kept, other=0.0)
+        c = tl.load(late.factors + 2 * p + 1, mask=kept, other=0.0)
+    values = int4_tile(
+        queue, rows.weight, rows.scales, line, x, W, S.GROUP, S.BLOCK, S.STAGES, N, begun, TURN
+    )  # fmt: skip
+    if late is not None:
         present = p == tl.sum(last)
-        a = tl.where(present, late[0], a)
-        c = tl.where(present, late[1], c)
+        a = tl.where(present, now[0], a)
+        c = tl.where(present, now[1], c)
         values = values * a[None, :] + gain[:, None] * c[None, :]
     values += offset.to(tl.float32)[:, None]
-    store_rows(values, head, row, row + r, of_row, p, exists, valid, q, k_cache, v_cache, capacity, H, HEAD_DIM, POLICY)
+    store_rows(values, by, head, row, row + r, of_row, p, exists, stored, S)
     return values
 
 
 @triton.jit
 def own_tile(
-    tile,
-    n_tiles,
-    attn_in,
-    weight,
-    scales,
-    bias,
-    row_bits,
-    position,
-    watermark,
-    valid,
-    q,
-    k_cache,
-    v_cache,
-    capacity,
-    B: tl.constexpr,
-    B_TILE: tl.constexpr,
-    H: tl.constexpr,
-    H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WIDE: tl.constexpr,
-    L: tl.constexpr,
-    STEPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROOM: tl.constexpr,
-    POLICY: tl.constexpr,
-    PDL: tl.constexpr,
-    gains=None,
-    moments=None,
-    estimate=None,
-    factors=None,
-    down=None,
-    down_scales=None,
-    down_gains=None,
-    down_shifts=None,
-    down_scale=None,
-    hidden=None,
-    arrived=None,
-    rank=0,
-    LATE: tl.constexpr = False,
-    EPS: tl.constexpr = 0.0,
-    DOWN: tl.constexpr = 0,
-    RELU: tl.constexpr = False,
+    tile, n_tiles, attn_in, rows, wanted, stored, late, down, S: tl.constexpr, A: tl.constexpr, PDL: tl.constexpr
 ):
     """A program's whole work, its wait included: tile `tile` of all heads' n_tiles, its share of later groups, or both.
 
-    L: its threads. STEPS: units of a warp that are on their way. The other constants as in `qkv.qkv_tile`, what follows
-    PDL as in the module's docstring.
+    late, down, A: or None. S.BLOCK: its threads. S.STAGES: units of a warp that are on their way.
     """
-    TILES: tl.constexpr = 3 * HEAD_DIM // ROWS
+    B: tl.constexpr = S.B
+    B_TILE: tl.constexpr = S.B_TILE
+    H: tl.constexpr = S.H
+    H_TILE: tl.constexpr = S.H_TILE
+    HEAD_DIM: tl.constexpr = S.HEAD_DIM
+    OF_Q: tl.constexpr = S.SHARE * HEAD_DIM
+    OF_HEAD: tl.constexpr = (S.SHARE + 2) * HEAD_DIM
+    D: tl.constexpr = S.D
+    W: tl.constexpr = D // 8
+    GROUP: tl.constexpr = S.GROUP
+    L: tl.constexpr = S.BLOCK
+    STEPS: tl.constexpr = S.STAGES
+    PAIRS: tl.constexpr = S.PAIRS
+    WIDE: tl.constexpr = S.WIDE
+    POLICY: tl.constexpr = S.POLICY
+    DOWN: tl.constexpr = 0 if down is None else A.DOWN
+    TILES: tl.constexpr = OF_HEAD // ROWS
     FIRST: tl.constexpr = PAIRS if B == 1 else WIDE  # pairs that a tile's own program takes
     WIDE_TURN: tl.constexpr = wide_turn(STEPS, WIDE)
-    W: tl.constexpr = D // 8
     lane = tl.arange(0, L)
-    queue = lane_queue(lane, max(ROOM, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE)))
+    queue = lane_queue(lane, max(S.ROOM, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE)))
     own_head = tile // TILES
     own_row = tile % TILES * ROWS
     of_head = True
-    own_weight = weight
-    own_scales = scales
-    own_bias = bias
-    own_gains = gains
+    own = rows
     if DOWN > 0:
         of_head = tile >= 0
         own_head = tl.where(of_head, own_head, 0)
         own_row = tl.where(of_head, own_row, (tile + DOWN) * ROWS)
-        own_weight = tl.where(of_head, weight, down)
-        own_scales = tl.where(of_head, scales, down_scales)
-        own_bias = tl.where(of_head, bias, down_shifts)
-        own_gains = tl.where(of_head, gains, down_gains)
-    ask_words(queue, own_weight, own_head * (3 * HEAD_DIM) + own_row, W, GROUP, L, STEPS)
-    begun = first_scales(own_scales, own_head * (3 * HEAD_DIM) + own_row, W, GROUP, L, STEPS, PAIRS, STEPS)
+        own_weight = tl.where(of_head, rows.weight, down.down)
+        own_scales = tl.where(of_head, rows.scales, down.down_scales)
+        own_bias = tl.where(of_head, rows.bias, down.down_shifts)
+        own_gains = tl.where(of_head, rows.gains, down.down_gains)
+        own = QkvRows(own_weight, own_scales, own_bias, own_gains)
+    ask_words(queue, own.weight, own_head * OF_HEAD + own_row, W, GROUP, L, STEPS)
+    begun = first_scales(own.scales, own_head * OF_HEAD + own_row, W, GROUP, L, STEPS, PAIRS, STEPS)
     # Positions and watermarks are those that the step before left.
     b = tl.arange(0, B_TILE)
     heads = tl.arange(0, H_TILE)
     own_n = tl.where(b < B, 1, 0)  # positions of each batch row
     if DOWN > 0:
         own_rows = own_row + tl.arange(0, ROWS)
-        row_scales = tl.load(down_scale + own_rows, mask=own_rows < tl.where(of_head, 0, rank), other=0.0)
+        row_scales = tl.load(down.down_scale + own_rows, mask=own_rows < tl.where(of_head, 0, A.RANK), other=0.0)
     if POLICY == 0:
-        last, lacking = _lacking(position, watermark, b, heads, B, H)
-        mark = tl.load(watermark + b * H + own_head, mask=b < B, other=0)
-        own_n = tl.where((b < B) & of_head & (own_row >= HEAD_DIM), last + 1 - tl.minimum(mark, last), own_n)
+        last, lacking = lacking_positions(wanted, b, heads, S)
+        mark = tl.load(wanted.watermark + b * H + own_head, mask=b < B, other=0)
+        own_n = tl.where((b < B) & of_head & (own_row >= OF_Q), last + 1 - tl.minimum(mark, last), own_n)
     else:
-        last = tl.load(position + b, mask=b < B, other=0)
+        last = tl.load(wanted.position + b, mask=b < B, other=0)
     wait_for_predecessor(PDL)
-    own_bits = tl.load(row_bits + own_head)
+    own_bits = tl.load(wanted.row_bits + own_head)
     needed = own_bits != 0
     if POLICY == 1:
-        needed = needed | (own_row >= HEAD_DIM)
+        needed = needed | (own_row >= OF_Q)
     if DOWN > 0:
         needed = needed | (tile < 0)
     if B > 1:
         for_row = ((own_bits >> b) & 1) != 0
         if POLICY == 1:
-            for_row = for_row | (own_row >= HEAD_DIM)
+            for_row = for_row | (own_row >= OF_Q)
         own_n = tl.where(for_row, own_n, 0)
     own_pairs = tl.sum(own_n)
     own_wide = (own_pairs > PAIRS) & (FIRST > PAIRS)
-    own_x = _inputs(attn_in, lane, tl.where(own_wide, WIDE, PAIRS), 0, own_pairs, last, own_n, capacity, B, D)
+    own_x = _inputs(attn_in, lane, tl.where(own_wide, WIDE, PAIRS), 0, own_pairs, last, own_n, stored.capacity, B, D)
     if own_wide:
         ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
     elif own_pairs > 0:
         ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
     if DOWN > 0:
         own_pairs = tl.where(of_head, own_pairs, 0)  # nothing to store for a head
-    late = ()
-    if LATE:
-        late = late_factors(moments, estimate, EPS, D)
+    now = ()
+    if late is not None:
+        now = late_factors(late.moments, late.estimate, A.EPS, D)
     # A program's own tile comes as an item before those of the list: so the code of a product with WIDE, which of
     # several batch rows may be its own tile's, is there once.
     first = tl.where(needed, tile - n_tiles, tile)  # below zero
     end = 0
     step = n_tiles
     if POLICY == 0:  # the others need a position of each row at most
-        head_bits = tl.load(row_bits + heads, mask=heads < H, other=0)
+        head_bits = tl.load(wanted.row_bits + heads, mask=heads < H, other=0)
         idle = ((heads < H) & (head_bits == 0)).to(tl.int32)
         n_idle = tl.sum(idle) * TILES
         n_later = tl.sum(_later_groups(lacking, head_bits, b, FIRST, WIDE)) * (2 * HEAD_DIM // ROWS)
         end = n_later
-        if n_later <= SHARE * n_idle:  # for the programs of idle heads alone
+        if n_later <= SHARE_OF_IDLE * n_idle:  # for the programs of idle heads alone
             end = tl.where(needed, 0, n_later)
             first = tl.where(needed, first, tl.sum(tl.where(heads < own_head, idle, 0)) * TILES + tile % TILES)
             step = tl.where(needed, n_tiles, n_idle)
@@ -283,29 +293,24 @@ def own_tile(
         x = own_x
         wide = own_wide | (item >= 0)
         if item >= 0:
-            head, row, start, n = _later_item(
-                item, row_bits, position, watermark, B, B_TILE, H, H_TILE, HEAD_DIM, FIRST, WIDE
-            )  # fmt: skip
+            head, row, start, n = _later_item(item, wanted, S, FIRST)
             n_pairs = tl.sum(n)
-            ask_words(queue, weight, head * (3 * HEAD_DIM) + row, W, GROUP, L, STEPS)
-            x = _inputs(attn_in, lane, WIDE, start, n_pairs, last, n, capacity, B, D)
+            ask_words(queue, rows.weight, head * OF_HEAD + row, W, GROUP, L, STEPS)
+            x = _inputs(attn_in, lane, WIDE, start, n_pairs, last, n, stored.capacity, B, D)
             ask_inputs(queue, x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
         if wide:
-            begun_wide = first_scales(scales, head * (3 * HEAD_DIM) + row, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+            begun_wide = first_scales(rows.scales, head * OF_HEAD + row, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
             _multiply(
-                queue, x, begun_wide, late, head, row, start, n_pairs, last, n, weight, scales, bias, gains, factors,
-                valid, q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D, WIDE, L, STEPS, WIDE_TURN, GROUP,
-                POLICY, LATE,
-            )  # fmt: skip
+                queue, x, begun_wide, now, head, row, start, n_pairs, last, n, rows, late, stored, S, WIDE, WIDE_TURN
+            )
         else:
             values = _multiply(
-                queue, own_x, begun, late, own_head, own_row, 0, own_pairs, last, own_n, own_weight,
-                own_scales, own_bias, own_gains, factors, valid, q, k_cache, v_cache, capacity, B, H, HEAD_DIM, D,
-                PAIRS, L, STEPS, STEPS, GROUP, POLICY, LATE,
+                queue, own_x, begun, now, own_head, own_row, 0, own_pairs, last, own_n, own, late, stored, S, PAIRS,
+                STEPS,
             )  # fmt: skip
             if DOWN > 0:
                 if tile < 0:
                     if own_row == 0:
-                        tl.store(factors + 2 * tl.sum(last), late[0])
-                        tl.store(factors + 2 * tl.sum(last) + 1, late[1])
-                    _store_hidden(values, own_rows, row_scales, hidden, arrived, rank, RELU)
+                        tl.store(late.factors + 2 * tl.sum(last), now[0])
+                        tl.store(late.factors + 2 * tl.sum(last) + 1, now[1])
+                    _store_hidden(values, own_rows, row_scales, down, A.RANK, A.RELU)

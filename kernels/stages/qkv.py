@@ -1,0 +1,213 @@
+"""Query, key and value rows of the selected heads, with exact back-fill of the K/V that were skipped earlier.
+
+    q[b, i, j]        = turn(W_q[i, j] n(b, t) + b_q[i, j], t)     t = position[b], for heads i that row b selects
+    k_cache[b, i, p]  = turn(W_k[i] n(b, p) + b_k[i], p)           p = watermark[b, i] .. t
+    v_cache[b, i, p]  = W_v[i] n(b, p) + b_v[i]
+    n(b, p)           = attn_in[b, p], the kept outputs of the norm
+
+A head i of K and V is selected with the r heads of q that share it, j. turn: by the cache's table of a rotation, if it
+has one (`common.positions`). weight (h, r + 2, head_dim, d) head-major: of each head r times rows of q, then
+those of k and of v. bias (h, r + 2, head_dim). q (B, h * r, head_dim) fp32. k_cache, v_cache (B,
+h, T, head_dim). watermark (B, h) int32 is only read here: the attention kernel, the next stage, advances it, because
+other programs of the same head may still be reading it.
+A program multiplies a tile of a head's rows with up to `pairs` inputs at once on the tensor cores: the (batch row,
+position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
+and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was idle for
+long lacks more: its pairs are shared out to several programs, which read the same weights at about the same time.
+A format's programs are handed in (`PROGRAMS`). With 4-bit rows attn_in is fp16.
+Policies: "backfill" as above. "always" writes K/V of every head at t and reads all their weights. "stale" writes
+K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.launch import row_or, use_pdl
+from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.common.positions import Rotary, turned_reference
+from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.settings import Settings
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.stages.qkv_listed import listed_tiles
+from dejavu_train.kernels.stages.qkv_owned import own_tile
+from dejavu_train.kernels.stages.qkv_pairs import QkvRows, QkvSizes, Stored, Wanted
+
+POLICIES = {"backfill": 0, "always": 1, "stale": 2}
+
+
+@dataclass(frozen=True)
+class QkvSettings(Settings, stage="qkv"):
+    """rows: of a tile. pairs: inputs of one product. block: columns a step, stages: of the pipeline over them.
+
+    wide: inputs of one product for a head that lacks more than `pairs`. Above `pairs` in steps of half the columns. Of
+    4-bit rows and one batch row: for what a head lacks beyond the first `pairs`.
+    4-bit rows: 16 rows, 2 pairs, wide 4 or 8. block: a tile's threads. stages: units of columns of a warp on their way.
+    registers: of a thread, at most, where that is less than the compiler would take, or 0. room: bytes of shared memory
+    that the queue of 4-bit rows takes at least, so that no more programs fit on a multiprocessor than are meant to.
+
+    Chosen in whole steps under the carveout of `launch.share_carveout`. A chain of this stage alone misleads: its
+    programs then start beside those of the same kernel. "always" fills all multiprocessors at once in some widths.
+    """
+
+    rows: int
+    pairs: int
+    block: int
+    stages: int
+    warps: int
+    wide: int
+    registers: int = 0
+    room: int = 0
+
+    def fitted(self, head_dim: int, d: int, element_size: int) -> "QkvSettings":
+        """For numbers: tiles within one of a head's q, k or v, and steps no wider than a row."""
+        block = min(self.block * 2 // max(2, element_size), max(32, triton.next_power_of_2(d)))
+        return replace(self, rows=min(self.rows, head_dim & -head_dim), block=block)
+
+
+def qkv_reference(
+    weights: Linear,
+    cache: KvCache,
+    selection: Selection,
+    position: Tensor,
+    q: Tensor,
+    policy: str = "backfill",
+    pdl: bool = False,
+) -> None:
+    """Plain torch, one (row, head) at a time."""
+    batch, n_heads = cache.k.shape[:2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    weight, bias = weights.weight.dense(wide), weights.bias.to(wide)
+    mask = selection.to_mask(batch)
+    for b in range(batch):
+        t = int(position[b])
+        for head in range(n_heads):
+            chosen = bool(mask[b, head])
+            if not chosen and policy != "always":
+                continue
+            first = t
+            if policy == "backfill":
+                assert cache.watermark is not None
+                first = int(cache.watermark[b, head])
+            n = cache.attn_in[b, first : t + 1].to(wide)
+            rows = n @ weight[head].transpose(1, 2) + bias[head][:, None]
+            if isinstance(cache.positions, Rotary):
+                turned = turned_reference(rows[:-1], cache.positions, torch.arange(first, t + 1, device=n.device))
+                rows = torch.cat([turned, rows[-1:]])
+            cache.k[b, head, first : t + 1] = rows[-2].to(cache.k.dtype)
+            cache.v[b, head, first : t + 1] = rows[-1].to(cache.v.dtype)
+            if chosen:
+                q.view(batch, n_heads, -1, q.shape[-1])[b, head] = rows[:-2, -1]
+            if policy == "stale":
+                assert cache.valid is not None
+                cache.valid[b, head, t] = 1
+
+
+@triton.jit
+def qkv_tile(
+    tile, n_tiles, attn_in, rows, wanted, stored, late, down, S: tl.constexpr, A: tl.constexpr, PDL: tl.constexpr
+):
+    """A program's whole work, its wait included, program `tile` of n_tiles. Other kernels' grids may carry it too."""
+    if S.GROUP > 0:
+        own_tile(tile, n_tiles, attn_in, rows, wanted, stored, late, down, S, A, PDL)
+    else:
+        listed_tiles(tile, n_tiles, attn_in, rows, wanted, stored, late, down, S, A, PDL)
+
+
+@triton.jit
+def _qkv_kernel(attn_in, rows, wanted, stored, S: tl.constexpr, PDL: tl.constexpr):
+    qkv_tile(tl.program_id(0), tl.num_programs(0), attn_in, rows, wanted, stored, None, None, S, None, PDL)
+
+
+def qkv(
+    weights: Linear,
+    cache: KvCache,
+    selection: Selection,
+    position: Tensor,
+    q: Tensor,
+    policy: str = "backfill",
+    pdl: bool = False,
+    settings: QkvSettings | None = None,
+) -> None:
+    """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
+    pdl = use_pdl(pdl, q.device)
+    n_tiles, arguments, sizes, options = qkv_launch(weights, cache, selection, position, q, policy, settings)
+    _qkv_kernel[(n_tiles,)](*arguments, S=sizes, PDL=pdl, launch_pdl=pdl, **options)
+
+
+def qkv_launch(
+    weights: Linear,
+    cache: KvCache,
+    selection: Selection,
+    position: Tensor,
+    q: Tensor,
+    policy: str,
+    settings: QkvSettings | None = None,
+    gains: Tensor | None = None,
+) -> tuple[int, tuple[Any, ...], QkvSizes, dict[str, int]]:
+    """(tiles, arguments, constants, options) of `qkv_tile`, the same in every grid that carries it, checked.
+
+    As many tiles as all heads have: the hardware hands them out, and those that no selected head needs leave.
+    gains: of a LayerNorm that comes late, see `qkv_owned`.
+    """
+    weight, attn_in, d = weights.weight, cache.attn_in, weights.weight.shape[-1]
+    batch, n_heads, head_dim = check_projection(attn_in, weights, q, cache, position)
+    share = q.shape[1] // n_heads
+    check_shape("attn_in", attn_in, batch, cache.capacity, d)
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
+    if policy == "stale" and cache.valid is None:
+        raise ValueError('the policy "stale" needs the tensor of valid positions')
+    if policy == "backfill" and cache.watermark is None:
+        raise ValueError('the policy "backfill" needs the tensor of watermarks')
+    table = None
+    if isinstance(cache.positions, Rotary):
+        table = cache.positions.table
+        check_shape("table of positions", table, len(table), head_dim // 2, 2)
+        require(len(table) >= cache.capacity, f"a table of {len(table)} positions for a cache of {cache.capacity}")
+    found = settings or QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy=policy)
+    if weight.format is Format.INT4:
+        check_dtype("attn_in", attn_in, (torch.float16,))
+        require(batch <= MOST_TOKENS, f"4-bit rows of selected heads take up to {MOST_TOKENS} batch rows, not {batch}")
+        require(
+            (found.rows, found.pairs) == (16, 2) and found.wide in (4, 8),
+            "4-bit rows need rows 16, pairs 2 and wide 4 or 8",
+        )
+        rows, group = QkvRows(weight.words, weight.scales, weights.bias, gains), weight.group
+        attn_in = attn_in.view(torch.int32)
+    else:
+        found = settings or found.fitted(head_dim, d, weight.numbers.element_size())
+        rows, group = QkvRows(weight.numbers, None, weights.bias, None), 0
+    valid = cache.valid if policy == "stale" else None
+    arguments = (
+        attn_in,
+        rows,
+        Wanted(selection.row_bits, position, row_or(cache.watermark, position)),
+        Stored(valid, q, cache.k, cache.v, cache.capacity, table),
+    )
+    sizes = QkvSizes(
+        B=batch,
+        B_TILE=triton.next_power_of_2(batch),
+        H=n_heads,
+        H_TILE=triton.next_power_of_2(n_heads),
+        SHARE=share,
+        HEAD_DIM=head_dim,
+        D=d,
+        ROWS=found.rows,
+        PAIRS=found.pairs,
+        WIDE=max(found.wide, found.pairs, triton.next_power_of_2(batch)),
+        BLOCK=found.block,
+        STAGES=found.stages,
+        GROUP=group,
+        ROOM=found.room,
+        POLICY=POLICIES[policy],
+    )
+    options = {"num_warps": found.warps} | ({"maxnreg": found.registers} if found.registers else {})
+    return (share + 2) * head_dim * n_heads // found.rows, arguments, sizes, options
