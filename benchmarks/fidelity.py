@@ -180,9 +180,9 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
         partings += watch.found(start)
         parts.append(watch)
         watch.chosen, watch.margin, watch.off = {}, {}, {}
-        mine = engine.state.nll[: len(part), 1 : len(part[0])]
-        nats["engine"] += mine.double().sum().item()
-        farthest = max(farthest, (mine - nll).abs().max().item())
+        engine_nll = engine.state.nll[: len(part), 1 : len(part[0])]
+        nats["engine"] += engine_nll.double().sum().item()
+        farthest = max(farthest, (engine_nll - nll).abs().max().item())
     n = sum(len(row) - 1 for row in rows)
     far = [parting for parting in partings if parting["margin"] >= NEAR]
     whole = [watch for watch in parts if watch.full]
@@ -254,10 +254,10 @@ def compare_tokens(
     generated = [engine.generate([prompt], n, stop_tokens=())[0] for prompt in prompts]
     model = copy.deepcopy(model).to(device)
     lost, differ = [], []  # by token: what the engine's lacks to gather's best logit, whether it is another one
-    for prompt, mine in zip(prompts, generated, strict=True):
+    for prompt, engine_tokens in zip(prompts, generated, strict=True):
         gather = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from=len(prompt))
         cache = gather.new_cache()
-        for given, token in zip([prompt, *([token] for token in mine)], mine, strict=False):
+        for given, token in zip([prompt, *([token] for token in engine_tokens)], engine_tokens, strict=False):
             logits = gather(torch.tensor([given], device=model.device), past_key_values=cache).logits[0, -1]
             lost.append(logits.max() - logits[token])
             differ.append(logits.argmax() != token)
@@ -265,7 +265,7 @@ def compare_tokens(
     return {
         "prompts": len(prompts),
         "tokens": len(wrong),
-        "different_tokens": len({token for mine in generated for token in mine}),
+        "different_tokens": len({token for engine_tokens in generated for token in engine_tokens}),
         "that_differ": int(wrong.sum()),
         "of_them_by_more_than_a_tie": int((torch.stack(lost)[wrong] >= tie).sum()),
         "largest_loss_of_a_logit": torch.stack(lost).max().item(),

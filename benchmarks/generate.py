@@ -122,17 +122,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     whole = [seconds(model, ids, args.new_tokens) for _ in range(args.repeats)]
     long = statistics.median(pair[0] for pair in whole)
     peak = max(peak, torch.cuda.max_memory_allocated())
-    own = own_rate(engine, ids[0].tolist(), args.new_tokens)
+    engine_ms = own_rate(engine, ids[0].tolist(), args.new_tokens)
     again = engine.generate(ids.tolist(), args.new_tokens, stop_tokens=())[0]
     assert whole[0][1][0, args.prompt :].tolist() == again, "generate() and the engine chose other tokens"
     caches, predictors = cache_bytes(engine), predictor_bytes(engine)
-    mine = 1e3 * (long - short) / (args.new_tokens - 1)
+    generate_ms = 1e3 * (long - short) / (args.new_tokens - 1)
     return {
         "first_call_s": first_call,
-        "generate_ms": mine,
+        "generate_ms": generate_ms,
         "generate_with_prefill_ms": 1e3 * long / args.new_tokens,
-        "engine_ms": own,
-        "share_of_engine_rate": own / mine,
+        "engine_ms": engine_ms,
+        "share_of_engine_rate": engine_ms / generate_ms,
         "transformers_dense_ms": statistics.median(clock.between()[10:]),
         "peak_gb": peak / 1e9,
         "weights_gb": weights / 1e9,

@@ -157,10 +157,10 @@ class Rows:
             "excess": excess[0], "excess_error": excess[1], "seed": self.options.seed, **self.same,
         }  # fmt: skip
         append_row(self.options.csv, five_digits(row))
-        more = "" if excess[0] is None else f", excess {excess[0]:+.4f} +- {excess[1] or 0:.4f}"
+        excess_shown = "" if excess[0] is None else f", excess {excess[0]:+.4f} +- {excess[1] or 0:.4f}"
         print(
             f"{text} {weights} {predictors} {asked[0]:g}/{asked[1]:g}: KL {row['kl']:.5f}, nats {increase:+.5f} +-"
-            f" {error or 0:.5f}, {100 * read:.2f} % of the bytes{more}",
+            f" {error or 0:.5f}, {100 * read:.2f} % of the bytes{excess_shown}",
             flush=True,
         )
 

@@ -30,7 +30,7 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     return model, text
 
 
-def flags(model: Path, text: Path, output: Path, *more: str) -> list[str]:
+def flags(model: Path, text: Path, output: Path, *further: str) -> list[str]:
     values: dict[str, Any] = {
         "model": model, "output": output, "text.source": text, "collect.window": 64, "collect.train_tokens": 8000,
         "collect.val_tokens": 1000, "collect.calibration_tokens": 1000, "collect.shard_tokens": 2048,
@@ -40,7 +40,7 @@ def flags(model: Path, text: Path, output: Path, *more: str) -> list[str]:
         "calibrate.sensitivity_tokens": 300, "tune.steps": 12, "tune.tokens": 128, "tune.batch_tokens": 128,
         "trainer.accelerator": "cpu",
     }  # fmt: skip
-    return [f"--{name}={value}" for name, value in values.items()] + list(more)
+    return [f"--{name}={value}" for name, value in values.items()] + list(further)
 
 
 def _run(argv: Sequence[str], log: str) -> None:

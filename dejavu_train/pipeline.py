@@ -353,9 +353,9 @@ def bundle_summary(bundle: Bundle) -> str:
         staged = any(spec.curve is not None and "selected" in spec.curve for spec in specs)
         lines.append(line + (" of candidates" if staged else "") + ", means over the layers")
         if mass < GOOD_MASS:
-            more = f"--calibrate.{'mlp' if target == Target.MLP else 'head'}_density"
+            flag = f"--calibrate.{'mlp' if target == Target.MLP else 'head'}_density"
             lines.append(
-                f"{target}: a retained mass below {GOOD_MASS} costs quality; raise {more}, or --{target}.steps"
+                f"{target}: a retained mass below {GOOD_MASS} costs quality; raise {flag}, or --{target}.steps"
             )
     return "\n".join([table(columns, rows), *lines])
 

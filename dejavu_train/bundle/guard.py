@@ -132,10 +132,10 @@ class GuardState:
             return found
         sums = self.sums.tolist()
         for target in TARGETS:
-            mine = [i for key, i in self.rows.items() if key[1] == target]
-            if mine:
-                counts = [sum(column) for column in zip(*(sums[i] for i in mine), strict=True)]
-                found[str(target)] = _shares(counts, tokens * sum(self.units[i] for i in mine), target)
+            numbers = [i for key, i in self.rows.items() if key[1] == target]
+            if numbers:
+                counts = [sum(column) for column in zip(*(sums[i] for i in numbers), strict=True)]
+                found[str(target)] = _shares(counts, tokens * sum(self.units[i] for i in numbers), target)
         columns = {"threshold": self.thresholds[:, 0], "first_threshold": self.first, "promised": self.promised}
         values = {name: column.tolist() for name, column in columns.items()}
         found["layers"] = [

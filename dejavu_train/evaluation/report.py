@@ -62,8 +62,10 @@ def guard_line(watched: Mapping[str, Any]) -> str:
         return f"guard: no token was measured; every {guard['every']}-th is, and fewer were generated"
     moved = "thresholds moved" if guard["control"] else "thresholds left alone"
     parts = [f"{name} {watched[name]['retained_mass']:.4f}" for name in TARGETS if name in watched]
-    mine = [layer for layer in watched["layers"] if layer["target"] == Target.MLP]
-    promise = f", MLPs promised {sum(layer['promised'] for layer in mine) / len(mine):.4f}" if mine else ""
+    mlp_layers = [layer for layer in watched["layers"] if layer["target"] == Target.MLP]
+    promise = (
+        f", MLPs promised {sum(layer['promised'] for layer in mlp_layers) / len(mlp_layers):.4f}" if mlp_layers else ""
+    )
     return f"guard: {tokens} tokens measured, {moved}; retained mass: {', '.join(parts)}{promise}"
 
 

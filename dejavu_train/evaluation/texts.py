@@ -170,7 +170,7 @@ def _trained_on(name: str, documents: Sequence[Document], trained: dict[str, Any
 
 
 def _warn_of_pretraining(name: str, documents: Sequence[Document], pretrained: np.ndarray) -> None:
-    mine = hash_paragraphs(document.text for document in documents)
-    share = float(np.isin(mine, pretrained).mean()) if len(mine) else 0.0
+    hashes = hash_paragraphs(document.text for document in documents)
+    share = float(np.isin(hashes, pretrained).mean()) if len(hashes) else 0.0
     if share > _TOLD_FROM:
         logger.warning("warning: the model was pretrained on %.0f%% of the paragraphs of %s", 100 * share, name)

@@ -59,10 +59,10 @@ class SparseLayer(CacheLayerMixin):
         start, self.length = self.length, self.length + new
         lacking = self.length - self.attn_in.shape[1]
         if lacking > 0:
-            more = -(-lacking // GROWTH) * GROWTH
-            self.attn_in, self.positions = _wider(self.attn_in, 1, more), _wider(self.positions, 1, more)
-            self.keys, self.values = _wider(self.keys, 2, more), _wider(self.values, 2, more)
-            self.valid = _wider(self.valid, 2, more)
+            columns = -(-lacking // GROWTH) * GROWTH
+            self.attn_in, self.positions = _wider(self.attn_in, 1, columns), _wider(self.positions, 1, columns)
+            self.keys, self.values = _wider(self.keys, 2, columns), _wider(self.values, 2, columns)
+            self.valid = _wider(self.valid, 2, columns)
         self.attn_in[:, start : self.length], self.positions[:, start : self.length] = attn_in, positions
         return start
 
@@ -150,7 +150,7 @@ class SparseCache(Cache):
         self.finished = None if self.finished is None else self.finished.repeat_interleave(repeats)
 
 
-def _wider(tensor: Tensor, dim: int, more: int) -> Tensor:
+def _wider(tensor: Tensor, dim: int, columns: int) -> Tensor:
     shape = list(tensor.shape)
-    shape[dim] = more
+    shape[dim] = columns
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)

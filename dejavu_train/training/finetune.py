@@ -297,10 +297,10 @@ class _Ledger:
         for spec in self.sparse.values():
             if "loss_increase" not in spec.curve:
                 return UNKNOWN_PRICE
-            more = spec.at(min(0.99, 1.15 * spec.density))
-            here, there = (read_curve(spec.curve, e.density)["loss_increase"] for e in (spec, more))
+            denser = spec.at(min(0.99, 1.15 * spec.density))
+            here, there = (read_curve(spec.curve, e.density)["loss_increase"] for e in (spec, denser))
             saved += here - there
-            cost += spec_bytes(more, self.shape, self.weights) - spec_bytes(spec, self.shape, self.weights)
+            cost += spec_bytes(denser, self.shape, self.weights) - spec_bytes(spec, self.shape, self.weights)
         return max(saved, 1e-6) * self.dense / max(cost, 1.0)
 
     def share(self, spent: float) -> float:

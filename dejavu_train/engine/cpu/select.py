@@ -112,9 +112,9 @@ def choose_largest(logits, k, bit, chosen):
     ties = k - above
     for i in range(logits.shape[0]):
         value = logits[i]
-        mine = order_key(value)
-        if mine > key or (mine == key and ties > 0):
-            ties -= mine == key
+        rank_key = order_key(value)
+        if rank_key > key or (rank_key == key and ties > 0):
+            ties -= rank_key == key
             if value == value:
                 chosen[i] |= bit
 

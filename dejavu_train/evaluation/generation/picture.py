@@ -81,14 +81,14 @@ def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
     pairs = sorted({(row.asked_mlp_density, row.thresholds) for row in rows if row.guard_every})
     styles = _styles(rows)
     for i, (density, thresholds) in enumerate(pairs):
-        mine = [row for row in rows if row.asked_mlp_density == density and row.sparse_from == "prompt"]
-        mine = [row for row in mine if not row.guard_every or row.thresholds == thresholds]
-        mine.sort(key=lambda row: places[row.guard_every])
-        x = [places[row.guard_every] + 0.06 * (i - (len(pairs) - 1) / 2) for row in mine]
+        shown = [row for row in rows if row.asked_mlp_density == density and row.sparse_from == "prompt"]
+        shown = [row for row in shown if not row.guard_every or row.thresholds == thresholds]
+        shown.sort(key=lambda row: places[row.guard_every])
+        x = [places[row.guard_every] + 0.06 * (i - (len(pairs) - 1) / 2) for row in shown]
         moved = thresholds == "moved"
         style = {"color": styles[density, "prompt"][0], "marker": "P" if moved else "x", "linewidth": 1.4}
         style |= {"linestyle": "-" if moved else ":", "label": f"{100 * density:g} %, guard, thresholds {thresholds}"}
-        panel.errorbar(x, [100 * r.change for r in mine], [100 * (r.error or 0) for r in mine], capsize=2.5, **style)
+        panel.errorbar(x, [100 * r.change for r in shown], [100 * (r.error or 0) for r in shown], capsize=2.5, **style)
     panel.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
     panel.set_xticks(list(places.values()), ["none" if not every else f"1 in {every}" for every in places])
     _label(panel, "dense tokens", "perplexity over dense's, %", f"{decoding}: what a guard buys")
