@@ -31,10 +31,13 @@ LONGEST, NUMBERS, NUMBERS_IN_100 = 25, 2, 5
 MESSAGES = re.compile(r"(Error|Warning|Exit|Failure)$|^(warn|warning|error|info|critical|fail|exit)$")
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|vs|cf|App|Fig|Sec|Eq|Tab|al|approx)|\b[A-WYZ])\.$")
 CLOSES = {"<!-- table": "<!-- end", "<!--": "-->"}  # what begins a part that is skipped -> what ends it
-NUMBER = re.compile(r"(?<![\w.\-/])[-+~]?\d[\d.,]*(?![\w/-]|[.,]\d| bits?\b)")  # not fp16, 6.7B, 4-bit, 4 bits
+NUMBER = re.compile(r"(?<![\w.\-/$])[-+~]?\d[\d.,]*(?![\w/-]|[.,]\d| bits?\b)")  # not fp16, 6.7B, 4-bit, 4 bits, $3
 ENTRY = re.compile(r"[*`]*[\w.]+[*`]*(, [*`]*[\w.]+[*`]*){0,5}( \([^)]*\))?: ")  # a parameter or field
 # Shapes and formulas, whose numbers do not count.
-SHAPE = re.compile(r"\([^()]*,[^()]*\)|\[[^\[\]]*\]|\([^() ]*\)|[\w.]+(?: ?[*^+=|] ?\(?[\w.]+)+|2\^\d+")
+SHAPE = re.compile(
+    r"\([^()]*,[^()]*\)|\[[^\[\]]*\]|\([^() ]*\)|\b\d+ [a-zA-Z]\b(?: [-+/] \w+(?: [a-zA-Z]\b)?)*"
+    r"|[\w.]+(?: ?[*^+=|] ?\(?[\w.]+)+|2\^-?\d+|\b\w+ ?\.\. ?\w+(?: [a-z]\b)?"
+)
 DATE = re.compile(r"\b20\d\d-\d\d(-\d\d)?\b|\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* (\d+, )?20\d\d\b")
 COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 FORBIDDEN = ("the former", "the latter")  # until the glossary stands

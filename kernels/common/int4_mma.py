@@ -1,17 +1,16 @@
 """Sixteen rows of 4-bit words times up to eight inputs on the tensor cores, words going from memory to fragments.
 
 A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = (lane / 4, lane % 4) takes V adjacent
-words of row g and of row g + 8, 16 bytes where V is 4, and the same columns of input g. The four lanes of a g take
-neighbouring words: a unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over
-columns is free, so a word's pairs are already what m16n8k16 wants of this lane: pairs 0, 1 of both rows' words are A,
-pairs 0, 1 of the input's eight columns B, and 2, 3 those of a second instruction. Words come through a queue
-(`lane_queue`), as pairs of units, 128 bytes of a row, four rows a load: loads of 64 bytes of eight rows take longer
-(36864 rows of 9216 columns on one H200: 42.7 us instead of 39.0).
-Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t and 2 t + 1, which it multiplies with the scales.
-By count, a word: nine to make fp16 numbers of its codes (`int4_tiles`), one mma, and of a lane's eight words two loads
-of words, four of inputs, two of scales, four multiplications: 11.5. Products are exact, sums in fp32.
+words of row g and of row g + 8. It takes the same columns of input g. The four lanes of a g take neighbouring words: a
+unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over columns is free. So a
+word's pairs are already what m16n8k16 wants of this lane. A is the first two pairs of both rows' words, B the first two
+pairs of the input's eight columns. The other two pairs are those of a second instruction. Words come through a queue
+(`lane_queue`), as pairs of units, 128 bytes of a row. A load takes four rows: loads of eight rows, half as wide, take
+longer. Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t and 2 t + 1. It multiplies them with the
+scales. By count of instructions, a word takes 11.5. Nine make fp16 numbers of its codes (`int4_tiles`), one is the mma.
+Eight words share the loads of words, inputs and scales, and four multiplications. Products are exact, sums in fp32.
 
-One input needs no column of B for itself: it lies in all of them, eight units of it side by side, unit s in column s,
+One input needs no column of B for itself. It lies in all of them, eight units of it side by side: unit s in column s,
 which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four. The
 others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
 `stages.int4_rows` multiplies so. Two or four inputs lie there as four or two units each (`int4_tile`), of which a lane
@@ -278,13 +277,13 @@ def int4_tile(
 ):  # fmt: skip
     """Rows line .. line + 15 times INPUTS = 2, 4 or 8 inputs, (16, INPUTS) fp32.
 
-    x: for each lane (L,) where input g % INPUTS begins, as pairs (4 W int32). Of two or four inputs four or two units
-    each lie side by side in B, so that a lane reads a quarter or half of them. queue: an empty one of `tile_bytes`.
+    x: for each lane (L,) where input g % INPUTS begins, as pairs (4 W int32). Two inputs have four units each side by
+    side in B, four inputs have two. So a lane reads a quarter or half of an input. queue: an empty one of `tile_bytes`.
     Inputs go through it as well: a load of these into registers is issued 25 instructions before what needs it, which
     waits.
     begun: `first_scales` of a tile for which `ask_words` and `ask_inputs` were called. What these asked for is waited
     for at once, because it was not asked for in the order in which it is taken. Later asks are. Such a tile may take
-    STEPS units in turns of TURN: the words of STEPS units are then on their way, but only the inputs of TURN.
+    STEPS units in turns of TURN. The words of STEPS units are then on their way, and the inputs of TURN alone.
     """
     V: tl.constexpr = unit_vector(W, GROUP)
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)

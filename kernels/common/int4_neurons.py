@@ -1,13 +1,14 @@
 """Four words of each of sixteen neurons times up to eight columns of factors, on the tensor cores.
 
-Neurons, rows of fc2, lie along K of m16n8k16, their columns, fc2's outputs, along M, and columns of factors along N.
-A warp has 256 columns: lane (g, t) = (lane / 4, lane % 4) four words of each of the neurons 4 t .. 4 t + 3.
+Neurons are rows of fc2, and lie along K of m16n8k16. Along M lie their columns, which are fc2's outputs. Along N lie
+columns of factors. A warp has 256 columns: lane (g, t) = (lane / 4, lane % 4) four words of each of the neurons 4 t ..
+4 t + 3.
 
-No code is converted. A nibble 0..15 in the lowest bits of a half is that many times 2^-24 as an fp16 number, one four
-bits further up 2^-20: numbers below the normal range, which the tensor cores take at full precision. What codes are
-raised by (8) goes off in the end, with the sum of the factors, an instruction on a matrix of ones. By count, of four
-words: four prmt put the codes of two neurons side by side, four shifts and sixteen masks make four operands of A, four
-instructions multiply: 7 a word. Without ASM twins in plain arithmetic.
+No code is converted. A nibble in the lowest bits of 16 is an fp16 number: that many times 2^-24. Four bits further up
+it is that many times 2^-20. Both lie below the normal range, and the tensor cores take them at full precision. What
+codes are raised by (8) goes off in the end, with the sum of the factors, an instruction on a matrix of ones. By count,
+a word takes 7 instructions. For four words, four prmt put the codes of two neurons side by side. Four shifts and
+sixteen masks make four operands, and four more instructions multiply. Without ASM there are twins in plain arithmetic.
 """
 
 from collections.abc import Sequence
@@ -106,8 +107,9 @@ def _factor_numbers(b0, b1):
 def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
     """acc (16 tiles (L,)) plus a lane's word of each of four neurons times the factors of the columns of B.
 
-    Tile 8 s + 4 q + 2 r + p of lane (g, t): column 2 (2 q + r) + s of the word of lane group g, column 2 t + p of B,
-    times 2^24 where r is 0 and 2^20 where it is 1. Codes are raised ones, 0..15.
+    Tile `8 s + 4 q + 2 r + p` of lane (g, t) is column `2 (2 q + r) + s` of the word of lane group g, and in B column
+    `2 t + p`. It is multiplied by 2^24 for even columns (r = 0), and by 2^20 for odd ones. Codes are raised ones,
+    0..15.
     """
     if ASM:
         more = tl.inline_asm_elementwise(

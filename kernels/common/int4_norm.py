@@ -4,9 +4,9 @@
 
 A layer's gains and shifts were last read a token ago, so they come from the memory. They depend on nothing, and are
 read before the wait for the kernel before (`unit_norms`). Each warp normalises the columns that it multiplies with, 128
-at a time, four a lane, as they follow each other in its units, and gives them to the lanes that want 8 V neighbours
-each through up to a KB of shared memory, for which only its own lanes wait. (Loads of what a lane wants itself would
-touch 32 lines each.)
+at a time, four a lane, as they follow each other in its units. It gives them through shared memory to the lanes that
+want 8 V neighbours each, and only its own lanes wait for that. (Loads of what a lane wants itself would touch 32 lines
+each.)
 """
 
 import triton

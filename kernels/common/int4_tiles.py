@@ -1,8 +1,8 @@
 """Words of 4-bit codes in registers: what all kernels that read them share.
 
-By count of instructions a word: a shift and four lop3, (word & 0x000F000F) | 0x64006400 is the pair 1024 + raised code
-in fp16, with the mask 0x00F000F0 1024 + 16 times the raised one. Four additions or fma take 1032, or 64 + 8, off.
-Exact. What multiplies the pairs is `int4_mma`. fc2's codes are multiplied as they lie (`int4_neurons`).
+A word takes nine instructions. A shift and four lop3 make pairs: `(word & 0x000F000F) | 0x64006400` is 1024 + raised
+code in fp16. With the mask 0x00F000F0 it is 1024 + 16 times the raised code. Four additions or fma take 1032, or 64 +
+8, off. Exact. What multiplies the pairs is `int4_mma`. fc2's codes are multiplied as they lie (`int4_neurons`).
 
 Each assembly has a twin in plain arithmetic for the interpreter (ASM False), which rounds in the same places.
 """

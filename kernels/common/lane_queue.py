@@ -1,14 +1,14 @@
 """Words on their way from memory: a queue for each lane or each warp, in shared memory that no one else reads.
 
-Loads into registers do not stay where they are written: the assembler moves them behind the products of the words
-before them, and of sixteen loads that were meant to be on their way five were, none at times. `cp.async` keeps its
-place among the waits, and what is on its way is bounded by shared memory, not by registers.
+Loads into registers do not stay where they are written. The assembler moves them behind the products of the words
+before them, and few of those that were meant to be on their way are. `cp.async` keeps its place among the waits. What
+is on its way is bounded by shared memory, not by registers.
 
 `ask` and `take`: a lane takes back what it asked for itself, so no barrier is needed. A slot holds two pieces of V
-words of each lane. `ask_lines` and `take_unit`: the lanes of a warp read each other's copies, because a load should
-cover whole cache lines, which are not the words that a lane of the tensor cores wants: they wait for each other, and a
-slot holds 8 V words of sixteen rows for each warp. Such a row's line is eight chunks of V words, two units of four. In
-odd rows the units change places, so that lanes that take together find no bank shared (V = 4).
+words of each lane. `ask_lines` and `take_unit`: the lanes of a warp read each other's copies, and wait for each other.
+For a load should cover whole cache lines, which are not the words that a lane of the tensor cores wants. A slot holds 8
+V words of sixteen rows for each warp. Such a row's line is eight chunks of V words, two units of four. In odd rows the
+units change places, so that lanes that take together find no bank shared (V = 4).
 
 Slots are numbers known when compiling, or of `at_slot`. What was asked for first is taken first, and every `ask` counts
 for `take`, also one for nothing. The state is a tuple that loops hand on: with ASM the queue's address in shared
@@ -194,8 +194,9 @@ def _take_unit(lanes, slot, unit, vector, behind):
 def _line_place(queue, lane, row, chunk, V: tl.constexpr):
     """The address in the first slot of a chunk of a row of this lane's warp.
 
-    Put together with OR, which no compiler folds into an instruction's address: of a sum, the assembler of CUDA 12.8
-    keeps the queue's address in a uniform register and writes a copy that the GPU refuses as an illegal instruction.
+    Put together with OR, which no compiler folds into an instruction's address. Of a sum, the assembler of CUDA 12.8
+    keeps the queue's address in a uniform register. It then writes a copy that the GPU refuses as an illegal
+    instruction.
     """
     return (queue[0] + (lane // 32 * 16 + row) * (32 * V)) | (chunk ^ (row % 2 * 4)) * (4 * V)
 
@@ -244,8 +245,9 @@ def ask_units(
     queue, lane, at, first, second, rows, left_first, left_second, V: tl.constexpr, W: tl.constexpr,
     ASM: tl.constexpr = ASSEMBLY,
 ):  # fmt: skip
-    """`ask_lines` into the first slot of lines whose two units, 4 V words each, lie anywhere: `first` and `second`
-    words (L,) behind `at`, the same for a warp, in the first of `rows` rows. Of these `left_..` words are read."""
+    """`ask_lines` into the first slot, of lines whose two units, 4 V words each, lie anywhere. They lie `first` and
+    `second` words (L,) behind `at`, the same for a warp, in the first of `rows` rows. Of these `left_..` words are
+    read."""
     L: tl.constexpr = lane.shape[0]
     if ASM:
         row = lane % 32 // 8

@@ -105,7 +105,7 @@ def share_carveout(percent: int) -> int:
 
     percent: of shared memory. `limits.DRIVERS_CARVEOUT` leaves it to the driver (again).
     By default the driver splits for each kernel by what it needs, and a multiprocessor must run empty before its split
-    can change: where kernels of different needs follow each other, a dependent launch cannot start beside its
+    can change. So where kernels of different needs follow each other, a dependent launch cannot start beside its
     predecessor. One split for all is a compromise: a step gains, the MLP's kernels alone lose. Call it after every
     kernel has run once and before a graph is captured. Without a CUDA driver, or with a triton that keeps its kernels
     elsewhere, nothing happens.

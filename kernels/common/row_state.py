@@ -7,7 +7,8 @@ from torch import Tensor
 
 @triton.jit
 def by_state(chosen, state, everything=None):
-    """chosen (bool) of a row in state 1, all in state 2, none in 0. everything: what may be selected, if not all."""
+    """chosen (bool) of a row in state `1`, all in state `2`, none in state `0`. everything: what may be selected, if
+    not all."""
     found = chosen & (state > 0)
     if everything is None:
         found = found | (state == 2)

@@ -2,7 +2,7 @@
 
 Thread t = 32 w + l of L has the items (w R + r) 32 + l, r < R, and says of each whether it is wanted. The list holds
 those that are, in the order of their numbers, 16 bits each: the order does not depend on timing. Any warp may then take
-any of them four by four, so that all have as many, which a loop over each warp's own items could not do.
+any of them four by four, so that all have as many. A loop over each warp's own items could not do that.
 
 With ASM the list lies in shared memory that the caller has (`list_bytes`). Without it, in the interpreter, it is a
 tuple of tiles: the place of each item in the list, or -1.

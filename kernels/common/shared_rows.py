@@ -1,8 +1,8 @@
 """A program's list of row numbers with a value each, in shared memory, written sixteen at a time for all its warps.
 
-All threads of a program hold the same sixteen numbers and values and write what is wanted of them, at most CAPACITY in
-all, a multiple of 16. After a barrier (`tl.debug_barrier`) any lane reads four of them in two loads. With ASM the state
-is the list's address. Without it, in the interpreter, the list.
+All threads of a program hold the same sixteen numbers and values, and write what is wanted of them. That is at most
+CAPACITY in all, a multiple of 16. After a barrier (`tl.debug_barrier`) any lane reads four of them in two loads. With
+ASM the state is the list's address. Without it, in the interpreter, the list.
 """
 
 import triton

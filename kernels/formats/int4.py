@@ -2,10 +2,10 @@
 
     weight[r, j] = code[r, j] * scale[r, j // group],   code in -8..7, stored as code + 8
 
-Columns 8 w .. 8 w + 7 of a row are word w. Column 8 w + 2 i + s lies in the nibble at bit 4 i + 16 s: a mask of
-0x000F000F over the word, shifted by 4 i, leaves two neighbouring columns in the two halves of a register, as products
-of fp16 pairs want them. The scale may be negative, so that code -8 falls on whichever extreme is larger.
-This module imports torch alone: `dejavu_train.models.int4`, which loads such models, has its rows from here.
+Columns 8 w .. 8 w + 7 of a row are word w. Column 8 w + 2 i + s lies in the nibble at bit 4 i + 16 s. A mask of
+0x000F000F over the word, shifted by 4 i, leaves two neighbouring columns in the two halves of a register. So products
+of fp16 pairs want them. The scale may be negative, so that code -8 falls on whichever extreme is larger. This module
+imports torch alone: `dejavu_train.models.int4`, which loads such models, has its rows from here.
 """
 
 from dataclasses import dataclass

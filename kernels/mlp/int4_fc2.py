@@ -9,18 +9,18 @@ tokens along N. The factor h * scale * 64 is rounded to fp16. Products with the 
 
 No code is converted (`int4_neurons`): 7 instructions a word by count, and 6 for list, addresses, words, scales and h.
 
-A program owns a stripe of columns, 256 for each warp, and a range of rows. It lists those to be read (`shared_list`),
-and all its warps walk over the list together, a unit of sixteen rows at a time, so that a row is read in pieces of
-several lines. Lane (g, t) = (lane / 4, lane % 4) reads four words of each of the rows 4 t .. 4 t + 3 of a unit, the
-eight lanes of a row one line of 128 bytes. Columns that share a scale are at least those of T lane groups, for T = 1, 2
-or 4 tokens: column n of B has the factors of token n % T with the scale of lane groups n // T * T to
-n // T * T + T - 1, and of C[g, n] those are meant where n // T = g // T. Five to eight tokens are two sets of columns
-of B and of sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue
-of each lane (`lane_queue`). Programs that share columns add up in `add_partials`. Everything has a fixed order. In
-plain torch: `int4_fc2_reference`.
+A program owns a stripe of columns, 256 for each warp, and a range of rows. It lists those to be read (`shared_list`).
+All its warps walk over the list together, a unit of sixteen rows at a time. So a row is read in pieces of several
+lines. Lane (g, t) = (lane / 4, lane % 4) reads four words of each of the rows 4 t .. 4 t + 3 of a unit, the eight lanes
+of a row one line of 128 bytes. Columns that share a scale are at least those of T lane groups, where T is the number of
+tokens: one, two or four. Column n of B has the factors of token `n % T`, with the scale of the T lane groups from `n //
+T * T` on. Of C[g, n] those are meant where `n // T == g // T`. Five to eight tokens are two sets of columns of B and of
+sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue of each lane
+(`lane_queue`). Programs that share columns add up in `add_partials`. Everything has a fixed order. In plain torch:
+`int4_fc2_reference`.
 
 What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
-first rows, and for their scales: those that turn out to be read are then near.
+first rows, and for their scales. Those that turn out to be read are then near.
 """
 
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def queue_bytes(lanes, ahead):
 @triton.constexpr_function
 def _row_at(size):
     """PTX: $0 = $2 + `size` $1, which becomes one instruction. Of mad.wide the assembler of CUDA 12.8 makes three in a
-    loop, a product and a sum in two halves: a word then takes one instruction more, and registers are spilled."""
+    loop: a product, and a sum in two halves. A word then takes one instruction more, and registers are spilled."""
     return (
         "{ .reg .b32 low, high; mov.b64 {low, high}, $2;"
         f"mad.lo.cc.u32 low, $1, {size}, low; madc.hi.u32 high, $1, {size}, high; mov.b64 $0, {{low, high}}; }}"

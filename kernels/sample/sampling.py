@@ -9,14 +9,14 @@
     tokens[b, t+1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
 
 B rows, V tokens, d model dimension, T capacity. x, logits fp32, `tokens` (B, T) int32. Every piece of state is a device
-tensor, so that one captured graph serves prompts, generation, scoring, any length and any seed:
-position, known (tokens given), least (tokens at least), limit (tokens at most), done, sparse_from, row_state (B) int32.
-`stops` (K), -1 = none. `temperature`, top_p (B) fp32. top_k, seed (B) int32. The tensor `nll` (B, T) fp32 receives
--log p of known tokens when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0
-= none), and the row ends there. The logits of position 0 are never looked at: nothing stands before it.
+tensor. So one captured graph serves prompts, generation, scoring, any length and any seed. The state is position, known
+(tokens given), least (tokens at least), limit (tokens at most), done, sparse_from, row_state (B) int32. `stops` (K), -1
+= none. `temperature`, top_p (B) fp32. top_k, seed (B) int32. The tensor `nll` (B, T) fp32 receives -log p of known
+tokens when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0 = none), and the
+row ends there. The logits of position 0 are never looked at: nothing stands before it.
 
-One greedy row may do without logits: what its LM head found (`kernels/dense/screened_head.py`) are candidates, a token
-and its logit each, NaN where any of its logits was one.
+One greedy row may do without logits. Its LM head (`kernels/dense/screened_head.py`) then leaves tokens with a logit
+each, NaN where any of its logits was one.
 """
 
 from dataclasses import dataclass
