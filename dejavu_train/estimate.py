@@ -126,8 +126,8 @@ def _recorded_block(
     values.pop("quantization_config", None)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         model = random_model(values).to(torch_dtype(config.collect.dtype)).eval()
-    gram = output_gram(blocks_of(model)[0].out.weight.detach(), shape.n_heads)
-    mean = torch.zeros(shape.n_heads, shape.head_dim, device=device)
+    gram = output_gram(blocks_of(model)[0].out.weight.detach(), shape.n_kv_heads)
+    mean = torch.zeros(shape.n_kv_heads, shape.group_dim, device=device)
     windows = [Window(0, np.full(length, 3)) for _ in range(rows)]
     return lambda: record_batch(model, windows, config.collect, [mean], [gram], _Nowhere(), 0)
 
@@ -141,7 +141,7 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tup
         torch.randn(shape.d_ffn, shape.d_model),
         torch.zeros(shape.d_ffn),
         torch.ones(shape.d_ffn),
-        torch.zeros(shape.n_heads, shape.head_dim),
+        torch.zeros(shape.n_kv_heads, shape.group_dim),
     )
     module.init_predictor("small", weights.to(device))
     rows = config.data.batch_size

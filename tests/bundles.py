@@ -62,7 +62,9 @@ def make_bundle(
                 curve["selected"] = [0.5 * density for density in GRID]
             if means and target == "heads":
                 other = torch.Generator().manual_seed(layer)  # the predictors stay those of a bundle without means
-                tensors[tensor_name(layer, target, "mean")] = torch.randn(n_out, shape.head_dim, generator=other).half()
+                tensors[tensor_name(layer, target, "mean")] = torch.randn(
+                    n_out, shape.group_dim, generator=other
+                ).half()
                 metadata["replacement"] = "mean"
             specs[layer, target] = PredictorSpec(layer, target, *site, rank, shape.d_model, n_out, **metadata)
     hashes = {"weight_hash": weight_hash(str(model)), "tokenizer_hash": tokenizer_hash(str(model))}

@@ -217,7 +217,7 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
         grid_dtypes = {"fc1_scale": torch.float32, "fc1_steps": torch.int16, "stage2_threshold": torch.float32}
         needed |= {name: ((spec.n_out,), dtype) for name, dtype in grid_dtypes.items()}
     if spec.replacement == "mean":
-        needed["mean"] = ((shape.n_heads, shape.head_dim), torch.float16)
+        needed["mean"] = ((shape.n_kv_heads, shape.group_dim), torch.float16)
     return {tensor_name(spec.layer, spec.target, part): value for part, value in needed.items()}
 
 

@@ -210,7 +210,7 @@ def check_same_text(collected: Mapping[str, Any], text: TextSource, since: str) 
 @torch.no_grad()
 def _head_means(model: Any, shape: ModelDims, planned: Sequence[Window], config: CollectConfig) -> list[Tensor]:
     """Each layer's mean head outputs (n_heads, head_dim) over the first windows. Zeros where heads are dropped."""
-    totals = [torch.zeros(shape.n_heads, shape.head_dim, dtype=torch.float64) for _ in range(shape.n_layers)]
+    totals = [torch.zeros(shape.n_kv_heads, shape.group_dim, dtype=torch.float64) for _ in range(shape.n_layers)]
     seen = 0
     if config.head_criterion == "norm":
         return totals
@@ -233,7 +233,7 @@ def _save_layer_weights(
     model: Any, manifest: ActivationManifest, activations: Path, head_means: Sequence[Tensor]
 ) -> None:
     for layer, block in enumerate(blocks_of(model)):
-        weights = LayerWeights.of(block, manifest.shape.activation, head_means[layer])
+        weights = LayerWeights.of(block, manifest.shape, head_means[layer])
         weights.save(activations, layer, manifest.weight_hash, block.up.weight.dtype)
 
 

@@ -108,7 +108,7 @@ class ActivationManifest:
 
     def row_bytes(self) -> int:
         """Bytes of one token in one layer's shards."""
-        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_heads + 12
+        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_kv_heads + 12
 
 
 def file_digests(activations: str | Path) -> dict[str, str]:
@@ -251,7 +251,7 @@ class ShardWriter:
             "attn_in": (shape.d_model, hidden),
             "mlp_in": (shape.d_model, hidden),
             "mlp_active": (-(-shape.d_ffn // 8), "u1"),
-            "head_norm": (shape.n_heads, "f2"),
+            "head_norm": (shape.n_kv_heads, "f2"),
             "token": (None, "i4"),
             "document": (None, "i4"),
             "position": (None, "i4"),
@@ -267,7 +267,7 @@ class ShardWriter:
 
 
 _STORED = {"up_weight": "fc1_weight", "up_bias": "fc1_bias", "down_norm": "fc2_norm"}  # names in the file, where others
-_LABELS = "activation"  # in the file's metadata: what a neuron's label comes from; not there: relu
+_LABELS, _THRESHOLD = "activation", "threshold"  # in the file's metadata: what a neuron's label comes from, else relu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +278,7 @@ class LayerWeights:
         up_weight, up_bias: (n, d) and (n,), the map into the neurons. gate_weight, gate_bias: the same of a gate.
         down_norm: (n,), the norms of the columns of the map out of the neurons.
         head_mean: (n_heads, head_dim), the mean of each head's output, from which ``head_norm`` is the distance.
-        activation: of ``up``, or of the gate where there is one.
+        activation: of ``up``, or of the gate where there is one. threshold: of FATReLU.
     """
 
     up_weight: Tensor
@@ -288,17 +288,18 @@ class LayerWeights:
     gate_weight: Tensor | None = None
     gate_bias: Tensor | None = None
     activation: Activation = Activation.RELU
+    threshold: float = 0.0
 
     @classmethod
-    def of(cls, block: BlockParts, activation: Activation, head_mean: Tensor) -> "LayerWeights":
+    def of(cls, block: BlockParts, shape: ModelDims, head_mean: Tensor) -> "LayerWeights":
         """Of a layer's modules, with maps in their own dtype."""
-        parts: dict[str, Tensor] = {}
+        parts: dict[str, Any] = {"activation": shape.activation, "threshold": shape.threshold}
         for name, linear in (("up", block.up), ("gate", block.gate)):
             if linear is not None:
                 bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
                 parts |= {f"{name}_weight": linear.weight.detach().cpu(), f"{name}_bias": bias.detach().float().cpu()}
         norms = torch.linalg.vector_norm(block.down.weight.detach().float(), dim=0).cpu()
-        return cls(**parts, down_norm=norms, head_mean=head_mean.float(), activation=activation)
+        return cls(**parts, down_norm=norms, head_mean=head_mean.float())
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -311,18 +312,19 @@ class LayerWeights:
 
     @property
     def deciding(self) -> tuple[Tensor, Tensor]:
-        """Weight (n, d) and bias (n) of the map that decides which neurons are active."""
+        """Weight (n, d) and bias (n) of the map that decides which neurons are active: those where it is above 0."""
         if self.gate_weight is None or self.gate_bias is None:
-            return self.up_weight, self.up_bias
-        return self.gate_weight, self.gate_bias
+            return self.up_weight, self.up_bias - self.threshold
+        return self.gate_weight, self.gate_bias - self.threshold
 
     def contribution(self, mlp_in: Tensor) -> Tensor:
         """(N, n) fp32, what each neuron adds to the residual stream for mlp_in (N, d): its norm."""
-        weight, bias = self.deciding
-        neurons = activate_(self.activation, torch.addmm(bias, mlp_in, weight.T))
-        if self.gate_weight is not None:
-            neurons.mul_(torch.addmm(self.up_bias, mlp_in, self.up_weight.T)).abs_()
-        return neurons.mul_(self.down_norm)
+        up = torch.addmm(self.up_bias, mlp_in, self.up_weight.T)
+        if self.gate_weight is None or self.gate_bias is None:
+            return activate_(self.activation, up, self.threshold).mul_(self.down_norm)
+        gate = activate_(self.activation, torch.addmm(self.gate_bias, mlp_in, self.gate_weight.T), self.threshold)
+        gate.mul_(up.relu_() if self.activation == Activation.DRELU else up).abs_()
+        return gate.mul_(self.down_norm)
 
     def save(self, activations: str | Path, layer: int, weight_hash: str, storage: torch.dtype) -> None:
         tensors = {_STORED.get(name, name): tensor.contiguous() for name, tensor in self.tensors.items()}
@@ -331,7 +333,7 @@ class LayerWeights:
                 tensors[name] = tensors[name].to(storage)
         about = {"model": weight_hash}
         if self.activation != Activation.RELU:
-            about[_LABELS] = self.activation
+            about |= {_LABELS: self.activation, _THRESHOLD: repr(self.threshold)}
         with replacing(layer_folder(activations, layer) / "weights.safetensors") as path:
             save_file(tensors, path, about)
 
@@ -352,6 +354,7 @@ class LayerWeights:
                 names = ["up_weight", "up_bias", "down_norm", "head_mean"]
                 names += [name for name in ("gate_weight", "gate_bias") if name in file.keys()]
                 tensors = {name: file.get_tensor(_STORED.get(name, name)).float() for name in names}
-                return cls(**tensors, activation=Activation(about.get(_LABELS, "relu")))
+                kinds: dict[str, Any] = {"activation": Activation(about.get(_LABELS, "relu"))}
+                return cls(**tensors, **kinds, threshold=float(about.get(_THRESHOLD, 0)))
         except (OSError, SafetensorError) as error:
             refuse_unreadable(error, path, f"{path} is missing or damaged")

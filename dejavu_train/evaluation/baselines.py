@@ -88,7 +88,7 @@ def noncontextual_contributions(
 
     def attend_to_itself(_attn_in: Tensor, q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
         (values,) = repeat_groups(q, v)
-        by_head.append(join_heads(values).unflatten(-1, (block.n_heads, -1)))
+        by_head.append(join_heads(values).unflatten(-1, (block.n_groups, -1)))
         return values
 
     _, activation = forward_block(block, embedded, attend_to_itself, positions.to(embedded.device))

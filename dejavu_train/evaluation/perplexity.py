@@ -374,7 +374,7 @@ class _Meter:
         self.means = means
         self.blocks = blocks_of(model)
         self.norms = [torch.linalg.vector_norm(block.down.weight.float(), dim=0) for block in self.blocks]
-        self.grams = [output_gram(b.out.weight, b.n_heads) for b in self.blocks]
+        self.grams = [output_gram(b.out.weight, b.n_groups) for b in self.blocks]
 
     def neurons(self, layer: int, activation: Tensor) -> Tensor:
         return activation.float().abs() * self.norms[layer]

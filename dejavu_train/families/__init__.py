@@ -1,10 +1,15 @@
 """What a layer is, family by family: which modules it has, what it computes, and what may read their weights."""
 
+from dejavu_train.families.arcee import ArceeFamily
 from dejavu_train.families.base import BlockParts, Family, blocks_of, dims_of, family_of, register
 from dejavu_train.families.dims import TARGETS, LayerInput, ModelDims, Site, Target, UnitKey
+from dejavu_train.families.llama import LlamaFamily
+from dejavu_train.families.nemotron import NemotronFamily
 from dejavu_train.families.opt import OPTFamily
 
-register(OPTFamily())
+_FAMILIES: tuple[Family, ...] = (OPTFamily(), LlamaFamily(), ArceeFamily(), NemotronFamily())
+for _family in _FAMILIES:
+    register(_family)
 
 __all__ = [
     "TARGETS",

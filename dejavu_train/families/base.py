@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.dims import Activation, ModelDims
+from dejavu_train.families.dims import SILENT, ModelDims
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
@@ -23,6 +23,7 @@ class BlockParts:
         kinds: the classes that ``whole`` and ``attention`` have where nobody exchanged them.
         n_heads, head_dim: of the queries. scaling: what queries are multiplied with.
         gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with, or None.
+        activates_up: where there is a gate, the output of ``up`` is activated too.
         rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned. None where they stay.
     """
 
@@ -43,7 +44,13 @@ class BlockParts:
     head_dim: int
     scaling: float
     gate: Any | None = None
+    activates_up: bool = False
     rotate: "Callable[[Tensor, Tensor], Tensor] | None" = None
+
+    @property
+    def n_groups(self) -> int:
+        """Heads of K and V, each with the queries' heads that share it: what a predictor of heads chooses from."""
+        return int(self.k.out_features) // self.head_dim
 
     def project(self, attn_in: "Tensor", positions: "Tensor | None") -> "tuple[Tensor, Tensor, Tensor]":
         """Queries (B, h, T, e), keys and values (B, g, T, e), of attn_in (B, T, d) at positions (B, T)."""
@@ -62,20 +69,27 @@ class BlockParts:
         """What all neurons give, (..., n), for mlp_in (..., d)."""
         if self.gate is None:
             return self.activate(self.up(mlp_in))
-        return self.activate(self.gate(mlp_in)) * self.up(mlp_in)
+        up = self.up(mlp_in)
+        return self.activate(self.gate(mlp_in)) * (self.activate(up) if self.activates_up else up)
 
 
 class Family(Protocol):
     """What the library asks of a kind of model. One file a family."""
 
-    model_types: tuple[str, ...]
-    """The ``model_type`` of its configurations, as transformers has them."""
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The ``model_type`` of its configurations, as transformers has them."""
+        ...
 
-    structure: tuple[str, ...]
-    """The keys of a configuration that decide which tensors there are and what they mean."""
+    @property
+    def structure(self) -> tuple[str, ...]:
+        """The keys of a configuration that decide which tensors there are and what they mean."""
+        ...
 
-    embedding: str
-    """The name of the tokens' embedding among :meth:`stored_tensors`."""
+    @property
+    def embedding(self) -> str:
+        """The name of the tokens' embedding among :meth:`stored_tensors`."""
+        ...
 
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
         """The sizes, from the values of a config.json. ``name``: of the model, for messages.
@@ -151,9 +165,17 @@ def dims_of(values: Any, name: str = "this model") -> ModelDims:
     if "model_type" not in given:
         raise UserError(f"the config.json of {name} names no model_type; give the config that belongs to the weights")
     dims = family_named(given["model_type"], name).dims(given, name)
-    if dims.activation not in (Activation.RELU, Activation.RELU2):  # no neuron is silent behind the others
-        raise UserError(f"{name} uses the activation {dims.activation}; contextual sparsity here needs relu")
+    if dims.activation not in SILENT:
+        refuse_activation(name, dims.activation)
     return dims
+
+
+def refuse_activation(name: str, activation: str) -> NoReturn:
+    """Raise :class:`UserError` for a model whose neurons are never silent."""
+    raise UserError(
+        f"{name} uses the activation {activation}; contextual sparsity here needs one of {', '.join(SILENT)};"
+        f" dejavu survey --model {name} tells what the model would gain"
+    )
 
 
 def families() -> dict[str, Family]:

@@ -25,7 +25,7 @@ def forward_block(block: Any, hidden: Tensor, attend: Attend, positions: Tensor 
     """
     hidden = hidden + block.out(mix_heads(block, block.norm_attn(hidden), attend, positions))
     neurons = block.neurons(block.norm_mlp(hidden))
-    return hidden + block.down(neurons), neurons
+    return hidden + out_of_neurons(block.down, neurons), neurons
 
 
 def mix_heads(block: Any, attn_in: Tensor, attend: Attend, positions: Tensor | None = None) -> Tensor:
@@ -34,9 +34,42 @@ def mix_heads(block: Any, attn_in: Tensor, attend: Attend, positions: Tensor | N
     return join_heads(attend(attn_in, q * block.scaling, k, v))
 
 
-def activate_(kind: Activation, x: Tensor) -> Tensor:
+def activate_(kind: Activation, x: Tensor, threshold: float = 0.0) -> Tensor:
     """The activation ``kind`` of x, written over it. Those are known that leave neurons silent."""
-    return x.relu_() if kind == Activation.RELU else x.relu_().square_()
+    if kind == Activation.FATRELU:
+        return torch.threshold_(x, threshold, 0.0)
+    return x.relu_().square_() if kind == Activation.RELU2 else x.relu_()
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: x (B, h, T, e), whose first r dimensions are turned by cos and sin (B, T, r)."""
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    low, high = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-high, low), dim=-1) * sin
+    return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), dim=-1)
+
+
+def out_of_neurons(down: Any, neurons: Tensor) -> Tensor:
+    """``down`` of neurons (..., n). Neurons in fp32 are multiplied in fp32: a square may be more than fp16 holds.
+
+    Args:
+        down: a linear map, or a function, which takes neurons of any dtype.
+    """
+    weight = getattr(down, "weight", None)
+    if weight is None or neurons.dtype == weight.dtype:
+        made: Tensor = down(neurons)
+        return made
+    bias = None if down.bias is None else down.bias.to(neurons.dtype)
+    return F.linear(neurons, weight.to(neurons.dtype), bias).to(weight.dtype)
+
+
+class WideSquare(torch.nn.Module):
+    """Squared ReLU whose squares are fp32 where x is fp16: 256 squared is more than fp16 holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.relu()
+        return (x.float() if x.dtype == torch.float16 else x).square()
 
 
 def causal(_attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

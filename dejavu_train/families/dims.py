@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 
 class Target(StrEnum):
-    """What a predictor chooses from: the neurons of an MLP, or the heads of an attention."""
+    """What a predictor chooses from: the neurons of an MLP, or the heads of an attention.
+
+    Heads that share K and V are chosen together: the unit is such a group.
+    """
 
     MLP = "mlp"
     HEADS = "heads"
@@ -53,6 +56,7 @@ class UnitKey(NamedTuple):
 
 class Norm(StrEnum):
     LAYER_NORM = "layer_norm"
+    LAYER_NORM_1P = "layer_norm_1p"  # 1 is added to the weight
     RMS_NORM = "rms_norm"
 
 
@@ -65,8 +69,14 @@ class Positions(StrEnum):
 class Activation(StrEnum):
     RELU = "relu"
     RELU2 = "relu2"
+    FATRELU = "fatrelu"  # x where it lies above a threshold, else 0
+    DRELU = "drelu"  # relu of the gate and of the other map as well
     GELU = "gelu"
     SILU = "silu"
+
+
+SILENT = (Activation.RELU, Activation.RELU2, Activation.FATRELU, Activation.DRELU)
+"""Activations that give zero for many neurons."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class ModelDims:
         head_dim: of queries, keys and values. 0 = d_model / n_heads. n_kv_heads: heads of K and V. 0 = n_heads.
         gated: an MLP multiplies its activation with a second map's output.
         biases: the linear maps have biases.
+        rotary_share: of a head's dimensions, that rotary positions turn. threshold: of FATReLU.
     """
 
     d_model: int
@@ -93,6 +104,8 @@ class ModelDims:
     activation: Activation = Activation.RELU
     gated: bool = False
     biases: bool = True
+    rotary_share: float = 1.0
+    threshold: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.n_heads)
@@ -123,21 +136,26 @@ class ModelDims:
 
     def units(self, target: Target) -> int:
         """How many units a predictor of ``target`` chooses from."""
-        return self.d_ffn if target == Target.MLP else self.n_heads
+        return self.d_ffn if target == Target.MLP else self.n_kv_heads
 
-    def rows_of(self, target: Target) -> float:
+    @property
+    def group_dim(self) -> int:
+        """How wide the outputs of the heads are that share one of K and V."""
+        return self.kv_group * self.head_dim
+
+    def rows_of(self, target: Target) -> int:
         """How many rows of ``d_model`` weights one unit of ``target`` has: of a neuron its gate, up and down rows.
 
-        A head has those of its queries and outputs, and its share of those of K and V.
+        A group of heads has those of its queries and outputs, and of its K and V.
         """
         if target == Target.MLP:
             return 3 if self.gated else 2
-        return self.head_dim * (2 + 2 / self.kv_group)
+        return 2 * (self.group_dim + self.head_dim)
 
     @property
     def layer_weights(self) -> int:
         """Weights of all matrices of a layer."""
-        return round(self.d_model * sum(self.units(target) * self.rows_of(target) for target in TARGETS))
+        return self.d_model * sum(self.units(target) * self.rows_of(target) for target in TARGETS)
 
 
 def engine_refusal(dims: ModelDims) -> str | None:
@@ -155,6 +173,7 @@ def engine_refusal(dims: ModelDims) -> str | None:
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")
 
 __all__ = [
+    "SILENT",
     "SIZES",
     "TARGETS",
     "Activation",

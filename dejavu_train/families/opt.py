@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts
+from dejavu_train.families.base import BlockParts, refuse_activation
 from dejavu_train.families.dims import ModelDims
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
@@ -61,9 +61,7 @@ class OPTFamily:
                 " hidden_size, as facebook/opt-350m); use a pre-norm size such as facebook/opt-125m"
             )
         if given["activation_function"] != "relu":
-            raise UserError(
-                f"{name} uses the activation {given['activation_function']}; contextual sparsity here needs relu"
-            )
+            refuse_activation(name, given["activation_function"])
         for key in _SIZES:
             size = given[key]
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:

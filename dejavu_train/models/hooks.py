@@ -92,8 +92,9 @@ def record(
         on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
             forward pass are kept in the dict that the context yields, by layer.
 
-    The tensors, detached, in the model's dtype and on the layer's device. ``activation`` is (B, T, f), ``head_out`` (B,
-    T, h, e), all others (B, T, d). Padding is recorded like everything else: the caller knows it.
+    The tensors are detached, in the model's dtype and on the layer's device. ``activation`` is (B, T, f). ``head_out``
+    is (B, T, g, h / g * e), by groups that share K and V. All others are (B, T, d). Padding is recorded like everything
+    else: the caller knows it.
     """
     recorded = set(places)
     assert recorded <= set(PLACES), f"unknown places {sorted(recorded - set(PLACES))}; known are {PLACES}"
@@ -117,7 +118,7 @@ def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: 
 
     def keep(place: str, values: Tensor) -> None:
         rows = got["residual"].shape[:2]  # the MLP half of a block may see (B * T, d)
-        got[place] = values.detach().view(*rows, block.n_heads if place == "head_out" else 1, -1).squeeze(2)
+        got[place] = values.detach().view(*rows, block.n_groups if place == "head_out" else 1, -1).squeeze(2)
 
     def end(_output: Any) -> None:
         hand_over(layer, {place: got[place] for place in recorded})

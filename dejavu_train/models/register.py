@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 OURS = {  # which module of ours is imported behind which of transformers
+    "transformers.activations": "dejavu_train.families.gates",
     "transformers.quantizers.auto": "dejavu_train.models.int4_quantizer",
     "transformers.models.auto.configuration_auto": "dejavu_train.sparse.auto_config",
     "transformers.models.auto.modeling_auto": "dejavu_train.sparse.auto_model",

@@ -25,7 +25,7 @@ class UnitBytes:
 
     def dense(self, shape: ModelDims, target: Target) -> float:
         """All units of ``target``, ``mlp`` or ``heads``, in one layer."""
-        return shape.d_ffn * (self.up + self.down) if target == Target.MLP else shape.n_heads * self.head
+        return shape.d_ffn * (self.up + self.down) if target == Target.MLP else shape.n_kv_heads * self.head
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WeightFormat:
             return UnitBytes((shape.rows_of(Target.MLP) - 1) * row, row, shape.rows_of(Target.HEADS) * row)
         read = {part: replace(sizes, bits=self.bits).nbytes for part, sizes in row_sizes(shape).items()}
         heads = sum(read[part] for part in (*QKV, OUT))
-        return UnitBytes(read[UP] / shape.d_ffn, read[DOWN] / shape.d_ffn, heads / shape.n_heads)
+        return UnitBytes(read[UP] / shape.d_ffn, read[DOWN] / shape.d_ffn, heads / shape.n_kv_heads)
 
 
 FLOAT32, FLOAT16, BFLOAT16 = (

@@ -4,7 +4,7 @@ The reference for the semantics of sparse decoding, in plain torch, for any devi
 is a row. The maps into the neurons are as stored. The one out of them and the output projection are transposed once.
 The model's own parameters become views of the transposed memory, and nothing is kept twice. q, k and v are as stored,
 where a head's rows lie together. The union of the batch's selections decides what is read. Each row is masked by its
-own selection. Where heads share K and V, these are computed as soon as one of the heads is selected.
+own selection. Heads that share K and V are selected together.
 
 Letters: B batch rows, T columns, S columns in the cache, d model width. There are h heads, g of K and V, each e wide,
 and u units in the union.
@@ -224,8 +224,8 @@ class GatherDecoder:
             device = block.up.weight.device
             hidden = hidden.to(device)
             sites[Site(number, LayerInput.ATTN)] = attn_in = block.norm_attn(hidden)
-            layer.extend(attn_in[:, None], positions.to(device), block.k.out_features // block.head_dim, block.head_dim)
-            chosen, keep = selection(number, Target.HEADS, block.n_heads, device)
+            layer.extend(attn_in[:, None], positions.to(device), block.n_groups, block.head_dim)
+            chosen, keep = selection(number, Target.HEADS, block.n_groups, device)
             report_selection(number, Target.HEADS, keep)
             see = partial(measure_heads, number, chosen)
             hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device), see)
@@ -253,31 +253,33 @@ class GatherDecoder:
     ) -> Tensor:
         """Attention of the last column over the selected heads, projected: (B, d).
 
-        see: is shown the outputs of these heads (B, u, e), less the means that stand in for skipped ones.
+        see: is shown the outputs of these groups (B, u, h / g * e), less the means that stand in for skipped ones.
         """
         assert layer.keys is not None and layer.values is not None and layer.valid is not None
         assert layer.positions is not None
         block, mean, bias = self.blocks[number], self.head_means[number], self.out_biases[number]
         self._compute_kv(block, layer, keep, visible)
-        heads = keep.any(dim=0).nonzero().flatten()
-        if len(heads) == 0:
+        groups = keep.any(dim=0).nonzero().flatten()
+        if len(groups) == 0:
             return torch.zeros_like(attn_in) if bias is None else bias.expand_as(attn_in)
-        query = _project(block.q, heads, block.head_dim, attn_in)[:, :, None]
-        query = block.rotated(query, layer.positions[:, layer.length - 1, None])[:, :, 0] * block.scaling  # (B, u, e)
-        read = partial(_of_heads, heads, block.n_heads)
+        width = block.n_heads // block.n_groups * block.head_dim
+        query = _project(block.q, groups, width, attn_in).unflatten(-1, (-1, 1, block.head_dim)).flatten(1, 2)
+        query = block.rotated(query, layer.positions[:, layer.length - 1, None]) * block.scaling
+        query = query.view(len(query), len(groups), -1, block.head_dim)  # (B, u, h / g, e)
+        read = partial(_units, units=groups, dim=1)
         keys, values = read(layer.keys)[:, :, : layer.length], read(layer.values)[:, :, : layer.length]
         allowed = visible[:, None, :]
         if self.kv_policy == "stale":
             allowed = allowed & read(layer.valid)[:, :, : layer.length]
         # In fp32: a score of an OPT can be ten times what fp16 holds.
-        scores = (keys.float() @ query.float()[..., None]).squeeze(-1)
-        weights = torch.softmax(scores.masked_fill(~allowed, torch.finfo(torch.float32).min), dim=-1)
-        mixed = (weights[:, :, None] @ values.float()).squeeze(2).to(query.dtype)
+        scores = query.float() @ keys.float().transpose(-1, -2)
+        weights = torch.softmax(scores.masked_fill(~allowed[:, :, None], torch.finfo(torch.float32).min), dim=-1)
+        mixed = (weights @ values.float()).flatten(2).to(query.dtype)
         if mean is not None:
-            mixed = mixed - _units(mean, heads)
+            mixed = mixed - _units(mean, groups)
         see(mixed)
-        mixed = torch.where(keep[:, heads, None], mixed, 0.0)  # a row is masked by its own selection
-        rows = _units(block.out.weight.t().unflatten(0, (block.n_heads, -1)), heads)  # (u, e, d)
+        mixed = torch.where(keep[:, groups, None], mixed, 0.0)  # a row is masked by its own selection
+        rows = _units(block.out.weight.t().unflatten(0, (block.n_groups, -1)), groups)  # (u, h / g * e, d)
         out = mixed.flatten(1) @ rows.flatten(0, 1)
         return out if bias is None else out + bias
 
@@ -285,9 +287,7 @@ class GatherDecoder:
         """K and V of the last column for the heads that need them, and whatever the policy says is missing."""
         assert layer.watermark is not None and layer.valid is not None
         column = layer.length - 1
-        needed = keep.unflatten(1, (layer.watermark.shape[1], -1)).any(-1)  # (B, g)
-        if self.kv_policy == "always":
-            needed = torch.ones_like(needed)
+        needed = torch.ones_like(keep) if self.kv_policy == "always" else keep  # (B, g)
         if self.kv_policy == "stale":
             lowest = torch.full((needed.shape[1],), column, device=keep.device)
         else:
@@ -357,7 +357,7 @@ def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = 
     gate = None if block.gate is None else selected(block.gate, None)
     neurons = replace(block, up=selected(block.up, rows), gate=gate).neurons(mlp_in)
     hidden = torch.where(keep[:, units], neurons, 0.0)
-    out = hidden @ _units(block.down.weight.t(), units)
+    out = (hidden @ _units(block.down.weight.t(), units).to(hidden.dtype)).to(mlp_in.dtype)
     return out if block.down.bias is None else out + block.down.bias
 
 
@@ -366,18 +366,12 @@ def _units(tensor: Tensor, units: Tensor, dim: int = 0) -> Tensor:
     return tensor if len(units) == tensor.shape[dim] else tensor.index_select(dim, units)
 
 
-def _of_heads(heads: Tensor, n_heads: int, tensor: Tensor) -> Tensor:
-    """The K or V (B, g, ...) of each of ``heads`` (u), of ``n_heads`` in g groups: (B, u, ...)."""
-    group = n_heads // tensor.shape[1]
-    return _units(tensor, heads, dim=1) if group == 1 else tensor.index_select(1, heads // group)
-
-
 def _bias(linear: Any, units: Tensor) -> Tensor | None:
     return None if linear.bias is None else _units(linear.bias, units)
 
 
-def _project(linear: Any, heads: Tensor, head_dim: int, x: Tensor) -> Tensor:
-    """x (..., d) through the rows of ``heads`` (u) of a q, k or v projection: (..., u, e)."""
-    rows = _units(linear.weight.unflatten(0, (-1, head_dim)), heads).flatten(0, 1)
-    bias = None if linear.bias is None else _units(linear.bias.unflatten(0, (-1, head_dim)), heads).flatten()
-    return F.linear(x, rows, bias).unflatten(-1, (-1, head_dim))
+def _project(linear: Any, groups: Tensor, width: int, x: Tensor) -> Tensor:
+    """x (..., d) through the rows of ``groups`` (u) of a q, k or v projection, ``width`` each: (..., u, width)."""
+    rows = _units(linear.weight.unflatten(0, (-1, width)), groups).flatten(0, 1)
+    bias = None if linear.bias is None else _units(linear.bias.unflatten(0, (-1, width)), groups).flatten()
+    return F.linear(x, rows, bias).unflatten(-1, (-1, width))

@@ -143,7 +143,7 @@ def _hook_layer(
 
     def zero_skipped(target: Target, given: Tensor) -> Tensor | None:
         keep = selector(layer, target, sites)
-        units = given.shape[-1] if target == Target.MLP else block.n_heads
+        units = given.shape[-1] if target == Target.MLP else block.n_groups
         values = given.view(*rows[0], units, -1)  # (B, T, n, width of a unit)
         if keep is not None and sparse is not None:
             keep = keep | ~sparse.to(keep.device)[..., None]

@@ -20,7 +20,7 @@ def test_units_have_the_weights_of_the_matrices():
     assert OTHER.layer_weights == 2 * wide + 2 * narrow + 3 * 64 * 160
     assert OTHER.units(Target.HEADS) * OTHER.rows_of(Target.HEADS) * 64 == 2 * wide + 2 * narrow
     row = 64 * 2
-    assert FLOAT16.unit_bytes(OTHER) == UnitBytes(2 * row, row, (2 * 16 + 2 * 16 / 4) * row)
+    assert FLOAT16.unit_bytes(OTHER) == UnitBytes(2 * row, row, (2 * 4 * 16 + 2 * 16) * row)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Llama and Mistral with a ReLU in their gates: ReLUfied models, FATReLU's threshold, dReLU.
+
+A config.json says which by ``hidden_act``:
+
+- ``relu``: the gate's ReLU. SparseLM and ReLULlama have it.
+- ``fatrelu``: the gate where it lies above ``hidden_act_param``, else zero. ProSparse has it.
+- ``drelu``: ReLU of the gate and of the other map. TurboSparse and Bamboo have it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dejavu_train.families.base import BlockParts
+from dejavu_train.families.dims import Activation
+from dejavu_train.families.standard import StandardFamily
+
+FATRELU, THRESHOLD = "fatrelu", 0.01  # of a config.json without hidden_act_param
+
+
+class LlamaFamily(StandardFamily):
+    classes = {"llama": "Llama", "mistral": "Mistral"}
+    least_transformers = "4.34"
+    activations = {
+        "relu": Activation.RELU, FATRELU: Activation.FATRELU, "drelu": Activation.DRELU,
+    }  # fmt: skip
+    gated = True
+
+    @property
+    def structure(self) -> tuple[str, ...]:
+        return (*super().structure, "hidden_act_param")
+
+    def threshold(self, given: Mapping[str, Any]) -> float:
+        return float(given.get("hidden_act_param") or THRESHOLD) if given["hidden_act"] == FATRELU else 0.0
+
+    def blocks(self, model: Any) -> list[BlockParts]:
+        """Gates get the threshold that the configuration says, and MLPs with dReLU their forward pass."""
+        from dejavu_train.families.gates import with_gates
+
+        kind = self.activations[model.config.hidden_act]
+        for layer in model.model.layers:
+            with_gates(layer.mlp, kind, self.threshold(model.config.to_dict()))
+        return [replace(block, activates_up=kind == Activation.DRELU) for block in super().blocks(model)]

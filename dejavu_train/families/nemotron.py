@@ -1,0 +1,23 @@
+"""Nemotron and the Minitrons of its class: squared ReLU, a LayerNorm whose weight counts from 1, partial rotary.
+
+Heads times their width need not be the width of the model, as in Minitron-8B.
+"""
+
+from typing import Any
+
+from dejavu_train.families.base import BlockParts
+from dejavu_train.families.dims import Activation, Norm
+from dejavu_train.families.squared import with_wide_squares
+from dejavu_train.families.standard import StandardFamily
+
+
+class NemotronFamily(StandardFamily):
+    classes = {"nemotron": "Nemotron"}
+    least_transformers = "4.44"
+    activations = {"relu2": Activation.RELU2, "relu": Activation.RELU}
+    defaults = {"hidden_act": "relu2", "partial_rotary_factor": 0.5}
+    epsilon = "norm_eps"
+    norm = Norm.LAYER_NORM_1P
+
+    def blocks(self, model: Any) -> list[BlockParts]:
+        return with_wide_squares(super().blocks(model))

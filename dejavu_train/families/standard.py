@@ -1,0 +1,200 @@
+"""Decoders whose modules are called as Llama's. What differs from family to family stands in each family's file."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dejavu_train.errors import UserError
+from dejavu_train.families.base import BlockParts, refuse_activation
+from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions
+
+if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
+    from torch import Tensor
+
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+_LARGEST = 2**31 - 1
+_STEADY = ("default", "linear", "llama3", "yarn")  # kinds of rotary positions that do not change with the length
+
+
+class StandardFamily:
+    """See :class:`dejavu_train.families.base.Family`. A family is a subclass.
+
+    Attributes:
+        classes: by ``model_type`` what its classes in transformers begin with.
+        least_transformers: the version that has them first.
+        activations: by ``hidden_act`` the kind that a family runs.
+        defaults: of keys that a config.json may leave out.
+        epsilon: the key of the norms' epsilon.
+    """
+
+    classes: Mapping[str, str] = {}
+    least_transformers = ""
+    activations: Mapping[str, Activation] = {"relu": Activation.RELU}
+    defaults: Mapping[str, Any] = {}
+    epsilon = "rms_norm_eps"
+    norm = Norm.RMS_NORM
+    gated = False
+    embedding = "embed_tokens.weight"
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return tuple(self.classes)
+
+    @property
+    def structure(self) -> tuple[str, ...]:
+        return (
+            *SIZES, "num_key_value_heads", "head_dim", "hidden_act", "attention_bias", "mlp_bias", "rope_parameters",
+            "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", self.epsilon,
+        )  # fmt: skip
+
+    def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a config.json, and defaults of what it leaves out."""
+        return {"hidden_act": "", "attention_bias": False, "mlp_bias": False, **self.defaults, **values}
+
+    def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
+        given = self.given(values)
+        if given["hidden_act"] not in self.activations:
+            refuse_activation(name, str(given["hidden_act"]))
+        sizes = {key: whole_number(given, key, name) for key in SIZES}
+        d_model, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        if not given.get("head_dim") and d_model % heads:
+            raise UserError(
+                f"{name} has the hidden_size {d_model}, which its {heads} num_attention_heads do not divide; give the"
+                " config that belongs to the weights"
+            )
+        groups = whole_number({"num_key_value_heads": heads, **_set(given, "num_key_value_heads")},
+                              "num_key_value_heads", name)  # fmt: skip
+        if heads % groups:
+            raise UserError(f"{name} has {groups} num_key_value_heads, which do not divide its {heads} heads")
+        if bool(given["attention_bias"]) != bool(given["mlp_bias"]):
+            raise UserError(f"{name} has biases in its attention or its MLP alone, which is not read here")
+        return ModelDims(
+            d_model=d_model,
+            d_ffn=sizes["intermediate_size"],
+            n_layers=sizes["num_hidden_layers"],
+            n_heads=heads,
+            n_kv_heads=groups,
+            head_dim=int(given.get("head_dim") or d_model // heads),
+            vocab_size=sizes["vocab_size"],
+            max_positions=min(sizes["max_position_embeddings"], given.get("sliding_window") or _LARGEST),
+            norm=self.norm,
+            positions=Positions.ROTARY,
+            rotary_share=_rotary_share(given, name),
+            activation=self.activations[given["hidden_act"]],
+            threshold=self.threshold(given),
+            gated=self.gated,
+            biases=bool(given["mlp_bias"]),
+        )
+
+    def threshold(self, given: Mapping[str, Any]) -> float:
+        """Of FATReLU."""
+        return 0.0
+
+    def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        dims = self.dims(values, "this model")
+        d, n, wide, narrow = dims.d_model, dims.d_ffn, dims.n_heads * dims.head_dim, dims.n_kv_heads * dims.head_dim
+        maps = {"self_attn.q_proj": (wide, d), "self_attn.k_proj": (narrow, d), "self_attn.v_proj": (narrow, d)}
+        maps |= {"self_attn.o_proj": (d, wide), "mlp.up_proj": (n, d), "mlp.down_proj": (d, n)}
+        if self.gated:
+            maps["mlp.gate_proj"] = (n, d)
+        made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
+        norms = ["norm"]
+        for layer in (f"layers.{i}." for i in range(dims.n_layers)):
+            norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
+            for name, (rows, columns) in maps.items():
+                made[f"{layer}{name}.weight"] = (rows, columns)
+                if dims.biases:
+                    made[f"{layer}{name}.bias"] = (rows,)
+        parts = ("weight",) if self.norm == Norm.RMS_NORM else ("weight", "bias")
+        made |= {f"{name}.{part}": (d,) for name in norms for part in parts}
+        if not self.given(values).get("tie_word_embeddings", False):
+            made["lm_head.weight"] = (dims.vocab_size, d)
+        return made
+
+    def blocks(self, model: Any) -> list[BlockParts]:
+        kinds = self.kinds(model)
+        rotate = self.rotation(model)
+        return [self.block(f"model.layers.{i}", layer, kinds, rotate) for i, layer in enumerate(model.model.layers)]
+
+    def block(
+        self, name: str, layer: Any, kinds: tuple[type, type], rotate: "Callable[[Tensor, Tensor], Tensor]"
+    ) -> BlockParts:
+        """The modules of one layer."""
+        attention, mlp = layer.self_attn, layer.mlp
+        return BlockParts(
+            name=name,
+            whole=layer,
+            attention=attention,
+            norm_attn=layer.input_layernorm,
+            q=attention.q_proj,
+            k=attention.k_proj,
+            v=attention.v_proj,
+            out=attention.o_proj,
+            norm_mlp=layer.post_attention_layernorm,
+            gate=mlp.gate_proj if self.gated else None,
+            up=mlp.up_proj,
+            down=mlp.down_proj,
+            activate=mlp.act_fn,
+            kinds=kinds,
+            n_heads=attention.config.num_attention_heads,
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
+            rotate=rotate,
+        )
+
+    def kinds(self, model: Any) -> tuple[type, type]:
+        """The classes of a layer and of its attention."""
+        kind = next(kind for kind in self.classes if model.config.model_type.endswith(kind))
+        modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        first = self.classes[kind]
+        return getattr(modeling, f"{first}DecoderLayer"), getattr(modeling, f"{first}Attention")
+
+    def rotation(self, model: Any) -> "Callable[[Tensor, Tensor], Tensor]":
+        """Turns queries or keys (B, h, T, e) at positions (B, T), by the model's own cosines and sines."""
+        return partial(_rotate, model.model.rotary_emb)
+
+    def embed(self, model: Any, inputs: "Tensor", positions: "Tensor") -> "Tensor":
+        embedded: Tensor = inputs if inputs.is_floating_point() else model.model.embed_tokens(inputs)
+        return embedded
+
+    def embeddings(self, model: Any) -> list[Any]:
+        return [model.model.embed_tokens]
+
+    def final_norm(self, model: Any) -> Any:
+        return model.model.norm
+
+
+def _rotate(rotary: Any, x: "Tensor", positions: "Tensor") -> "Tensor":
+    from dejavu_train.families.block import turn
+
+    # YaRN has a factor of its own in both. They follow from positions alone, of padding (-1) they are not looked at.
+    return turn(x, *rotary(x, positions))
+
+
+def whole_number(values: Mapping[str, Any], key: str, name: str) -> int:
+    """A size of a config.json. Raises :class:`UserError` for what is none."""
+    size = values.get(key)
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
+        raise UserError(f"{key} of {name} must be a whole number of at least 1, got {size!r}")
+    return size
+
+
+def _set(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {} if values.get(key) is None else {key: values[key]}
+
+
+def _rotary_share(given: Mapping[str, Any], name: str) -> float:
+    """The share of a head's dimensions that are turned.
+
+    Raises:
+        UserError: rotary positions that change with the length of a text.
+    """
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _STEADY:
+        raise UserError(f"{name} has rotary positions of the kind {kind}; supported are {', '.join(_STEADY)}")
+    return float(rope.get("partial_rotary_factor", given.get("partial_rotary_factor") or 1.0))

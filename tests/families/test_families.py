@@ -1,0 +1,217 @@
+"""Every family on tiny random models: as transformers has it, gather as mask, texts written, saved and loaded."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import save_tiny_tokenizer
+from transformers import (
+    ArceeConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    NemotronConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.errors import UserError
+from dejavu_train.families import Target, blocks_of, dims_of
+from dejavu_train.families.base import families
+from dejavu_train.families.block import causal, forward_block, positions_like
+from dejavu_train.families.standard import StandardFamily
+from dejavu_train.models.config_values import read_dims
+from dejavu_train.models.opt import load_opt
+from dejavu_train.models.stored import check_folder
+from dejavu_train.sparse.model import SparseCausalLM
+
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,
+    "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+CASES = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, hidden_act="relu", attention_bias=True, mlp_bias=True),
+    "fatrelu": LlamaConfig(**SIZES, num_key_value_heads=3, hidden_act="fatrelu", hidden_act_param=0.2),
+    "drelu": MistralConfig(**SIZES, num_key_value_heads=2, hidden_act="drelu", sliding_window=None),
+    # AFM's positions. The class's defaults are other ones.
+    "arcee": ArceeConfig(**SIZES, num_key_value_heads=2, rope_parameters=YARN),
+    # Heads times their width, 6 x 16, are not the model's width.
+    "nemotron": NemotronConfig(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families") / request.param
+    save_tiny_tokenizer(folder)
+    config = CASES[request.param]
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    with torch.no_grad():  # whatever is ones or zeros at first would hide what is left out
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name or "ln_f" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(folder):
+    bundle = make_bundle(folder, means=True)
+    return bundle.at(0.4, 0.6)
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    return load_opt(str(folder))
+
+
+def padded(columns=12, seed=0):
+    """Two rows, the first with padding on the left."""
+    ids = torch.randint(3, 300, (2, columns), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    ids[0, :5], mask[0, :5] = 1, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_a_folder_holds_what_its_family_says(folder):
+    check_folder(str(folder), read_dims(str(folder)))
+
+
+def test_layers_are_those_of_transformers(dense):
+    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(1))
+    family = families()[dense.config.model_type]
+    positions = positions_like(ids)
+    with torch.no_grad():
+        hidden = family.embed(dense, ids, positions)
+        for block in blocks_of(dense):
+            hidden, _ = forward_block(block, hidden, causal, positions)
+        logits = dense.get_output_embeddings()(family.final_norm(dense)(hidden))
+        torch.testing.assert_close(logits, dense(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_everything_selected_is_the_dense_model(folder, bundle, dense, backend):
+    inputs = padded()
+    real = inputs["attention_mask"].bool()
+    sparse = SparseCausalLM.from_model(load_opt(str(folder)), bundle.at(1.0, 1.0), backend)
+    with torch.no_grad():
+        expected = dense(**inputs).logits[real]
+        torch.testing.assert_close(sparse(**inputs).logits[real], expected, rtol=1e-5, atol=2e-5)
+
+
+def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder, bundle):
+    inputs = padded(40)
+    real = inputs["attention_mask"].bool()
+    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from=3)
+    gather = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "gather", sparse_from=3)
+    kept = []
+    gather._runtime.gather(gather).on_select = lambda layer, target, column, keep: kept.append((target, keep))
+    with torch.no_grad():
+        torch.testing.assert_close(gather(**inputs).logits[real], mask(**inputs).logits[real], rtol=1e-4, atol=1e-4)
+    groups = torch.stack([keep for target, keep in kept if target == Target.HEADS])
+    assert groups.shape[-1] == bundle.shape.n_kv_heads and 0.3 < groups.float().mean() < 0.9  # some were skipped
+    assert (groups[1:, 1].int() - groups[:-1, 1].int()).amax() == 1  # and selected again
+
+
+def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path):
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    inputs = padded(8, 4)
+    gather = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "gather", sparse_from="prompt")
+    written = gather.generate(**inputs, **settings)
+    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from="prompt")
+    assert torch.equal(written, mask.generate(**inputs, **settings))
+    gather.save_pretrained(tmp_path)
+    gather.sparse_from = 0  # as a model is loaded
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == f"dejavu_sparse_{kind}"
+    for cls in (AutoModelForCausalLM, SparseCausalLM):
+        loaded = cls.from_pretrained(tmp_path)
+        assert torch.equal(loaded(**inputs).logits, gather(**inputs).logits)
+    assert Bundle.from_pretrained(tmp_path / "predictors").shape == bundle.shape
+
+
+def test_sizes_survive_a_bundle(bundle):
+    assert type(bundle.shape).from_stored(json.loads(json.dumps(bundle.shape.stored()))) == bundle.shape
+
+
+def test_fatrelu_has_the_threshold_of_the_config(tmp_path):
+    save_tiny_tokenizer(tmp_path)
+    MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](CASES["fatrelu"]).save_pretrained(tmp_path)
+    block = blocks_of(load_opt(str(tmp_path)))[0]
+    gate = torch.tensor([-1.0, 0.1, 0.19, 0.21])
+    assert block.activate(gate).tolist() == [0, 0, 0, gate[3]] and read_dims(str(tmp_path)).threshold == 0.2
+
+
+def test_drelu_activates_both_maps(tmp_path):
+    save_tiny_tokenizer(tmp_path)
+    MODEL_FOR_CAUSAL_LM_MAPPING[MistralConfig](CASES["drelu"]).save_pretrained(tmp_path)
+    mlp = load_opt(str(tmp_path)).model.layers[0].mlp
+    x = torch.randn(5, 48)
+    expected = mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x).relu())
+    torch.testing.assert_close(mlp(x), expected)
+
+
+@pytest.mark.parametrize("name", ["arcee", "nemotron"])
+def test_squares_of_fp16_do_not_overflow(name, tmp_path):
+    """Pre-activations of 300 and more, whose squares are more than fp16 holds."""
+    save_tiny_tokenizer(tmp_path)
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(CASES[name])](CASES[name])
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data *= 300
+        layer.mlp.down_proj.weight.data /= 90_000
+    model.half().save_pretrained(tmp_path)
+    bundle = make_bundle(tmp_path).at(0.5, 1.0)
+    ids = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))
+    largest = []
+    whole = load_opt(str(tmp_path))
+    blocks_of(whole)[0].up.register_forward_hook(lambda _, __, output: largest.append(float(output.max())))
+    with torch.no_grad():
+        expected = SparseCausalLM.from_model(whole, bundle, "mask", sparse_from=4)(ids).logits
+        half = SparseCausalLM.from_model(load_opt(str(tmp_path), "float16"), bundle, "gather", sparse_from=4)
+        found = half(ids).logits
+    assert max(largest) > 256 and found.isfinite().all()
+    assert (found.float() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [({"hidden_act": "silu"}, "uses the activation silu.*dejavu survey --model this model"),
+     ({"mlp_bias": True}, "biases in its attention or its MLP alone"),
+     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "of the kind dynamic"),
+     ({"num_key_value_heads": 4}, "4 num_key_value_heads, which do not divide its 6 heads"),
+     ({"intermediate_size": None}, "intermediate_size of this model must be a whole number")],
+)  # fmt: skip
+def test_what_a_family_does_not_run_is_said(changes, said):
+    values = {**LlamaConfig(**SIZES, hidden_act="relu").to_dict(), **changes}
+    with pytest.raises(UserError, match=said):
+        dims_of(values)
+
+
+def test_a_sliding_window_is_all_positions_that_there_are():
+    config = MistralConfig(**SIZES, num_key_value_heads=2, hidden_act="relu", sliding_window=64)
+    assert (
+        dims_of(config).max_positions == 64
+        and dims_of(MistralConfig(**SIZES, num_key_value_heads=2, hidden_act="relu")).max_positions == 256
+    )
+
+
+def test_a_family_is_registered_by_one_call():
+    class Own(StandardFamily):
+        classes = {"stablelm": "StableLm"}
+
+    from dejavu_train.families import base
+
+    with pytest.raises(UserError, match="is of type stablelm; supported are"):
+        dims_of({"model_type": "stablelm"})
+    base.register(Own())
+    try:
+        values = {key: value for key, value in SIZES.items()} | {"model_type": "stablelm", "hidden_act": "relu"}
+        assert dims_of(values).d_model == 48
+        assert dataclasses.asdict(dims_of(values))["positions"] == "rotary"
+    finally:
+        del base._FAMILIES["stablelm"]
