@@ -9,7 +9,7 @@ from dejavu_train.engine.cpu.entry_point import enter_cycle
 from dejavu_train.engine.cpu.prefill import fault, prefill
 from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.team import Team
-from dejavu_train.engine.cpu.verify import ACCEPTED, DRAFTED
+from dejavu_train.engine.cpu.verify import ACCEPTED, DRAFTED, FIRST
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.cpu_limits import MAX_BATCH
 from dejavu_train.engine.draft import MOST_DRAFTED
@@ -71,9 +71,18 @@ class CpuPair(Pair):
         """See `Pair.cycle`."""
         return self._call(drafted, mode)
 
-    def _call(self, drafted: int, mode: str, behind_prompt: bool = False) -> Verified:
-        self.team.call(drafted, mode, tail_only=behind_prompt)
+    def verify(self, given: Sequence[int], mode: str) -> Verified:
+        """A cycle whose tokens were drafted elsewhere, 0 to 7 of them."""
+        state = self.draft_state
+        first = int(state.position[0])
+        state.tokens[0, first + 1 : first + 1 + len(given)] = given
+        state.position[0] += len(given)
+        return self._call(0, mode, given=len(given))
+
+    def _call(self, drafted: int, mode: str, behind_prompt: bool = False, given: int = 0) -> Verified:
         state, command = self.draft_state, self.team.command
+        command[FIRST] = state.position[0] - given
+        self.team.call(drafted, mode, tail_only=behind_prompt)
         if state.fault[0]:
             raise fault(int(state.fault_site[0]) - 1, 0, int(state.fault[0]) - 1)
         done = bool(state.row_state[0] == arrays.DONE)

@@ -15,7 +15,7 @@ from dejavu_train.engine.cpu.sampling import choose, is_stop, look_for_faults
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, TAIL_ONLY, head, residual_stream, step
 from dejavu_train.engine.cpu.threads import barrier, compiled
 
-DRAFTED, ACCEPTED = 4, 5  # words of a command beside those of a step. N_STEPS: tokens to draft
+FIRST, DRAFTED, ACCEPTED = 4, 5, 6  # words of a command beside those of a step. N_STEPS: tokens to draft
 
 
 @compiled()
@@ -68,13 +68,15 @@ def verify(target, rules, state, slots, work, choices, control, command, thread,
 def cycle(
     draft, selectors, state, draft_work, target, rules, slots, work, choices, control, command, thread, n_threads
 ):
-    """A draft of command[N_STEPS] tokens and its verification. Of command[TAIL_ONLY] the token behind a prompt."""
-    first = state.position[0]
+    """A draft of command[N_STEPS] tokens and its verification. Of command[TAIL_ONLY] the token behind a prompt.
+
+    Tokens between the position command[FIRST] and the state's were drafted elsewhere.
+    """
     for _ in range(command[N_STEPS]):
         if state.row_state[0] == DONE:
             break
         step(draft, selectors, state, draft_work, control, command[MODE], 0, 0, thread, n_threads)
     if thread == 0:
-        open_slots(state, slots, first)
+        open_slots(state, slots, command[FIRST])
     barrier(control, n_threads)
     verify(target, rules, state, slots, work, choices, control, command, thread, n_threads)

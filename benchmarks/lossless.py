@@ -1,0 +1,327 @@
+"""Lossless decoding on a CPU: tokens a second and acceptance, beside rivals, and how many tokens differ.
+
+All ways write the same prompts in turns. Prompts are beginnings of held-out documents of installed texts.
+
+    python -m benchmarks.lossless speed                 opt-mini with the demo's bundle: measured acceptance, and rivals
+    python -m benchmarks.lossless forced --shape 1.3b   random weights of a true shape: acceptance is forced
+    python -m benchmarks.lossless equal                 how many of many tokens differ from draft_length=0, and others
+
+Forced: a cycle drafts and verifies as ever, then as many tokens count as accepted as a coin says. What they are does
+not matter for the time. Rows go to benchmarks/results/lossless.csv.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cpu_decode import cpu_name, random_predictors, random_weights
+from benchmarks.decode_problem import SHAPES
+from benchmarks.rows import append_row, command_line, five_digits, made_now
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.data.text import TextSource, load_sets
+from dejavu_train.engine.cpu import CpuEngine, Sampling, arrays
+from dejavu_train.engine.cpu.engine import usable_cores
+from dejavu_train.engine.cpu.lossless import CpuPair
+from dejavu_train.engine.cpu.selectors import make_selectors
+from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.engine.lossless import Acceptance, Verified
+from dejavu_train.models.opt import load_opt, load_tokenizer
+
+TEXTS = ("installed-docs", "installed-readmes", "installed-code", "installed-licences")
+DECODINGS = {"greedy": Sampling(), "0.7": Sampling(0.7), "1.0": Sampling(1.0)}
+COLUMNS = (
+    "date commit cpu threads model what way decoding text length forced prompts tokens seconds tokens_per_second ratio "
+    "acceptance mean_length saved differ note sources"
+).split()
+
+
+class Lookup(CpuPair):
+    """Drafts what stood behind the last ``size`` tokens where they stood before, for nothing."""
+
+    size = 3
+
+    def cycle(self, drafted: int, mode: str) -> Verified:
+        """Verify what followed the last occurrence, or nothing."""
+        state = self.draft_state
+        text = state.tokens[0, : int(state.position[0]) + 1].tolist()
+        for at in range(len(text) - self.size - 1, -1, -1):
+            if text[at : at + self.size] == text[-self.size :]:
+                return self.verify(text[at + self.size :][:drafted], mode)
+        return self.verify([], mode)
+
+
+class Forced(CpuPair):
+    """Accepts each drafted token with probability ``share``, whatever the target says."""
+
+    share = 1.0
+    coin = random.Random(0)
+
+    def cycle(self, drafted: int, mode: str) -> Verified:
+        """A cycle whose outcome a coin decides."""
+        state = self.draft_state
+        first = int(state.position[0])
+        found = super().cycle(drafted, mode)
+        accepted = 0
+        while accepted < found.drafted and self.coin.random() < self.share:
+            accepted += 1
+        state.position[0], state.watermark[:] = first + accepted + 1, first + accepted + 1
+        over = int(state.position[0]) + 1 >= int(state.limit[0])
+        state.row_state[0] = arrays.DONE if over else arrays.SPARSE
+        return Verified(found.drafted, accepted, int(state.position[0]) + 1, over)
+
+
+def half_of(weights: CpuWeights) -> CpuWeights:
+    """The first half of the layers, then the final LayerNorm and the LM head, over the same rows of weights."""
+    model, n = weights.model, weights.shape.n_layers // 2
+    fields = {name: getattr(model, name) for name in arrays.Model.__annotations__}
+    fields["first"] = model.first[:n].copy()
+    fields["norms"] = torch.from_numpy(model.norms)[[*range(2 * n), -1]].numpy()
+    return CpuWeights(weights.shape, arrays.Model(**fields), weights.out_bias)
+
+
+class Ways:
+    """Ways to write one text with the same engines: name -> tokens, and what was accepted.
+
+    ``rounded``: the draft's weights are in 8 bits.
+    """
+
+    def __init__(self, dense: CpuEngine, sparse: CpuEngine, pair_class: type[CpuPair] = CpuPair) -> None:
+        self.dense, self.shape = dense, dense.shape
+        self.weights, threads = sparse.weights, sparse.threads
+        self.pairs: dict[str, tuple[CpuPair, int | None]] = {}
+
+        def pair(kind: type[CpuPair], draft: CpuWeights, selectors: arrays.Selectors) -> CpuPair:
+            return kind(self.weights, draft, selectors, sparse.state, sparse.scratch, threads)
+
+        own = pair(pair_class, self.weights, sparse.selectors)
+        self.pairs["draft_length=0"] = own, 0
+        self.pairs["sparse"] = own, None
+        self.pairs["sparse, 8 bits"] = pair(pair_class, self.weights.rounded, sparse.selectors), None
+        self.sparse, self._pair = sparse, pair
+
+    def add_rivals(self) -> None:
+        """Drafts of other kinds."""
+        self.pairs["dense, 8 bits"] = self._pair(CpuPair, self.weights.rounded, make_selectors(self.weights, [])), None
+        half = half_of(self.weights)
+        self.pairs["half the layers"] = self._pair(CpuPair, half, make_selectors(half, [])), None
+        lookup = self._pair(Lookup, self.weights, self.sparse.selectors)
+        self.pairs["prompt lookup"] = lookup, 7
+
+    def write(
+        self, way: str, prompt: list[int], new: int, sampling: Sampling, length: int | None = None
+    ) -> tuple[list[int], Acceptance]:
+        """The text of one way. The time of the prompt is not counted."""
+        if way == "dense":
+            return self._write_densely(prompt, new, sampling)
+        pair, fixed = self.pairs[way]
+        text = []
+
+        def show(start: int, stop: int) -> None:
+            text.extend(pair.draft_state.tokens[0, start:stop].tolist())
+
+        total = len(prompt) + new
+        return text, pair.generate(prompt, total, sampling, 0, (), fixed if length is None else length, show)
+
+    def _write_densely(self, prompt: list[int], new: int, sampling: Sampling) -> tuple[list[int], Acceptance]:
+        engine, n = self.dense, len(prompt)
+        engine.begin([prompt], [n + new], [n], [n], sampling)
+        left, began = new - 1, time.perf_counter()
+        while left > 0:
+            left -= engine.steps(left, sampling.mode)
+        seconds = time.perf_counter() - began
+        return engine.state.tokens[0, n : n + new].tolist(), Acceptance(new - 1, new - 1, seconds=seconds)
+
+
+def read_prompts(model: str, length: int, count: int, texts: Sequence[str] = TEXTS) -> Iterator[tuple[str, list[int]]]:
+    """(text, ids) of the beginnings of held-out documents, of all texts in turn."""
+    tokenizer = load_tokenizer(model)
+    documents = {}
+    for name in texts:
+        documents[name] = iter(load_sets(TextSource(name), model)[0]["test"])
+    found = 0
+    while found < count and documents:
+        for name in list(documents):
+            document = next(documents[name], None)
+            if document is None:
+                del documents[name]
+                continue
+            ids = [2, *tokenizer(document.text[: 20 * length], add_special_tokens=False)["input_ids"]][:length]
+            if len(ids) == length and found < count:
+                found += 1
+                yield name, ids
+
+
+def conditions(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """What stands in every row."""
+    return {
+        **made_now("dejavu_train/engine/cpu", "dejavu_train/engine/lossless.py"),
+        "cpu": cpu_name(),
+        "threads": usable_cores(),
+        "model": model,
+        "prompts": args.prompts,
+    }
+
+
+def added(parts: Sequence[Acceptance]) -> Acceptance:
+    """Sums of what was counted."""
+    names = Acceptance.__dataclass_fields__
+    return Acceptance(**{name: sum(getattr(part, name) for part in parts) for name in names})
+
+
+def columns_of(found: Acceptance, base: Acceptance) -> dict[str, Any]:
+    """The measured columns of a way, beside the dense engine's."""
+    report = found.report()
+    row: dict[str, Any] = {
+        name: report[name] for name in ("tokens", "tokens_per_second", "acceptance", "mean_length", "saved")
+    }
+    row["seconds"] = found.seconds
+    row["ratio"] = report["tokens_per_second"] / base.report()["tokens_per_second"]
+    return row
+
+
+def engines(args: argparse.Namespace, context: int) -> tuple[CpuEngine, CpuEngine]:
+    """The dense engine and the sparse one, of opt-mini or a random shape. They share their weights."""
+    options: dict[str, Any] = {"context": context, "threads": usable_cores()}
+    if args.shape:
+        weights = random_weights(SHAPES[args.shape], "float32", None, args.live_share)
+        bundle: Any = random_predictors(weights.shape, 128, args.mlp_density, args.head_density, "int8")
+    else:
+        weights = CpuWeights.from_model(load_opt(args.model))
+        bundle = Bundle.from_pretrained(args.bundle).at(args.mlp_density, args.head_density)
+    return CpuEngine(weights, **options), CpuEngine(weights, bundle, **options)
+
+
+def measure_speed(args: argparse.Namespace) -> None:
+    """Rows of all ways and decodings, all texts together and each."""
+    ways = Ways(*engines(args, args.prompt + args.new))
+    ways.add_rivals()
+    names = ["dense", *ways.pairs]
+    prompts = list(read_prompts(args.model, args.prompt, args.prompts))
+    for decoding in args.decodings:
+        counted: dict[tuple[str, str], list[Acceptance]] = {}
+        for number, (text, prompt) in enumerate(prompts):
+            sampling = Sampling(DECODINGS[decoding].temperature, seed=number)
+            for name in names:
+                _, found = ways.write(name, prompt, args.new, sampling)
+                if number >= len(TEXTS):  # those before have warmed up, and found lengths of drafts
+                    counted.setdefault((name, text), []).append(found)
+                    counted.setdefault((name, "all"), []).append(found)
+        for (name, text), parts in counted.items():
+            row = conditions(args, Path(args.model).name) | {
+                "what": "speed",
+                "way": name,
+                "decoding": decoding,
+                "text": text,
+            }
+            write_row(args, row | columns_of(added(parts), added(counted["dense", text])))
+
+
+def measure_forced(args: argparse.Namespace) -> None:
+    """Rows of a true shape at each acceptance, and what verification of one to eight tokens costs."""
+    ways = Ways(*engines(args, args.prompt + args.new), pair_class=Forced)
+    prompt = torch.randint(
+        3, ways.shape.vocab_size, (args.prompt,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    names = ["dense", *ways.pairs]
+    for share in args.acceptance:
+        counted: dict[str, list[Acceptance]] = {name: [] for name in names}
+        Forced.share = share
+        for turn in range(args.turns + 1):
+            for name in names:
+                _, found = ways.write(name, prompt, args.new, Sampling())
+                if turn:
+                    counted[name].append(found)
+        for name, parts in counted.items():
+            row = conditions(args, args.shape) | {"what": "forced", "way": name, "decoding": "greedy", "forced": share}
+            write_row(args, row | columns_of(added(parts), added(counted["dense"])))
+    for name, (pair, _) in ways.pairs.items():
+        if name == "draft_length=0":
+            continue
+        steps = added(counted["dense"]).report()["tokens_per_second"]
+        note = " ".join(f"{g}={seconds * steps:.2f}" for g, seconds in sorted(pair.pace.seconds.items()))
+        row = conditions(args, args.shape) | {
+            "what": "cycles",
+            "way": name,
+            "note": f"dense steps of a cycle by length: {note}",
+        }
+        write_row(args, row)
+
+
+def count_differences(args: argparse.Namespace) -> None:
+    """Tokens of drafted texts that are not those of draft_length=0, of the one-row engine, and of transformers."""
+    dense, sparse = engines(args, args.prompt + args.new)
+    ways = Ways(dense, sparse)
+    theirs = load_opt(args.model)
+    names = ["sparse", "sparse, 8 bits", "dense"]
+    totals: dict[tuple[str, str], list[int]] = {}
+
+    def count(decoding: str, name: str, differ: int, tokens: int) -> None:
+        entry = totals.setdefault((decoding, name), [0, 0])
+        entry[0], entry[1] = entry[0] + differ, entry[1] + tokens
+
+    for number, (_, prompt) in enumerate(read_prompts(args.model, args.prompt, args.prompts)):
+        decoding = args.decodings[number % len(args.decodings)]
+        sampling = Sampling(DECODINGS[decoding].temperature, seed=number)
+        expected, _ = ways.write("draft_length=0", prompt, args.new, sampling)
+        for name in names:
+            text, _ = ways.write(name, prompt, args.new, sampling, length=None if number % 2 else 1 + number % 7)
+            count(decoding, name, sum(a != b for a, b in zip(text, expected, strict=True)), len(expected))
+        if decoding == "greedy":
+            with torch.no_grad():
+                logits = theirs(torch.tensor([prompt + expected])).logits[0, len(prompt) - 1 : -1]
+            count(decoding, "transformers", int((logits.argmax(-1) != torch.tensor(expected)).sum()), len(expected))
+        if number % 50 == 49:
+            print(number + 1, totals, flush=True)
+    for (decoding, name), (differ, tokens) in totals.items():
+        row = conditions(args, Path(args.model).name)
+        write_row(args, row | {"what": "equal", "way": name, "decoding": decoding, "tokens": tokens, "differ": differ})
+
+
+def write_row(args: argparse.Namespace, row: dict[str, Any]) -> None:
+    append_row(args.out, five_digits(row), COLUMNS)
+    shown = (
+        "what",
+        "way",
+        "decoding",
+        "text",
+        "forced",
+        "tokens_per_second",
+        "ratio",
+        "acceptance",
+        "mean_length",
+        "differ",
+        "note",
+    )
+    print("  ".join(str(five_digits(row)[name]) for name in shown if row.get(name) not in (None, "")), flush=True)
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("what", choices=["speed", "forced", "equal"])
+    parser.add_argument("--model", default="checkpoints/opt-mini")
+    parser.add_argument("--bundle", default="checkpoints/demo/bundle")
+    parser.add_argument("--shape", choices=("1.3b",), help="random weights of this shape, for forced")
+    parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
+    parser.add_argument("--head-density", type=float, default=1.0)
+    parser.add_argument("--live-share", type=float, default=0.6, help="of a random shape's neurons")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.84, 0.9, 0.95])
+    parser.add_argument("--decodings", nargs="+", default=["greedy", "0.7", "1.0"], choices=list(DECODINGS))
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--turns", type=int, default=3, help="of forced")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lossless.csv"))
+    args = parser.parse_args()
+    args.mlp_density = args.mlp_density or (0.1 if args.shape else 0.2)
+    torch.set_num_threads(usable_cores())
+    {"speed": measure_speed, "forced": measure_forced, "equal": count_differences}[args.what](args)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
