@@ -56,7 +56,7 @@ class Lookup(CpuPair):
 
 
 class Forced(CpuPair):
-    """Accepts each drafted token with probability ``share``, whatever the target says."""
+    """Accepts each drafted token with probability ``share``, whatever the dense model says."""
 
     share = 1.0
     coin = random.Random(0)
@@ -161,7 +161,7 @@ def conditions(args: argparse.Namespace, model: str) -> dict[str, Any]:
     return {
         **made_now("dejavu_train/engine/cpu", "dejavu_train/engine/lossless.py"),
         "cpu": cpu_name(),
-        "threads": usable_cores(),
+        "threads": args.threads,
         "model": model,
         "prompts": args.prompts,
     }
@@ -186,7 +186,7 @@ def columns_of(found: Acceptance, base: Acceptance) -> dict[str, Any]:
 
 def engines(args: argparse.Namespace, context: int) -> tuple[CpuEngine, CpuEngine]:
     """The dense engine and the sparse one, of opt-mini or a random shape. They share their weights."""
-    options: dict[str, Any] = {"context": context, "threads": usable_cores()}
+    options: dict[str, Any] = {"context": context, "threads": args.threads}
     if args.shape:
         weights = random_weights(SHAPES[args.shape], "float32", None, args.live_share)
         bundle: Any = random_predictors(weights.shape, 128, args.mlp_density, args.head_density, "int8")
@@ -253,11 +253,14 @@ def measure_forced(args: argparse.Namespace) -> None:
 
 
 def count_differences(args: argparse.Namespace) -> None:
-    """Tokens of drafted texts that are not those of draft_length=0, of the one-row engine, and of transformers."""
+    """Tokens of drafted texts that are not those of draft_length=0, of the one-row engine, and of transformers.
+
+    Drafts have the model's weights and 8 bits in turn. The one-row engine writes every fourth text.
+    """
+    began = time.monotonic()
     dense, sparse = engines(args, args.prompt + args.new)
     ways = Ways(dense, sparse)
     theirs = load_opt(args.model)
-    names = ["sparse", "sparse, 8 bits", "dense"]
     totals: dict[tuple[str, str], list[int]] = {}
 
     def count(decoding: str, name: str, differ: int, tokens: int) -> None:
@@ -268,15 +271,17 @@ def count_differences(args: argparse.Namespace) -> None:
         decoding = args.decodings[number % len(args.decodings)]
         sampling = Sampling(DECODINGS[decoding].temperature, seed=number)
         expected, _ = ways.write("draft_length=0", prompt, args.new, sampling)
-        for name in names:
+        for name in ["sparse" if number // 3 % 2 else "sparse, 8 bits"] + ["dense"] * (number % 4 == 0):
             text, _ = ways.write(name, prompt, args.new, sampling, length=None if number % 2 else 1 + number % 7)
             count(decoding, name, sum(a != b for a, b in zip(text, expected, strict=True)), len(expected))
         if decoding == "greedy":
             with torch.no_grad():
                 logits = theirs(torch.tensor([prompt + expected])).logits[0, len(prompt) - 1 : -1]
             count(decoding, "transformers", int((logits.argmax(-1) != torch.tensor(expected)).sum()), len(expected))
-        if number % 50 == 49:
+        if number % 20 == 19:
             print(number + 1, totals, flush=True)
+        if time.monotonic() - began > args.seconds:
+            break
     for (decoding, name), (differ, tokens) in totals.items():
         row = conditions(args, Path(args.model).name)
         write_row(args, row | {"what": "equal", "way": name, "decoding": decoding, "tokens": tokens, "differ": differ})
@@ -314,11 +319,13 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=1e9, help="of equal: no text is begun later")
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--turns", type=int, default=3, help="of forced")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lossless.csv"))
     args = parser.parse_args()
     args.mlp_density = args.mlp_density or (0.1 if args.shape else 0.2)
-    torch.set_num_threads(usable_cores())
+    torch.set_num_threads(args.threads)
     {"speed": measure_speed, "forced": measure_forced, "equal": count_differences}[args.what](args)
     return 0
 

@@ -15,7 +15,7 @@ class Draft:
 
     Attributes:
         length: tokens in each draft, 0 to 7. 0 = the dense model alone. None = chosen from what was accepted so far.
-        weights: of the draft. None = the target's. "int8" = rounded to 8 bits, beside fp32 weights on a CPU.
+        weights: of the draft. None = the model's. "int8" = rounded to 8 bits, beside fp32 weights on a CPU.
     Raises:
         UserError: a value outside its range.
     """

@@ -1,11 +1,11 @@
 """Lossless decoding: a sparse draft of a few tokens, and the dense model of the same weights that verifies them.
 
-A *cycle* drafts g tokens by sparse steps. One pass of the dense model, the target, then runs the last token and all
-drafted ones together. Behind each it says which token it chooses itself: the argmax of its logits, plus noise where
+A *cycle* drafts g tokens by sparse steps. One pass of the dense model then runs the last token and all drafted ones
+together. Behind each it says which token it chooses itself: the argmax of its logits, plus noise where
 it samples. The noise follows from seed, position and token alone. Drafted tokens stay while they are its choices, and
-its first choice that differs is written in their place. So the text is the target's own, whatever was drafted.
+its first choice that differs is written in their place. So the text is the dense model's own, whatever was drafted.
 
-An engine says how its `Pair` of draft and target runs. What is the same for all engines stands here.
+An engine says how its `Pair` of draft and verification runs. What is the same for all engines stands here.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Verified:
     """What one cycle gave.
 
     Attributes:
-        drafted, accepted: tokens. held: tokens of the sequence, all of them the target's. done: it has ended.
+        drafted, accepted: tokens. held: tokens of the sequence, all of them the dense model's. done: it has ended.
     """
 
     drafted: int
@@ -40,7 +40,7 @@ class Acceptance:
     """What was drafted and accepted, over one call or several.
 
     Attributes:
-        tokens: written. cycles: passes of the target. drafting: cycles with a draft. seconds: of all cycles.
+        tokens: written. cycles: passes of the dense model. drafting: cycles with a draft. seconds: of all cycles.
     """
 
     tokens: int = 0
@@ -135,7 +135,7 @@ class Pace:
 
 
 class Pair(ABC):
-    """A draft and its target over one sequence.
+    """A draft and its verification over one sequence.
 
     Attributes:
         pace: keeps what it has learned between calls.
@@ -145,14 +145,14 @@ class Pair(ABC):
 
     @abstractmethod
     def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
-        """Run the prompt densely, by the target's weights, and choose what follows it. See `Session.begin`."""
+        """Run the prompt densely, by the dense model's weights, and choose what follows it. See `Session.begin`."""
 
     @abstractmethod
     def cycle(self, drafted: int, mode: str) -> Verified:
         """Draft at most so many tokens and verify them.
 
         Raises:
-            UserError: numbers of the target that are not finite.
+            UserError: numbers of the dense model that are not finite.
         """
 
     def generate(
@@ -178,7 +178,7 @@ class Pair(ABC):
             shown = verified.held
             if verified.done:
                 return acceptance
-            # The last token is the target's own: a draft of it would be for nothing.
+            # The last token is the dense model's own: a draft of it would be for nothing.
             drafted = min(self.pace.next() if length is None else length, total - shown - 1)
             started = time.perf_counter()
             verified = self.cycle(drafted, sampler.mode)

@@ -81,7 +81,7 @@ class Session(ABC):
         """
 
     def pair(self, draft: Draft) -> Pair:
-        """A draft and its target over this engine's state, for lossless decoding. Kept for later calls.
+        """A draft and its verification over this engine's state, for lossless decoding. Kept for later calls.
 
         Raises:
             UserError: an engine without verification, or weights of the draft that this engine cannot have.

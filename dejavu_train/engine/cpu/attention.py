@@ -5,7 +5,7 @@ import numpy as np
 from dejavu_train.engine.cpu.arrays import DONE, KV, OUT, QKV, WEIGHTS
 from dejavu_train.engine.cpu.row_kernels import ROWS, dot_four
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, copy, exp_negative, move_product
+from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, copy, dot_rows, exp_negative, move_product
 
 
 @compiled()
@@ -39,13 +39,19 @@ def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads
                 continue
             position, own, results = state.position[b], state.sequence[b], work.results[thread, b]
             none_missing = kept < 0 or inside + count <= e  # rows of q alone
-            for p in range(position if none_missing else state.watermark[layer, own, head], position + 1):
-                operand, unit, skipped = work.operand[thread, b], work.operand_unit[thread, b], 0
-                if p < position:
-                    operand, unit = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
-                    skipped = max(0, e - inside)  # q of an earlier position
+            skipped = max(0, e - inside)  # q of an earlier position
+            for p in range(position if none_missing else state.watermark[layer, own, head], position):
+                operand, unit = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
                 dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, unit, results)
                 put_qkv(model, state, work, layer, b, head, inside + skipped, p, results[i + skipped : i + count])
+        dot_rows(
+            model.rows, model.scales, model.group, numbers, i, n, work.operand[thread], work.operand_unit[thread],
+            mask[head], work.results[thread],
+        )  # fmt: skip
+        for b in range(state.row_state.shape[0]):
+            if mask[head] >> b & 1:
+                mine = work.results[thread, b, i : i + count]
+                put_qkv(model, state, work, layer, b, head, inside, state.position[b], mine)
         i += count
     work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
 

@@ -59,7 +59,7 @@ def _entry_points(stamp: int) -> tuple[Any, Any]:
 
     @compiled_entry()
     def enter_cycle(
-        draft, selectors, state, draft_work, target, rules, slots, work, choices, control, command, thread, n_threads
+        draft, selectors, state, draft_work, dense, rules, slots, work, choices, control, command, thread, n_threads
     ):
         """The same for cycles of lossless decoding."""
         if stamp < 0:
@@ -69,7 +69,7 @@ def _entry_points(stamp: int) -> tuple[Any, Any]:
             if command[N_STEPS] < 0:
                 return
             cycle(
-                draft, selectors, state, draft_work, target, rules, slots, work, choices, control, command, thread,
+                draft, selectors, state, draft_work, dense, rules, slots, work, choices, control, command, thread,
                 n_threads,
             )  # fmt: skip
             barrier(control, n_threads)

@@ -1,4 +1,4 @@
-"""A draft and its target on a CPU: verification is a dense step of eight rows, which are positions of one sequence."""
+"""A draft and its verification on a CPU: a dense step of eight rows, which are positions of one sequence."""
 
 from collections.abc import Sequence
 
@@ -20,10 +20,10 @@ SLOTS = MOST_DRAFTED + 1
 
 
 class CpuPair(Pair):
-    """The draft has the predictors of an engine of one row, the target all units. They share the engine's caches.
+    """The draft has the predictors of an engine of one row, verification all units. They share the engine's caches.
 
     Args:
-        target: weights. draft: the same, or others of the same model.
+        dense: weights. draft: the same, or others of the same model.
         selectors: of the draft. state, scratch: of the engine. context: tokens.
         threads: their number is part of what a text follows from, because sums are shared among them.
     Attributes:
@@ -33,24 +33,24 @@ class CpuPair(Pair):
 
     def __init__(
         self,
-        target: CpuWeights,
+        dense: CpuWeights,
         draft: CpuWeights,
         selectors: arrays.Selectors,
         state: arrays.State,
         scratch: arrays.Scratch,
         threads: int,
     ) -> None:
-        self.target, self.draft, self.rules = target, draft, make_selectors(target, [])
-        shape, context = target.shape, state.tokens.shape[1]
+        self.dense, self.draft, self.rules = dense, draft, make_selectors(dense, [])
+        shape, context = dense.shape, state.tokens.shape[1]
         self.draft_state, self.scratch = state, scratch
-        if draft is not target:
+        if draft is not dense:
             kept = int((selectors.kept >= 0).sum())
             self.draft_state = arrays.new_state(shape, 1, context, kept, draft.operand, state)
             self.scratch = arrays.new_scratch(shape, 1, context, threads, selectors, draft.operand)
-        self.slots = arrays.new_state(shape, SLOTS, context, 0, target.operand, state)
-        self.slot_scratch = arrays.new_scratch(shape, SLOTS, context, threads, self.rules, target.operand)
-        self.pace = Pace(MOST_DRAFTED if draft is not target or (selectors.at >= 0).any() else 0)
-        groups = (draft.model, selectors, self.draft_state, self.scratch, target.model, self.rules)
+        self.slots = arrays.new_state(shape, SLOTS, context, 0, dense.operand, state)
+        self.slot_scratch = arrays.new_scratch(shape, SLOTS, context, threads, self.rules, dense.operand)
+        self.pace = Pace(MOST_DRAFTED if draft is not dense or (selectors.at >= 0).any() else 0)
+        groups = (draft.model, selectors, self.draft_state, self.scratch, dense.model, self.rules)
         choices = np.zeros(SLOTS, np.int64)
         self.team = Team(enter_cycle, (*groups, self.slots, self.slot_scratch, choices), threads)
 
@@ -64,7 +64,7 @@ class CpuPair(Pair):
             state.limit[:], state.least[:], state.sparse_from[:] = total, least, n
         draft.tokens[0, :n], draft.stops[: len(stops)] = prompt, list(stops)
         draft.position[0] = n - 1
-        self.slot_scratch.residual[0] = prefill(self.target, self.rules, self.slots, 0, n).numpy()
+        self.slot_scratch.residual[0] = prefill(self.dense, self.rules, self.slots, 0, n).numpy()
         return self._call(0, sampler.mode, behind_prompt=True)
 
     def cycle(self, drafted: int, mode: str) -> Verified:

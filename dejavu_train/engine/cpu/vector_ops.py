@@ -15,6 +15,23 @@ SUMS = {"reassoc", "contract", "nsz", "arcp"}
 
 
 @compiled()
+def dot_rows(rows, scales, group, numbers, first, n, operands, units, live, out):
+    """`dot_list` of the four rows from ``first`` on."""
+    bits = live
+    while bits:
+        if without_lowest(bits, 3):
+            dot_quad(rows, scales, group, numbers, first, n, operands, units, bits, out)
+            bits = without_lowest(bits, 4)
+        elif without_lowest(bits, 1):
+            dot_two(rows, scales, group, numbers, first, n, operands, units, bits, out)
+            bits = without_lowest(bits, 2)
+        else:
+            b = lowest_bit(bits)
+            dot_four(rows, scales, group, numbers, first, n, operands[b], units[b], out[b])
+            bits = 0
+
+
+@compiled()
 def dot_list(rows, scales, group, numbers, n, operands, units, live, out):
     """out[b, i] = row numbers[i] times operands[b], for the first n of the list and every batch row b in ``live``.
 
@@ -22,18 +39,7 @@ def dot_list(rows, scales, group, numbers, n, operands, units, live, out):
         numbers: (at least n) int32. operands (B + 1, D), units (at least B) fp32, out (B, at least n + 3) fp32.
     """
     for i in range(0, n, ROWS):
-        bits = live
-        while bits:
-            if without_lowest(bits, 3):
-                dot_quad(rows, scales, group, numbers, i, n, operands, units, bits, out)
-                bits = without_lowest(bits, 4)
-            elif without_lowest(bits, 1):
-                dot_two(rows, scales, group, numbers, i, n, operands, units, bits, out)
-                bits = without_lowest(bits, 2)
-            else:
-                b = lowest_bit(bits)
-                dot_four(rows, scales, group, numbers, i, n, operands[b], units[b], out[b])
-                bits = 0
+        dot_rows(rows, scales, group, numbers, i, n, operands, units, live, out)
 
 
 @compiled()

@@ -1,12 +1,12 @@
-"""One cycle of lossless decoding in compiled code: a draft of some tokens, and the target's verdict on all of them.
+"""One cycle of lossless decoding in compiled code: a draft of some tokens, and the dense model's verdict on them.
 
-    position p:    the last token that the target has chosen. Its K and V do not exist yet
+    position p:    the last token that the dense model has chosen. Its K and V do not exist yet
     draft:         tokens d1 .. dg at p + 1 .. p + g, by steps from p on
     verification:  eight rows, *slots*. Slot s runs the token at p + s densely, s = 0 .. g, the others are done
-    kept:          the target's choices t1 .. t(n + 1), where t1 .. tn are d1 .. dn, and t(n + 1) is not, or n = g
+    kept:          the dense model's choices t1 .. t(n + 1), where t1 .. tn are d1 .. dn, and t(n + 1) is not, or n = g
 
 A slot is a row of the decoding step, with the same sums in the same order. So it chooses what a dense step of one row
-chooses. Afterwards K and V of all heads are the target's up to p + n. Every watermark stands at p + n + 1, the new
+chooses. Afterwards K and V of all heads are the dense model's up to p + n. Every watermark stands at p + n + 1, the new
 position. What the draft left behind it is never read.
 """
 
@@ -29,7 +29,7 @@ def open_slots(state, slots, first):
 
 @compiled()
 def keep_verified(state, slots, choices, command):
-    """Write the target's choices up to the first that is not what was drafted, or that ends the sequence."""
+    """Write the dense model's choices up to the first that is not what was drafted, or that ends the sequence."""
     first, drafted = slots.position[0], state.position[0] - slots.position[0]
     accepted, over, at = 0, False, first
     state.fault[0] = 0  # what a draft computed is no part of the text
@@ -49,11 +49,11 @@ def keep_verified(state, slots, choices, command):
 
 
 @compiled()
-def verify(target, rules, state, slots, work, choices, control, command, thread, n_threads):
-    """The target's choice behind every drafted token, and what follows from it. Slots were opened."""
+def verify(dense, rules, state, slots, work, choices, control, command, thread, n_threads):
+    """The dense model's choice behind every drafted token, and what follows from it. Slots were opened."""
     mode = command[MODE]
-    residual_stream(target, rules, slots, work, control, command[TAIL_ONLY], thread, n_threads)
-    head(target, slots, work, control, mode, 0, thread, n_threads)
+    residual_stream(dense, rules, slots, work, control, command[TAIL_ONLY], thread, n_threads)
+    head(dense, slots, work, control, mode, 0, thread, n_threads)
     for s in range(thread, slots.row_state.shape[0], n_threads):
         if slots.row_state[s] != DONE:
             look_for_faults(slots, work, s, n_threads)
@@ -65,9 +65,7 @@ def verify(target, rules, state, slots, work, choices, control, command, thread,
 
 
 @compiled()
-def cycle(
-    draft, selectors, state, draft_work, target, rules, slots, work, choices, control, command, thread, n_threads
-):
+def cycle(draft, selectors, state, draft_work, dense, rules, slots, work, choices, control, command, thread, n_threads):
     """A draft of command[N_STEPS] tokens and its verification. Of command[TAIL_ONLY] the token behind a prompt.
 
     Tokens between the position command[FIRST] and the state's were drafted elsewhere.
@@ -79,4 +77,4 @@ def cycle(
     if thread == 0:
         open_slots(state, slots, command[FIRST])
     barrier(control, n_threads)
-    verify(target, rules, state, slots, work, choices, control, command, thread, n_threads)
+    verify(dense, rules, state, slots, work, choices, control, command, thread, n_threads)
