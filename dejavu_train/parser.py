@@ -57,7 +57,7 @@ class _HelpFormatter(DefaultHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         default = "" if action.default in (SUPPRESS, None, "", (), {}) else " (default: %(default)s)"
-        return (action.help or "") + default
+        return (action.help or "").replace("``", "") + default
 
 
 def _group(title: str, actions: list[argparse.Action]) -> Any:
