@@ -301,6 +301,7 @@ def test_memory_is_counted_before_it_is_taken(model):
         packed // 2 + 2 * ((3 * shape.d_model + 2 * shape.d_ffn) + shape.n_heads * shape.d_model)
     )
     assert "memory: weights" in made.describe()
+    assert "launch settings" not in made.describe()  # plain torch launches none
     own = weight_bytes(model, torch.float32)  # biases and LayerNorms beside them
     assert held["weights"] < own < held["weights"] + 4 * 20 * shape.n_layers * (shape.d_model + shape.d_ffn)
 

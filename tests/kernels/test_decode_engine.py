@@ -14,6 +14,7 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Kernels, Packer
 from dejavu_train.evaluation.timing import time_engine
+from dejavu_train.kernels.common.settings import settings_file
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,7 @@ def test_a_screen_of_the_lm_head_changes_no_token(model, device):
     made = [engine.generate(prompt, 3, **asked) for engine in (plain, screened)]
     assert made[0] == made[1] and len(made[0][0]) >= 2 and first[0] not in made[0][0][:1]
     torch.testing.assert_close(screened.logits([prompt[0][:2]]), plain.logits([prompt[0][:2]]), atol=1e-3, rtol=1e-3)
+    assert f"\nlaunch settings: {settings_file(screened.device)}\n" in screened.describe()
     assert "greedy tokens through a screen" in screened.describe() and "through a screen" not in plain.describe()
     assert (
         DecodeEngine(model, options=EngineOptions(device=device, context=16, batch=2, screen=True)).core.screen is None
