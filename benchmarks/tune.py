@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
@@ -40,7 +41,8 @@ from dejavu_train.kernels.common.settings import Lookup, Row, SettingsFile, Valu
 BETTER = 0.98  # of a time: what is less good is noise
 DENSITY = 0.15  # of the MLP's rows, where a list of them is read
 BROKEN = "broken"  # in place of a time: refused, or the process ended
-CHOICES: dict[str, dict[str, tuple[int, ...]]] = {  # stage -> field -> values, in the order in which they are varied
+# Stage, or stage and format -> field -> values, in the order in which they are varied. Other fields stay.
+CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "advance": {"warps": (4, 8, 16, 32)},
     "attend": {"positions": (32, 64, 128), "warps": (1, 2, 4)},
     "down_batch": {"rows": (32, 64, 128), "stages": (3, 4, 5, 6), "stripe": (32, 64, 128)},
@@ -55,6 +57,8 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {  # stage -> field -> values, 
     "listed_int4": {"programs": (1, 2), "warps": (4, 8), "ahead": (2, 3, 4), "registers": (128, 168, 200, 224)},
     "project": {"rows": (4, 8, 16, 32), "width": (256, 512, 1024), "warps": (2, 4, 8), "stages": (0, 3, 4)},
     "project_int4": {"warps": (4, 8), "span": (2, 4, 8), "tiles": (1, 2, 3, 4), "registers": (128, 168)},
+    "qkv": {"rows": (16, 32), "pairs": (8, 16, 32), "stages": (3, 4, 6), "warps": (1, 2, 4), "wide": (8, 16, 32)},
+    "qkv int4": {"stages": (2, 4, 8), "registers": (128, 168), "room": (0, 20480), "wide": (4, 8)},
     "rows": {"programs": (1, 2, 4, 8), "rows": (1, 2, 4), "warps": (4, 8), "width": (512, 1024, 2048)},
     "rows_int4": {"programs": (1, 2, 3, 4), "warps": (2, 4, 8), "ahead": (3, 5, 8), "fetched": (0, 144, 288)},
     "screen": {"programs": (1, 2, 3, 4), "rows": (2, 4, 8, 16), "warps": (2, 4, 8)},
@@ -63,6 +67,7 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {  # stage -> field -> values, 
     "up_batch": {"programs": (1, 2, 3), "block": (64, 128), "rows": (32, 64), "stages": (3, 4, 5, 6)},
     "wide": {"rows": (2, 4, 8, 16), "chunk": (512, 1024, 2048), "warps": (2, 4, 8)},
 }
+STAGES = sorted({name.split()[0] for name in CHOICES})
 ROOMS = [
     f"kernels/{room.name}" for room in sorted(settings.FOLDER.parent.iterdir()) if room != settings.FOLDER
 ]  # code alone
@@ -202,14 +207,15 @@ class Tuner:
     def _timed(self, calls: Sequence[Callable[[], Any]]) -> float | None:
         try:
             return self.time(calls)
-        except (ValueError, OutOfResources):  # a kernel refuses the values, or the GPU has no room for them
+        except (ValueError, OutOfResources, CompilationError):  # refused by a kernel, the GPU or the compiler
             return None
 
     def best(self, lookup: Lookup, calls: Sequence[Callable[[], Any]]) -> Values:
         """The values to keep, one field varied after another. Raises TimeoutError where the time is over."""
         best = self.base.values(lookup.stage, lookup.format, dict(lookup.shape))
         us = self.measured(lookup, best, calls)
-        for field, choices in CHOICES[lookup.stage].items():
+        varied = CHOICES.get(f"{lookup.stage} {lookup.format}") or CHOICES[lookup.stage]
+        for field, choices in varied.items():
             for choice in choices:
                 values = {**best, field: choice}
                 found = self.measured(lookup, values, calls)
@@ -299,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no further candidate begins after so long")
     parser.add_argument("--widths", type=int, nargs="+", default=compiled.WIDTHS, metavar="D")
-    parser.add_argument("--stages", nargs="+", choices=sorted(CHOICES), default=sorted(CHOICES))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--out", type=Path, help="of the GPU's name in kernels/settings by default")
     parser.add_argument("--log", type=Path, default=Path("build/tune.csv"))
     args = parser.parse_args(argv)
