@@ -16,31 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.rows import command_line
-from benchmarks.tables import FILES, MARKED, ROOT, fill
+from benchmarks.tables import FILES, MADE_BY, MARKED, ROOT, fill
 from benchmarks.tables_format import OLDER
 
 CHANGELOG = "CHANGELOG.md"
-DEMO = "`make demo`, then `python -m benchmarks.tables --demo checkpoints/demo/results.json`"
-DECODE, INT4 = "`python -m benchmarks.decode` on a GPU", "`bash benchmarks/int4_decode.sh OUT` on a GPU"
-STUDY = "nothing: the study's scripts left, see docs/notes/past-scripts.md"
-TEXTS = "`bash benchmarks/texts.sh {} OUT.csv` on a GPU"
-REMADE = {  # table that shows the age of its rows -> what makes them again
-    "demo": DEMO,
-    "speed": DECODE,
-    "decode-prompts": DECODE,
-    "decode-batches": DECODE,
-    "decode-int4": INT4,
-    "decode-int4-prompts": INT4,
-    "decode-int4-batches": INT4,
-    "generate": "`python -m benchmarks.generate` on a GPU",
-    "samples": "`python -m benchmarks.samples` on a GPU",
-    "cpu": "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
-    "guard": STUDY,
-    "matrix-mini": TEXTS.format("mini"),
-    "matrix-100m": TEXTS.format("100m"),
-    "rivals": STUDY,
-    "heads": STUDY,
-}
 MUST_BE_NEW = ("demo",)
 SECTION = re.compile(r"^## \[(.+?)\].*$", re.M)
 
@@ -123,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     older = list(older_tables())
     lines += ["Tables with rows of earlier sources, and what makes them again:", ""] * bool(older)
     for table, page, mark in older:
-        lines.append(f"- {page}, {table}: {mark}. {REMADE[table]}")
+        lines.append(f"- {page}, {table}: {mark}. Made by {MADE_BY[table]}.")
         if table in MUST_BE_NEW:
-            missing.append(f"{page}, table {table}: {mark}; {REMADE[table]}")
+            missing.append(f"{page}, table {table}: {mark}; run {MADE_BY[table]}")
     words = "\n".join(lines).strip() + "\n"
     if not options.tag:
         print(words)

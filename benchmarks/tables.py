@@ -275,6 +275,31 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "card": card_table,
 }
 
+_DECODE, _INT4 = "`python -m benchmarks.decode` on a GPU", "`bash benchmarks/int4_decode.sh OUT` on a GPU"
+_TEXTS = "`bash benchmarks/texts.sh {0} OUT.csv` on a GPU"
+_STUDY = "scripts of a study that has ended, see [past scripts](docs/notes/past-scripts.md)"
+MADE_BY = {  # table -> what makes its rows
+    "opening": "`make demo`",
+    "demo": "`make demo`, then `python -m benchmarks.tables --demo checkpoints/demo/results.json`",
+    "speed": _DECODE,
+    "cpu": "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
+    "decode-change": _DECODE,
+    "decode-prompts": _DECODE,
+    "decode-batches": _DECODE,
+    "decode-int4": _INT4,
+    "decode-int4-prompts": _INT4,
+    "decode-int4-batches": _INT4,
+    "generate": "`python -m benchmarks.generate` on a GPU",
+    "samples": "`python -m benchmarks.samples` on a GPU",
+    "goals": _TEXTS.format("mini"),
+    "goals-100m": _TEXTS.format("100m"),
+    "guard": _STUDY,
+    "matrix-mini": _TEXTS.format("mini"),
+    "matrix-100m": _TEXTS.format("100m"),
+    **dict.fromkeys(FRONTIER_TABLES, _STUDY),
+    "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
+}
+
 
 def fill(text: str, root: Path, page: str = "README.md") -> str:
     """``text`` with every table made anew. One whose rows are missing becomes empty, so that no withdrawn row is shown.
@@ -292,7 +317,8 @@ def fill(text: str, root: Path, page: str = "README.md") -> str:
 
     def table(match: re.Match[str]) -> str:
         try:
-            return f"{match[1]}\n{LINKED.sub(from_page, TABLES[match[2]](root))}\n{match[4]}"
+            made = f"{TABLES[match[2]](root)}\nMade by {MADE_BY[match[2]]}.\n"
+            return f"{match[1]}\n{LINKED.sub(from_page, made)}\n{match[4]}"
         except FileNotFoundError as error:
             print(f"table {match[2]}: no {error.filename}, left empty", file=sys.stderr)
             return f"{match[1]}{match[4]}"
