@@ -92,18 +92,30 @@ class Placed(TorchFunctionMode):
 
 
 class FilledLayer(compiled.Layer):
-    """A layer whose matrices hold random numbers, with all heads and a part of the MLP's rows selected."""
+    """A layer whose matrices hold random numbers."""
+
+    made: list["FilledLayer"] = []
 
     def __init__(self, d: int, matrix: Callable[..., Any]) -> None:
         super().__init__(d, matrix)
+        FilledLayer.made.append(self)
         for weight in (self.qkv.weight, self.w):
             for part in weight.parts():
                 _ = part.normal_(0, 0.02) if part.is_floating_point() else part.random_()
         self.x.normal_()
+
+    def select(self) -> None:
+        """All heads, and a part of the MLP's rows. Kernels that select write other lists."""
         self.heads.set_mask(torch.ones(1, self.h, dtype=torch.bool, device=self.x.device))
         chosen = torch.arange(int(self.n * DENSITY), device=self.x.device) * self.n // int(self.n * DENSITY)
+        self.bits.set_mask(torch.zeros(1, self.n, dtype=torch.bool, device=chosen.device).index_fill(1, chosen, True))
         self.listed.ids[: len(chosen)] = chosen
         self.listed.count.fill_(len(chosen))
+
+
+def select_all() -> None:
+    for layer in FilledLayer.made:
+        layer.select()
 
 
 @contextmanager
@@ -121,6 +133,7 @@ def problems(widths: Sequence[int], device: torch.device) -> Iterator[dict[Looku
     """For a width and a format at a time: the calls that look up the same settings, by what they look up."""
     for d, cases in itertools.product(widths, (compiled.cases_of, compiled.further_cases, compiled.int4_cases)):
         found: dict[Lookup, list[Callable[[], Any]]] = {}
+        FilledLayer.made.clear()
         plain, compiled.Layer = compiled.Layer, FilledLayer  # type: ignore[misc]
         try:
             with Placed(device):
@@ -197,6 +210,7 @@ class Tuner:
             if self.clock() >= self.until:
                 raise TimeoutError
             self.log.add(lookup, key, None)  # as the log stays if this candidate ends the process
+            select_all()
             with settings.tried(lookup.stage, values):
                 us = self._timed(calls)
             if us is not None:
