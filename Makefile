@@ -2,7 +2,7 @@
 # make bundle  the predictors that ship with the embedded model, to the same bytes: one thread, 3.9 GB in build
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
-# make test-long  what takes too long for that: every kernel compiled for Ampere and Ada, 15 minutes
+# make test-long  what takes too long for that: every kernel compiled for Ampere and Ada, and by the oldest triton
 # make tables  the tables of README.md and docs/ from committed rows
 # make release  says what a release says, fails where something is missing, then make test
 # make tag     make release, then the annotated tag of the version in pyproject.toml
@@ -15,6 +15,7 @@ INDEX ?=
 TASKS ?=
 DEMO = checkpoints/demo
 SHIPPED = checkpoints/opt-mini/bundle
+OLDEST_TRITON = build/triton-3.6.0
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
@@ -44,8 +45,8 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 test: .venv/dev lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --cov=dejavu_train --cov-report=term --cov-fail-under=85
 
-test-long: .venv/dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m long
+test-long: .venv/dev $(OLDEST_TRITON)
+	OMP_NUM_THREADS=1 OLDEST_TRITON=$(OLDEST_TRITON) .venv/bin/python -m pytest --numprocesses 2 -m long
 
 lint: .venv/dev
 	.venv/bin/ruff check $(CODE)
@@ -79,6 +80,10 @@ docs: .venv/docs
 	@echo "installing the development dependencies into .venv"
 	$(PIP) --editable ".[train,large,eval,dev]"
 	@touch $@ .venv/train
+
+$(OLDEST_TRITON): | .venv/bin/python
+	@echo "installing the oldest triton that pyproject.toml allows into $@, 650 MB"
+	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==$(subst build/triton-,,$@)
 
 .venv/docs: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing what makes the site into .venv"

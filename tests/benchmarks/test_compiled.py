@@ -24,11 +24,12 @@ def test_an_innermost_loop_is_what_a_backward_branch_encloses():
     assert [name for name, _ in inner] == [name for name, _ in LOOP[1:]] + ["BRA"]
 
 
-def compiled(folder, *arguments: str) -> list[str]:
-    """The lines about kernels that `benchmarks.compiled` prints."""
+def compiled(folder, *arguments: str, triton: str = "") -> list[str]:
+    """The lines about kernels that `benchmarks.compiled` prints. triton: a folder with another release of it."""
+    path = os.pathsep.join([*([triton] if triton else []), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=1800,
@@ -54,6 +55,18 @@ def test_every_kernel_compiles_for_ampere_and_ada(tmp_path, capability):
     assert len(lines) > 60
     for line in lines:
         assert " plain, " in line and "MORE SHARED" not in line, line
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif("OLDEST_TRITON" not in os.environ, reason="make test-long installs it")
+def test_every_kernel_compiles_with_the_oldest_triton(tmp_path):
+    """GPU machines have the triton that their torch pins. Members of a constant tuple are no constants to 3.6."""
+    folder = os.path.abspath(os.environ["OLDEST_TRITON"])
+    command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    version = subprocess.run(command, env={"PYTHONPATH": folder}, capture_output=True, text=True, check=True).stdout
+    assert folder.endswith(f"triton-{version.strip()}")
+    assert len(compiled(tmp_path, "--widths", "2048", triton=folder)) > 60
 
 
 def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
