@@ -12,6 +12,7 @@ from dejavu_train.bundle.allocation import cascade_bytes, mlp_bytes, read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, predictor_layout
 from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.families.dims import SMOOTH
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.metrics import SelectionSums
 
@@ -36,6 +37,8 @@ def unit_bytes(
     active = 1.0 if density == 1.0 else (spec.active_density or 1.0)
     if selected is not None:
         return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model, unit)
+    if shape.activation in SMOOTH:  # all that is selected is read
+        recall, active = 1.0, density
     return mlp_bytes(density, recall, active, shape.d_ffn, unit)
 
 
@@ -79,6 +82,8 @@ def measured_mlp_share(
             continue
         # The formulas take shares of all neurons; recall x active share is the share that is selected and active.
         selected, recall, active = counted.density, counted.recall, counted.active_density
+        if shape.activation in SMOOTH:
+            recall, active = 1.0, selected
         if spec.kind == "cascade":
             share = (candidates or {})[layer] / float(counted.units)
             rows = cascade_bytes(share, selected, recall, active, shape.d_ffn, shape.d_model, unit)

@@ -161,6 +161,8 @@ def _rerun(model: Any, run: DenseRun, key: UnitKey, keep: Tensor, mean: Tensor |
     """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
     first, target = key
     blocks = blocks_of(model)
+    if len(keep) > 1 and blocks[first].slopes is not None:  # what ALiBi adds belongs to the rows of the dense pass
+        return torch.cat([_rerun(model, run, key, each[None], mean) for each in keep])
     hidden = layer_input(run, first).expand(keep.shape[0], -1, -1)
     with masked(blocks[first], target, keep, mean):
         hidden = run_layer(model, run, first, hidden)

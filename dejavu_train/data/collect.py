@@ -35,7 +35,9 @@ from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
-from dejavu_train.families import ModelDims, Target, blocks_of
+from dejavu_train.families import ModelDims, Target, blocks_of, dims_of
+from dejavu_train.families.block import active_neurons
+from dejavu_train.families.dims import SMOOTH
 from dejavu_train.files import require_disk
 from dejavu_train.locks import locked
 from dejavu_train.models.config_values import read_dims
@@ -305,7 +307,8 @@ def record_batch(
     start: int,
 ) -> int:
     """One forward pass. Returns the number of rows (tokens, without padding) handed to ``writer.put``."""
-    blocks = blocks_of(model)
+    blocks, kind = blocks_of(model), dims_of(model.config).activation
+    norms = [torch.linalg.vector_norm(b.down.weight.float(), dim=0) for b in blocks] if kind in SMOOTH else []
     longest = max(len(window.ids) for window in batch)
     ids = torch.full((len(batch), longest), PAD_TOKEN)
     for row, window in enumerate(batch):
@@ -334,7 +337,7 @@ def record_batch(
         activation = tensors["activation"][kept]
         if not bool(torch.isfinite(activation.sum())):  # a NaN would pass for an active neuron
             _refuse_not_finite("the MLP's activation", layer, config.dtype)
-        active = activation != 0
+        active = active_neurons(kind, activation, norms[layer]) if kind in SMOOTH else activation != 0
         heads = head_contribution(tensors["head_out"][kept], blocks[layer].out.weight, grams[layer], means[layer])
         if not bool(torch.isfinite(heads).all()):
             _refuse_not_finite("the heads' contribution", layer, config.dtype)

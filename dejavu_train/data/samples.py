@@ -26,7 +26,17 @@ import numpy as np
 import torch
 
 from dejavu_train.data.packed import pack, unpack
-from dejavu_train.data.text import SELF, START_TOKEN, Document, SampleConfig, TextManifest, TextSource, load_documents
+from dejavu_train.data.text import (
+    SELF,
+    START_TOKEN,
+    Document,
+    SampleConfig,
+    TextManifest,
+    TextSource,
+    end_tokens,
+    load_documents,
+    start_token,
+)
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
@@ -141,13 +151,13 @@ def load_samples(
         folder = Path(source.cache) / f"self-{key}"
         with locked(folder / ".holders", f"another process is sampling into {folder}; waiting for it"):
             if _find(folder, weight_hash, settings, needed) is None:
-                prompts = _prompts(config, tokenizer)
+                prompts = _prompts(config, tokenizer) or [[start_token(tokenizer)]]
                 _sample(folder, model, weight_hash, config, settings, needed, prompts, open_writer)
             manifest = SampleManifest.load(folder)  # before another run may write more
             rows = _read(folder, manifest)
     if config.tokens is not None:  # more may be there than this run asks for
         rows = rows[: _rows_for(config.tokens, rows.shape[1])]
-    sets = split_rows(rows)
+    sets = split_rows(rows, end_tokens(tokenizer))
     logger.info("text: %d tokens that the model wrote (%s)", rows.size, folder)
     return sets, TextManifest(
         source=SELF,
@@ -161,18 +171,18 @@ def load_samples(
     )
 
 
-def split_rows(rows: np.ndarray) -> dict[str, list[Document]]:
+def split_rows(rows: np.ndarray, ends: Sequence[int] = (START_TOKEN,)) -> dict[str, list[Document]]:
     """Rows (R, length) of token ids as documents in their sets, dealt out row by row: most to train, some to calibrate
     and to choose.
 
-    A document ends where the model wrote ``</s>``. The documents of one row share its set, because each was written
-    with those before it in view.
+    A document ends where the model wrote one of the tokens ``ends``. The documents of one row share its set, because
+    each was written with those before it in view.
     """
     sets: dict[str, list[Document]] = {"train": [], "val": [], "calibration": []}
     for index, row in enumerate(rows):
         documents = sets[CYCLE[index % len(CYCLE)]]
-        for number, part in enumerate(np.split(row, np.flatnonzero(row == START_TOKEN))):
-            ids = part[part != START_TOKEN]
+        for number, part in enumerate(np.split(row, np.flatnonzero(np.isin(row, ends)))):
+            ids = part[~np.isin(part, ends)]
             if len(ids):
                 documents.append(Document(f"{index}.{number}", "", ids))
     empty = [name for name, documents in sets.items() if not documents]
@@ -214,7 +224,7 @@ def _prompts(config: SampleConfig, tokenizer: Any) -> Rows | None:
         tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"][: config.prompt_tokens]
         for document in documents
     )
-    prompts = [[START_TOKEN, *ids] for ids in cut if len(ids) == config.prompt_tokens]
+    prompts = [[start_token(tokenizer), *ids] for ids in cut if len(ids) == config.prompt_tokens]
     if not prompts:
         raise UserError(f"text.sample.prompts: no document of {config.prompts} has {config.prompt_tokens} tokens")
     return prompts
@@ -227,7 +237,7 @@ def _sample(
     config: SampleConfig,
     settings: dict[str, Any],
     tokens: int,
-    prompts: Rows | None,
+    prompts: Rows,
     open_writer: Callable[[int, int], tuple[Write, str]],
 ) -> None:
     """Sample batch by batch into parts, then join them."""
@@ -237,8 +247,6 @@ def _sample(
 
     def batch(part: int) -> Rows:
         size = min(config.batch_size, n_rows - starts[part])
-        if prompts is None:
-            return [[START_TOKEN]] * size
         return [prompts[(starts[part] + i) % len(prompts)] for i in range(size)]
 
     missing = [part for part in range(len(starts)) if not _is_whole(folder, part, len(batch(part)), length)]
@@ -249,7 +257,7 @@ def _sample(
     with Progress("sampling from the model", n_rows * length, "token", done) as progress:
         for part in missing:
             rows = np.array(write(batch(part), length, (config.seed * 1_000_003 + part) % MAX_SEED), np.int32)
-            assert rows.shape[1] == length and (rows[:, 0] == START_TOKEN).all()
+            assert rows.shape[1] == length and (rows[:, 0] == prompts[0][0]).all()
             with replacing(folder / f"part_{part:04d}.xz") as temporary:
                 temporary.write_bytes(pack(rows))
             progress.update(rows.size)
@@ -298,9 +306,9 @@ def transformers_writer(model: Any, config: SampleConfig) -> Write:
                 temperature=config.temperature,
                 top_p=config.top_p,
                 top_k=0,
-                eos_token_id=[],  # rows go on behind </s>: there the next document begins
+                eos_token_id=[],  # rows go on behind the last token of a text: there the next document begins
                 max_new_tokens=new,
-                pad_token_id=START_TOKEN,
+                pad_token_id=prompts[0][0],
             )
         return written.tolist()
 

@@ -321,7 +321,7 @@ class LayerWeights:
         """(N, n) fp32, what each neuron adds to the residual stream for mlp_in (N, d): its norm."""
         up = torch.addmm(self.up_bias, mlp_in, self.up_weight.T)
         if self.gate_weight is None or self.gate_bias is None:
-            return activate_(self.activation, up, self.threshold).mul_(self.down_norm)
+            return activate_(self.activation, up, self.threshold).abs_().mul_(self.down_norm)
         gate = activate_(self.activation, torch.addmm(self.gate_bias, mlp_in, self.gate_weight.T), self.threshold)
         gate.mul_(up.relu_() if self.activation == Activation.DRELU else up).abs_()
         return gate.mul_(self.down_norm)

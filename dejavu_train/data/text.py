@@ -425,6 +425,11 @@ def start_token(tokenizer: Any) -> int:
     return int(found)
 
 
+def end_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text which a model writes: the one behind it, and the one that starts the next."""
+    return tuple({start_token(tokenizer), *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])})
+
+
 def cut_windows(ids: Sequence[int], window: int, start: int = START_TOKEN) -> list[list[int]]:
     """The same of token ids, behind the token ``start``."""
     return [[start, *ids[begin : begin + window - 1]] for begin in range(0, len(ids), window - 1)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.data.config import CollectConfig
-from dejavu_train.data.text import Document, cut_windows, windows
+from dejavu_train.data.text import Document, cut_windows, start_token, windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ def plan_windows(
         if document.ids is None:
             ids = windows(tokenizer, document.text, config.window)
         else:
-            ids = cut_windows(document.ids.tolist(), config.window)
+            ids = cut_windows(document.ids.tolist(), config.window, start_token(tokenizer))
         if config.windows_per_document is not None and len(ids) > config.windows_per_document:
             ids = [ids[i] for i in sorted(generator.permutation(len(ids))[: config.windows_per_document])]
         for window_ids in ids:

@@ -25,7 +25,9 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import Document, windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
-from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of
+from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of, dims_of
+from dejavu_train.families.block import active_neurons
+from dejavu_train.families.dims import SMOOTH
 from dejavu_train.models.finite import check_logits
 from dejavu_train.models.hooks import head_contribution, output_gram, record
 from dejavu_train.models.weight_format import WeightFormat, loaded_format
@@ -372,7 +374,7 @@ class _Meter:
 
     def __init__(self, model: PreTrainedModel, means: Mapping[int, Tensor]) -> None:
         self.means = means
-        self.blocks = blocks_of(model)
+        self.blocks, self.kind = blocks_of(model), dims_of(model.config).activation
         self.norms = [torch.linalg.vector_norm(block.down.weight.float(), dim=0) for block in self.blocks]
         self.grams = [output_gram(b.out.weight, b.n_groups) for b in self.blocks]
 
@@ -388,8 +390,8 @@ class _Meter:
     ) -> None:
         """Add the measured positions (B, T) bool of a pass: ``keep`` (B, T, n), ``values`` as ``masking`` gives them.
 
-        A neuron is active when this layer, given its (sparse) input, has it other than 0 before zeroing. A head has no
-        such notion: the "active" ones are as many as were selected, those with the largest contributions.
+        A neuron is active as :func:`active_neurons` says of this layer, given its (sparse) input, before zeroing. A
+        head has no such notion: the "active" ones are as many as were selected, those with the largest contributions.
         """
         measured = measured.to(values.device)
         if not bool(measured.all()):
@@ -400,7 +402,11 @@ class _Meter:
             # Sums over positions first: the contribution of a neuron is its activation times a constant.
             norms = self.norms[layer].double()
             mass, held = (float(v.float().sum(0).double() @ norms) for v in (values, kept))
-            active, hit = int(values.count_nonzero()), int(kept.count_nonzero())
+            if self.kind in SMOOTH:
+                needed = active_neurons(self.kind, values, self.norms[layer])
+                active, hit = int(needed.sum()), int((needed & (kept != 0)).sum())
+            else:
+                active, hit = int(values.count_nonzero()), int(kept.count_nonzero())
             units = values.numel()
         else:
             contribution = self.heads(layer, values).flatten(0, -2)

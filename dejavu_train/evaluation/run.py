@@ -40,7 +40,7 @@ from dejavu_train.evaluation.timing import (
     time_engine,
 )
 from dejavu_train.evaluation.verdict import verdict
-from dejavu_train.families import TARGETS, Target
+from dejavu_train.families import TARGETS, Target, dims_of
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.finite import FiniteLogits
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
@@ -263,7 +263,7 @@ def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str, guard
 def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
     """(1, T) token ids of ``--generate``."""
     ids = torch.tensor([behind_start(tokenizer, str(config.generate), "--generate")])
-    room = dense.config.max_position_embeddings
+    room = dims_of(dense.config).max_positions
     if ids.shape[1] >= room:
         raise UserError(f"--generate: the prompt has {ids.shape[1]} tokens, the model {room} positions; shorten it")
     return ids
@@ -273,11 +273,11 @@ def _generate(
     config: InferConfig, dense: Any, bundle: Bundle, tokenizer: Any, ids: torch.Tensor
 ) -> tuple[str, dict[str, Any] | None, dict[str, float] | None]:
     """The text, what the guard measured where one is asked for, and what was accepted under lossless."""
-    new_tokens = min(config.new_tokens, dense.config.max_position_embeddings - ids.shape[1])
+    new_tokens = min(config.new_tokens, dims_of(dense.config).max_positions - ids.shape[1])
     if new_tokens < config.new_tokens:
         logger.warning(
             "--generate: %d new tokens, not %d: the prompt has %d tokens, the model %d positions",
-            new_tokens, config.new_tokens, ids.shape[1], dense.config.max_position_embeddings,
+            new_tokens, config.new_tokens, ids.shape[1], dims_of(dense.config).max_positions,
         )  # fmt: skip
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
         generated = build_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
@@ -353,7 +353,7 @@ def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, pro
 
 def _check_room(config: InferConfig, dense: Any, held: EvalCorpus) -> None:
     """Raise :class:`UserError` unless the prompt and the new tokens of timing fit text and model."""
-    longest, room = len(max(held.windows, key=len)), dense.config.max_position_embeddings
+    longest, room = len(max(held.windows, key=len)), dims_of(dense.config).max_positions
     if longest < config.prompt or config.prompt + config.new_tokens + WARM_UP > room:
         raise UserError(
             f"--prompt {config.prompt} and --new_tokens {config.new_tokens} do not fit: the longest window has"

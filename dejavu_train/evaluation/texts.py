@@ -17,13 +17,13 @@ from dejavu_train.data.paragraphs import hash_paragraphs, read_paragraph_hashes
 from dejavu_train.data.text import (
     INSTALLED,
     INSTALLED_DOCS,
-    START_TOKEN,
     Document,
     TextSource,
     drop_pretrained,
     load_documents,
     require_one_sequence,
     split_documents,
+    start_token,
 )
 from dejavu_train.evaluation.perplexity import DOCUMENTS, EvalCorpus, hold_out
 from dejavu_train.files import read_json, sha256_text
@@ -139,15 +139,16 @@ def load_spread(
 
 
 def behind_start(tokenizer: Any, text: str, flag: str) -> list[int]:
-    """Token ids of a text behind one ``</s>``, which is added where the text does not begin with it. Says so.
+    """Token ids of a text behind one start token, which is added where the text does not begin with it. Says so.
 
     Args:
         flag: that gave the text.
     """
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if ids[:1] != [START_TOKEN]:
-        return [START_TOKEN, *ids]
-    logger.info("%s begins with </s>: no other is put before it", flag)
+    start = start_token(tokenizer)
+    if ids[:1] != [start]:
+        return [start, *ids]
+    logger.info("%s begins with %s: no other is put before it", flag, tokenizer.convert_ids_to_tokens(start))
     return ids
 
 

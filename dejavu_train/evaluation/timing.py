@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.families import dims_of
 from dejavu_train.models.finite import check_logits
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
     Raises:
         UserError: logits that are not finite at the prompt or at the last step.
     """
-    assert prompt.shape[1] + new_tokens + WARM_UP <= model.config.max_position_embeddings, "the prompt is too long"
+    assert prompt.shape[1] + new_tokens + WARM_UP <= dims_of(model.config).max_positions, "the prompt is too long"
     options: dict[str, Any] = {"use_cache": True}
     out = model(prompt.to(model.device), logits_to_keep=1, **options)
     check_logits(out.logits, model, prompt)

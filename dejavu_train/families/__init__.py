@@ -2,12 +2,13 @@
 
 from dejavu_train.families.arcee import ArceeFamily
 from dejavu_train.families.base import BlockParts, Family, blocks_of, dims_of, family_of, register
+from dejavu_train.families.bloom import BloomFamily
 from dejavu_train.families.dims import TARGETS, LayerInput, ModelDims, Site, Target, UnitKey
 from dejavu_train.families.llama import LlamaFamily
 from dejavu_train.families.nemotron import NemotronFamily
 from dejavu_train.families.opt import OPTFamily
 
-_FAMILIES: tuple[Family, ...] = (OPTFamily(), LlamaFamily(), ArceeFamily(), NemotronFamily())
+_FAMILIES: tuple[Family, ...] = (OPTFamily(), LlamaFamily(), ArceeFamily(), NemotronFamily(), BloomFamily())
 for _family in _FAMILIES:
     register(_family)
 

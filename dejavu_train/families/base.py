@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.dims import SILENT, ModelDims
+from dejavu_train.families.dims import SILENT, SMOOTH, ModelDims
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
@@ -24,6 +24,7 @@ class BlockParts:
         n_heads, head_dim: of the queries. scaling: what queries are multiplied with.
         gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with, or None.
         activates_up: where there is a gate, the output of ``up`` is activated too.
+        slopes: (h,) fp32, of ALiBi: what a score gains a position that the key stands later. None without.
         rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned. None where they stay.
     """
 
@@ -45,6 +46,7 @@ class BlockParts:
     scaling: float
     gate: Any | None = None
     activates_up: bool = False
+    slopes: "Tensor | None" = None
     rotate: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
     @property
@@ -165,7 +167,7 @@ def dims_of(values: Any, name: str = "this model") -> ModelDims:
     if "model_type" not in given:
         raise UserError(f"the config.json of {name} names no model_type; give the config that belongs to the weights")
     dims = family_named(given["model_type"], name).dims(given, name)
-    if dims.activation not in SILENT:
+    if dims.activation not in (*SILENT, *SMOOTH):
         refuse_activation(name, dims.activation)
     return dims
 
@@ -173,7 +175,7 @@ def dims_of(values: Any, name: str = "this model") -> ModelDims:
 def refuse_activation(name: str, activation: str) -> NoReturn:
     """Raise :class:`UserError` for a model whose neurons are never silent."""
     raise UserError(
-        f"{name} uses the activation {activation}; contextual sparsity here needs one of {', '.join(SILENT)};"
+        f"{name} uses the activation {activation}; contextual sparsity here needs one of relu, relu2 and their kin;"
         f" dejavu survey --model {name} tells what the model would gain"
     )
 

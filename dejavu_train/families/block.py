@@ -1,5 +1,6 @@
 """One decoder layer spelled out: what every dense pass in torch runs."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.families.dims import Activation
+from dejavu_train.families.dims import CARRIED, SILENT, SMOOTH, Activation
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``attend(attn_in, q, k, v)``: (B, T, d), (B, h, T, e) and twice (B, g, T, e) -> (B, h, T, e), the heads' outputs.
@@ -35,9 +36,11 @@ def mix_heads(block: Any, attn_in: Tensor, attend: Attend, positions: Tensor | N
 
 
 def activate_(kind: Activation, x: Tensor, threshold: float = 0.0) -> Tensor:
-    """The activation ``kind`` of x, written over it. Those are known that leave neurons silent."""
+    """The activation ``kind`` of x, whose memory may be written over."""
     if kind == Activation.FATRELU:
         return torch.threshold_(x, threshold, 0.0)
+    if kind in SMOOTH:
+        return F.gelu(x, approximate="tanh" if kind == Activation.GELU_TANH else "none")
     return x.relu_().square_() if kind == Activation.RELU2 else x.relu_()
 
 
@@ -72,10 +75,49 @@ class WideSquare(torch.nn.Module):
         return (x.float() if x.dtype == torch.float16 else x).square()
 
 
-def causal(_attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over rows without padding, or with padding at their ends."""
-    k, v = repeat_groups(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+def causal(block: Any) -> Attend:
+    """Attention of a layer over rows without padding, or with padding at their ends."""
+
+    def attend(_attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = repeat_groups(q, k, v)
+        if block.slopes is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        at = torch.arange(q.shape[2], device=q.device)[None]
+        bias = alibi(block.slopes, at, at).masked_fill(at[0] > at[0][:, None], -torch.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), scale=1.0)
+
+    return attend
+
+
+def alibi_slopes(n_heads: int) -> Tensor:
+    """(h,) fp32: a geometric series down to 2^-8, where h is no power of two with every second of the next finer one.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    whole = 2 ** math.floor(math.log2(n_heads))
+    slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
+    return torch.tensor(slopes + [2 ** (-4 * i / whole) for i in range(1, 2 * (n_heads - whole), 2)])
+
+
+def alibi(slopes: Tensor, at: Tensor, seen: Tensor) -> Tensor:
+    """What ALiBi adds to scores, (B, h, T, S) fp32, of queries at positions (B, T) and keys at positions (B, S)."""
+    distance = seen[:, None, None] - at[:, None, :, None]
+    return slopes.to(distance.device)[:, None, None] * distance
+
+
+def active_neurons(kind: Activation, neurons: Tensor, norms: Tensor) -> Tensor:
+    """(..., n) bool, which neurons of a token are active.
+
+    Args:
+        neurons: (..., n), what they give. norms: (n,), of the columns of the map out of them.
+    """
+    if kind in SILENT:
+        return neurons != 0
+    contribution, order = (neurons.float().abs() * norms).sort(dim=-1, descending=True)
+    before = contribution.cumsum(-1) - contribution
+    needed = before < CARRIED * contribution.sum(-1, keepdim=True)
+    return torch.empty_like(needed).scatter_(-1, order, needed)
 
 
 def repeat_groups(q: Tensor, *kv: Tensor) -> list[Tensor]:

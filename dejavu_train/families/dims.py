@@ -72,11 +72,18 @@ class Activation(StrEnum):
     FATRELU = "fatrelu"  # x where it lies above a threshold, else 0
     DRELU = "drelu"  # relu of the gate and of the other map as well
     GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
     SILU = "silu"
 
 
 SILENT = (Activation.RELU, Activation.RELU2, Activation.FATRELU, Activation.DRELU)
-"""Activations that give zero for many neurons."""
+"""Activations that give zero for many neurons. Of these a neuron is active that is not zero."""
+
+SMOOTH = (Activation.GELU, Activation.GELU_TANH)
+"""Activations without zeros. Of these the neurons are active that carry ``CARRIED`` of a token's contribution."""
+
+CARRIED = 0.9
+"""The share of a token's contribution that its needed neurons carry, the largest first."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class ModelDims:
         gated: an MLP multiplies its activation with a second map's output.
         biases: the linear maps have biases.
         rotary_share: of a head's dimensions, that rotary positions turn. threshold: of FATReLU.
+        embedding_norm: a norm stands behind the embedding.
     """
 
     d_model: int
@@ -106,6 +114,7 @@ class ModelDims:
     biases: bool = True
     rotary_share: float = 1.0
     threshold: float = 0.0
+    embedding_norm: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.n_heads)
@@ -173,8 +182,10 @@ def engine_refusal(dims: ModelDims) -> str | None:
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")
 
 __all__ = [
+    "CARRIED",
     "SILENT",
     "SIZES",
+    "SMOOTH",
     "TARGETS",
     "Activation",
     "LayerInput",

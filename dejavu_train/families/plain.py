@@ -160,6 +160,8 @@ def plain_linear(name: str, module: Any) -> Any:
         NotPlain: neither.
     """
     module = getattr(module, "_orig_mod", module)  # of torch.compile
+    if hasattr(module, "fused"):  # one of q, k and v of one map
+        return module.of(plain_linear(name, module.fused))
     if is_adapter(module):
         return _merged(name, module)
     if type(module).forward is not nn.Linear.forward and not isinstance(module, RowLinear):

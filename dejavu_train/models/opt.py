@@ -19,7 +19,7 @@ from dejavu_train.families.base import dense_type
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.stored import HEAD, embedding_name, full_name, read_header, stored_files
+from dejavu_train.models.stored import HEAD, IN_LAYER, embedding_name, full_name, own_name, read_header, stored_files
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SPELLED = {  # as safetensors spells the dtypes of stored tensors
@@ -183,7 +183,7 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: str) ->
             f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}; give the"
             " config that belongs to them"
         )
-    surplus = sorted(key for key in info["unexpected_keys"] if ".layers." in key)
+    surplus = sorted(key for key in info["unexpected_keys"] if IN_LAYER.search(key))
     if surplus:
         raise UserError(
             f"the weights of {name} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
@@ -226,7 +226,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
 
 def _canonical(name: str, dtype: str) -> tuple[str, str]:
     """The name of a stored tensor in transformers' model, and its dtype as safetensors spells it."""
-    return full_name(name.removeprefix("model.")), dtype
+    return full_name(own_name(name)), dtype
 
 
 def _earlier_spellings() -> Iterator[Spelling]:
@@ -316,7 +316,7 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
     files = stored_files(name, revision=revision)
     rows = _rows(files, full, _canonical)
     if HEAD in rows:
-        embedding = full_name(embedding_name(each.removeprefix("model.") for each in rows))
+        embedding = full_name(embedding_name(map(own_name, rows)))
         head = _rows(files, full, lambda each, dtype: (embedding, dtype) if each == HEAD else None)[embedding]
         if rows.get(embedding, head) == head:
             rows[embedding] = head

@@ -23,6 +23,8 @@ ADAPTER = "adapter_config.json"
 HEAD = "lm_head.weight"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
+IN_LAYER = re.compile(r"(^|\.)(layers|h)\.\d+\.")  # in the names of a layer's tensors
+_AROUND = re.compile(r"^(model|transformer)\.")
 _SWITCHES = (
     "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
     "tie_word_embeddings",
@@ -187,6 +189,11 @@ def stored_files(name: str, subfolder: str = "", **hub: Any) -> list[Path]:
     return loaded_files(folder)
 
 
+def own_name(stored: str) -> str:
+    """A tensor's name without that of the model around its layers, such as ``model.``, before it."""
+    return _AROUND.sub("", stored)
+
+
 def full_name(own: str) -> str:
     """The name that transformers stores a tensor of ``own_names`` under."""
     return own if own.startswith("lm_head.") else f"model.{own}"
@@ -208,7 +215,7 @@ def own_names(names: Iterable[str], model: str, embedding: str) -> dict[str, str
     """
     made: dict[str, str] = {}
     for name in names:
-        own = name.removeprefix("model.")
+        own = own_name(name)
         if own in made:
             raise UserError(
                 f"the weights of {model} hold {own} twice, with and without model. before it; leave one out"
@@ -287,7 +294,7 @@ def _check_tensors(
                 f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}; give the config that"
                 " belongs to the weights"
             )
-    surplus = sorted(name for name in stored if ".layers." in name and name not in expected)
+    surplus = sorted(name for name in stored if IN_LAYER.search(name) and name not in expected)
     if surplus:
         raise UserError(
             f"the weights of {model} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"

@@ -88,7 +88,7 @@ class LayerQuantizer:
 
         moments, outputs = Moments(), []
         for batch in batches:
-            mixed = mix_heads(parts, parts.norm_attn(batch.hidden), causal)
+            mixed = mix_heads(parts, parts.norm_attn(batch.hidden), causal(parts))
             moments.add(mixed, batch.real)
             outputs.append(mixed)
         self._quantise([OUT], moments)

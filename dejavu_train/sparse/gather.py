@@ -24,7 +24,8 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
-from dejavu_train.families.block import forward_block, repeat_groups, split_heads
+from dejavu_train.families.block import alibi, forward_block, repeat_groups, split_heads
+from dejavu_train.families.fused import FusedPart
 from dejavu_train.families.plain import check_calls, plain_blocks
 from dejavu_train.models.finite import check_finite, finite_positions
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
@@ -170,6 +171,9 @@ class GatherDecoder:
             (valid,) = repeat_groups(q, layer.valid[:, :, None, : layer.length])
             allowed = allowed & valid
         keys, values = repeat_groups(q, layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length])
+        if block.slopes is not None:
+            gained = alibi(block.slopes, positions, layer.positions[:, : layer.length])
+            allowed = gained.masked_fill(~allowed, -torch.inf).to(q.dtype)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed, scale=1.0)
 
     def _whole(self, number: int) -> BlockParts:
@@ -273,6 +277,10 @@ class GatherDecoder:
             allowed = allowed & read(layer.valid)[:, :, : layer.length]
         # In fp32: a score of an OPT can be ten times what fp16 holds.
         scores = query.float() @ keys.float().transpose(-1, -2)
+        if block.slopes is not None:
+            seen = layer.positions[:, : layer.length]
+            gained = alibi(block.slopes, seen[:, -1:], seen).unflatten(1, (block.n_groups, -1)).squeeze(3)
+            scores = scores + read(gained)
         weights = torch.softmax(scores.masked_fill(~allowed[:, :, None], torch.finfo(torch.float32).min), dim=-1)
         mixed = (weights @ values.float()).flatten(2).to(query.dtype)
         if mean is not None:
@@ -372,6 +380,7 @@ def _bias(linear: Any, units: Tensor) -> Tensor | None:
 
 def _project(linear: Any, groups: Tensor, width: int, x: Tensor) -> Tensor:
     """x (..., d) through the rows of ``groups`` (u) of a q, k or v projection, ``width`` each: (..., u, width)."""
-    rows = _units(linear.weight.unflatten(0, (-1, width)), groups).flatten(0, 1)
+    parts = linear.rows if isinstance(linear, FusedPart) else linear.weight.unflatten(0, (-1, width))
+    rows = _units(parts, groups).flatten(0, 1)
     bias = None if linear.bias is None else _units(linear.bias.unflatten(0, (-1, width)), groups).flatten()
     return F.linear(x, rows, bias).unflatten(-1, (-1, width))

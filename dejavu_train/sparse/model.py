@@ -30,6 +30,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft
 from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.families import dims_of
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
@@ -356,7 +357,7 @@ class SparseCausalLM(_Dense):
         start = self.sparse_from if call is None else call.sparse_from
         if runtime.backend != "mask":
             given.attention_mask = visible_columns(attention_mask, given.tokens.shape[:2], given.past, self.device)
-        positions = given.positions(self.device, self.config.max_position_embeddings)
+        positions = given.positions(self.device, dims_of(self.config).max_positions)
         given.check_labels(start)
         sparse = sparse_positions(start, positions, given.past)
         if runtime.backend == "mask":
@@ -405,7 +406,7 @@ class SparseCausalLM(_Dense):
             return kwargs.get(name, getattr(settings, name, None))
 
         cache = kwargs.get("past_key_values")
-        limit = self.config.max_position_embeddings
+        limit = dims_of(self.config).max_positions
         check_prompt(inputs, kwargs, setting("pad_token_id"), self.get_input_embeddings().num_embeddings, limit)
         if setting("cache_implementation") == "paged":
             self.init_continuous_batching()

@@ -26,11 +26,12 @@ from transformers import (
 
 from dejavu_train.commands import main
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
-from dejavu_train.evaluation.survey import measure, speed
+from dejavu_train.evaluation.survey import speed
 from dejavu_train.evaluation.survey.decoder import find_parts, load_model, read_config
 from dejavu_train.evaluation.survey.layerwise import LayerRunner
 from dejavu_train.evaluation.survey.measure import Selection, Survey
 from dejavu_train.families import Target
+from dejavu_train.families.dims import CARRIED
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
 LLAMA = LlamaConfig(
@@ -142,7 +143,7 @@ def test_needs_are_counted_on_real_tokens(tmp_path, held, tiny_opt):
     score = (values.abs() * model.model.decoder.layers[0].fc2.weight.norm(dim=0)).sort(-1, descending=True).values
     share = score.cumsum(-1) / score.sum(-1, keepdim=True)
     assert first.mass[0.25] == pytest.approx(float(share[:, parts.d_ffn // 4 - 1].mean()), rel=1e-5)
-    enough = (share < measure.CARRIED).sum(-1) + 1
+    enough = (share < CARRIED).sum(-1) + 1
     assert first.needed == pytest.approx(float((enough / parts.d_ffn).mean()), rel=1e-5)
 
 
@@ -208,7 +209,7 @@ def test_fixed_times_are_those_of_committed_rows():
     layers = {"6.7b": 32, "30b": 48}
     found = {"dense": {}, "sparse": {}}
     for row in csv.DictReader((REPOSITORY / "benchmarks/results/decode.csv").open()):
-        heads = float(row["head_density"] or 0)
+        heads = float(row["head_union"] or 0)
         if row["model"] in layers and row["engine"] in found and row["batch"] == "1" and row["prompt"] == "128":
             if heads == 1 and "H200" in row["gpu"] and row["options"] in ("", "head_density=1.0"):
                 over = float(row["p50_ms"]) - float(row["floor45_ms"])

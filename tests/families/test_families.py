@@ -10,17 +10,20 @@ from conftest import save_tiny_tokenizer
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
+    BloomConfig,
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, blocks_of, dims_of
 from dejavu_train.families.base import families
-from dejavu_train.families.block import causal, forward_block, positions_like
+from dejavu_train.families.block import active_neurons, alibi_slopes, causal, forward_block, positions_like
+from dejavu_train.families.dims import Activation
 from dejavu_train.families.standard import StandardFamily
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt
@@ -40,7 +43,12 @@ CASES = {
     "arcee": ArceeConfig(**SIZES, num_key_value_heads=2, rope_parameters=YARN),
     # Heads times their width, 6 x 16, are not the model's width.
     "nemotron": NemotronConfig(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
-}
+    # Six heads: slopes of a number that is no power of two, as in BLOOM-176B, which has 112.
+    "bloom": BloomConfig(
+        vocab_size=320, hidden_size=48, n_layer=2, n_head=6, bos_token_id=2, eos_token_id=2, pad_token_id=1,
+        seq_length=256, initializer_range=0.15,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -88,7 +96,7 @@ def test_layers_are_those_of_transformers(dense):
     with torch.no_grad():
         hidden = family.embed(dense, ids, positions)
         for block in blocks_of(dense):
-            hidden, _ = forward_block(block, hidden, causal, positions)
+            hidden, _ = forward_block(block, hidden, causal(block), positions)
         logits = dense.get_output_embeddings()(family.final_norm(dense)(hidden))
         torch.testing.assert_close(logits, dense(ids).logits, rtol=1e-5, atol=1e-5)
 
@@ -176,6 +184,27 @@ def test_squares_of_fp16_do_not_overflow(name, tmp_path):
         found = half(ids).logits
     assert max(largest) > 256 and found.isfinite().all()
     assert (found.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_slopes_of_alibi_are_those_of_transformers():
+    for heads in (1, 6, 8, 112):
+        mask = torch.ones(1, 5)
+        expected = build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]
+        torch.testing.assert_close(alibi_slopes(heads), expected, rtol=1e-6, atol=0)
+
+
+def test_of_gelu_the_neurons_are_active_that_carry_most():
+    neurons = torch.tensor([[0.5, -3.0, 0.1, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    norms = torch.tensor([1.0, 1.0, 1.0, 2.0])  # contributions 0.5, 3, 0.1, 2 of 5.6, then 1, 1, 1, 2 of 5
+    assert active_neurons(Activation.GELU, neurons, norms).tolist() == [[True, True, False, True], [True] * 4]
+    assert active_neurons(Activation.RELU, neurons.relu(), norms).tolist() == [[True, False, True, True], [True] * 4]
+
+
+def test_bloom_is_named_by_either_name_of_its_sizes(folder):
+    released = {"model_type": "bloom", "n_embed": 64, "n_layer": 2, "num_attention_heads": 4, "vocab_size": 320}
+    assert dims_of(released).d_ffn == 256 and dims_of(released).max_positions == 2048
+    with pytest.raises(UserError, match="apply_residual_connection_post_layernorm"):
+        dims_of({**released, "apply_residual_connection_post_layernorm": True})
 
 
 @pytest.mark.parametrize(

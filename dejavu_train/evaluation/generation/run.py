@@ -33,7 +33,7 @@ from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.evaluation.texts import EvalText, load_spread
-from dejavu_train.families import TARGETS, Target
+from dejavu_train.families import TARGETS, Target, dims_of
 from dejavu_train.files import write_json
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
@@ -316,7 +316,7 @@ def write_generation(
     if Path(config.output).is_file() or folder.is_file():
         raise UserError(f"--output {config.output} or {folder} is a file; choose another folder")
     # Before anything slow: what the bundle lacks is told here.
-    backend = choose_backend(config, dense.config.max_position_embeddings, dense.device, bundle)
+    backend = choose_backend(config, dims_of(dense.config).max_positions, dense.device, bundle)
     text, prompts = load_prompts(config, tokenizer, bundle)
     about = {
         "schema": SCHEMA,

@@ -24,12 +24,11 @@ from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.evaluation.survey.decoder import DecoderParts, rows_in
 from dejavu_train.evaluation.survey.layerwise import LayerRunner
 from dejavu_train.families import Target
+from dejavu_train.families.dims import CARRIED
 from dejavu_train.files import replacing
 from dejavu_train.models.hooks import at_module, head_contribution, hooked, output_gram
 from dejavu_train.progress import Progress
 
-CARRIED = 0.9
-"""The share of a token's contribution that its needed neurons carry."""
 SAVED_EVERY = 60.0  # seconds between two states on the disk
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, pyplot, save
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.survey.decoder import DecoderParts
-from dejavu_train.evaluation.survey.measure import CARRIED, Selection, Surveyed
+from dejavu_train.evaluation.survey.measure import Selection, Surveyed
 from dejavu_train.evaluation.survey.speed import GPUS, Machine, step_bytes
 from dejavu_train.families import Target
+from dejavu_train.families.dims import CARRIED
 from dejavu_train.files import replacing, write_text
 
 LOSS = 0.03

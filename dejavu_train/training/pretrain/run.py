@@ -162,7 +162,7 @@ def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tenso
     positions = positions_like(ids)
     hidden = family.embed(model, ids, positions)
     for block in family.blocks(model):
-        hidden, neurons = forward_block(block, hidden, causal, positions)
+        hidden, neurons = forward_block(block, hidden, causal(block), positions)
         activations.append(neurons)
     norm = family.final_norm(model)
     return hidden if norm is None else norm(hidden), activations

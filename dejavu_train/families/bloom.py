@@ -1,0 +1,113 @@
+"""BLOOM: LayerNorm, ALiBi, GELU, one map for q, k and v, a norm behind the embedding."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dejavu_train.errors import UserError
+from dejavu_train.families.base import BlockParts
+from dejavu_train.families.dims import Activation, ModelDims, Positions
+from dejavu_train.families.standard import whole_number
+
+if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
+    from torch import Tensor
+
+POSITIONS = 2048  # of a config.json without seq_length; ALiBi itself has no end
+# Two names of a size: released files have the second.
+_NAMES = {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+
+
+class BloomFamily:
+    """See :class:`dejavu_train.families.base.Family`."""
+
+    model_types: tuple[str, ...] = ("bloom",)
+    least_transformers = "4.20"
+    embedding = "word_embeddings.weight"
+    structure: tuple[str, ...] = (
+        *_NAMES, *_NAMES.values(), "vocab_size", "seq_length", "layer_norm_epsilon",
+        "apply_residual_connection_post_layernorm", "slow_but_exact", "pretraining_tp",
+    )  # fmt: skip
+
+    def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
+        given = {**{key: values[other] for key, other in _NAMES.items() if other in values}, **values}
+        if given.get("apply_residual_connection_post_layernorm"):
+            raise UserError(
+                f"{name} adds to the output of its norms (apply_residual_connection_post_layernorm), which is not run"
+                " here; no released BLOOM does"
+            )
+        if given.get("slow_but_exact") and given.get("pretraining_tp", 1) > 1:
+            raise UserError(f"{name} sums slices of its matrices (slow_but_exact); set slow_but_exact to false")
+        d, heads = whole_number(given, "hidden_size", name), whole_number(given, "n_head", name)
+        if d % heads:
+            raise UserError(f"{name} has the hidden_size {d}, which its {heads} heads do not divide")
+        return ModelDims(
+            d_model=d,
+            d_ffn=4 * d,
+            n_layers=whole_number(given, "n_layer", name),
+            n_heads=heads,
+            vocab_size=whole_number(given, "vocab_size", name),
+            max_positions=whole_number({"seq_length": POSITIONS, **given}, "seq_length", name),
+            positions=Positions.ALIBI,
+            activation=Activation.GELU_TANH,
+            embedding_norm=True,
+        )
+
+    def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        dims = self.dims(values, "this model")
+        d, n = dims.d_model, dims.d_ffn
+        maps = {"self_attention.query_key_value": (3 * d, d), "self_attention.dense": (d, d)}
+        maps |= {"mlp.dense_h_to_4h": (n, d), "mlp.dense_4h_to_h": (d, n)}
+        made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
+        norms = ["word_embeddings_layernorm", "ln_f"]
+        for layer in (f"h.{i}." for i in range(dims.n_layers)):
+            norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
+            for name, (rows, columns) in maps.items():
+                made |= {f"{layer}{name}.weight": (rows, columns), f"{layer}{name}.bias": (rows,)}
+        made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
+        if not values.get("tie_word_embeddings", True):
+            made["lm_head.weight"] = (dims.vocab_size, d)
+        return made
+
+    def blocks(self, model: Any) -> list[BlockParts]:
+        from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock
+
+        from dejavu_train.families.block import alibi_slopes
+        from dejavu_train.families.fused import FusedPart
+
+        slopes = alibi_slopes(model.config.n_head)
+
+        def parts(name: str, layer: Any) -> BlockParts:
+            attention, mlp = layer.self_attention, layer.mlp
+            q, k, v = (FusedPart(attention.query_key_value, i, attention.num_heads) for i in range(3))
+            return BlockParts(
+                name=name,
+                whole=layer,
+                attention=attention,
+                norm_attn=layer.input_layernorm,
+                q=q,
+                k=k,
+                v=v,
+                out=attention.dense,
+                norm_mlp=layer.post_attention_layernorm,
+                up=mlp.dense_h_to_4h,
+                down=mlp.dense_4h_to_h,
+                activate=mlp.gelu_impl,
+                kinds=(BloomBlock, BloomAttention),
+                n_heads=attention.num_heads,
+                head_dim=attention.head_dim,
+                scaling=attention.inv_norm_factor,
+                slopes=slopes,
+            )
+
+        return [parts(f"transformer.h.{i}", layer) for i, layer in enumerate(model.transformer.h)]
+
+    def embed(self, model: Any, inputs: "Tensor", positions: "Tensor") -> "Tensor":
+        transformer = model.transformer
+        embedded = inputs if inputs.is_floating_point() else transformer.word_embeddings(inputs)
+        normed: Tensor = transformer.word_embeddings_layernorm(embedded)
+        return normed
+
+    def embeddings(self, model: Any) -> list[Any]:
+        return [model.transformer.word_embeddings, model.transformer.word_embeddings_layernorm]
+
+    def final_norm(self, model: Any) -> Any:
+        return model.transformer.ln_f
