@@ -23,8 +23,9 @@ CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer
 
 demo: train infer
 
+# One thread: sums over two round otherwise, and a training follows its rounding.
 train: .venv/train
-	OMP_NUM_THREADS=1 .venv/bin/python train.py --config configs/opt-mini.yaml  # sums over two threads round otherwise
+	OMP_NUM_THREADS=1 .venv/bin/python train.py --config configs/opt-mini.yaml
 
 infer: .venv/train
 	.venv/bin/python infer.py --config configs/infer/opt-mini.yaml
