@@ -155,7 +155,7 @@ class RunConfig:
     GROUPS = {"run": ("Of this invocation", ("revision", "bundle", "verify", "seed", "layers", "targets"))}
 
     model: str = "checkpoints/opt-mini"
-    """Folder or hub id of a pre-norm OPT."""
+    """Folder or hub id of a model of a family that there is."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     output: str = "checkpoints/demo"

@@ -104,9 +104,9 @@ def test_unknown_key_in_yaml(run, capsys, tmp_path):
     fails(capsys, [*run(), f"--config={path}"], "not readable YAML")
 
 
-def test_post_norm_model_is_named(run, capsys, tmp_path):
-    folder = save_tiny_opt(tmp_path / "post", do_layer_norm_before=False)
-    fails(capsys, run(f"--model={folder}"), "post-norm")
+def test_activation_without_silent_neurons_is_named(run, capsys, tmp_path):
+    folder = save_tiny_opt(tmp_path / "silu", activation_function="silu")
+    fails(capsys, run(f"--model={folder}"), "uses the activation silu", "dejavu survey")
 
 
 @pytest.mark.parametrize(

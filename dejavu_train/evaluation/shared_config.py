@@ -16,7 +16,7 @@ class ModelConfig:
     RESULTS = ""  # the folder of results within the one that the bundle's lies in
 
     model: str = ""
-    """Folder or hub id of a pre-norm OPT. Empty: the one that the bundle was made for."""
+    """Folder or hub id of a model of a family that there is. Empty: the one that the bundle was made for."""
     bundle: str = "checkpoints/demo/bundle"
     """Folder or hub id of predictors and thresholds, as train.py writes them."""
     output: str = ""

@@ -24,6 +24,7 @@ class BlockParts:
         n_heads, head_dim: of the queries. scaling: what queries are multiplied with.
         gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with, or None.
         activates_up: where there is a gate, the output of ``up`` is activated too.
+        post_norm: norms stand behind what a half adds to the residual stream, not before it.
         slopes: (h,) fp32, of ALiBi: what a score gains a position that the key stands later. None without.
         rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned. None where they stay.
     """
@@ -46,6 +47,7 @@ class BlockParts:
     scaling: float
     gate: Any | None = None
     activates_up: bool = False
+    post_norm: bool = False
     slopes: "Tensor | None" = None
     rotate: "Callable[[Tensor, Tensor], Tensor] | None" = None
 

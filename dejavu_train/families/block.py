@@ -24,9 +24,20 @@ def forward_block(block: Any, hidden: Tensor, attend: Attend, positions: Tensor 
         positions: (B, T) int64, of layers that turn queries and keys by them.
     Returns: (B, T, d), (B, T, n).
     """
-    hidden = hidden + block.out(mix_heads(block, block.norm_attn(hidden), attend, positions))
-    neurons = block.neurons(block.norm_mlp(hidden))
-    return hidden + out_of_neurons(block.down, neurons), neurons
+    mixed = block.out(mix_heads(block, before_half(block, block.norm_attn, hidden), attend, positions))
+    hidden = behind_half(block, block.norm_attn, hidden + mixed)
+    neurons = block.neurons(before_half(block, block.norm_mlp, hidden))
+    return behind_half(block, block.norm_mlp, hidden + out_of_neurons(block.down, neurons)), neurons
+
+
+def before_half(block: Any, norm: Any, hidden: Tensor) -> Tensor:
+    """(..., d), what a half of a layer reads of the residual stream."""
+    return hidden if getattr(block, "post_norm", False) else norm(hidden)
+
+
+def behind_half(block: Any, norm: Any, hidden: Tensor) -> Tensor:
+    """(..., d), the residual stream behind a half of a layer, for the sum of it and what the half adds."""
+    return norm(hidden) if getattr(block, "post_norm", False) else hidden
 
 
 def mix_heads(block: Any, attn_in: Tensor, attend: Attend, positions: Tensor | None = None) -> Tensor:

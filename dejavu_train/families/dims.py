@@ -88,7 +88,7 @@ CARRIED = 0.9
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The sizes of a decoder with pre-norm layers, and what its layers compute.
+    """The sizes of a decoder, and what its layers compute.
 
     Attributes:
         d_ffn: neurons of an MLP. vocab_size, max_positions: rows of the tables.
@@ -97,6 +97,8 @@ class ModelDims:
         biases: the linear maps have biases.
         rotary_share: of a head's dimensions, that rotary positions turn. threshold: of FATReLU.
         embedding_norm: a norm stands behind the embedding.
+        post_norm: norms stand behind what a half of a layer adds, not before it.
+        embedding_dim: width of the embedding and of what the LM head reads. 0 = d_model.
     """
 
     d_model: int
@@ -115,9 +117,12 @@ class ModelDims:
     rotary_share: float = 1.0
     threshold: float = 0.0
     embedding_norm: bool = False
+    post_norm: bool = False
+    embedding_dim: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.n_heads)
+        object.__setattr__(self, "embedding_dim", self.embedding_dim or self.d_model)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
         for name, kind in (("norm", Norm), ("positions", Positions), ("activation", Activation)):
             object.__setattr__(self, name, kind(getattr(self, name)))

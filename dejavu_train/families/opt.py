@@ -1,11 +1,15 @@
-"""OPT: LayerNorm, learned positions, ReLU. The names of its modules stand here."""
+"""OPT: LayerNorm, learned positions, ReLU. The names of its modules stand here.
+
+The 350m has norms behind what a half adds, and an embedding of another width. Galactica has GELU and no biases.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
 from dejavu_train.families.base import BlockParts, refuse_activation
-from dejavu_train.families.dims import ModelDims
+from dejavu_train.families.dims import Activation, ModelDims
+from dejavu_train.families.standard import whole_number
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
@@ -25,12 +29,13 @@ _DEFAULTS: dict[str, Any] = {
     "word_embed_proj_dim": None,
     "num_attention_heads": 12,
     "activation_function": "relu",
+    "enable_bias": True,
 }
+_ACTIVATIONS = {"relu": Activation.RELU, "gelu": Activation.GELU}
 
 _SIZES = (
     "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"
 )  # fmt: skip
-_LARGEST = 2**31 - 1
 
 MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")
 """The matrices of a layer by their names in its state dict, in the order in which they read one another."""
@@ -55,17 +60,12 @@ class OPTFamily:
 
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
         given = {**_DEFAULTS, **values}
-        if not given["do_layer_norm_before"] or given["word_embed_proj_dim"] not in (None, given["hidden_size"]):
-            raise UserError(
-                f"{name} is a post-norm OPT (do_layer_norm_before false, or word_embed_proj_dim other than"
-                " hidden_size, as facebook/opt-350m); use a pre-norm size such as facebook/opt-125m"
-            )
-        if given["activation_function"] != "relu":
+        if given["activation_function"] not in _ACTIVATIONS:
             refuse_activation(name, given["activation_function"])
-        for key in _SIZES:
-            size = given[key]
-            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
-                raise UserError(f"{key} of {name} must be a whole number of at least 1, got {size!r}")
+        if given["word_embed_proj_dim"] is None:
+            given["word_embed_proj_dim"] = given["hidden_size"]
+        for key in (*_SIZES, "word_embed_proj_dim"):
+            whole_number(given, key, name)
         if given["hidden_size"] % given["num_attention_heads"]:
             raise UserError(
                 f"{name} has the hidden_size {given['hidden_size']}, which its {given['num_attention_heads']}"
@@ -78,16 +78,24 @@ class OPTFamily:
             n_heads=given["num_attention_heads"],
             vocab_size=given["vocab_size"],
             max_positions=given["max_position_embeddings"],
+            activation=_ACTIVATIONS[given["activation_function"]],
+            biases=bool(given["enable_bias"]),
+            post_norm=not given["do_layer_norm_before"],
+            embedding_dim=given["word_embed_proj_dim"],
         )
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
         d, n = dims.d_model, dims.d_ffn
         made: dict[str, tuple[int, ...]] = {
-            EMBEDDING: (dims.vocab_size, d),
+            EMBEDDING: (dims.vocab_size, dims.embedding_dim),
             "decoder.embed_positions.weight": (dims.max_positions + POSITIONS_OFFSET, d),
         }
-        norms = [] if values.get("_remove_final_layer_norm") else ["decoder.final_layer_norm"]
+        if dims.embedding_dim != d:
+            made |= {"decoder.project_in.weight": (d, dims.embedding_dim)}
+            made |= {"decoder.project_out.weight": (dims.embedding_dim, d)}
+        removed = values.get("_remove_final_layer_norm") or dims.post_norm
+        norms = [] if removed else ["decoder.final_layer_norm"]
         for prefix in map(layer_prefix, range(dims.n_layers)):
             for name in MATRICES:
                 made[f"{prefix}{name}.weight"] = {UP: (n, d), DOWN: (d, n)}.get(name, (d, d))
@@ -97,7 +105,7 @@ class OPTFamily:
         if values.get("layer_norm_elementwise_affine", True):
             made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
         if not values.get("tie_word_embeddings", True):
-            made["lm_head.weight"] = (dims.vocab_size, d)
+            made["lm_head.weight"] = (dims.vocab_size, dims.embedding_dim)
         return made
 
     def blocks(self, model: Any) -> list[BlockParts]:
@@ -108,14 +116,22 @@ class OPTFamily:
 
         decoder = model.model.decoder
         hidden = inputs if inputs.is_floating_point() else decoder.embed_tokens(inputs)
+        if decoder.project_in is not None:
+            hidden = decoder.project_in(hidden)
         # The mask is read where positions are not given: here they are.
         return hidden + decoder.embed_positions(torch.ones_like(positions), 0, position_ids=positions).to(hidden.device)
 
     def embeddings(self, model: Any) -> list[Any]:
-        return [model.model.decoder.embed_tokens, model.model.decoder.embed_positions]
+        decoder = model.model.decoder
+        found = [decoder.embed_tokens, decoder.embed_positions, decoder.project_in]
+        return [module for module in found if module is not None]
 
     def final_norm(self, model: Any) -> Any:
-        return model.model.decoder.final_layer_norm
+        from torch.nn import Sequential
+
+        decoder = model.model.decoder
+        found = [module for module in (decoder.final_layer_norm, decoder.project_out) if module is not None]
+        return found[0] if len(found) == 1 else Sequential(*found) if found else None
 
 
 def block_parts(name: str, layer: Any) -> BlockParts:
@@ -141,4 +157,5 @@ def block_parts(name: str, layer: Any) -> BlockParts:
         n_heads=attention.num_heads,
         head_dim=attention.head_dim,
         scaling=attention.scaling,
+        post_norm=not layer.do_layer_norm_before,
     )

@@ -31,6 +31,12 @@ _PARTS = {  # by name which part of a layer, and whether what it reads or what i
     "mlp_out": ("down", "output"),
     "layer_out": ("whole", "output"),
 }
+_POST_NORM = {  # where these places are when norms stand behind what a half adds
+    "residual": ("whole", "input"),
+    "attn_in": ("whole", "input"),
+    "middle": ("norm_attn", "output"),
+    "mlp_in": ("norm_attn", "output"),
+}
 PLACES = tuple(place for place in _PARTS if place != "layer_out")
 Act = Callable[[Any], Tensor | None]
 """``act(values)``: is shown what stands at a place; what it returns, if that is no None, takes the place."""
@@ -44,7 +50,7 @@ def at_place(block: BlockParts, place: str, act: Act, wrap: Callable[[Hook], Hoo
     The shape is what the model gives the module: leading dimensions may be (B, T) or (B * T).
     ``wrap`` makes of the hook what is registered.
     """
-    part, side = _PARTS[place]
+    part, side = {**_PARTS, **(_POST_NORM if block.post_norm else {})}[place]
     return at_module(getattr(block, part), side, act, wrap)
 
 
@@ -124,8 +130,9 @@ def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: 
         hand_over(layer, {place: got[place] for place in recorded})
         got.clear()
 
-    acts: dict[str, Act] = {place: partial(keep, place) for place in _PARTS if place in recorded}
-    acts |= {"residual": begin, "layer_out": end}
+    acts: dict[str, Act] = {"residual": begin}  # before the others, one of which may stand at the same place
+    acts |= {place: partial(keep, place) for place in _PARTS if place in recorded and place not in acts}
+    acts["layer_out"] = end
     return [at_place(block, place, act) for place, act in acts.items()]
 
 

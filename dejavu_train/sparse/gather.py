@@ -24,7 +24,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
-from dejavu_train.families.block import alibi, forward_block, repeat_groups, split_heads
+from dejavu_train.families.block import alibi, before_half, behind_half, forward_block, repeat_groups, split_heads
 from dejavu_train.families.fused import FusedPart
 from dejavu_train.families.plain import check_calls, plain_blocks
 from dejavu_train.models.finite import check_finite, finite_positions
@@ -227,13 +227,14 @@ class GatherDecoder:
         for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
             device = block.up.weight.device
             hidden = hidden.to(device)
-            sites[Site(number, LayerInput.ATTN)] = attn_in = block.norm_attn(hidden)
+            sites[Site(number, LayerInput.ATTN)] = attn_in = before_half(block, block.norm_attn, hidden)
             layer.extend(attn_in[:, None], positions.to(device), block.n_groups, block.head_dim)
             chosen, keep = selection(number, Target.HEADS, block.n_groups, device)
             report_selection(number, Target.HEADS, keep)
             see = partial(measure_heads, number, chosen)
             hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device), see)
-            sites[Site(number, LayerInput.MLP)] = mlp_in = block.norm_mlp(hidden)
+            hidden = behind_half(block, block.norm_attn, hidden)
+            sites[Site(number, LayerInput.MLP)] = mlp_in = before_half(block, block.norm_mlp, hidden)
             chosen, keep = selection(number, Target.MLP, block.up.out_features, device)
             measure_neurons(number, chosen, mlp_in)
             if number in self.second_stages:
@@ -241,7 +242,7 @@ class GatherDecoder:
             else:
                 out = _mlp(block, mlp_in, keep)
             report_selection(number, Target.MLP, keep)
-            hidden = hidden + out
+            hidden = behind_half(block, block.norm_mlp, hidden + out)
         if guard is not None:
             guard.move(judged)
         return hidden

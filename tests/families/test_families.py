@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     NemotronConfig,
+    OPTConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -22,10 +23,18 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, blocks_of, dims_of
 from dejavu_train.families.base import families
-from dejavu_train.families.block import active_neurons, alibi_slopes, causal, forward_block, positions_like
+from dejavu_train.families.block import (
+    active_neurons,
+    alibi_slopes,
+    causal,
+    forward_block,
+    mix_heads,
+    positions_like,
+)
 from dejavu_train.families.dims import Activation
 from dejavu_train.families.standard import StandardFamily
 from dejavu_train.models.config_values import read_dims
+from dejavu_train.models.hooks import record
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.stored import check_folder
 from dejavu_train.sparse.model import SparseCausalLM
@@ -33,6 +42,10 @@ from dejavu_train.sparse.model import SparseCausalLM
 SIZES = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,
     "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+OPT_SIZES = {
+    "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,
+    "max_position_embeddings": 256, "init_std": 0.15, "dropout": 0.0,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 CASES = {
@@ -43,6 +56,11 @@ CASES = {
     "arcee": ArceeConfig(**SIZES, num_key_value_heads=2, rope_parameters=YARN),
     # Heads times their width, 6 x 16, are not the model's width.
     "nemotron": NemotronConfig(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
+    "350m": OPTConfig(**OPT_SIZES, do_layer_norm_before=False, word_embed_proj_dim=24),
+    "galactica": OPTConfig(
+        **OPT_SIZES, word_embed_proj_dim=48, activation_function="gelu", enable_bias=False,
+        layer_norm_elementwise_affine=False,
+    ),
     # Six heads: slopes of a number that is no power of two, as in BLOOM-176B, which has 112.
     "bloom": BloomConfig(
         vocab_size=320, hidden_size=48, n_layer=2, n_head=6, bos_token_id=2, eos_token_id=2, pad_token_id=1,
@@ -99,6 +117,19 @@ def test_layers_are_those_of_transformers(dense):
             hidden, _ = forward_block(block, hidden, causal(block), positions)
         logits = dense.get_output_embeddings()(family.final_norm(dense)(hidden))
         torch.testing.assert_close(logits, dense(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_recorded_places_belong_together(dense):
+    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), record(dense, {"residual", "attn_in", "head_out", "mlp_in", "activation"}) as recorded:
+        dense(ids)
+        for number, block in enumerate(blocks_of(dense)):
+            got = recorded[number]
+            torch.testing.assert_close(block.neurons(got["mlp_in"]), got["activation"])
+            mixed = mix_heads(block, got["attn_in"], causal(block), positions_like(ids))
+            assert got["head_out"].shape == (2, 9, block.n_groups, mixed.shape[-1] // block.n_groups)
+            torch.testing.assert_close(mixed, got["head_out"].flatten(-2), rtol=1e-4, atol=1e-5)
+            assert torch.equal(got["residual"], got["attn_in"]) == block.post_norm
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather"])
