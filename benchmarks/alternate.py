@@ -80,7 +80,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    found: dict[tuple[int, int], dict[str, Rows]] = {}
+    rows_of_cells: dict[tuple[int, int], dict[str, Rows]] = {}
     for turn in range(args.rounds):
         for group, (model, _) in enumerate(GROUPS):
             if model not in args.only or time.monotonic() - began > args.seconds:
@@ -88,9 +88,9 @@ def main() -> int:
             pair = [("before", args.before), ("after", Path())]
             for name, folder in pair if turn % 2 == 0 else reversed(pair):
                 for number, row in enumerate(run(folder, name, group, args.out)):
-                    found.setdefault((group, number), {}).setdefault(name, []).append(row)
+                    rows_of_cells.setdefault((group, number), {}).setdefault(name, []).append(row)
             print(f"round {turn}, group {group}: {time.monotonic() - began:.0f} s", flush=True)
-            mean = compare(found, args.out / "alternate.csv")
+            mean = compare(rows_of_cells, args.out / "alternate.csv")
     print(f"after / before, geometric mean: {mean:.4f}\n" + (args.out / "alternate.csv").read_text())
     return 0
 

@@ -74,7 +74,7 @@ def random_predictors(
     A LayerNorm's output has norm sqrt(d), so logits are normal with deviation 1 once B is scaled by the norm of A x.
     """
     generator = torch.Generator().manual_seed(1)
-    found = []
+    specs = []
     for layer in range(shape.n_layers):
         for target, density, r in ((Target.MLP, mlp_density, rank), (Target.HEADS, head_density, 32)):
             if density == 1:
@@ -90,10 +90,10 @@ def random_predictors(
                 up = (up / scales["up_scale"][:, None]).round().to(torch.int8)
             site = UnitKey(layer, target).site
             threshold = statistics.NormalDist().inv_cdf(1 - density)
-            found.append(
+            specs.append(
                 CpuPredictor(layer, target, site, stored, down, up, torch.zeros(n), threshold=threshold, **scales)
             )
-    return found
+    return specs
 
 
 def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -> Rival:

@@ -151,7 +151,7 @@ def stream(args: argparse.Namespace) -> Found:
     times = [time.perf_counter()]
     engine.generate([tokens], args.new_tokens, stop_tokens=(), callback=lambda *_: times.append(time.perf_counter()))
     engine.close()
-    found = [{"case": "callback", "value": (len(times) - 1) / (times[-1] - times[0]), "unit": "tokens/s"}]
+    rows = [{"case": "callback", "value": (len(times) - 1) / (times[-1] - times[0]), "unit": "tokens/s"}]
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "prompt.txt"
         text.write_text("the model reads a text that nobody scores. " * 80, encoding="utf-8")
@@ -162,7 +162,7 @@ def stream(args: argparse.Namespace) -> Found:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [line for line in done.stderr.splitlines() if "tokens a second" in line]
     rate = float(lines[-1].split(" tokens a second")[0].split()[-1])
-    return [*found, {"case": "infer.py --generate", "value": rate, "unit": "tokens/s"}]
+    return [*rows, {"case": "infer.py --generate", "value": rate, "unit": "tokens/s"}]
 
 
 def read_rows(path: Path, tokenizer: Any, tokens: int) -> list[list[int]]:
@@ -266,10 +266,10 @@ def main() -> int:
         "asked_head_density": args.head_density,
     }  # fmt: skip
     for part in args.parts:
-        for found in PARTS[part](args):
-            append_row(args.out, five_digits(conditions | {"what": part} | found), COLUMNS)
-            error = f" +- {found['error']:.2g}" if "error" in found else ""
-            print(f"{part}: {found['case']}: {found['value']:.4g}{error} {found['unit']}", flush=True)
+        for row in PARTS[part](args):
+            append_row(args.out, five_digits(conditions | {"what": part} | row), COLUMNS)
+            error = f" +- {row['error']:.2g}" if "error" in row else ""
+            print(f"{part}: {row['case']}: {row['value']:.4g}{error} {row['unit']}", flush=True)
     return 0
 
 

@@ -130,9 +130,9 @@ class Crowd:
                 if number == 0:
                     self._broken(ids, new)
                 elif number == 1 and draw.random() < 0.5:
-                    found = self.error(self.too_long)
-                    if found != self.refusal:
-                        self.wrong.append(f"a prompt that is too long: {found}, alone {self.refusal}")
+                    fault = self.error(self.too_long)
+                    if fault != self.refusal:
+                        self.wrong.append(f"a prompt that is too long: {fault}, alone {self.refusal}")
                     self.raised += 1
                     time.sleep(0.05)
                 else:

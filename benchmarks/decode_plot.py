@@ -28,10 +28,10 @@ BARS = {  # label of a bar -> what is asked, the kinds of steps of which the fas
 
 def line(steps: Steps, model: str, kind: str, column: str) -> tuple[list[int], list[float]]:
     """The prompts or batches of a model, and a column of their rows, in order."""
-    own = sorted(
+    points = sorted(
         (place, float(row[column])) for (size, place, of), row in steps.items() if (f"{size:g}b", of) == (model, kind)
     )
-    return [place for place, _ in own], [value for _, value in own]
+    return [place for place, _ in points], [value for _, value in points]
 
 
 def draw_four_bits(axis: Any) -> None:

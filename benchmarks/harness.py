@@ -36,7 +36,7 @@ def best_read() -> float:
     """
     weight = torch.empty(N, D, dtype=torch.float16, device="cuda").normal_(0, 0.02)
     x12, norm = torch.randn(1, D, device="cuda"), torch.ones(2, D, dtype=torch.float16, device="cuda")
-    found = []
+    times = []
     for width, settings in ((12288, (4, 1, 8)), (12288, (2, 1, 16)), (4096, (8, 2, 8)), (8192, (4, 1, 8))):
         view, x = weight.view(-1, width), x12[:, :width].contiguous()
         ln = LayerNormWeights(*norm[:, :width].contiguous())
@@ -44,8 +44,8 @@ def best_read() -> float:
         step = lambda v=view, x=x, ln=ln, out=out, s=settings: dense_rows(  # noqa: E731
             x, ln, Rows(v), None, "none", out, False, RowSettings(*s)
         )
-        found.append(measure(step))
-    return weight.nbytes / min(found) / 1e6
+        times.append(measure(step))
+    return weight.nbytes / min(times) / 1e6
 
 
 def step_times(run: Callable[[], None], n: int, warm: int = 4) -> list[float]:

@@ -127,10 +127,10 @@ class Run:
         """A digest of what infer.py reads and reckons: tokens, logits of every position, and text that goes on."""
         model, bundle = str(self.folder / "model"), str(self.folder / "run/bundle")
         check(InferConfig(model=model, bundle=bundle, text=str(self.folder / "text.txt"), timing=False, window=64))
-        found = Bundle.from_pretrained(bundle)
-        found.check_model(model)
+        read = Bundle.from_pretrained(bundle)
+        read.check_model(model)
         ids = torch.tensor([load_tokenizer(model)(SENTENCE)["input_ids"]])
-        sparse = SparseOPTForCausalLM.from_pretrained(model, found, backend="mask")
+        sparse = SparseOPTForCausalLM.from_pretrained(model, read, backend="mask")
         with torch.no_grad():
             logits = sparse(ids).logits
         written = sparse.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
@@ -204,7 +204,7 @@ def limited() -> Iterator[None]:
 
 def mutate(run: Run, count: int, seed: int, first: int = 0) -> dict[str, Any]:
     """Mutate ``count`` times, the mutations with the numbers ``first`` and up. Counts by kind, and what went wrong."""
-    found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     wrong: list[str] = []
     for number in range(first, first + count):
         draw = random.Random(f"{seed} {number}")
@@ -216,10 +216,10 @@ def mutate(run: Run, count: int, seed: int, first: int = 0) -> dict[str, Any]:
         path.write_bytes(data)
         result = run.outcome(kind)
         name = result.split()[0].rstrip(":")
-        found[kind][name] += 1
+        counts[kind][name] += 1
         if name not in ("refused", "reported", "same"):
             wrong.append(f"{number}: {kind}: {path.relative_to(run.folder)}: {what}: {' '.join(result.split())}")
-    return {"seed": seed, "first": first, "count": count, "found": found, "wrong": wrong}
+    return {"seed": seed, "first": first, "count": count, "found": counts, "wrong": wrong}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -66,7 +66,7 @@ def score(
     model: Any, bundle: Bundle | None, batches: Sequence[EvalBatch], dense: Sequence[Tensor], documents: int
 ) -> Scored:
     """Every batch through the model, its weights as they are and, with a bundle, only what that selects."""
-    found = Scored(np.zeros(documents), np.zeros(documents))
+    total = Scored(np.zeros(documents), np.zeros(documents))
     selector = None if bundle is None else Predicted(bundle, model.device)
     selected: dict[tuple[int, str], Tensor] = {}  # counts on the model's device, which is not waited for
     hit: dict[int, Tensor] = {}
@@ -88,12 +88,12 @@ def score(
         nats = -logs.gather(1, targets[:, None])[:, 0].double()
         kl = (reference.exp() * (reference - logs)).sum(-1).double()
         document = np.repeat(batch.document, batch.real.sum(1).cpu().numpy())
-        np.add.at(found.nats, document, nats.cpu().numpy())
-        np.add.at(found.kl, document, kl.cpu().numpy())
-        found.units += len(targets)
-    found.selected = {key: float(count) for key, count in selected.items()}
-    found.hit = {layer: float(count) for layer, count in hit.items()}
-    return found
+        np.add.at(total.nats, document, nats.cpu().numpy())
+        np.add.at(total.kl, document, kl.cpu().numpy())
+        total.units += len(targets)
+    total.selected = {key: float(count) for key, count in selected.items()}
+    total.hit = {layer: float(count) for layer, count in hit.items()}
+    return total
 
 
 def block_bytes(shape: ModelDims, bundle: Bundle | None, scored: Scored, four_bits: bool) -> tuple[float, float, float]:

@@ -63,10 +63,10 @@ def _head_table(kinds: Mapping[tuple[str, ...], Found]) -> list[str]:
         "| --- |" + " --- |" * 6,
     ]
     for text in dict.fromkeys(key[0] for key in kinds):
-        found = [kinds.get((text, name, *DENSE)) for name in HEADS]
-        if all(found):
-            kl = " | ".join(f"{_mean(rows, 'kl'):.4f}" for rows in found if rows)
-            lines.append(f"| {text} | {kl} | {' | '.join(_percent(rows) for rows in found if rows)} |")
+        dense_rows = [kinds.get((text, name, *DENSE)) for name in HEADS]
+        if all(dense_rows):
+            kl = " | ".join(f"{_mean(rows, 'kl'):.4f}" for rows in dense_rows if rows)
+            lines.append(f"| {text} | {kl} | {' | '.join(_percent(rows) for rows in dense_rows if rows)} |")
     return lines if len(lines) > 3 else []
 
 

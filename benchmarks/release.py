@@ -27,15 +27,15 @@ SECTION = re.compile(r"^## \[(.+?)\].*$", re.M)
 def older_tables() -> Iterator[tuple[str, str, str]]:
     """(table, page, how many rows) of every table that shows rows of other sources."""
     for page in FILES:
-        for found in MARKED.finditer(fill((ROOT / page).read_text("utf-8"), ROOT, page)):
-            yield from ((found[2], page, mark.strip(" ()")) for mark in OLDER.findall(found[3]))
+        for table in MARKED.finditer(fill((ROOT / page).read_text("utf-8"), ROOT, page)):
+            yield from ((table[2], page, mark.strip(" ()")) for mark in OLDER.findall(table[3]))
 
 
 def sections(changelog: str) -> dict[str, str]:
     """Name of a release -> what stands below its heading."""
-    found = list(SECTION.finditer(changelog))
-    ends = [*(match.start() for match in found[1:]), len(changelog)]
-    return {match[1]: changelog[match.end() : end].strip() for match, end in zip(found, ends, strict=True)}
+    headings = list(SECTION.finditer(changelog))
+    ends = [*(match.start() for match in headings[1:]), len(changelog)]
+    return {match[1]: changelog[match.end() : end].strip() for match, end in zip(headings, ends, strict=True)}
 
 
 def parts(section: str) -> dict[str, str]:
@@ -59,11 +59,11 @@ def folded(changelog: str, version: str) -> str:
     - b
     <BLANKLINE>
     """
-    found = sections(changelog)
-    if not found.get("Unreleased"):
+    written = sections(changelog)
+    if not written.get("Unreleased"):
         return changelog
-    merged = parts(found[version])
-    for kind, text in parts(found["Unreleased"]).items():
+    merged = parts(written[version])
+    for kind, text in parts(written["Unreleased"]).items():
         before = merged.get(kind, "")
         grouped = any(line.endswith(":") or line.startswith("|") for line in before.splitlines())
         merged[kind] = before + ("\n\nBesides:\n\n" if grouped else "\n" if before else "") + text

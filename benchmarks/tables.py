@@ -58,19 +58,19 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 def _demo(root: Path) -> dict[str, Any]:
     """Raises ValueError for a results.json of another schema."""
-    found = current(json.loads((root / DEMO).read_text()))
-    if found["schema"] != SCHEMA:
-        raise ValueError(f"{DEMO} has schema {found['schema']}, expected {SCHEMA}")
-    return found
+    results = current(json.loads((root / DEMO).read_text()))
+    if results["schema"] != SCHEMA:
+        raise ValueError(f"{DEMO} has schema {results['schema']}, expected {SCHEMA}")
+    return results
 
 
 def demo_table(root: Path) -> str:
     """Every text with its predicted rows, and the first text's yardsticks, from a results.json."""
-    found = _demo(root)
-    quality = [row for row in found["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
+    results = _demo(root)
+    quality = [row for row in results["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
     predicted = [row for row in quality if row["selection"] == "predicted"]
-    first = found["texts"][0]["name"]
-    names = [text["name"] for text in found["texts"]]
+    first = results["texts"][0]["name"]
+    names = [text["name"] for text in results["texts"]]
     asked = {(row["asked_mlp_density"], row["asked_head_density"]) for row in predicted}
     shared = sorted(
         (a for a in asked if all(_of(predicted, name, *a) for name in names)), key=lambda a: (-a[1], a[0])
@@ -78,7 +78,7 @@ def demo_table(root: Path) -> str:
     headings = ["text", "seen in training", "tokens of documents", "dense perplexity"]
     headings += [f"{_asked(*a)}: increase, bytes" for a in shared]
     rows = []
-    for text in found["texts"]:
+    for text in results["texts"]:
         dense = next(row for row in quality if row["text"] == text["name"] and row["selection"] == "dense")
         cells = [text["name"], "yes" if text["domain"] == "in domain" else "no"]
         cells += [f"{text['tokens']:,} of {text['documents']:,}", f"{dense['perplexity']:.4g}"]
@@ -98,8 +98,8 @@ def demo_table(root: Path) -> str:
             other = _of([row for row in quality if row["selection"] == selection], first, *a)
             cells.append(_unit(percent(other["increase"])) if other else "")
         rows.append(cells)
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"{table}\n{markdown(headings, rows)}{_rows_line(DEMO, versions + age([found]))}"
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    return f"{table}\n{markdown(headings, rows)}{_rows_line(DEMO, versions + age([results]))}"
 
 
 RUNS = {"dense": "transformers, dense", "dense-cpu": "our engine, dense", "cpu": "our engine, sparse"}
@@ -107,13 +107,13 @@ RUNS = {"dense": "transformers, dense", "dense-cpu": "our engine, dense", "cpu":
 
 def opening_table(root: Path) -> str:
     """One model, quality and speed side by side: transformers, and the engine of a CPU dense and as calibrated."""
-    found = _demo(root)
-    asked = found["config"]["timing_mlp_density"], found["config"]["timing_head_density"]
-    quality = [row for row in found["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
+    results = _demo(root)
+    asked = results["config"]["timing_mlp_density"], results["config"]["timing_head_density"]
+    quality = [row for row in results["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
     names = ["installed-docs", "installed-code"]
     headings = ["on a CPU", "neurons read", *(f"perplexity of {name}" for name in names)]
     table = []
-    for timed in found["timing"]:
+    for timed in results["timing"]:
         sparse = timed["backend"] == "cpu"
         rows = [row for row in quality if row["selection"] == ("predicted" if sparse else "dense")]
         shown = [_of(rows, name, *(asked if sparse else (1.0, 1.0))) for name in names]
@@ -154,12 +154,12 @@ KINDS = {  # column -> engine and options of its rows
 
 def _decode_rows(root: Path) -> dict[tuple[str, str], list[Row]]:
     """(model, column) -> its rows of one sequence behind a prompt of 128 tokens, oldest first."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    rows_of_kinds: dict[tuple[str, str], list[Row]] = {}
     for row in timed_rows(root):
         kind = next((name for name, key in KINDS.items() if key == (row["engine"], row["options"])), None)
         if kind and row["batch"] == "1" and row["prompt"] == "128":
-            found.setdefault((row["model"], kind), []).append(row)
-    return found
+            rows_of_kinds.setdefault((row["model"], kind), []).append(row)
+    return rows_of_kinds
 
 
 def _models(found: Sequence[tuple[str, str]]) -> list[str]:
@@ -168,27 +168,27 @@ def _models(found: Sequence[tuple[str, str]]) -> list[str]:
 
 def speed_table(root: Path) -> str:
     """Milliseconds per token, the newest row of each kind, and how many times faster than our dense engine."""
-    found = {key: rows[-1] for key, rows in _decode_rows(root).items()}
+    newest = {key: rows[-1] for key, rows in _decode_rows(root).items()}
     table = []
-    for model in _models(list(found)):
-        dense, cells = float(found[model, "dense"]["p50_ms"]), [model.upper()]
+    for model in _models(list(newest)):
+        dense, cells = float(newest[model, "dense"]["p50_ms"]), [model.upper()]
         for kind, (engine, _) in KINDS.items():
-            row = found.get((model, kind))
+            row = newest.get((model, kind))
             ms = float(row["p50_ms"]) if row else 0.0
             ratio = f" ({dense / ms:.2f}x)" if row and engine == "sparse" else ""
             cells.append(f"{ms:.3g}{ratio}" if row else "")
         table.append(cells)
     lines = []
-    for date, commit in sorted({(row["date"], row["commit"]) for row in found.values()}):
-        here = [key for key, row in found.items() if (row["date"], row["commit"]) == (date, commit)]
+    for date, commit in sorted({(row["date"], row["commit"]) for row in newest.values()}):
+        here = [key for key, row in newest.items() if (row["date"], row["commit"]) == (date, commit)]
         parts = []
         for model in _models(here):
             kinds = [kind for kind in KINDS if (model, kind) in here]
-            whole = len(kinds) == sum(name == model for name, _ in found)
+            whole = len(kinds) == sum(name == model for name, _ in newest)
             parts.append(model.upper() + ("" if whole else f" ({', '.join(kinds)})"))
         lines.append(f"commit {commit} of {date}: {', '.join(parts)}")
     return markdown(["ms per token", *KINDS], table) + _rows_line(
-        DECODE, f"{devices(list(found.values()))}; {'; '.join(lines)}"
+        DECODE, f"{devices(list(newest.values()))}; {'; '.join(lines)}"
     )
 
 
@@ -241,15 +241,17 @@ def samples_table(root: Path) -> str:
 
 def card_table(root: Path) -> str:
     """What the embedded model came to on held-out text, by the end of its pretraining."""
-    found = json.loads((root / CARD).read_text())
+    pretraining = json.loads((root / CARD).read_text())
     table = []
     for file, name in HELDOUT.items():
-        row = found["heldout"][file]
+        row = pretraining["heldout"][file]
         shares = [100 * share for share in row["density"]]
         active = f"{', '.join(f'{share:.1f}' for share in shares)} (mean {mean(shares):.1f})"
         table.append([name, f"{row['bits_per_byte']:.3f}", f"{row['perplexity']:.1f}", f"{row['tokens']:,}", active])
     headings = ["text", "bits per byte", "perplexity", "tokens", "share of active neurons, layers 0 to 5 (%)"]
-    conditions = f"{found['device']}, torch {found['torch'].partition('+')[0]}, seed {found['config']['seed']}"
+    conditions = (
+        f"{pretraining['device']}, torch {pretraining['torch'].partition('+')[0]}, seed {pretraining['config']['seed']}"
+    )
     return f"{markdown(headings, table)}\nRows: pretraining.json; {conditions}.\n"
 
 
@@ -332,9 +334,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--demo", type=Path, metavar="FILE", help="results.json that `make demo` wrote just now")
     options = parser.parse_args(argv)
     if options.demo:
-        found = json.loads(options.demo.read_text()) | {"sources": measured_sources("dejavu_train")}
-        (ROOT / DEMO).write_text(json.dumps(found, indent=1) + "\n")
-        plot_curves(current(found), ROOT / CURVE)
+        results = json.loads(options.demo.read_text()) | {"sources": measured_sources("dejavu_train")}
+        (ROOT / DEMO).write_text(json.dumps(results, indent=1) + "\n")
+        plot_curves(current(results), ROOT / CURVE)
     changed = []
     for name in FILES:
         path = ROOT / name

@@ -38,9 +38,9 @@ def cpu_table(root: Path) -> str:
 
 def _newest_run(rows: list[Row], model: str, stored: str) -> list[Row]:
     """The rows of the newest commit that has transformers beside our engine."""
-    own = [row for row in rows if row["model"] == model]
+    of_model = [row for row in rows if row["model"] == model]
     engines: dict[tuple[str, str], set[str]] = {}
-    for row in own:
+    for row in of_model:
         engines.setdefault((row["date"], row["commit"]), set()).add(row["engine"])
     beside = [key for key, names in engines.items() if {"transformers-eager", f"dense-{stored}"} <= names]
-    return [row for row in own if (row["date"], row["commit"]) == beside[-1]]
+    return [row for row in of_model if (row["date"], row["commit"]) == beside[-1]]

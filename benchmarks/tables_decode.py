@@ -55,28 +55,28 @@ def batch_steps(root: Path) -> dict[tuple[float, int, str], Row]:
 
 def prompts_table(root: Path) -> str:
     """Dense, sparse and look-ahead steps of one row, by model and prompt."""
-    found = prompt_steps(root)
+    steps = prompt_steps(root)
     table = []
-    for size, prompt in sorted({key[:2] for key in found}):
-        dense, sparse, ahead = (found.get((size, prompt, kind)) for kind in ("dense", "sparse", "ahead"))
+    for size, prompt in sorted({key[:2] for key in steps}):
+        dense, sparse, ahead = (steps.get((size, prompt, kind)) for kind in ("dense", "sparse", "ahead"))
         table.append([f"{size:g}B, {prompt}", *_times(dense, dense)[:2], *_times(sparse, dense), *_times(ahead, dense)])
     headings = ["shapes, prompt", "dense, ms", "of its floor"]
     for kind in ("sparse", "ahead"):
         headings += [f"{kind}, ms", "of its floor", "against dense"]
-    return f"{markdown(headings, table)}\nRows: decode.csv; {provenance(list(found.values()))}.\n"
+    return f"{markdown(headings, table)}\nRows: decode.csv; {provenance(list(steps.values()))}.\n"
 
 
 def batches_table(root: Path) -> str:
     """Several rows: what they select together, and the share of its floor that the dense engine reaches."""
-    found = batch_steps(root)
+    steps = batch_steps(root)
     table = []
-    for size, batch in sorted({key[:2] for key in found}):
-        dense, sparse = found.get((size, batch, "dense")), found.get((size, batch, "sparse"))
+    for size, batch in sorted({key[:2] for key in steps}):
+        dense, sparse = steps.get((size, batch, "dense")), steps.get((size, batch, "sparse"))
         names = ("mlp_union", "mlp_selected", "active_share")
         cells = [f"{100 * float(sparse[name]):.1f} %" if sparse else "" for name in names]
         table.append([f"{size:g}B, {batch}", *cells, *_times(dense, dense)[:2], *_times(sparse, dense)])
     headings = ["shapes, rows", "union", "one row", "active", "dense, ms", "of its floor", "sparse, ms", "of its floor"]
-    return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv; {provenance(list(found.values()))}.\n"
+    return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv; {provenance(list(steps.values()))}.\n"
 
 
 def _int4_kinds(what: str) -> dict[str, str]:
@@ -85,14 +85,14 @@ def _int4_kinds(what: str) -> dict[str, str]:
         dense = "weights=int4"
         return {"own site": dense, "screen": f"{dense} screen=True", "LM head": f"{dense} lm_head=int4", "fp16": ""}
     heads = SELECTED[what]
-    own = f"{heads} predictors=int4 weights=int4"
+    own_site = f"{heads} predictors=int4 weights=int4"
     kinds = {
-        "own site": own,
-        "look-ahead": f"{own} site=1",
-        "ahead": f"{own} site=1 heads_site=1",
-        "screen": f"{own} screen=True site=1",
-        "screen, ahead": f"{own} screen=True site=1 heads_site=1",
-        "LM head": f"{own} lm_head=int4 site=1",
+        "own site": own_site,
+        "look-ahead": f"{own_site} site=1",
+        "ahead": f"{own_site} site=1 heads_site=1",
+        "screen": f"{own_site} screen=True site=1",
+        "screen, ahead": f"{own_site} screen=True site=1 heads_site=1",
+        "LM head": f"{own_site} lm_head=int4 site=1",
         "fp16": heads,
     }
     return {name: options.strip() for name, options in kinds.items()}
@@ -105,25 +105,25 @@ def _newest(root: Path, batch: str, prompt: str, commit: str = "") -> dict[tuple
     """
     rows = (row for row in timed_rows(root) if (row["batch"], row["prompt"]) == (batch, prompt))
     rows = (row for row in rows if commit in ("", row["commit"]))
-    found = {}
+    newest = {}
     for row in rows:
         options = row["options"]
         if "site=1" in options and "weights=int4" in options:
             options = options.replace("predictors=int8", "predictors=int4")
-        found[row["model"], row["engine"], options] = row
-    return found
+        newest[row["model"], row["engine"], options] = row
+    return newest
 
 
 def int4_steps(root: Path) -> dict[tuple[str, str, str], Row]:
     """(model, what is asked, kind of step) -> its newest row of one sequence behind 128 tokens."""
     newest = _newest(root, "1", "128")
-    found = {}
+    steps = {}
     for model, goals in INT4_GOALS.items():
         for what in goals:
             for kind, options in _int4_kinds(what).items():
                 if row := newest.get((model, "dense" if what == "dense" else "sparse", options)):
-                    found[model, what, kind] = row
-    return found
+                    steps[model, what, kind] = row
+    return steps
 
 
 def int4_table(root: Path) -> str:

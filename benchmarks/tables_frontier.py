@@ -18,12 +18,12 @@ def _rows(root: Path) -> list[Row]:
 
 def _cells(rows: Sequence[Row]) -> list[str]:
     """One increase for each text: of several seeds the mean and the range."""
-    found = []
+    cells = []
     for text in TEXTS:
         of = [row for row in rows if row["text"] == text]
         errors = [float(row["error"]) if row["error"] else None for row in of]
-        found.append(several([float(row["increase"]) for row in of], errors))
-    return found
+        cells.append(several([float(row["increase"]) for row in of], errors))
+    return cells
 
 
 def _seeds(rows: Sequence[Row]) -> str:
@@ -42,9 +42,9 @@ def rivals_table(root: Path) -> str:
             best.setdefault(row["method"].split(",")[0], row["method"])
         table = []
         for method in best.values():
-            own = [row for row in at if row["method"] == method]
-            name = f"predictors of train.py ({_seeds(own)})" if method == "predictors" else method
-            table.append([name, share_range([float(row["mlp_bytes"]) for row in own]), *_cells(own)])
+            of_method = [row for row in at if row["method"] == method]
+            name = f"predictors of train.py ({_seeds(of_method)})" if method == "predictors" else method
+            table.append([name, share_range([float(row["mlp_bytes"]) for row in of_method]), *_cells(of_method)])
         table.sort(key=lambda line: (line[0] != "oracle", not line[0].startswith("predictors"), line[0]))
         parts.append(f"**{100 * float(asked):g} % asked**\n\n" + markdown(["", "bytes, %", *TEXTS], table))
     return "\n".join(parts) + f"\nRows: {RIVALS}; {provenance(rows, 'device')}.\n"
@@ -57,10 +57,10 @@ def bytes_goals_table(root: Path) -> str:
     for text in TEXTS:
         cells = [text]
         for asked, limit in (ONE_PERCENT, THIRD_OF_A_PERCENT):
-            found = [float(row["increase"]) for row in rows if (row["text"], row["asked_bytes"]) == (text, asked)]
-            missed = sum(value > limit for value in found)
-            verdict = f"**missed** by {missed} of {len(found)} seeds" if missed else "met"
-            cells.append(f"{several(found, [None])}: {verdict}")
+            increases = [float(row["increase"]) for row in rows if (row["text"], row["asked_bytes"]) == (text, asked)]
+            missed = sum(value > limit for value in increases)
+            verdict = f"**missed** by {missed} of {len(increases)} seeds" if missed else "met"
+            cells.append(f"{several(increases, [None])}: {verdict}")
         table.append(cells)
     headings = [
         f"{100 * float(asked):g} % of the bytes: at most {percent(limit)} %"

@@ -17,17 +17,17 @@ Runs = dict[tuple[str, str, str, str, str], list[Row]]
 def _runs(root: Path, model: str) -> Runs:
     """(recipe, training, selection, which budget, share of heads) -> rows of all texts and seeds."""
     rows = [row for row in read_csv(root / f"docs/results/texts/{model}.csv") if row["selection"] != "dense"]
-    found: Runs = {}
+    runs: Runs = {}
     for row in rows:
         # Recipes other than the default are asked for bytes; the lower of their two densities stands beside 10 %.
         asked = row["asked_mlp_density"]
         if row["recipe"] != "default":
             same = [r for r in rows if all(r[k] == row[k] for k in ("recipe", "training", "seed"))]
             asked = "0.1" if float(asked) == min(float(r["asked_mlp_density"]) for r in same) else "0.2"
-        found.setdefault(
+        runs.setdefault(
             (row["recipe"], row["training"], row["selection"], asked, row["asked_head_density"]), []
         ).append(row)
-    return found
+    return runs
 
 
 def _line(name: str, rows: Sequence[Row]) -> list[str]:

@@ -48,9 +48,9 @@ def log_likelihoods(config: TasksConfig) -> list[Any]:
 def selection(config: TasksConfig) -> dict[str, Any]:
     """How the sparse model of a run selects."""
     used = Bundle.from_pretrained(config.bundle).at(config.mlp_density, config.head_density)
-    found = {"backend": config.backend, "sparse_from": config.sparse_from}
+    about = {"backend": config.backend, "sparse_from": config.sparse_from}
     mlp, heads = used.mean_density(Target.MLP), used.mean_density(Target.HEADS)
-    return found | {"asked_mlp_density": mlp, "asked_head_density": heads}
+    return about | {"asked_mlp_density": mlp, "asked_head_density": heads}
 
 
 def against_mask(config: TasksConfig) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
     Texts are tokenized before the clock starts.
     """
     instances = log_likelihoods(config)
-    found: dict[str, np.ndarray] = {}
+    likelihoods: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
     encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     for backend in (DENSE, "mask", config.backend):  # the engine last: it lays weights out anew
@@ -68,9 +68,9 @@ def against_mask(config: TasksConfig) -> dict[str, Any]:
         tokens = np.array([len(lm._encode_pair(*instance.args)[1]) for instance in instances])
         lm.loglikelihood(instances[:8], disable_tqdm=True)  # compiles and captures
         began = time.perf_counter()
-        found[backend] = np.array([nats for nats, _ in lm.loglikelihood(instances)])
+        likelihoods[backend] = np.array([nats for nats, _ in lm.loglikelihood(instances)])
         seconds[backend] = time.perf_counter() - began
-    apart = np.abs(found[config.backend] - found["mask"]) / tokens
+    apart = np.abs(likelihoods[config.backend] - likelihoods["mask"]) / tokens
     return {
         "requests": len(instances),
         "tokens": int(tokens.sum()),

@@ -85,9 +85,9 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
     _write_documents(folder / "train_wikitext.jsonl", [document.text for document in load_documents(words)[0]])
     manifest = SampleManifest.load(Path(model))
     written = decode_rows((Path(model) / "samples.xz").read_bytes(), manifest.settings["length"])
-    own = [part for row in written for part in tokenizer.decode(row[1:]).split("</s>") if part.strip()]
-    room = sum(map(len, own)) // 2  # half the characters of either
-    _write_documents(folder / "train_half.jsonl", [*_some(own, room), *_some([d.text for d in documents], room)])
+    pieces = [part for row in written for part in tokenizer.decode(row[1:]).split("</s>") if part.strip()]
+    room = sum(map(len, pieces)) // 2  # half the characters of either
+    _write_documents(folder / "train_half.jsonl", [*_some(pieces, room), *_some([d.text for d in documents], room)])
 
 
 def _some(texts: Sequence[str], characters: int) -> Iterator[str]:

@@ -168,11 +168,11 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tup
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
     """Median seconds of a call, after one that is not counted."""
-    found: list[float] = []
+    seconds: list[float] = []
     for _ in range(TRIALS + 1):
         began = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return sorted(found[1:])[TRIALS // 2]
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[1:])[TRIALS // 2]

@@ -62,8 +62,8 @@ def system_error(error: BaseException) -> int | None:
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = re.search(r"errno ?= ?(\d+)|\[Errno (\d+)\]|\(os error (\d+)\)", str(error))
-    return next(int(number) for number in found.groups() if number) if found else None
+    match = re.search(r"errno ?= ?(\d+)|\[Errno (\d+)\]|\(os error (\d+)\)", str(error))
+    return next(int(number) for number in match.groups() if number) if match else None
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -118,8 +118,8 @@ def json_digest(value: Any) -> str:
 
 def sha256_file(path: str | Path) -> str:
     """SHA-256 of the file's bytes, in hexadecimal. A file that did not change is read once in a process."""
-    found = os.stat(path)
-    return _sha256(str(path), found.st_mtime_ns, found.st_size, found.st_ino)
+    status = os.stat(path)
+    return _sha256(str(path), status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -86,7 +86,7 @@ def _alive(path: Path, holder: Holder, now: float) -> bool:
 
 def holders(folder: str | Path, own: Path | None = None) -> list[Holder]:
     """The processes that hold ``folder`` now, but for that with the file ``own``. Files of those gone are removed."""
-    found = []
+    holders = []
     # What the clock of the file system says: that of another machine may differ.
     now = time.time() if own is None else own.stat().st_mtime
     for path in sorted(Path(folder).glob("*.json")) if Path(folder).is_dir() else []:
@@ -95,14 +95,14 @@ def holders(folder: str | Path, own: Path | None = None) -> list[Holder]:
         try:
             holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
             if _alive(path, holder, now):
-                found.append(holder)
+                holders.append(holder)
                 continue
         except FileNotFoundError:
             continue  # it let go meanwhile
         except (ValueError, TypeError):
             pass  # not written by us: files appear whole
         path.unlink(missing_ok=True)
-    return found
+    return holders
 
 
 @contextlib.contextmanager

@@ -65,10 +65,10 @@ def free_memory() -> int | None:
     None where the kernel does not say.
     """
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", (ROOT / "proc/meminfo").read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB$", (ROOT / "proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    free = [] if found is None else [1024 * int(found[1])]
+        match = None
+    free = [] if match is None else [1024 * int(match[1])]
     for group in _control_groups("memory"):
         for most, taken, cached in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -112,7 +112,7 @@ def _numbers(path: Path) -> list[int]:
 def _entry(path: Path, name: str) -> int:
     """The number behind a name in a file of names and numbers. 0 where it is not there."""
     try:
-        found = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+        match = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
     except OSError:
         return 0
-    return 0 if found is None else int(found[1])
+    return 0 if match is None else int(match[1])

@@ -95,9 +95,9 @@ class _ConfigParser(Parser):
                 action.help = SUPPRESS
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        found = WRONG_VALUE.match(message)
-        if found and found[1] in self.types:
-            raise UserError(f"--{found[1]} must be {_described(self.types[found[1]])}, got {found[2]}") from None
+        match = WRONG_VALUE.match(message)
+        if match and match[1] in self.types:
+            raise UserError(f"--{match[1]} must be {_described(self.types[match[1]])}, got {match[2]}") from None
         super().error(message, ex)
 
     def format_help(self) -> str:
@@ -310,15 +310,15 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 def _fields(kind: type[Any], prefix: str = "") -> tuple[set[str], dict[str, Any]]:
     """The dotted names of a dataclass's sections, and of its other fields with their types."""
     sections: set[str] = set()
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, hint in _hints(kind):
         if (section := _section(hint)) is not None:
             inner = _fields(section, f"{prefix}{name}.")
             sections |= {prefix + name, *inner[0]}
-            found |= inner[1]
+            values |= inner[1]
         else:
-            found[prefix + name] = hint
-    return sections, found
+            values[prefix + name] = hint
+    return sections, values
 
 
 def _hints(kind: type[Any]) -> Iterable[tuple[str, Any]]:

@@ -293,16 +293,16 @@ def finetune_all(
     shutil.rmtree(folder, ignore_errors=True)
     for layer, target in jobs:
         source = job_folder(output, UnitKey(layer, target))
-        own = folder / source.relative_to(output / "predictors")
+        kept_folder = folder / source.relative_to(output / "predictors")
         shutil.copytree(
-            source, own, ignore=lambda _, names: {name for name in names if not name.startswith("predictor.")}
+            source, kept_folder, ignore=lambda _, names: {name for name in names if not name.startswith("predictor.")}
         )
         if target == Target.MLP and layer in tuned:
             tensors = {name: tensor.contiguous() for name, tensor in tuned[layer].state_dict().items()}
-            save_file(tensors, own / "predictor.safetensors")
-            metadata = read_sealed(own / "predictor.json", "a finished predictor")
-            metadata |= {"sha256": sha256_file(own / "predictor.safetensors"), "tuned": metrics[-1]}
-            write_sealed(own / "predictor.json", metadata)
+            save_file(tensors, kept_folder / "predictor.safetensors")
+            metadata = read_sealed(kept_folder / "predictor.json", "a finished predictor")
+            metadata |= {"sha256": sha256_file(kept_folder / "predictor.safetensors"), "tuned": metrics[-1]}
+            write_sealed(kept_folder / "predictor.json", metadata)
     write_sealed(folder / "stage.json", stage.to_json() | {"layers": sorted(tuned)})
     shutil.rmtree(output / "tuned", ignore_errors=True)
     folder.rename(output / "tuned")
@@ -346,8 +346,8 @@ def bundle_summary(bundle: Bundle) -> str:
             most = most_recall(spec.density, spec.active_density or 0.0)
             second = spec.curve is not None and "selected" in spec.curve
             selected = read_curve(spec.curve, spec.density)["selected"] if second else spec.density
-            found = [spec.density if second else "", selected, spec.recall, most, spec.retained_mass]
-            rows.append([spec.layer, str(target), active, *found])
+            cells = [spec.density if second else "", selected, spec.recall, most, spec.retained_mass]
+            rows.append([spec.layer, str(target), active, *cells])
         recall, mass = (sum(getattr(spec, name) for spec in specs) / len(specs) for name in ("recall", "retained_mass"))
         line = f"{target}: recall {recall:.3f}, retained mass {mass:.3f} at density {bundle.mean_density(target):.3f}"
         staged = any(spec.curve is not None and "selected" in spec.curve for spec in specs)

@@ -104,11 +104,11 @@ def expected_tokens(config: RunConfig) -> dict[str, int | None]:
     elif isinstance(source, str) and Path(source).is_file():
         if not is_compressed(source) and config.text.documents is None:
             available = Path(source).stat().st_size // BYTES_PER_TOKEN
-    found: dict[str, int | None] = {}
+    tokens: dict[str, int | None] = {}
     for name, share in shares.items():
         known = [config.collect.budget(name), None if available is None else round(share * available)]
-        found[name] = min((each for each in known if each is not None), default=None)
-    return found
+        tokens[name] = min((each for each in known if each is not None), default=None)
+    return tokens
 
 
 def _budgets(config: RunConfig) -> list[tuple[str, int | None]]:

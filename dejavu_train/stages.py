@@ -146,12 +146,12 @@ def _section(values: Mapping[str, Any], section: str) -> dict[str, Any]:
 def _file_digest(class_path: str) -> str | None:
     """The beginning of the SHA-256 of the file of a class. None where it has none. What it imports is not read."""
     try:
-        found = importlib.util.find_spec(class_path.rpartition(".")[0])
+        spec = importlib.util.find_spec(class_path.rpartition(".")[0])
     except (ImportError, ValueError):
         return None  # the checks name what cannot be imported
-    if found is None or not found.origin or not os.path.isfile(found.origin):
+    if spec is None or not spec.origin or not os.path.isfile(spec.origin):
         return None
-    return sha256_file(found.origin)[:12]
+    return sha256_file(spec.origin)[:12]
 
 
 def _stage(name: str, keys: dict[str, Any], *before: Stage) -> Stage:

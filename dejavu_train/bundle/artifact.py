@@ -139,8 +139,8 @@ class Bundle:
 
     def mean_density(self, target: Target) -> float:
         """Mean of the calibrated densities over the layers. 1.0 for a target without predictors."""
-        found = [spec.density for spec in self.specs.values() if spec.target == target]
-        return sum(found) / len(found) if found else 1.0
+        densities = [spec.density for spec in self.specs.values() if spec.target == target]
+        return sum(densities) / len(densities) if densities else 1.0
 
     def selects_top_k(self, target: Target) -> bool:
         """Whether ``target`` selects the k largest logits, and not those above a threshold, where it is dense, whether
@@ -214,7 +214,7 @@ class Bundle:
             UserError: another shape, the same shape with other weights, or the same weights with another tokenizer.
         """
         if re.fullmatch(r"(full:)?[0-9a-f]{64}", model):
-            found = model
+            given = model
         else:
             values = read_values(model, revision)
             shape = dims_of(values, model)
@@ -227,16 +227,16 @@ class Bundle:
                 )
             refuse_foreign(values, model)
             if has_hash(model, self.weight_hash, revision):
-                found = self.weight_hash
+                given = self.weight_hash
             else:
-                found = weight_hash(model, self.weight_hash.startswith("full:"), revision)
-        if found != self.weight_hash:
+                given = weight_hash(model, self.weight_hash.startswith("full:"), revision)
+        if given != self.weight_hash:
             raise UserError(
                 f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"
-                f" {model if found != model else 'this model'} has {found[:12]} (another model or revision);"
+                f" {model if given != model else 'this model'} has {given[:12]} (another model or revision);"
                 f" take the model {self.model}, or train and calibrate predictors for these weights"
             )
-        if self.tokenizer_hash is None or found == model:
+        if self.tokenizer_hash is None or given == model:
             return
         tokenizer = tokenizer_hash(model, revision)
         if tokenizer not in (None, self.tokenizer_hash):
@@ -249,12 +249,12 @@ class Bundle:
     def digest(self) -> str:
         """A name for exactly these predictors and thresholds, wherever they lie."""
         specs = [dataclasses.asdict(self.specs[key]) for key in sorted(self.specs)]
-        found = hashlib.sha256(json_digest({"predictors": specs}).encode())
+        digest = hashlib.sha256(json_digest({"predictors": specs}).encode())
         for name in sorted(self.tensors):
-            found.update(
+            digest.update(
                 name.encode() + self.tensors[name].detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
             )
-        return found.hexdigest()
+        return digest.hexdigest()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``bundle.json``, ``predictors.safetensors`` and the model card ``README.md`` into ``folder``.
@@ -333,13 +333,13 @@ class Bundle:
             if metadata["schema"] == 1:
                 logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
                 metadata, tensors = _from_schema_1(metadata, tensors)
-            found = [PredictorSpec(**spec) for spec in metadata["predictors"]]
+            specs = [PredictorSpec(**spec) for spec in metadata["predictors"]]
             shape = ModelDims.from_stored(metadata["shape"])
             bundle = cls(
                 referenced_model(metadata, folder),
                 metadata["weight_hash"],
                 shape,
-                {e.key: e for e in found},
+                {e.key: e for e in specs},
                 tensors,
                 metadata["metadata"],
                 tokenizer_hash=metadata.get("tokenizer_hash"),
@@ -350,7 +350,7 @@ class Bundle:
             raise UserError(
                 f"{where}: {METADATA} does not hold what schema {SCHEMA} asks ({error}); {MAKE_ANEW}"
             ) from None
-        if len(found) != len(bundle.specs) or metadata["targets"] != bundle.targets:
+        if len(specs) != len(bundle.specs) or metadata["targets"] != bundle.targets:
             raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold; {MAKE_ANEW}")
         _check_parts(bundle, where)
         if bundle.tokenizer_hash is None:
@@ -358,7 +358,7 @@ class Bundle:
                 "%s does not say with which tokenizer it was made, so none is compared; train it again to have it said",
                 where,
             )
-        named = {spec.class_path: spec.key for spec in found if spec.class_path is not None}
+        named = {spec.class_path: spec.key for spec in specs if spec.class_path is not None}
         bundle = dataclasses.replace(bundle, classes=chosen_classes(set(named), predictor_class, where))
         for key in named.values():
             bundle.predictor(*key)  # a class that its tensors do not fit is named now, not in the middle of a run

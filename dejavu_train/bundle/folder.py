@@ -49,9 +49,9 @@ def referenced_model(metadata: Any, folder: Path) -> str:
         return ""
     here = Path(os.path.abspath(folder))
     if metadata.get("schema") in (1, 2):
-        found = [base / name for base in (Path.cwd(), *here.parents) if (base / name / "config.json").is_file()]
-        if found or os.path.isabs(name) or (not looks_local(name) and _in_cache(name)):
-            return os.path.abspath(found[0]) if found else name
+        folders = [base / name for base in (Path.cwd(), *here.parents) if (base / name / "config.json").is_file()]
+        if folders or os.path.isabs(name) or (not looks_local(name) and _in_cache(name)):
+            return os.path.abspath(folders[0]) if folders else name
         return os.path.basename(os.path.normpath(name))
     if not name.startswith(os.curdir):
         return name

@@ -127,23 +127,23 @@ class GuardState:
         first, and what was promised.
         """
         tokens = int(self.tokens)
-        found: dict[str, Any] = {"guard": asdict(self.settings), "tokens": tokens}
+        report: dict[str, Any] = {"guard": asdict(self.settings), "tokens": tokens}
         if not tokens:
-            return found
+            return report
         sums = self.sums.tolist()
         for target in TARGETS:
             numbers = [i for key, i in self.rows.items() if key[1] == target]
             if numbers:
                 counts = [sum(column) for column in zip(*(sums[i] for i in numbers), strict=True)]
-                found[str(target)] = _shares(counts, tokens * sum(self.units[i] for i in numbers), target)
+                report[str(target)] = _shares(counts, tokens * sum(self.units[i] for i in numbers), target)
         columns = {"threshold": self.thresholds[:, 0], "first_threshold": self.first, "promised": self.promised}
         values = {name: column.tolist() for name, column in columns.items()}
-        found["layers"] = [
+        report["layers"] = [
             {"layer": layer, "target": str(target), **_shares(sums[i], tokens * self.units[i], target)}
             | {name: column[i] for name, column in values.items()}
             for (layer, target), i in self.rows.items()
         ]
-        return found
+        return report
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ class _Law:
 
 def _shares(counts: Sequence[float], units: int, target: Target) -> dict[str, float]:
     candidates, selected, hits, active, kept, mass = counts
-    found = {"candidates": candidates / units, "selected": selected / units}
-    found["retained_mass"] = kept / mass if mass else 1.0
+    shares = {"candidates": candidates / units, "selected": selected / units}
+    shares["retained_mass"] = kept / mass if mass else 1.0
     if target == Target.MLP:
-        found |= {"hits": hits / units, "recall": hits / active if active else 1.0}
-    return found
+        shares |= {"hits": hits / units, "recall": hits / active if active else 1.0}
+    return shares

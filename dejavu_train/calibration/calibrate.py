@@ -84,8 +84,8 @@ def measure_curves(
     config.check(shape)
     folder = Path(predictors_folder)
     if targets is None:
-        found = [(folder / f"layer_{i:02d}") for i in range(shape.n_layers)]
-        targets = [target for target in TARGETS if any((layer / target).is_dir() for layer in found)]
+        layer_folders = [(folder / f"layer_{i:02d}") for i in range(shape.n_layers)]
+        targets = [target for target in TARGETS if any((layer / target).is_dir() for layer in layer_folders)]
     if not targets:
         raise UserError(f"there is no predictor in {folder}; python train.py trains them")
     specs: dict[UnitKey, PredictorSpec] = {}
@@ -102,8 +102,8 @@ def measure_curves(
         stored = stored_tensors(trained, config.dtype_of(target))
         predictor = as_stored(trained, stored).to(where)
         site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
-        own = ShardReader(activations_folder, layer, "calibration")
-        blocks = row_blocks(weights, target, metadata["site"], site, own, config.rows, where)
+        layer_rows = ShardReader(activations_folder, layer, "calibration")
+        blocks = row_blocks(weights, target, metadata["site"], site, layer_rows, config.rows, where)
         if target == Target.MLP and config.cascade is not None:
             second_stages[UnitKey(layer, target)], parts = fit_second_stage(weights, blocks(), config.cascade)
             stored |= parts

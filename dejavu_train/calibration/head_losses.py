@@ -60,7 +60,7 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
     with torch.enable_grad():
         drawn = next_log_probabilities(model, hidden)[0].gather(1, labels[:, None])
         (gradient,) = torch.autograd.grad(drawn.sum(), hidden)
-    found = {}
+    fitted = {}
     for layer in reversed(range(len(blocks))):
         hidden = layer_input(run, layer).detach().requires_grad_()
         heads: list[Tensor] = []
@@ -69,8 +69,8 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
         gradient, at_heads = torch.autograd.grad(output, (hidden, heads[0]), gradient.to(output.device))
         shape = means[layer].shape  # whatever leading shape the model gives it, positions come one after the other
         difference = heads[0].detach().float().reshape(-1, *shape) - means[layer].to(output.device).float()
-        found[layer] = (at_heads.float().reshape(-1, *shape) * difference).sum(-1).square()[:-1] / 2
-    return found
+        fitted[layer] = (at_heads.float().reshape(-1, *shape) * difference).sum(-1).square()[:-1] / 2
+    return fitted
 
 
 def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,8 +96,8 @@ def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
 
     with torch.enable_grad():
         fit.step(objective)
-    found = weight.detach() / scale
-    return found.float(), (offset.detach() - found @ mean).float()
+    weights = weight.detach() / scale
+    return weights.float(), (offset.detach() - weights @ mean).float()
 
 
 @torch.no_grad()

@@ -31,18 +31,18 @@ def runs(dataset: h5py.Dataset, start: int, stop: int) -> list[tuple[int, int]] 
         return None
     row = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=int))
     height = dataset.chunks[0]
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for first in range(start - start % height, stop, height):
         at = dataset.id.get_chunk_info_by_coord((first, *(0 for _ in dataset.shape[1:]))).byte_offset
         if at is None:
             return None
         low, high = max(start, first), min(stop, first + height)
         offset = at + (low - first) * row
-        if found and found[-1][0] + found[-1][1] * row == offset and found[-1][1] * row < PIECE_BYTES:
-            found[-1] = (found[-1][0], found[-1][1] + high - low)
+        if runs and runs[-1][0] + runs[-1][1] * row == offset and runs[-1][1] * row < PIECE_BYTES:
+            runs[-1] = (runs[-1][0], runs[-1][1] + high - low)
         else:
-            found.append((offset, high - low))
-    return found
+            runs.append((offset, high - low))
+    return runs
 
 
 def pieces(path: Path, found: Iterable[tuple[int, int]], first: int) -> Iterator[Piece]:

@@ -190,7 +190,7 @@ def _read_readmes() -> Documents:
 
 def _legal_files(distribution: str) -> list[tuple[str, Path]]:
     """(path inside the metadata folder, path) of the licence and notice files of a distribution, sorted."""
-    found = []
+    documents = []
     for file in importlib.metadata.files(distribution) or []:
         inside = "/".join(file.parts[1:])
         if (
@@ -199,8 +199,8 @@ def _legal_files(distribution: str) -> list[tuple[str, Path]]:
             and not _NAMES_OF_PEOPLE.search(file.name)
             and (file.suffix.lower() in _TEXT_SUFFIXES or _LEGAL.search(file.suffix))
         ):
-            found.append((inside, Path(str(file.locate()))))
-    return sorted(found)
+            documents.append((inside, Path(str(file.locate()))))
+    return sorted(documents)
 
 
 def _read_licences() -> Documents:

@@ -183,25 +183,25 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
         raise UserError(f"the shard {path} is missing; run train.py again, which collects what is missing")
     try:
         with open_shard(path, "r") as file:
-            found = dict(file.attrs)
+            attributes = dict(file.attrs)
             sizes = {name: len(file[name]) for name in ("attn_in", "mlp_in", "mlp_active", "head_norm", "document")}
     except (OSError, KeyError, RuntimeError) as error:
         refuse_unreadable(error, path, f"the shard {path} is truncated or damaged")
-    if found.get("schema") != SCHEMA:
-        raise UserError(f"the shard {path} has schema {found.get('schema')}, expected {SCHEMA}; {COLLECT_AGAIN}")
-    if found.get("weight_hash") != manifest.weight_hash:
+    if attributes.get("schema") != SCHEMA:
+        raise UserError(f"the shard {path} has schema {attributes.get('schema')}, expected {SCHEMA}; {COLLECT_AGAIN}")
+    if attributes.get("weight_hash") != manifest.weight_hash:
         raise UserError(
-            f"the shard {path} is of another model ({found.get('model')}) than its manifest ({manifest.model});"
+            f"the shard {path} is of another model ({attributes.get('model')}) than its manifest ({manifest.model});"
             f" {COLLECT_AGAIN}"
         )
     expected = {"layer": layer, "index": entry.index, "set": entry.set, "tokens": entry.tokens}
     for name, value in expected.items():
-        if found.get(name) != value:
-            raise UserError(f"the shard {path} says {name} {found.get(name)}, expected {value}; {COLLECT_AGAIN}")
+        if attributes.get(name) != value:
+            raise UserError(f"the shard {path} says {name} {attributes.get(name)}, expected {value}; {COLLECT_AGAIN}")
     for name, rows in sizes.items():
         if rows != entry.tokens:
             raise UserError(f"the shard {path} has {rows} rows of {name}, not {entry.tokens}; {COLLECT_AGAIN}")
-    return int(found["active"])
+    return int(attributes["active"])
 
 
 def write_statistics(

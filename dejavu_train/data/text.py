@@ -215,8 +215,8 @@ def cut_plain_text(text: str) -> list[Document]:
     for stop, after in ends:
         while stop - start > MAX_DOCUMENT_CHARACTERS:
             least, most = start + MIN_DOCUMENT_CHARACTERS, start + MAX_DOCUMENT_CHARACTERS
-            found = next(filter(None, (cut.search(text, least, most) for cut in _NEXT_BEST)), None)
-            take(*(found.span() if found else (most, most)))
+            cut_at = next(filter(None, (cut.search(text, least, most) for cut in _NEXT_BEST)), None)
+            take(*(cut_at.span() if cut_at else (most, most)))
         if stop - start >= MIN_DOCUMENT_CHARACTERS or stop == len(text):
             take(stop, after)
     return documents
@@ -419,10 +419,10 @@ def start_token(tokenizer: Any) -> int:
     Raises:
         UserError: it has neither.
     """
-    found = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
-    if found is None:
+    start = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
+    if start is None:
         raise UserError("the tokenizer names no bos_token and no eos_token; add one to its tokenizer_config.json")
-    return int(found)
+    return int(start)
 
 
 def end_tokens(tokenizer: Any) -> tuple[int, ...]:

@@ -76,10 +76,10 @@ def read_results(folder: str | Path) -> Results:
         UserError: no results.json, or a file that is not what it should be.
     """
     folder = Path(folder)
-    found = read_json(folder / "results.json", "results.json (python infer.py writes it)")
-    if not isinstance(found, dict) or found.get("schema") not in (2, SCHEMA):
+    stored_results = read_json(folder / "results.json", "results.json (python infer.py writes it)")
+    if not isinstance(stored_results, dict) or stored_results.get("schema") not in (2, SCHEMA):
         raise UserError(f"{folder / 'results.json'} is not of schema 2 or {SCHEMA}; make it anew with infer.py")
-    found = current(found)
+    stored_results = current(stored_results)
     observed, observations = None, []
     stored = folder / "observations"
     if (stored / "observations.json").is_file():
@@ -95,8 +95,8 @@ def read_results(folder: str | Path) -> Results:
         drawn = folder / "paper" / "fig7.svg"
         trend = _svg(drawn) if drawn.is_file() else None
         generation = _generation(folder / "generation")
-        curve, panels = _drawn(found, plot_curves), _drawn(found, plot_texts)
-        return Results(folder, found, curve, panels, observed, observations, tasks, trend, generation)
+        curve, panels = _drawn(stored_results, plot_curves), _drawn(stored_results, plot_texts)
+        return Results(folder, stored_results, curve, panels, observed, observations, tasks, trend, generation)
     except UserError:
         raise
     except (KeyError, OSError) as error:
@@ -143,9 +143,9 @@ def _rows_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
 def _generation(folder: Path) -> dict[str, Any] | None:
     if not (folder / "generation.json").is_file():
         return None
-    found = read_json(folder / "generation.json", "generation.json")
-    svg = _svg(folder / "generation.svg") if found["picture"] else None
-    return {**found, "svg": svg, "table": _rows_table("Generation", found["rows"])}
+    stored = read_json(folder / "generation.json", "generation.json")
+    svg = _svg(folder / "generation.svg") if stored["picture"] else None
+    return {**stored, "svg": svg, "table": _rows_table("Generation", stored["rows"])}
 
 
 def _shown(value: Any) -> str:
@@ -163,11 +163,11 @@ def _drawn(found: dict[str, Any], plot: Callable[[dict[str, Any], Path], bool]) 
 
 def page(results: Results) -> str:
     """The whole page."""
-    found = results.found
-    hashes = found.get("hashes") or {}
-    about = {f"{name} hash": value for name, value in hashes.items() if value} | found["versions"]
-    about |= {f"text {text['name']}": f"sha256 {text['sha256']}" for text in found["texts"]}
-    layers = [report.layer_table(found, text["name"]) for text in found["texts"]]
+    stored = results.found
+    hashes = stored.get("hashes") or {}
+    about = {f"{name} hash": value for name, value in hashes.items() if value} | stored["versions"]
+    about |= {f"text {text['name']}": f"sha256 {text['sha256']}" for text in stored["texts"]}
+    layers = [report.layer_table(stored, text["name"]) for text in stored["texts"]]
     room = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -181,7 +181,7 @@ def page(results: Results) -> str:
         about=about,
         layer_tables=[table for table in layers if table.cells],
         report=report,
-        verdict=verdict(found),
+        verdict=verdict(stored),
         task_files=TASKS,
         shown_rows=SHOWN_ROWS,
     )
@@ -221,15 +221,15 @@ def write_report(folder: str | Path) -> Path:
 
 def all_tables(results: Results) -> Iterable[Table]:
     """Every table of the page, whole."""
-    found = results.found
-    if found["quality"]:
-        yield report.text_table(found)
-        yield report.drift_table(found)
-        for text in found["texts"]:
-            yield report.full_table(found, text["name"])
-            yield report.layer_table(found, text["name"])
-    if found["timing"]:
-        yield report.timing_table(found)
+    stored = results.found
+    if stored["quality"]:
+        yield report.text_table(stored)
+        yield report.drift_table(stored)
+        for text in stored["texts"]:
+            yield report.full_table(stored, text["name"])
+            yield report.layer_table(stored, text["name"])
+    if stored["timing"]:
+        yield report.timing_table(stored)
     yield from results.tasks.values()
     if results.generation is not None:
         yield results.generation["table"]

@@ -247,8 +247,10 @@ class _Evaluation:
     ) -> None:
         self.model, self.bundle, self.weights = model, bundle, weights
         self.tokens, n_documents = held.tokens, len(held.document_tokens)
-        own = (bundle.mean_density(Target.MLP), bundle.mean_density(Target.HEADS))
-        self.scored = {row: EvalResult(row, np.zeros(n_documents), _no_sums(model), calibrated=own) for row in rows}
+        calibrated = (bundle.mean_density(Target.MLP), bundle.mean_density(Target.HEADS))
+        self.scored = {
+            row: EvalResult(row, np.zeros(n_documents), _no_sums(model), calibrated=calibrated) for row in rows
+        }
         self.selections = {row.selection for row in rows}
         self.groups: dict[tuple[float | None, float | None, int], dict[str, EvalSetting]] = {}
         for row in rows:
@@ -358,9 +360,9 @@ def window_nats(model: PreTrainedModel, batch: EvalBatch) -> np.ndarray:
     for states, next_tokens in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
         logits = model.get_output_embeddings()(states).float()
         pieces.append(F.cross_entropy(logits, next_tokens.to(logits.device), reduction="none"))
-    found = torch.cat(pieces).double()
-    check_logits(found, model, batch.ids)
-    losses = found.cpu().numpy()
+    logs = torch.cat(pieces).double()
+    check_logits(logs, model, batch.ids)
+    losses = logs.cpu().numpy()
     window = np.repeat(np.arange(len(batch.ids)), batch.real.sum(dim=1).cpu().numpy())
     return np.bincount(window, weights=losses, minlength=len(batch.ids))
 

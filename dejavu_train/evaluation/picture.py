@@ -47,8 +47,8 @@ def plot_curves(found: Mapping[str, Any], path: str | Path) -> bool:
     ends, marked = {"dense": 100.0}, []
     shares, values = [100 * told[share]], [100.0]
     for name in ("static", "oracle", "predicted"):
-        own = [row for row in scored if row["selection"] == name and row["text"] == told["text"]]
-        points = sorted((100 * row[share], _kept(row)) for row in own if _asked(row) in asked)
+        of_selection = [row for row in scored if row["selection"] == name and row["text"] == told["text"]]
+        points = sorted((100 * row[share], _kept(row)) for row in of_selection if _asked(row) in asked)
         if points:
             colour, marker, _ = CURVES[name]
             x, y = zip(*points, strict=True)
@@ -57,7 +57,7 @@ def plot_curves(found: Mapping[str, Any], path: str | Path) -> bool:
             shares += x
             values += y
         if name != "oracle":
-            marked += [(name, row) for row in own if _asked(row) == _asked(told)][:1]
+            marked += [(name, row) for row in of_selection if _asked(row) == _asked(told)][:1]
     values += [_kept(row) for _, row in marked]
     _scale(panel, max(shares), min(values), max(values))
     for name, row in marked:

@@ -62,20 +62,20 @@ def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: b
     """
     whole = first or config.yardstick_texts == "all"
     names = [name for name in config.selections if name in ("predicted", "oracle") or (whole and name != "dense")]
-    own = sorted(config.densities) if Target.MLP in targets else []
-    curve = set(config.curve_densities if Target.MLP in targets and whole else ()) - set(own)
+    densities = sorted(config.densities) if Target.MLP in targets else []
+    curve = set(config.curve_densities if Target.MLP in targets and whole else ()) - set(densities)
     heads = config.head_densities if Target.HEADS in targets else ()
     rows = [EvalSetting("dense"), *(EvalSetting(name, None, None) for name in names)]
-    for density in sorted({*own, *curve}):
-        kept = [name for name in names if density in own or name != "noncontextual"]
+    for density in sorted({*densities, *curve}):
+        kept = [name for name in names if density in densities or name != "noncontextual"]
         rows += [EvalSetting(name, density) for name in kept]
     if "predicted" in names:
-        beside: list[float | None] = [*(own if whole else own[-1:])] or [None]
+        beside: list[float | None] = [*(densities if whole else densities[-1:])] or [None]
         rows += [EvalSetting("predicted", mlp, share) for mlp in beside for share in heads]
     if "predicted" in names and whole:
         for start in (start for start in config.sparse_from if start):
             rows += [EvalSetting("predicted", None, None, start)]
-            rows += [EvalSetting("predicted", density, 1.0, start) for density in own]
+            rows += [EvalSetting("predicted", density, 1.0, start) for density in densities]
     return list(dict.fromkeys(rows))
 
 
@@ -102,35 +102,35 @@ def run(config: InferConfig) -> None:
     scored = _score(config, dense, bundle, texts, about) if config.tokens != 0 else []
     not_measured: list[dict[str, str]] = []
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
-    found = report.results(config.model, config.bundle, scored, timings, _bandwidth(timings)) | about
-    found["not_measured"] = not_measured
+    results = report.results(config.model, config.bundle, scored, timings, _bandwidth(timings)) | about
+    results["not_measured"] = not_measured
     if timings:  # kept, whatever comes after, as what was scored is
-        report.write_results(found, config.output)
+        report.write_results(results, config.output)
     measure(further, dense, tokenizer, bundle)
     watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
         text, watched, accepted = _generate(config, dense, bundle, tokenizer, prompt)
         print(text)
         if accepted is not None:
-            found["lossless"] = accepted
+            results["lossless"] = accepted
             print(report.lossless_line(accepted))
     if watched is not None:
-        found["guard"] = watched
+        results["guard"] = watched
         print(report.guard_line(watched))
-    print(report.tables(found))
-    report.write_results(found, config.output)
+    print(report.tables(results))
+    report.write_results(results, config.output)
     written = [str(Path(config.output) / "results.json")]
     if scored:
         picture = Path(config.output) / "curve.png"
-        if plot_curves(found, picture):
+        if plot_curves(results, picture):
             written.append(str(picture))
         else:
-            drawable = any(row["selection"] == "predicted" for row in found["quality"])
+            drawable = any(row["selection"] == "predicted" for row in results["quality"])
             missing = "no curve.png: matplotlib is not installed (pip install matplotlib)"
             logger.info(missing if drawable else "no curve.png: no predicted row was scored")
     written.append(str(write_report(config.output)))
     logger.info("wrote %s", " and ".join(written))
-    if said := verdict(found):
+    if said := verdict(results):
         print("\n" + "\n".join(said))
     if config.wandb is not None:
         log_to_wandb(read_results(config.output), config.wandb)
@@ -317,10 +317,10 @@ def _time(
     longest = max(held.windows, key=len)
     prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
     timings = []
-    own: tuple[Timed, ...] = ("dense-cpu", "cpu") if dense.device.type == "cpu" else ("dense-engine", "triton")
+    engines: tuple[Timed, ...] = ("dense-cpu", "cpu") if dense.device.type == "cpu" else ("dense-engine", "triton")
     if config.device_map is not None:
-        own = ()  # the engines run on one device
-    waiting: list[Timed] = sorted(config.timing_backends or ("dense", *own), key=lambda name: name != "dense")
+        engines = ()  # the engines run on one device
+    waiting: list[Timed] = sorted(config.timing_backends or ("dense", *engines), key=lambda name: name != "dense")
     for backend in waiting:
         logger.info("timing %s", backend)
         try:

@@ -41,10 +41,12 @@ def plot_texts(found: dict[str, Any], path: str | Path) -> bool:
         return False
     scored = [row for row in found["quality"] if row["sparse_from"] == 0]
     rows = [row for row in scored if row["asked_head_density"] == 1 and not row.get("as_calibrated")]
-    own = [row for row in scored if row.get("as_calibrated") and row["selection"] == "predicted"]
-    rows += [row | {"selection": "as calibrated"} for row in own]
+    calibrated = [row for row in scored if row.get("as_calibrated") and row["selection"] == "predicted"]
+    rows += [row | {"selection": "as calibrated"} for row in calibrated]
     by_text = {text["name"]: [row for row in rows if row["text"] == text["name"]] for text in found["texts"]}
-    wide_texts = [name for name, own in by_text.items() if any(row["selection"] in _YARDSTICKS for row in own)]
+    wide_texts = [
+        name for name, calibrated in by_text.items() if any(row["selection"] in _YARDSTICKS for row in calibrated)
+    ]
     panels = len(by_text) + len(wide_texts) + 1  # the last holds the legend
     columns = min(panels, COLUMNS)
     bands = math.ceil(panels / columns)

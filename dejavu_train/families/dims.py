@@ -180,8 +180,8 @@ def engine_refusal(dims: ModelDims) -> str | None:
         "biases": "maps without biases",
         "n_kv_heads": f"{dims.n_kv_heads} K/V heads of {dims.n_heads} heads",
     }
-    found = ", ".join(words.get(name, f"{name} {value}") for name, value in others.items())
-    return f"no kernels for {found}" if others else None
+    listed = ", ".join(words.get(name, f"{name} {value}") for name, value in others.items())
+    return f"no kernels for {listed}" if others else None
 
 
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")

@@ -36,8 +36,8 @@ def read_values(name: str, revision: str | None = None) -> dict[str, Any]:
 
 def quant_method(values: Mapping[str, Any]) -> str | None:
     """By what method the weights of a config.json are quantised. None: they are not."""
-    found = values.get("quantization_config")
-    return str(found.get("quant_method", "unknown")) if isinstance(found, dict) else None
+    quantization = values.get("quantization_config")
+    return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else None
 
 
 def refuse_foreign(values: Mapping[str, Any], name: str) -> None:

@@ -85,17 +85,17 @@ def first_fault(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> str | Non
         parts += [(name_half(2 * layer), block.out), (name_half(2 * layer + 1), block.down)]
     norm = family.final_norm(model)
     parts += [(f"the final {type(norm).__name__}", norm)]
-    found: list[str] = []
+    faulty: list[str] = []
 
     def look(name: str, values: Tensor) -> None:
         if not bool(torch.isfinite(values).all()):
-            found.append(name)
+            faulty.append(name)
 
     with hooked(at_module(part, "output", partial(look, name)) for name, part in parts if part is not None):
         model(input_ids=ids.to(model.device), use_cache=False, **inputs)
-    if not found and not bool(torch.isfinite(model.get_output_embeddings().weight).all()):
+    if not faulty and not bool(torch.isfinite(model.get_output_embeddings().weight).all()):
         return "the LM head"
-    return found[0] if found else None
+    return faulty[0] if faulty else None
 
 
 class FiniteLogits(LogitsProcessor):

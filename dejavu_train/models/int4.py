@@ -116,12 +116,12 @@ class CodedLinear(RowLinear):
     @property
     def weight(self) -> Tensor:
         """(out_features, in_features) fp32, exactly code * scale."""
-        found = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (self.words, self.scales)]
-        if self._kept is not None and self._kept[0] == found:
+        state = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (self.words, self.scales)]
+        if self._kept is not None and self._kept[0] == state:
             return self._kept[1]
         made = self.layout.from_rows(self.rows.dense())
         if self.words.device.type == "cpu":
-            self._kept = found, made
+            self._kept = state, made
         return made
 
     def forward(self, x: Tensor) -> Tensor:

@@ -66,10 +66,10 @@ def chosen_dtype(asked: str | torch.dtype | None, values: Mapping[str, Any], fil
 def _stored_dtype(file: Path) -> torch.dtype | None:
     if file.suffix == ".safetensors":
         by_name = {spelled: dtype for dtype, spelled in SPELLED.items()}
-        found = [by_name.get(entry.dtype) for entry in read_header(file).values()]
+        dtypes = [by_name.get(entry.dtype) for entry in read_header(file).values()]
     else:
-        found = [tensor.dtype for tensor in torch.load(file, map_location="meta", weights_only=True).values()]
-    return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), None)
+        dtypes = [tensor.dtype for tensor in torch.load(file, map_location="meta", weights_only=True).values()]
+    return next((dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point), None)
 
 
 def resolve_device(name: str | int | torch.device) -> torch.device:
@@ -271,21 +271,21 @@ def _rows(files: Iterable[Path], full: bool, spelling: Spelling) -> dict[str, by
     """By name the digest of a tensor, where two files have it that of the later one, which the loader keeps."""
     rows: dict[str, bytes] = {}
     for file in files:
-        found: dict[str, bytes] = {}
+        names: dict[str, bytes] = {}
         for stored_name, stored_dtype, shape, n_bytes, read in _stored_tensors(file):
             spelled = spelling(stored_name, stored_dtype)
             if spelled is None:
                 continue
             name, dtype = spelled
-            if name in found:
+            if name in names:
                 raise UserError(
                     f"the weights file {file} holds a tensor twice, with and without model. before it; drop one"
                 )
             digest = hashlib.sha256(f"{name} {dtype} {shape}".encode())
             for start, stop in _samples(n_bytes, full):
                 digest.update(read(start, stop))
-            found[name] = digest.digest()
-        rows |= found
+            names[name] = digest.digest()
+        rows |= names
     return rows
 
 

@@ -63,10 +63,10 @@ def check_folder(name: str, shape: ModelDims) -> None:
 
 def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> None:
     """The weights' part of :func:`check_folder`, for the values of a config.json."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in loaded_files(Path(name)):
-        found |= read_header(file)
-    _check_tensors(name, found, expected_tensors(values, shape), shape)
+        tensors |= read_header(file)
+    _check_tensors(name, tensors, expected_tensors(values, shape), shape)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -215,12 +215,12 @@ def own_names(names: Iterable[str], model: str, embedding: str) -> dict[str, str
     """
     made: dict[str, str] = {}
     for name in names:
-        own = own_name(name)
-        if own in made:
+        plain_name = own_name(name)
+        if plain_name in made:
             raise UserError(
-                f"the weights of {model} hold {own} twice, with and without model. before it; leave one out"
+                f"the weights of {model} hold {plain_name} twice, with and without model. before it; leave one out"
             )
-        made[own] = name
+        made[plain_name] = name
     if embedding not in made and HEAD in made:
         made[embedding] = made.pop(HEAD)
     return made
@@ -239,19 +239,19 @@ def read_header(file: Path) -> dict[str, Stored]:
             raise UserError(f"the weights file {file} is truncated or not safetensors; fetch or save it again")
         raw = stored.read(header_bytes)
     base = 8 + header_bytes
-    found = {}
+    tensors = {}
     try:
         for name, entry in json.loads(raw).items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 shape = tuple(int(length) for length in entry["shape"])
-                found[name] = Stored(str(entry["dtype"]), shape, base + begin, base + end)
+                tensors[name] = Stored(str(entry["dtype"]), shape, base + begin, base + end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"the weights file {file} is damaged; fetch or save it again") from None
-    for name, entry in found.items():
+    for name, entry in tensors.items():
         if entry.end > size:
             raise UserError(f"the weights file {file} is truncated at tensor {name}; fetch or save it again")
-    return found
+    return tensors
 
 
 def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, tuple[int, ...]]:

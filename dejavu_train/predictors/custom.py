@@ -83,9 +83,9 @@ def load_custom(predictor: nn.Module, tensors: Mapping[str, Tensor], where: str)
     Raises:
         UserError: tensors that are not those of its class.
     """
-    own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    stored = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
     try:
-        predictor.load_state_dict(own)
+        predictor.load_state_dict(stored)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         name = type(predictor).__name__

@@ -104,9 +104,9 @@ class MatrixReader:
         size = {UP: (f, d), DOWN: (d, f)}.get(prefix.rpartition(".")[2], (d, d))
         if tuple(decoded.weight.shape) != size or not decoded.weight.is_floating_point():
             how = "stored as" if alone else f"by {self.method} with 4 bits"
-            found = f"{str(decoded.weight.dtype).removeprefix('torch.')} {list(decoded.weight.shape)}"
+            described = f"{str(decoded.weight.dtype).removeprefix('torch.')} {list(decoded.weight.shape)}"
             raise UserError(
-                f"{prefix} of {self.source.model} is {how} {found}, where its config.json asks for numbers"
+                f"{prefix} of {self.source.model} is {how} {described}, where its config.json asks for numbers"
                 f" {list(size)}; give the config that belongs to these weights"
             )
         return decoded.weight, exact_rows(decoded, layout)
@@ -151,9 +151,9 @@ def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     def decode(parts: Parts) -> Decoded:
         stored = _nibbles(parts["qweight"].T)  # packed along inputs
         m, groups = stored.shape[1], len(parts["scales"])
-        own = parts["g_idx"].long() if "g_idx" in parts else torch.arange(m) // math.ceil(m / groups)
+        group_of = parts["g_idx"].long() if "g_idx" in parts else torch.arange(m) // math.ceil(m / groups)
         zeros = _nibbles(parts["qzeros"]) + shift & 15
-        return _around_zero(stored, zeros[own].T, parts["scales"][own].T)
+        return _around_zero(stored, zeros[group_of].T, parts["scales"][group_of].T)
 
     return decode
 
@@ -185,9 +185,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]
         n, m = parts["weight_shape"].tolist()
         stored = _nibbles(parts["weight_packed"])[:, :m]
         scales = parts["weight_scale"].view(n, -1)
-        own = torch.arange(m) // math.ceil(m / scales.shape[1])
-        own = parts["weight_g_idx"].long() if "weight_g_idx" in parts else own
-        return _around_zero(stored, torch.full_like(stored, 8), scales[:, own])
+        group_of = torch.arange(m) // math.ceil(m / scales.shape[1])
+        group_of = parts["weight_g_idx"].long() if "weight_g_idx" in parts else group_of
+        return _around_zero(stored, torch.full_like(stored, 8), scales[:, group_of])
 
     return decode
 

@@ -121,14 +121,14 @@ def calibration_windows(
         sets, manifest = load_sets(config.text, config.model)
     planned = plan_windows(sets["train"], tokenizer, CollectConfig(window=config.window), tokens, config.seed)
     windows = [window.ids for window in planned]
-    found = sum(map(len, windows))
+    n_tokens = sum(map(len, windows))
     needed = LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn)
-    if found < needed:
+    if n_tokens < needed:
         raise UserError(
-            f"the text {config.text.key} has {found:,} tokens to calibrate with, gptq needs {needed:,}:"
+            f"the text {config.text.key} has {n_tokens:,} tokens to calibrate with, gptq needs {needed:,}:"
             f" {LEAST_PER_INPUT} for each input of a matrix; give more text, or --quantizer rtn"
         )
-    return windows, {"source": manifest.source, "sha256": manifest.sha256, "tokens": found, "window": config.window}
+    return windows, {"source": manifest.source, "sha256": manifest.sha256, "tokens": n_tokens, "window": config.window}
 
 
 def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
@@ -140,19 +140,19 @@ def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
 
 def peak_memory(device: torch.device) -> Mapping[str, float]:
     """Of the process, in GB: main memory, and that of the GPU where one was used."""
-    found = {"main": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    peaks = {"main": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.max_memory_allocated(device) / 1e9
-    return {name: round(value, 2) for name, value in found.items()}
+        peaks["gpu"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return {name: round(value, 2) for name, value in peaks.items()}
 
 
 def summary(results: Sequence[Mapping[str, MatrixErrors]], output: str) -> str:
     """A line for each kind of matrix: how many were taken over exactly, and the errors of the others, as means."""
     lines = [f"{output}: errors as ratios of squares, means over the layers"]
     for part in dict.fromkeys(part for made in results for part in made):
-        found = [made[part] for made in results if part in made]
-        rounded = [result for result in found if not result.exact]
-        line = f"{part}: {len(found) - len(rounded)} exact, {len(rounded)} rounded"
+        errors = [made[part] for made in results if part in made]
+        rounded = [result for result in errors if not result.exact]
+        line = f"{part}: {len(errors) - len(rounded)} exact, {len(rounded)} rounded"
         if rounded:
             line += f", weights {np.mean([result.weight_error for result in rounded]):.2e}"
             outputs = [result.output_error for result in rounded if result.output_error is not None]

@@ -72,13 +72,13 @@ class _TrainerParser(Parser, LightningArgumentParser):
         return self
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        found = WRONG_VALUE.match(message)
-        if found is None:
+        match = WRONG_VALUE.match(message)
+        if match is None:
             raise UserError(f"the trainer's arguments do not fit ({message}); see --trainer.help") from None
         lines = [line.strip().removeprefix("- ") for line in message.splitlines() if line.lstrip().startswith("- ")]
         reasons = [line for line in lines if "<class" not in line] or ["of the wrong type"]
-        value = textwrap.shorten(found[2], 120)
-        raise UserError(f"{found[1]} cannot be {value}: {'; '.join(reasons[:2])}; see --trainer.help") from None
+        value = textwrap.shorten(match[2], 120)
+        raise UserError(f"{match[1]} cannot be {value}: {'; '.join(reasons[:2])}; see --trainer.help") from None
 
 
 def print_help() -> None:

@@ -94,9 +94,9 @@ class StudiedOPT(SparseOPTForCausalLM):
             with record(self, {"activation", "head_out"}, on_layer=rank_contributions):
                 dense_or_masked()
         with masking(self, runtime.selector, sparse, count, runtime.means):
-            found = dense_or_masked()
+            bundle_used = dense_or_masked()
         if self.selection == "predicted":
-            return found
+            return bundle_used
         best = Given({key: keep_top(orders[key], kept) for key, kept in counts.items()})
         with masking(self, best, sparse, means=runtime.means):
             return dense_or_masked()

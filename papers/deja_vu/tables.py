@@ -115,10 +115,10 @@ def variants(config: PaperConfig, bundle: Bundle) -> list[Variant]:
             pair = densities_for(sparsity, bundle.shape)
             result += [Variant("fig7", selection, "sequential", *pair) for selection in config.selections]
     if "structures" in config.tables:
-        own = (bundle.mean_density(Target.MLP), bundle.mean_density(Target.HEADS))
+        calibrated = (bundle.mean_density(Target.MLP), bundle.mean_density(Target.HEADS))
         for structure in config.structures:
             result.append(Variant("structures", "dense", structure))
-            result.append(Variant("structures", "predicted", structure, *own))
+            result.append(Variant("structures", "predicted", structure, *calibrated))
     lacking = [
         v for v in result if any(getattr(v, name) < 1 for t, name in DENSITIES.items() if t not in bundle.targets)
     ]
@@ -156,8 +156,8 @@ def paper(config: PaperConfig) -> Iterator[list[PaperRow]]:
         mlp, heads = (model.density(t) if isinstance(model, StudiedOPT) else 1.0 for t in TARGETS)
         unread = total_sparsity(mlp, heads, bundle.shape)
         by_part = [compare(run, other) for run, other in zip(runs, reference, strict=True)]
-        found = [row for part in by_part for row in (*part, *mean_rows(part))]
-        yield [PaperRow(variant, mlp, heads, unread, row) for row in found]
+        rows = [row for part in by_part for row in (*part, *mean_rows(part))]
+        yield [PaperRow(variant, mlp, heads, unread, row) for row in rows]
         logger.info("%d of %d: %s", number, len(asked), variant)
 
 

@@ -35,12 +35,12 @@ def plot_trend(rows: Sequence[dict[str, Any]], stem: Path) -> bool:
     for panel in axes[len(panels) :]:
         panel.set_axis_off()
     for panel, (is_perplexity, task, shots) in zip(axes, panels, strict=False):
-        own = [row for row in shown if (row["task"], row["shots"]) == (task, shots)]
-        dense = own[0]["dense"] if is_perplexity else 100 * own[0]["dense"]
+        of_task = [row for row in shown if (row["task"], row["shots"]) == (task, shots)]
+        dense = of_task[0]["dense"] if is_perplexity else 100 * of_task[0]["dense"]
         panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1, label="dense")
-        for selection in dict.fromkeys(row["selection"] for row in own):
+        for selection in dict.fromkeys(row["selection"] for row in of_task):
             colour, marker, line, label = CURVES[selection]
-            points = sorted((r for r in own if r["selection"] == selection), key=lambda r: r["total_sparsity"])
+            points = sorted((r for r in of_task if r["selection"] == selection), key=lambda r: r["total_sparsity"])
             x = [100 * row["total_sparsity"] for row in points]
             value = [row["value"] if is_perplexity else 100 * row["value"] for row in points]
             scale = dense if is_perplexity else 100  # the error is of the relative increase, or of the difference

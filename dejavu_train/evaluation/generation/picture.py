@@ -25,9 +25,9 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
     size = (4.6 * columns, 3.3 * count / columns)
     figure, grid = plt.subplots(count // columns, columns, figsize=size, squeeze=False, layout="constrained")
     for column, decoding in enumerate(decodings):
-        own = [row for row in positions if row.decoding == decoding and not row.guard_every]
+        of_decoding = [row for row in positions if row.decoding == decoding and not row.guard_every]
         parting, drift = grid[0][column], grid[1][column]
-        for style, points in _curves(own):
+        for style, points in _curves(of_decoding):
             marker = style.pop("marker")
             x = [point.position + 1 for point in points]
             parting.plot(x, [100 * point.same_so_far for point in points], **style)
@@ -38,7 +38,7 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
         _label(parting, "tokens behind the prompt", "texts not parted yet, %", f"{decoding}: when texts part")
         parting.set_ylim(-3, 103)
         parting.set_xscale("log")  # half the texts part within few tokens
-        ticks = [2**i for i in range(12) if 2**i <= len({row.position for row in own})]
+        ticks = [2**i for i in range(12) if 2**i <= len({row.position for row in of_decoding})]
         parting.set_xticks(ticks, [str(tick) for tick in ticks])
         parting.set_xticks([], minor=True)
         drift.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)

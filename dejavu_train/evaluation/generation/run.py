@@ -181,7 +181,9 @@ def compare_generation(
     asked = variants(config, bundle)
     with Progress("generating", (1 + len(asked)) * len(config.decodings) * len(prompts), "text") as shown:
         reference = SparseCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
-        own = {decoding: _continue(config, reference, dense, prompts, decoding, shown) for decoding in config.decodings}
+        dense_texts = {
+            decoding: _continue(config, reference, dense, prompts, decoding, shown) for decoding in config.decodings
+        }
         for variant, model in _models(config, dense, bundle, backend, asked):
             rows: list[GenerationRow] = []
             positions: list[PositionRow] = []
@@ -192,8 +194,8 @@ def compare_generation(
                 used = {target: model.bundle.mean_density(target) for target in TARGETS}
                 about = dataclasses.asdict(variant) | {"asked_mlp_density": used[Target.MLP]}
                 watched = model.guard_report()
-                rows.append(_row(about, used[Target.HEADS], decoding, made, own[decoding], watched))
-                positions += _positions(about, decoding, made, own[decoding])
+                rows.append(_row(about, used[Target.HEADS], decoding, made, dense_texts[decoding], watched))
+                positions += _positions(about, decoding, made, dense_texts[decoding])
             yield rows, positions
 
 

@@ -95,7 +95,7 @@ def hellaswag(folder: str | None = None, file: str = "", **_: Any) -> dict[str, 
 def wikitext(folder: str | None = None, file: str = "", **_: Any) -> dict[str, Dataset]:
     """The raw release as one file, cut at its ``= Title =`` lines: a page is a document."""
     text = _read(_path(folder, file))
-    starts = [found.start() for found in HEADING.finditer(text)]
+    starts = [heading.start() for heading in HEADING.finditer(text)]
     if not starts:
         raise UserError(f"{file} in {folder} has no line ' = Title = '; give the raw release of WikiText")
     pages = [text[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]

@@ -159,12 +159,12 @@ class DejavuLM(HFLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As HFLM, but a text stands behind one ``</s>``: HFLM scores the tokenizer's own behind another one."""
-        own: Any = vars(self)
-        before, own["add_bos_token"] = own["add_bos_token"], False
+        attributes: Any = vars(self)
+        before, attributes["add_bos_token"] = attributes["add_bos_token"], False
         try:
             return super().loglikelihood_rolling(requests, disable_tqdm)
         finally:
-            own["add_bos_token"] = before
+            attributes["add_bos_token"] = before
 
     def count_tokens(self, text: str) -> int:
         """How many tokens ``loglikelihood_rolling`` scores of a text."""

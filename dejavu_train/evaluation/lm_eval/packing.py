@@ -90,7 +90,9 @@ def pack(rows: Sequence[Row], pad: int) -> Packed:
             positions[b, begin:end] = torch.arange(first, first + len(tokens))
             branches[b, begin:end] = number
             begin = end
-    columns = torch.tensor(sorted({column for row in rows for own in row.columns().values() for column in own}))
+    columns = torch.tensor(
+        sorted({column for row in rows for row_columns in row.columns().values() for column in row_columns})
+    )
     if all(len(row.branches) == 1 for row in rows):
         return Packed(ids, (branches != PADDING).long(), None, columns)
     seen = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])

@@ -32,8 +32,8 @@ def answers(samples: Sequence[dict[str, Any]]) -> list[int]:
     """
     chosen = []
     for sample in samples:
-        found = sample["filtered_resps"]
-        chosen.append(int(np.argmax([nats for nats, _ in found])) if len(found) > 1 else int(found[0][1]))
+        answers = sample["filtered_resps"]
+        chosen.append(int(np.argmax([nats for nats, _ in answers])) if len(answers) > 1 else int(answers[0][1]))
     return chosen
 
 

@@ -108,8 +108,8 @@ def versions() -> dict[str, str]:
     """Of what the rows depend on."""
     import importlib.metadata
 
-    found = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return found | {"lm_eval": importlib.metadata.version("lm_eval")}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return versions | {"lm_eval": importlib.metadata.version("lm_eval")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

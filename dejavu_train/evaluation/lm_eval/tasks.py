@@ -223,8 +223,8 @@ def mean_rows(rows: Sequence[TaskRow]) -> list[TaskRow]:
 
 def _log_likelihood(sample: dict[str, Any]) -> float:
     """Of a continuation, or of a whole text."""
-    found = sample["filtered_resps"][0]
-    return float(found if isinstance(found, float) else found[0])
+    answer = sample["filtered_resps"][0]
+    return float(answer if isinstance(answer, float) else answer[0])
 
 
 def _tokens(lm: DejavuLM, sample: dict[str, Any]) -> int:

@@ -128,9 +128,9 @@ class Attention:
         means, rows = self._means(), []
         for layer, parts in enumerate(self.correlations):
             if parts:
-                found = torch.cat(parts)
+                stacked = torch.cat(parts)
                 of_means = float(spearman(means[layer, :, 0], means[layer, :, 3]))
-                rows.append(UniformityRow(layer, float(found.mean()), float(found.std()), of_means))
+                rows.append(UniformityRow(layer, float(stacked.mean()), float(stacked.std()), of_means))
         return rows
 
 
@@ -142,7 +142,7 @@ def map_rows(model: Any, token_ids: list[int], tokens: list[str], heads: list[tu
         token_ids: of the sentence, at least 3. tokens: as they are shown.
         heads: (layer, head) each. None: the two most uniform and the two least uniform ones on this sentence.
     """
-    found: dict[tuple[int, int], tuple[float, Tensor]] = {}
+    maps: dict[tuple[int, int], tuple[float, Tensor]] = {}
     blocks = decoder_layers(model)
     with record(model, {"attn_in"}) as got:
         model.model.decoder(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False)
@@ -151,12 +151,12 @@ def map_rows(model: Any, token_ids: list[int], tokens: list[str], heads: list[tu
         queries = torch.arange(len(token_ids), device=inputs.device)
         weights = attention_weights(blocks[layer].self_attn, inputs, queries)
         even = uniformity(weights[:, 1:], queries[1:]).mean(-1)
-        found |= {(layer, head): (float(even[head]), weights[head]) for head in range(len(weights))}
+        maps |= {(layer, head): (float(even[head]), weights[head]) for head in range(len(weights))}
     if heads is None:
-        order = sorted(found, key=lambda key: -found[key][0])
+        order = sorted(maps, key=lambda key: -maps[key][0])
         heads = [*order[: MAPS // 2], *order[-MAPS // 2 :]]
     return [
-        MapRow(*key, found[key][0], query, place, tokens[place], float(found[key][1][query, place]))
+        MapRow(*key, maps[key][0], query, place, tokens[place], float(maps[key][1][query, place]))
         for key in heads
         for query in range(len(tokens))
         for place in range(query + 1)

@@ -88,10 +88,10 @@ class ObserveConfig(TextConfig):
         Raises:
             UserError: not of that form.
         """
-        found = []
+        pairs = []
         for name in self.heads:
             parts = re.fullmatch(r"L(\d+)H(\d+)", name)
             if parts is None:
                 raise UserError(f"--heads must look like L5H1, a layer and a head, got {name}")
-            found.append((int(parts[1]), int(parts[2])))
-        return found or None
+            pairs.append((int(parts[1]), int(parts[2])))
+        return pairs or None

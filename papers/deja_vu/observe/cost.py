@@ -101,8 +101,8 @@ def cost_rows(model: OPTForCausalLM, peaks: Peaks, batch: int, prompt: int, step
         for part in PARTS:
             operations, read = part_cost(shape, phase, part, batch, prompt, size)
             times = (operations / peaks.tera_operations / 1e9, read / peaks.gigabytes / 1e6)
-            own = measured[phase, part]
-            rows.append(CostRow(phase, part, batch, prompt, operations / 1e9, read / 1e9, *times, max(times), own))
+            seconds = measured[phase, part]
+            rows.append(CostRow(phase, part, batch, prompt, operations / 1e9, read / 1e9, *times, max(times), seconds))
     return rows
 
 
@@ -167,12 +167,12 @@ def _now(device: torch.device) -> float:
 
 def _times(work: Callable[[], object], device: torch.device, n: int) -> list[float]:
     """Milliseconds of ``n`` calls, after one that warms up."""
-    found = []
+    rows = []
     for _ in range(n + 1):
         start = _now(device)
         work()
-        found.append(1e3 * (_now(device) - start))
-    return found[1:]
+        rows.append(1e3 * (_now(device) - start))
+    return rows[1:]
 
 
 def _name(device: torch.device) -> str:

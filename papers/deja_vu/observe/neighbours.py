@@ -65,9 +65,9 @@ class Exact:
         if target != Target.MLP:
             return None
         inputs = sites[Site(layer, LayerInput.MLP)]
-        found = self.nearest(layer, inputs.flatten(0, -2))
-        keep = torch.zeros(len(found), self.blocks[layer].fc1.out_features, dtype=torch.bool, device=found.device)
-        return keep.scatter_(-1, found, True).view(*inputs.shape[:-1], -1)
+        nearest = self.nearest(layer, inputs.flatten(0, -2))
+        keep = torch.zeros(len(nearest), self.blocks[layer].fc1.out_features, dtype=torch.bool, device=nearest.device)
+        return keep.scatter_(-1, nearest, True).view(*inputs.shape[:-1], -1)
 
     def up(self, layer: int) -> None:
         return None
@@ -179,10 +179,10 @@ def _time(selector: Select, inputs: dict[Site, Tensor]) -> float:
     taken = []
     try:
         for token in range(len(next(iter(inputs.values())))):
-            own = {key: values[None, token : token + 1] for key, values in inputs.items()}
+            of_token = {key: values[None, token : token + 1] for key, values in inputs.items()}
             start = time.perf_counter()
             for layer in range(n_layers):
-                selector(layer, Target.MLP, own)
+                selector(layer, Target.MLP, of_token)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             taken.append(1e3 * (time.perf_counter() - start))

@@ -94,20 +94,20 @@ def sparsity(rows: Sequence[SparsityRow]) -> Any:
     """Fig. 3: share of heads and of neurons that a token can do without, a line for each loss."""
     figure, panels = _panels(2)
     for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
-        own = [row for row in rows if row.target == target]
-        units = {row.layer: row.needed / (1 - row.silenced) for row in own if row.silenced < 1}
-        for style, loss in enumerate(sorted({row.loss for row in own}, reverse=True)):
-            line = sorted((row for row in own if row.loss == loss), key=lambda row: row.layer)
+        of_target = [row for row in rows if row.target == target]
+        units = {row.layer: row.needed / (1 - row.silenced) for row in of_target if row.silenced < 1}
+        for style, loss in enumerate(sorted({row.loss for row in of_target}, reverse=True)):
+            line = sorted((row for row in of_target if row.loss == loss), key=lambda row: row.layer)
             text = f"loss of norm up to {100 * loss:g} %" if loss else "inactive (ReLU), no loss"
             layers = [row.layer for row in line]
             _line(panel, layers, [100 * row.silenced for row in line], style, text)
             ends = [[100 * (1 - row_p / units[row.layer]) for row, row_p in _pairs(line, p)] for p in ("p90", "p10")]
             panel.fill_between(layers, *ends, color=STYLES[style % len(STYLES)][0], alpha=0.13, linewidth=0)
-        least = min(100 * (1 - row.needed_p90 / units[row.layer]) for row in own)
+        least = min(100 * (1 - row.needed_p90 / units[row.layer]) for row in of_target)
         panel.set_ylim(
             0 if least < 50 else max(0, least - 3), 101
         )  # nearly all neurons are silent: the end of the axis
-        _whole(panel, [row.layer for row in own])
+        _whole(panel, [row.layer for row in of_target])
         _label(panel, "layer", "silenced, % of units", name)
     _legend(figure, 3)
     return figure
@@ -131,8 +131,10 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
     starts = sorted({row.layer for row in rows if row.distance == 2} or set(layers))
     starts = starts[:: -(-len(starts) // 5)]
     for style, start in enumerate(starts):
-        own = [row for row in rows if row.layer == start]
-        _line(panels[1], [row.distance for row in own], [row.median for row in own], style, f"from l = {start}")
+        of_layer = [row for row in rows if row.layer == start]
+        _line(
+            panels[1], [row.distance for row in of_layer], [row.median for row in of_layer], style, f"from l = {start}"
+        )
     _label(panels[1], "distance n", "", "before l and l + n, medians")
     panels[1].set_xticks(range(1, 1 + max(row.distance for row in rows)))
     _legend(figure, 4)
@@ -171,7 +173,7 @@ def attention_maps(rows: Sequence[MapRow]) -> Any:
     from matplotlib.colors import PowerNorm
 
     heads = list(dict.fromkeys((row.layer, row.head) for row in rows))
-    own = {head: [row for row in rows if (row.layer, row.head) == head] for head in heads}
+    of_head = {head: [row for row in rows if (row.layer, row.head) == head] for head in heads}
     count = 1 + max(row.query for row in rows)
     tokens = {row.key: row.token for row in rows}
     side = min(4.2, max(2.8, 0.17 * count + 0.9))
@@ -182,14 +184,14 @@ def attention_maps(rows: Sequence[MapRow]) -> Any:
     panels = panels[: len(heads)]
     for place, (panel, head) in enumerate(zip(panels, heads, strict=True)):
         grid = [[float("nan")] * count for _ in range(count)]
-        for row in own[head]:
+        for row in of_head[head]:
             grid[row.query][row.key] = row.weight
         drawn = panel.imshow(grid, cmap="cividis", norm=PowerNorm(0.5, vmin=0, vmax=1))
         panel.grid(False)
         names = [tokens[index] for index in range(count)]
         panel.set_xticks(range(count), names, rotation=90, fontsize=6.5)
         panel.set_yticks(range(count), names if place % columns == 0 else [], fontsize=6.5)
-        panel.set_title(f"layer {head[0]}, head {head[1]}: uniformity {own[head][0].uniformity:.2f}", fontsize=9)
+        panel.set_title(f"layer {head[0]}, head {head[1]}: uniformity {of_head[head][0].uniformity:.2f}", fontsize=9)
     figure.supylabel("token that looks", fontsize=9)
     figure.supxlabel("token that is looked at", fontsize=9)
     figure.colorbar(drawn, ax=panels, shrink=0.7, label="attention")
@@ -201,10 +203,10 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     figure, panels = _panels(2)
     layers = sorted({row.layer for row in rows})
     for place, layer in enumerate(layers):
-        own = [row for row in rows if row.layer == layer]
+        of_layer = [row for row in rows if row.layer == layer]
         colour, marker = _ramp(place, len(layers)), MARKERS[place % len(MARKERS)]
         label = f"layer {layer}" if place in (0, len(layers) - 1) or len(layers) <= 8 else None
-        x, y = [row.uniformity for row in own], [row.output for row in own]
+        x, y = [row.uniformity for row in of_layer], [row.output for row in of_layer]
         panels[0].scatter(x, y, s=22, color=colour, marker=marker, edgecolors="black", linewidths=0.3, label=label)
     panels[0].set_yscale("log")
     _plain(panels[0].yaxis)
@@ -243,11 +245,11 @@ def frequency(rows: Sequence[FrequencyRow]) -> Any:
     figure, (panel,) = _panels(1, width=5.2, height=4)
     layers = sorted({row.layer for row in rows})
     for place, layer in enumerate(layers):
-        own = [row for row in rows if row.layer == layer and row.frequency > 0]
+        of_layer = [row for row in rows if row.layer == layer and row.frequency > 0]
         label = f"layer {layer}" if len(layers) <= 8 or place in (0, len(layers) - 1) else None
         dash = ("-", "--", "-.", ":")[place % 4]
         panel.plot(
-            [row.rank for row in own], [100 * row.frequency for row in own], color=_ramp(place, len(layers)),
+            [row.rank for row in of_layer], [100 * row.frequency for row in of_layer], color=_ramp(place, len(layers)),
             linestyle=dash, linewidth=1.8, label=label,
         )  # fmt: skip
     panel.set_xscale("log")
@@ -266,8 +268,8 @@ def overlap(rows: Sequence[OverlapRow]) -> Any:
     shown = layers[:: -(-len(layers) // 6)]
     for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
         for place, layer in enumerate(shown):
-            own = [row for row in rows if (row.layer, row.target) == (layer, target)]
-            near = sorted((row.distance, row.jaccard) for row in own if row.distance)
+            of_site = [row for row in rows if (row.layer, row.target) == (layer, target)]
+            near = sorted((row.distance, row.jaccard) for row in of_site if row.distance)
             colour, dash = _ramp(place, len(shown)), ("-", "--", "-.", ":")[place % 4]
             panel.plot(
                 *zip(*near, strict=True),
@@ -277,7 +279,7 @@ def overlap(rows: Sequence[OverlapRow]) -> Any:
                 linestyle=dash,
                 label=f"layer {layer}",
             )
-            for row in own:
+            for row in of_site:
                 if row.distance == 0:  # beyond the largest distance, where no line goes
                     panel.plot([2.2 * near[-1][0]], [row.jaccard], color=colour, marker="D", markersize=5)
         panel.set_xscale("log", base=2)
@@ -297,12 +299,12 @@ def union(rows: Sequence[UnionRow]) -> Any:
     for place, (target, name) in enumerate(TARGETS.items()):
         whole, gained = panels[place], panels[place + 2]
         for grouping, (colour, marker, dash, text) in UNION_STYLES.items():
-            own = [row for row in mean if (row.target, row.grouping) == (target, grouping)]
-            own.sort(key=lambda row: row.batch)
+            of_grouping = [row for row in mean if (row.target, row.grouping) == (target, grouping)]
+            of_grouping.sort(key=lambda row: row.batch)
             style = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 4.5, "linewidth": 1.5}
-            batches = [row.batch for row in own]
-            whole.plot(batches, [100 * row.sparsity for row in own], label=text, **style)
-            gained.plot(batches, [100 * row.gain for row in own], label=text, **style)
+            batches = [row.batch for row in of_grouping]
+            whole.plot(batches, [100 * row.sparsity for row in of_grouping], label=text, **style)
+            gained.plot(batches, [100 * row.gain for row in of_grouping], label=text, **style)
         whole.set_ylim(bottom=0)
         _label(whole, "", "in no row's set, % of units", name)
         _label(gained, "rows of a batch", "smaller union, %", f"{name}: gain over different documents")
@@ -319,16 +321,23 @@ def predictors(rows: Sequence[PredictorRow]) -> Any:
     present = [target for target in TARGETS if any(row.target == target for row in rows)]
     figure, panels = _panels(len(present), sharey=True)
     for panel, target in zip(panels, present, strict=True):
-        own = [row for row in rows if row.target == target]
+        of_target = [row for row in rows if row.target == target]
         for style, column in enumerate(("accuracy", "recall", "precision")):
-            _line(panel, [row.layer for row in own], [100 * getattr(row, column) for row in own], style, column)
+            _line(
+                panel,
+                [row.layer for row in of_target],
+                [100 * getattr(row, column) for row in of_target],
+                style,
+                column,
+            )
         if target == Target.MLP:  # of the heads as many are positive as are selected
             panel.plot(
-                [row.layer for row in own], [100 * (1 - row.active) for row in own], color="0.35", linestyle=":",
+                [row.layer for row in of_target], [100 * (1 - row.active) for row in of_target],
+                color="0.35", linestyle=":",
                 label="accuracy of selecting none",
             )  # fmt: skip
         panel.set_ylim(0, 102)
-        _whole(panel, [row.layer for row in own])
+        _whole(panel, [row.layer for row in of_target])
         _label(panel, "layer", "%", TARGETS[target])
     _legend(figure, 4)
     return figure
@@ -340,15 +349,15 @@ def neighbours(rows: Sequence[NeighbourRow]) -> Any:
     styles = {"exact": (BLACK, "s"), "hnsw": (RED, "o"), "predictor": (BLUE, "^")}
     names = {"exact": "exact search", "hnsw": "graph (HNSW)", "predictor": "this bundle's predictors"}
     for method, (colour, marker) in styles.items():
-        own = [row for row in rows if row.method == method]
-        if own:
-            change = [100 * row.increase for row in own]
-            bars = [100 * (row.increase_error or 0) for row in own]
+        of_method = [row for row in rows if row.method == method]
+        if of_method:
+            change = [100 * row.increase for row in of_method]
+            bars = [100 * (row.increase_error or 0) for row in of_method]
             panel.errorbar(
-                [row.ms_per_token for row in own], change, bars, color=colour, marker=marker, linestyle=":",
+                [row.ms_per_token for row in of_method], change, bars, color=colour, marker=marker, linestyle=":",
                 capsize=2.5, label=names[method],
             )  # fmt: skip
-        for row in own:
+        for row in of_method:
             if row.ef is not None:
                 top = (row.ms_per_token, 100 * (row.increase + (row.increase_error or 0)))
                 panel.annotate(f"ef {row.ef}", top, (0, 5), textcoords="offset points", ha="center", fontsize=8)
@@ -365,10 +374,10 @@ def selections(rows: Sequence[SelectionRow]) -> Any:
     """Fig. 1, section 5.2: perplexity against sparsity, contextual, static and non-contextual."""
     figure, (panel,) = _panels(1, width=5.6, height=4.4)
     for name, (colour, marker, dash, text) in CURVES.items():
-        own = sorted((100 * row.sparsity, row.perplexity) for row in rows if row.selection == name)
-        if own:
+        points = sorted((100 * row.sparsity, row.perplexity) for row in rows if row.selection == name)
+        if points:
             panel.plot(
-                *zip(*own, strict=True), color=colour, marker=marker, linestyle=dash, markersize=4.5, linewidth=1.5,
+                *zip(*points, strict=True), color=colour, marker=marker, linestyle=dash, markersize=4.5, linewidth=1.5,
                 label=text,
             )  # fmt: skip
     dense = next(row.perplexity for row in rows if row.selection == "dense")
@@ -384,7 +393,7 @@ def cost(rows: Sequence[CostRow]) -> Any:
     """Tables 1 to 3: theory beside measured, for the prompt and for one generated token."""
     figure, panels = _panels(2)
     for panel, phase in zip(panels, PHASES, strict=True):
-        own = {row.part: row for row in rows if row.phase == phase}
+        of_part = {row.part: row for row in rows if row.phase == phase}
         columns = (
             ("compute_ms", "operations / peak", 0),
             ("read_ms", "bytes / bandwidth", 3),
@@ -394,7 +403,7 @@ def cost(rows: Sequence[CostRow]) -> Any:
             x = [index + 0.27 * (place - 1) for index in range(len(PARTS))]
             hatch = (None, "//", "..")[place]
             panel.bar(
-                x, [getattr(own[part], column) for part in PARTS], 0.25, color=STYLES[style][0], hatch=hatch,
+                x, [getattr(of_part[part], column) for part in PARTS], 0.25, color=STYLES[style][0], hatch=hatch,
                 edgecolor="white", label=text,
             )  # fmt: skip
         panel.set_xticks(range(len(PARTS)), ["attention", "MLP", "head and rest"])

@@ -139,8 +139,8 @@ class Residual:
     def cluster_rows(self) -> list[ClusterRow]:
         rows = []
         for layer, parts in self.clusters.items():
-            found = torch.cat(parts)
-            found = found[~found.isnan()].double()
-            spread = float(found.std()) if len(found) > 1 else 0.0
-            rows.append(ClusterRow(layer, float(found.mean()), spread, len(found)))
+            similarities = torch.cat(parts)
+            similarities = similarities[~similarities.isnan()].double()
+            spread = float(similarities.std()) if len(similarities) > 1 else 0.0
+            rows.append(ClusterRow(layer, float(similarities.mean()), spread, len(similarities)))
         return rows

@@ -78,14 +78,14 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
     waiting = list(config.parts)
     drawn = False
     for parts, rows in _measure(config, model, tokenizer, bundle, text, sentence, missing, seconds):
-        found = {name: own for name, own in rows.items() if own}
-        for name, own in found.items():
+        measured = {name: own for name, own in rows.items() if own}
+        for name, own in measured.items():
             write_csv(folder / f"{name}.csv", own)
-        pictures = draw(found, folder)
+        pictures = draw(measured, folder)
         drawn = drawn or bool(pictures)
         about["observed"] += [
             {"name": name, **dataclasses.asdict(TITLES[name]), "rows": len(own), "picture": name in pictures}
-            for name, own in found.items()
+            for name, own in measured.items()
         ]
         waiting = [part for part in waiting if part not in parts]
         lacking = [{"what": f"the part {part}", "why": "the run ended before it"} for part in waiting]
@@ -155,15 +155,15 @@ def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> 
     real = torch.empty(0, dtype=torch.bool)
 
     def add(layer: int, got: dict[str, Tensor]) -> None:
-        own = real.to(next(iter(got.values())).device)
+        seen = real.to(next(iter(got.values())).device)
         if "residual" in config.parts:
-            residual.layer(layer, got, own)
+            residual.layer(layer, got, seen)
         if "attention" in config.parts:
-            attention.layer(layer, got, own)
+            attention.layer(layer, got, seen)
         if {"units", "union"} & set(config.parts):
-            sets = units.layer(layer, got, own)
+            sets = units.layer(layer, got, seen)
             if "union" in config.parts:
-                unions.layer(layer, got, own, sets)
+                unions.layer(layer, got, seen, sets)
 
     with Progress("observing", held.tokens, "token") as bar, torch.no_grad(), record(model, recorded, on_layer=add):
         for batch in eval_batches(held, config.batch_tokens, model.device):

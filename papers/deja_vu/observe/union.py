@@ -141,10 +141,10 @@ def _rows(
     tokens = sets.reshape(-1, sets.shape[-1])
     mixed = union_share(tokens, _cut(generator.permutation(len(tokens)), size), n_units)
     frequency = np.unpackbits(tokens, axis=-1, count=n_units).mean(0)
-    found = {"documents": documents, "random": mixed}
-    found |= {name: union_share(sets, groups, n_units).mean(1) for name, groups in alike.items()}
-    found["independent"] = (1 - (1 - frequency) ** size).mean(keepdims=True)
-    for name, shares in found.items():
+    groupings = {"documents": documents, "random": mixed}
+    groupings |= {name: union_share(sets, groups, n_units).mean(1) for name, groups in alike.items()}
+    groupings["independent"] = (1 - (1 - frequency) ** size).mean(keepdims=True)
+    for name, shares in groupings.items():
         # Random orders share their requests, so only one order's batches count as measurements of their own.
         n = len(shares) // len(orders) if name == "documents" else len(shares)
         error = float(shares.std(ddof=1) / np.sqrt(n)) if n > 1 else None

@@ -181,11 +181,11 @@ class Units:
         pairs = [(n, sets[:, n:], sets[:, :-n], real[:, n:] & real[:, :-n]) for n in DISTANCES if n < real.shape[1]]
         pairs.append((0, sets, sets.roll(1, 0), real & real.roll(1, 0) & torch.tensor(len(real) > 1)))
         for distance, first, second, both in pairs:
-            found = jaccard(first[both], second[both])
-            found = found[~found.isnan()]
+            overlaps = jaccard(first[both], second[both])
+            overlaps = overlaps[~overlaps.isnan()]
             kept = self.overlap.setdefault((layer, target, distance), [0.0, 0.0])
-            kept[0] += float(found.double().sum())
-            kept[1] += len(found)
+            kept[0] += float(overlaps.double().sum())
+            kept[1] += len(overlaps)
 
     def sparsity_rows(self) -> list[SparsityRow]:
         rows = []
