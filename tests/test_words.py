@@ -90,6 +90,15 @@ def test_baseline_only_shrinks(repository: Path, capsys: pytest.CaptureFixture) 
     assert check(repository, capsys, "--shrink")[0] == 1 and baseline.read_text() == ""
 
 
+def test_files_that_a_page_names_exist(repository: Path, capsys: pytest.CaptureFixture) -> None:
+    (repository / "README.md").write_text("Read `tests/words_baseline.txt` first.\n")
+    subprocess.run(["git", "add", "."], cwd=repository, check=True)
+    assert check(repository, capsys) == (0, "")
+    (repository / "README.md").write_text("Read `tests/gone.py` first.\n")
+    code, printed = check(repository, capsys)
+    assert code == 1 and printed.startswith("README.md:1: file: tests/gone.py")
+
+
 def test_no_excuse_for_what_is_read_first(repository: Path, capsys: pytest.CaptureFixture) -> None:
     (repository / "docs/start").mkdir(parents=True)
     (repository / "docs/start/page.md").write_text(LONG)

@@ -43,6 +43,10 @@ COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 FORBIDDEN = ("the former", "the latter")  # until the glossary stands
 
 
+# A file of the repository in a page that is read first, as code.
+OURS = re.compile(r"`((?:kernels|dejavu_train|benchmarks|tests|papers|examples|configs)/[\w./-]+\.[a-z]+)`")
+
+
 class Prose(NamedTuple):
     """A paragraph, an item of a list, a docstring's entry or a message."""
 
@@ -168,7 +172,11 @@ def slugs(page: Path) -> set[str]:
 
 
 def dead_links(root: Path, path: str, source: str) -> Iterator[Offender]:
-    """Links to files that are not there, and to headings that a page has not."""
+    """Links to files that are not there, and to headings that a page has not. Files that a page names as code."""
+    if path.startswith(CLEAN):
+        for named in OURS.finditer(source):
+            if not (root / named[1]).exists():
+                yield Offender("page", path, source.count("\n", 0, named.start()) + 1, "file", named[1])
     source = re.sub(r"^(```+).*?^\1|`[^`\n]+`", lambda code: "\n" * code.group().count("\n"), source, flags=re.S | re.M)
     for link in re.finditer(r"(?:\]\(|^\[[^\]]+\]: )([^)\s]+)", source, re.M):
         target, _, anchor = link.group(1).partition("#")
