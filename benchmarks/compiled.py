@@ -84,12 +84,12 @@ class _Device:
 
 def compiled_launches(call: Callable[[], Any]) -> list[tuple[str, Any]]:
     """(name, compiled kernel) of every launch that `call` makes."""
-    arguments: list[tuple[str, Any]] = []
+    found: list[tuple[str, Any]] = []
 
     def compile_only(self: JITFunction, grid: Any) -> Callable[..., Any]:
         def launch_of(*args: Any, **kwargs: Any) -> Any:
             kernel = self.warmup(*args, grid=grid, **kwargs)
-            arguments.append((self.fn.__name__, kernel))
+            found.append((self.fn.__name__, kernel))
             return kernel
 
         return launch_of
@@ -100,7 +100,7 @@ def compiled_launches(call: Callable[[], Any]) -> list[tuple[str, Any]]:
         call()
     finally:
         JITFunction.__getitem__ = kept
-    return arguments
+    return found
 
 
 def pretend_a_gpu(capability: int = 90) -> None:
@@ -157,12 +157,12 @@ def refused_copies(code: list[tuple[int, str, str]]) -> int:
 
 def loops(code: list[tuple[int, str, str]]) -> list[list[tuple[str, str]]]:
     """Instructions of each innermost loop, (name, operands): what lies between a backward branch and its target."""
-    faults = []
+    found = []
     for at, name, rest in code:
         target = re.search(r"(0x[0-9a-f]+)", rest)
         if name.startswith("BRA") and target and int(target.group(1), 16) < at:
-            faults.append((int(target.group(1), 16), at))
-    inner = [a for a in faults if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in faults)]
+            found.append((int(target.group(1), 16), at))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
     return [[(name, rest) for at, name, rest in code if low <= at <= high] for low, high in inner]
 
 
@@ -362,17 +362,17 @@ def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
 
 def described(kernel: Any, most: int) -> str:
     """A line about a compiled kernel, on a GPU whose programs have at most so many bytes of shared memory."""
-    numbers = report(kernel)
-    inner = loops(numbers.code)
+    found = report(kernel)
+    inner = loops(found.code)
     sizes = ", ".join(str(len(loop)) for loop in inner)
     spills = sum(name.startswith(("LDL", "STL")) for loop in inner for name, _ in loop)
-    refused = refused_copies(numbers.code)
+    refused = refused_copies(found.code)
     return (
-        f"{numbers.registers} registers, {numbers.stack} B stack ({spills} in loops), "
-        f"{numbers.shared} B shared, {'dependent' if 'griddepcontrol' in kernel.asm['ptx'] else 'plain'}, "
+        f"{found.registers} registers, {found.stack} B stack ({spills} in loops), "
+        f"{found.shared} B shared, {'dependent' if 'griddepcontrol' in kernel.asm['ptx'] else 'plain'}, "
         f"loops of {sizes or 'none'} instructions"
         + (f"; {refused} COPIES THAT A GPU REFUSES" if refused else "")
-        + ("; MORE SHARED MEMORY THAN IT HAS" if numbers.shared > most + 1024 else "")
+        + ("; MORE SHARED MEMORY THAN IT HAS" if found.shared > most + 1024 else "")
     )
 
 
