@@ -106,3 +106,8 @@ def test_no_excuse_for_what_is_read_first(repository: Path, capsys: pytest.Captu
     (offender,) = words.offenders(repository, ["docs/start/page.md"])
     (repository / words.BASELINE).write_text(f"{offender.key}\n")
     assert check(repository, capsys)[0] == 1
+
+
+def test_readme_stays_short() -> None:
+    text = (words.ROOT / "README.md").read_text("utf-8")
+    assert len(text.split()) <= 900 and len(text.splitlines()) <= 130
