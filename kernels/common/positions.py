@@ -79,6 +79,28 @@ def turned_reference(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
 
 
 @triton.jit
+def angles(table, columns, p, turns, HEAD_DIM: tl.constexpr):
+    """(cosines, signed sines) for columns of a head at positions p, which broadcast. turns: or not."""
+    at = table + p * HEAD_DIM + columns // 2 * 2
+    sin = tl.load(at + 1, mask=turns, other=0.0)
+    return tl.load(at, mask=turns, other=1.0), tl.where(columns % 2 == 0, -sin, sin)
+
+
+@triton.jit
+def turned(values, by):
+    """values (R,) or (R, N) of neighbouring columns, an even number of them, turned by `angles`."""
+    HALF: tl.constexpr = values.shape[0] // 2
+    if len(values.shape) == 1:
+        x, y = tl.split(tl.reshape(values, (HALF, 2)))
+        swapped = tl.reshape(tl.join(y, x), (2 * HALF,))
+    else:
+        N: tl.constexpr = values.shape[1]
+        x, y = tl.split(tl.permute(tl.reshape(values, (HALF, 2, N)), (0, 2, 1)))
+        swapped = tl.reshape(tl.permute(tl.join(y, x), (0, 2, 1)), (2 * HALF, N))
+    return values * by[0] + swapped * by[1]
+
+
+@triton.jit
 def no_bias(scores, slopes, head, distance):
     return scores
 

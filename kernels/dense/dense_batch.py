@@ -20,38 +20,19 @@ from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 from dejavu_train.kernels.dense.int4_batch import int4_linear, int4_qkv, takes
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
+from dejavu_train.kernels.stages.sink import QkvSink
 
 BLOCK = 1024
 
 
 @triton.jit
-def _split_kernel(
-    rows,
-    bias,
-    position,
-    q,
-    k_cache,
-    v_cache,
-    capacity,
-    H: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _split_kernel(rows, sink, n_rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_predecessor(PDL)
     b = tl.program_id(0)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < 3 * H * HEAD_DIM
-    value = tl.load(rows + b * (3 * H * HEAD_DIM) + i, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
-    head = i // (3 * HEAD_DIM)
-    row = i % (3 * HEAD_DIM)
-    kind = row // HEAD_DIM
-    last = tl.load(position + b)
-    slot = ((b * H + head) * capacity + last).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
-    tl.store(q + (b * H + head) * HEAD_DIM + row, value, mask=inside & (kind == 0))
-    tl.store(k_cache + slot, value.to(k_cache.dtype.element_ty), mask=inside & (kind == 1))
-    tl.store(v_cache + slot, value.to(v_cache.dtype.element_ty), mask=inside & (kind == 2))
+    lines = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lines < n_rows
+    values = tl.load(rows + b * n_rows + lines, mask=inside, other=0.0).to(tl.float32)
+    sink.put(sink, values, sink.ahead(sink, lines, b, inside, inside, n_rows), lines, b, inside, n_rows)
 
 
 @triton.jit
@@ -75,27 +56,14 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
 def qkv_batch(
     x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
 ) -> None:
-    """weight (h, 3, head_dim, d), bias (h, 3, head_dim). Writes q (B, h, head_dim) fp32 and the caches at position."""
-    batch, n_heads, head_dim = q.shape
-    if takes(weights.weight, batch):
+    """Writes q (B, h, head_dim) fp32 and the caches at position. weight and bias head-major, as in `qkv`."""
+    if takes(weights.weight, len(x)):
         int4_qkv(_normalised(x, ln, torch.float16, pdl), weights, position, q, cache, pdl)
         return
     rows = dense_hidden(x, ln, weights.weight, None, "none", pdl)
-    pdl = use_pdl(pdl, x.device)
-    _split_kernel[(batch, triton.cdiv(rows.shape[1], BLOCK))](
-        rows,
-        weights.bias,
-        position,
-        q,
-        cache.k,
-        cache.v,
-        cache.capacity,
-        H=n_heads,
-        HEAD_DIM=head_dim,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
+    pdl, sink = use_pdl(pdl, x.device), QkvSink.of(q, cache, weights.bias, position)
+    _split_kernel[(len(x), triton.cdiv(sink.n_rows, BLOCK))](
+        rows, sink, sink.n_rows, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
 
 

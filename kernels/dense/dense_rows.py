@@ -1,7 +1,7 @@
 """Dense layers of one row or several, of any format: rows times a normalised input, and q/k/v of all heads.
 
     y[b, i] = act(sum_j w[i, j] n[b, j] + bias[i])                                              `dense_rows`
-    q, k and v at the present position <- W n(b) + bias, head-major rows (h, 3, head_dim)       `qkv_dense`
+    q, k and v at the present position <- W n(b) + bias, head-major rows, as in `qkv`           `qkv_dense`
 
 x (B, d) fp32, n = norm(x), w (n, d) row-major. Sums in fp32. 4-bit rows meet n in fp16. One row runs in one kernel
 (`stages.rows`), bitwise deterministic. Several are a matrix product (`dense_batch`).
@@ -14,6 +14,7 @@ from dejavu_train.kernels.common.activation import ACTIVATIONS
 from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.positions import Rotary, turned_reference
 from dejavu_train.kernels.dense.dense_batch import dense_hidden, qkv_batch
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
@@ -50,14 +51,16 @@ def qkv_dense_reference(
     x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
 ) -> None:
     """Plain torch. No host synchronisation."""
-    batch, n_heads, head_dim = q.shape
     weight, n = operands_reference(x, ln, weights.weight)
     rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + weights.bias.float().flatten()
-    rows = rows.view(batch, n_heads, 3, head_dim)
-    q.copy_(rows[:, :, 0])
-    each = torch.arange(batch, device=x.device)
-    cache.k[each, :, position.long()] = rows[:, :, 1].to(cache.k.dtype)
-    cache.v[each, :, position.long()] = rows[:, :, 2].to(cache.v.dtype)
+    rows = rows.view(len(q), *weights.bias.shape)
+    turns, v = rows[:, :, :-1], rows[:, :, -1]
+    if isinstance(cache.positions, Rotary):
+        turns = turned_reference(turns, cache.positions, position[:, None, None].expand(turns.shape[:-1]))
+    q.copy_(turns[:, :, :-1].reshape(q.shape))
+    each = torch.arange(len(q), device=x.device)
+    cache.k[each, :, position.long()] = turns[:, :, -1].to(cache.k.dtype)
+    cache.v[each, :, position.long()] = v.to(cache.v.dtype)
 
 
 def dense_rows(
@@ -99,11 +102,11 @@ def qkv_dense(
 ) -> None:
     """x (B, d) fp32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions (B) int32.
 
-    The weight is (h, 3, head_dim, d), the bias (h, 3, head_dim). Errors as of `dense_rows`.
+    The weight and the bias are head-major, as `qkv` has them. Errors as of `dense_rows`.
     """
-    batch, n_heads, head_dim = check_projection(x, weights, q, cache, position)
+    batch, _, _ = check_projection(x, weights, q, cache, position)
     if batch > 1:
         qkv_batch(x, ln, weights, position, q, cache, pdl)
         return
     sink = QkvSink.of(q, cache, weights.bias, position)
-    launch_row(x, ln, weights.weight, sink, 3 * n_heads * head_dim, pdl, settings)
+    launch_row(x, ln, weights.weight, sink, sink.n_rows, pdl, settings)

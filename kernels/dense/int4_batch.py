@@ -4,7 +4,7 @@
     y[b, i]   = relu(the same) where bit b of row_bits[i] is set, else 0                `int4_listed`
     out[b, i] = residual[b, i] + bias[i] + sum_h sum_j code[h, i, j] scale[h, i] x[b, h head_dim + j]
                                                                                         `int4_by_head`, (h, d, head_dim)
-    q, k_cache, v_cache at position[b] <- the first, without act, weight (h, 3, head_dim, d)     `int4_qkv`
+    q, k_cache, v_cache at position[b] <- the first, without act, weight head-major              `int4_qkv`
 
 x (B, .) fp16. Products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
 their registers (`stages.int4_rows`), where one token takes the place of two. `int4_listed` reads the rows that a list
@@ -100,15 +100,15 @@ def int4_qkv(
 ) -> None:
     """x (B, d) fp16, position (B) int32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions.
 
-    The weight has 4 bits, (h, 3, head_dim, d), and the bias is (h, 3, head_dim).
+    The weight has 4 bits. It and the bias are head-major, as `qkv` has them.
 
     Errors: shapes, dtypes, head dims, a CPU tensor.
     """
     batch, d = x.shape
-    _, n_heads, head_dim = check_projection(x, weights, q, cache, position)
-    weight = check_int4("weight", weights.weight, (n_heads, 3, head_dim, d), x)
+    check_projection(x, weights, q, cache, position)
+    weight = check_int4("weight", weights.weight, weights.weight.shape, x)
     _check_tokens(x, batch, d)
-    check_tensor("q", q, (batch, n_heads, head_dim), (torch.float32,), x)
+    check_tensor("q", q, q.shape, (torch.float32,), x)
     launch_tokens(x, weight, QkvSink.of(q, cache, weights.bias, position), pdl, settings)
 
 

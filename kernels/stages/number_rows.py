@@ -47,6 +47,7 @@ def _walk_numbers(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
     BLOCK: tl.constexpr = how.block
     ROWS: tl.constexpr = how.rows
     c = tl.arange(0, BLOCK)
+    TOGETHER: tl.constexpr = sink.together
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
     w = row_pieces(weight, first, n_rows, c, D, BLOCK, ROWS)
@@ -57,13 +58,19 @@ def _walk_numbers(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
     for begin in range(first, n_rows, step):
         coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)
         ahead = ()
-        for r in tl.static_range(ROWS):
+        for r in tl.static_range(0, ROWS, TOGETHER):
             line = tl.cast(begin + r, tl.int32)
+            if TOGETHER == 2:
+                line = line + tl.arange(0, 2)
             ahead = ahead + (sink.ahead(sink, line, 0, line < n_rows, line < n_rows, n_rows),)
-        for r in tl.static_range(ROWS):
+        for r in tl.static_range(0, ROWS, TOGETHER):
             acc = row_product(w, n, r, D, BLOCK)
             line = tl.cast(begin + r, tl.int32)
-            if line < n_rows:
+            if TOGETHER == 2:
+                both = tl.join(tl.sum(acc, 0), tl.sum(row_product(w, n, r + 1, D, BLOCK), 0))
+                line = line + tl.arange(0, 2)
+                sink.put(sink, both, ahead[r // 2], line, 0, line < n_rows, n_rows)
+            elif line < n_rows:
                 sink.put(sink, tl.sum(acc, 0), ahead[r], line, 0, line < n_rows, n_rows)
         w = coming
 

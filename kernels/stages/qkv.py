@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require
+from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require, rotation_of
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import row_or, use_pdl
 from dejavu_train.kernels.common.limits import MOST_TOKENS
@@ -167,11 +167,6 @@ def qkv_launch(
         raise ValueError('the policy "stale" needs the tensor of valid positions')
     if policy == "backfill" and cache.watermark is None:
         raise ValueError('the policy "backfill" needs the tensor of watermarks')
-    table = None
-    if isinstance(cache.positions, Rotary):
-        table = cache.positions.table
-        check_shape("table of positions", table, len(table), head_dim // 2, 2)
-        require(len(table) >= cache.capacity, f"a table of {len(table)} positions for a cache of {cache.capacity}")
     found = settings or QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy=policy)
     if weight.format is Format.INT4:
         check_dtype("attn_in", attn_in, (torch.float16,))
@@ -190,7 +185,7 @@ def qkv_launch(
         attn_in,
         rows,
         Wanted(selection.row_bits, position, row_or(cache.watermark, position)),
-        Stored(valid, q, cache.k, cache.v, cache.capacity, table),
+        Stored(valid, q, cache.k, cache.v, cache.capacity, rotation_of(cache)),
     )
     sizes = QkvSizes(
         B=batch,

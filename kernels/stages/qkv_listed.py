@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dejavu_train.kernels.common.launch import wait_for_predecessor
-from dejavu_train.kernels.stages.qkv_pairs import angles, lacking_positions, places, store_rows
+from dejavu_train.kernels.stages.qkv_pairs import lacking_positions, places, store_rows, turning
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _fill(
     of_row, p = places(i, start, first, ends, B)
     line = head * OF_HEAD + row
     offset = tl.load(rows.bias + line + r)  # used after the product: nothing waits for it before
-    by = angles(stored.table, row, p, exists, ROWS, S)
+    by = turning(stored.table, row, p, exists, ROWS, S)
     # Scalar bases and constant offsets: little is left to compute before the first load.
     if B == 1:
         present = tl.sum(first) + start

@@ -29,7 +29,7 @@ from dejavu_train.kernels.common.int4_mma import ask_inputs, ask_words, first_sc
 from dejavu_train.kernels.common.lane_queue import drain, lane_queue
 from dejavu_train.kernels.common.late_norm import late_factors
 from dejavu_train.kernels.common.launch import count_program, wait_for_predecessor
-from dejavu_train.kernels.stages.qkv_pairs import QkvRows, angles, lacking_positions, places, store_rows
+from dejavu_train.kernels.stages.qkv_pairs import QkvRows, lacking_positions, places, store_rows, turning
 
 ROWS = tl.constexpr(16)
 # Items of a program of an idle head, at most: they take as long as the others' two rounds do.
@@ -164,7 +164,7 @@ def _multiply(
     i = tl.arange(0, N)
     of_row, p = places(i, start, last + 1 - n, tl.cumsum(n, 0), S.B)
     exists = start + i < n_pairs
-    by = angles(stored.table, row, p, exists, ROWS, S)
+    by = turning(stored.table, row, p, exists, ROWS, S)
     if late is not None:
         gain = tl.load(rows.gains + line + r)
         kept = exists & (p < tl.sum(last))  # one batch row

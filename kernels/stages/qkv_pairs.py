@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dejavu_train.kernels.common.positions import angles, turned
+
 
 class QkvRows(NamedTuple):
     """weight (h, r + 2, head_dim, d): numbers, or words with scales. bias, gains: (h, r + 2, head_dim).
@@ -93,42 +95,27 @@ def lacking_positions(wanted, b, heads, S: tl.constexpr):
 
 
 @triton.jit
-def angles(table, row, p, exists, R: tl.constexpr, S: tl.constexpr):
-    """Cosines and sines (R / 2, N) of the pairs of rows in a tile of R from `row` on, at positions p. Loaded early.
-
-    Rows of v are not turned. () without a table.
-    """
-    found = ()
+def turning(table, row, p, exists, R: tl.constexpr, S: tl.constexpr):
+    """What the R rows of a head from `row` on are turned by at positions p (N,), see `angles`. () without a table."""
+    by = ()
     if table is not None:
-        HALF: tl.constexpr = R // 2
         HEAD_DIM: tl.constexpr = S.HEAD_DIM
-        SHARE: tl.constexpr = S.SHARE
-        at = table + p[None, :] * HEAD_DIM + (row % HEAD_DIM + 2 * tl.arange(0, HALF))[:, None]
-        turns = (exists & (row < (SHARE + 1) * HEAD_DIM))[None, :]
-        found = (tl.load(at, mask=turns, other=1.0), tl.load(at + 1, mask=turns, other=0.0))
-    return found
-
-
-@triton.jit
-def turned(values, table, by):
-    """values (R, N) turned by `angles`: neighbouring rows are a pair."""
-    if table is not None:
-        R: tl.constexpr = values.shape[0]
-        N: tl.constexpr = values.shape[1]
-        x, y = tl.split(tl.permute(tl.reshape(values, (R // 2, 2, N)), (0, 2, 1)))
-        both = tl.join(x * by[0] - y * by[1], y * by[0] + x * by[1])
-        values = tl.reshape(tl.permute(both, (0, 2, 1)), (R, N))
-    return values
+        OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM
+        rows = (row + tl.arange(0, R))[:, None]
+        turns = exists[None, :] & (rows < OF_Q + HEAD_DIM)  # not those of v
+        by = angles(table, rows % HEAD_DIM, p[None, :], turns, HEAD_DIM)
+    return by
 
 
 @triton.jit
 def store_rows(values, by, head, row, rows, of_row, p, exists, stored, S: tl.constexpr):
-    """Stores the values (R, N) of a head's rows (R,), row and its next, of N pairs those that exist. by: `angles`."""
+    """Stores the values (R, N) of a head's rows (R,), row and its next, of N pairs those that exist. by: `turning`."""
     N: tl.constexpr = values.shape[1]
     HEAD_DIM: tl.constexpr = S.HEAD_DIM
     OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM
     H: tl.constexpr = S.H
-    values = turned(values, stored.table, by)
+    if stored.table is not None:
+        values = turned(values, by)
     pair = of_row * H + head
     slots = (pair * stored.capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
     mask = exists[None, :] & (rows >= 0)[:, None]

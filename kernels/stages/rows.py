@@ -99,6 +99,8 @@ def launch_row(
         plain = settings or RowSettings.find(weight.format, x.device, d=d)
         if isinstance(plain, Int4RowSettings):
             raise ValueError("Int4RowSettings are for 4-bit rows")
+        together = sink.together.value
+        require(plain.rows % together == 0, f"{plain.rows} rows of a step are no multiple of {together}")
         grid, warps = min(sms * plain.programs, triton.cdiv(n, plain.rows)), plain.warps_for(d)
         operands: tuple[Tensor | None, ...] = (weight.numbers, None)
         how = NumberWalk(plain.block(d), plain.rows)

@@ -1,8 +1,8 @@
 """What becomes of products: kernels of rows are handed one of these, the functions with the tensors that they need.
 
 `LinearSink`: y[b, i] = act(v[b, i] + bias[i] + residual[b, i]). Bias and residual may be missing. y is zero where bit b
-of row_bits[i] is not set, if there are such bits. `QkvSink`: v + bias of head-major rows (h, 3, HEAD_DIM) goes to q,
-and to the caches at each row's position.
+of row_bits[i] is not set, if there are such bits. `QkvSink`: v + bias of head-major rows, as in `qkv`, goes to q, and
+to the caches at each row's position.
 
 A kernel calls `ahead` before the products, for what is loaded, and `put` behind them. lines: numbers of rows, b: of
 batch rows, which broadcast to the values' shape. inside: a line is one of n_rows. stored: and b is there as well.
@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.activation import ACTIVATIONS
+from dejavu_train.kernels.common.checks import rotation_of
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.positions import angles, turned
 
 
 @triton.jit
@@ -44,20 +46,30 @@ def _put_linear(sink, values, ahead, lines, b, stored, n_rows):
 
 @triton.jit
 def _qkv_ahead(sink, lines, b, inside, stored, n_rows):
-    return tl.load(sink.bias + lines, mask=inside, other=0.0), tl.load(sink.position + b)
+    last = tl.load(sink.position + b)
+    found = (tl.load(sink.bias + lines, mask=inside, other=0.0), last)
+    if sink.table is not None:
+        HEAD_DIM: tl.constexpr = sink.head_dim
+        row = lines % ((sink.share + 2) * HEAD_DIM)
+        turns = inside & (row < (sink.share + 1) * HEAD_DIM)  # not those of v
+        found = found + angles(sink.table, row % HEAD_DIM, last, turns, HEAD_DIM)
+    return found
 
 
 @triton.jit
 def _put_qkv(sink, values, ahead, lines, b, stored, n_rows):
     HEAD_DIM: tl.constexpr = sink.head_dim
+    OF_Q: tl.constexpr = sink.share * sink.head_dim
+    OF_HEAD: tl.constexpr = OF_Q + 2 * HEAD_DIM
     values += ahead[0].to(tl.float32)
-    row = lines % (3 * HEAD_DIM)
-    column = row % HEAD_DIM
-    head = b * (n_rows // (3 * HEAD_DIM)) + lines // (3 * HEAD_DIM)
-    slot = (head * sink.capacity + ahead[1]).to(tl.int64) * HEAD_DIM + column
-    tl.store(sink.q + head * HEAD_DIM + column, values, mask=stored & (row < HEAD_DIM))
-    cache = tl.where(row < 2 * HEAD_DIM, sink.k_cache + slot, sink.v_cache + slot)
-    tl.store(cache, values.to(sink.k_cache.dtype.element_ty), mask=stored & (row >= HEAD_DIM))
+    if sink.table is not None:
+        values = turned(values, ahead[2:])
+    row = lines % OF_HEAD
+    head = b * (n_rows // OF_HEAD) + lines // OF_HEAD
+    slot = (head * sink.capacity + ahead[1]).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+    tl.store(sink.q + head * OF_Q + row, values, mask=stored & (row < OF_Q))
+    cache = tl.where(row < OF_Q + HEAD_DIM, sink.k_cache + slot, sink.v_cache + slot)
+    tl.store(cache, values.to(sink.k_cache.dtype.element_ty), mask=stored & (row >= OF_Q))
 
 
 class LinearSink(NamedTuple):
@@ -68,12 +80,14 @@ class LinearSink(NamedTuple):
     residual: Tensor | None = None
     row_bits: Tensor | None = None
     activation: Any = ACTIVATIONS["none"]
+    together: Any = tl.constexpr(1)
     ahead: Any = _linear_ahead
     put: Any = _put_linear
 
 
 class QkvSink(NamedTuple):
-    """q: (B, h, head_dim). k_cache, v_cache: (B, h, capacity, head_dim). position: (B)."""
+    """q: (B, h * share, head_dim). k_cache, v_cache: (B, h, capacity, head_dim). position: (B). table: of a rotation,
+    or None. together: rows that are put at once, the two of a pair where there is a table."""
 
     q: Tensor
     k_cache: Tensor
@@ -81,13 +95,23 @@ class QkvSink(NamedTuple):
     bias: Tensor
     position: Tensor
     capacity: int
+    table: Tensor | None
     head_dim: Any
+    share: Any
+    together: Any
     ahead: Any = _qkv_ahead
     put: Any = _put_qkv
 
     @classmethod
     def of(cls, q: Tensor, cache: KvCache, bias: Tensor, position: Tensor) -> "QkvSink":
-        return cls(q, cache.k, cache.v, bias, position, cache.capacity, tl.constexpr(q.shape[-1]))
+        table = rotation_of(cache)
+        constants = (q.shape[-1], q.shape[1] // cache.k.shape[1], 1 if table is None else 2)
+        return cls(q, cache.k, cache.v, bias, position, cache.capacity, table, *map(tl.constexpr, constants))
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the weight."""
+        return self.bias.numel()
 
 
 Sink = LinearSink | QkvSink
