@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.limits import HEAD_DIMS
-from dejavu_train.kernels.common.positions import Rotary
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
@@ -119,16 +118,6 @@ def check_cache(cache: KvCache, batch: int, n_heads: int, head_dim: int) -> None
         check_shape("watermark", cache.watermark, batch, n_heads)
     if cache.valid is not None:
         check_shape("valid", cache.valid, batch, n_heads, cache.capacity)
-
-
-def rotation_of(cache: KvCache) -> Tensor | None:
-    """The table that q and k are turned by, or None. Refuses one that does not fit the cache."""
-    if not isinstance(cache.positions, Rotary):
-        return None
-    table, (_, _, capacity, head_dim) = cache.positions.table, cache.k.shape
-    check_tensor("the table of positions", table, (len(table), head_dim // 2, 2), (torch.float32,), cache.k)
-    require(len(table) >= capacity, f"the table of positions has {len(table)}, the cache {capacity}")
-    return table
 
 
 def check_projection(x: Tensor, weights: Linear, q: Tensor, cache: KvCache, position: Tensor) -> tuple[int, int, int]:

@@ -26,6 +26,11 @@ class KvCache:
     positions: Rotary | Alibi | None = None
 
     @property
+    def turning(self) -> Rotary | None:
+        """What q/k/v turn q and k by, or None."""
+        return self.positions if isinstance(self.positions, Rotary) and not self.positions.later else None
+
+    @property
     def capacity(self) -> int:
         """Positions, T."""
         return self.k.shape[2]

@@ -19,12 +19,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """table: (T, head_dim / 2, 2) fp32, cosine and sine of each position and pair."""
+    """table: (T, head_dim / 2, 2) fp32, cosine and sine of each position and pair.
+
+    later: q and k are normed first, and then turned, by `stages.head_norm`. Else q/k/v turn them.
+    """
 
     table: Tensor
+    later: bool = False
 
     @classmethod
-    def of(cls, cos: Tensor, sin: Tensor, head_dim: int) -> "Rotary":
+    def of(cls, cos: Tensor, sin: Tensor, head_dim: int, later: bool = False) -> "Rotary":
         """Of cos and sin (T, turned dimensions), as a model's rotary module gives them: both halves are alike.
 
         Raises:
@@ -38,7 +42,16 @@ class Rotary:
         table = torch.zeros(len(cos), head_dim // 2, 2, dtype=torch.float32, device=cos.device)
         table[..., 0] = 1
         table[:, :half, 0], table[:, :half, 1] = cos[:, :half].float(), sin[:, :half].float()
-        return cls(table)
+        return cls(table, later)
+
+    def fitting(self, k: Tensor) -> Tensor:
+        """The table for a cache k (B, h, T, head_dim). Raises ValueError where it is of other heads, or too short."""
+        capacity, head_dim = k.shape[2:]
+        if self.table.shape[1:] != (head_dim // 2, 2) or self.table.dtype != torch.float32:
+            raise ValueError(f"a table of positions {tuple(self.table.shape)} does not fit heads of {head_dim} columns")
+        if len(self.table) < capacity:
+            raise ValueError(f"the table of positions has {len(self.table)}, the cache {capacity}")
+        return self.table
 
 
 @dataclass(frozen=True)

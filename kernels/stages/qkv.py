@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require, rotation_of
+from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import row_or, use_pdl
 from dejavu_train.kernels.common.limits import MOST_TOKENS
-from dejavu_train.kernels.common.positions import Rotary, turned_reference
+from dejavu_train.kernels.common.positions import turned_reference
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.format import Format
@@ -98,8 +98,8 @@ def qkv_reference(
                 first = int(cache.watermark[b, head])
             n = cache.attn_in[b, first : t + 1].to(wide)
             rows = n @ weight[head].transpose(1, 2) + bias[head][:, None]
-            if isinstance(cache.positions, Rotary):
-                turned = turned_reference(rows[:-1], cache.positions, torch.arange(first, t + 1, device=n.device))
+            if cache.turning is not None:
+                turned = turned_reference(rows[:-1], cache.turning, torch.arange(first, t + 1, device=n.device))
                 rows = torch.cat([turned, rows[-1:]])
             cache.k[b, head, first : t + 1] = rows[-2].to(cache.k.dtype)
             cache.v[b, head, first : t + 1] = rows[-1].to(cache.v.dtype)
@@ -167,6 +167,7 @@ def qkv_launch(
         raise ValueError('the policy "stale" needs the tensor of valid positions')
     if policy == "backfill" and cache.watermark is None:
         raise ValueError('the policy "backfill" needs the tensor of watermarks')
+    table = None if cache.turning is None else cache.turning.fitting(cache.k)
     found = settings or QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy=policy)
     if weight.format is Format.INT4:
         check_dtype("attn_in", attn_in, (torch.float16,))
@@ -185,7 +186,7 @@ def qkv_launch(
         attn_in,
         rows,
         Wanted(selection.row_bits, position, row_or(cache.watermark, position)),
-        Stored(valid, q, cache.k, cache.v, cache.capacity, rotation_of(cache)),
+        Stored(valid, q, cache.k, cache.v, cache.capacity, table),
     )
     sizes = QkvSizes(
         B=batch,

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.activation import ACTIVATIONS
-from dejavu_train.kernels.common.checks import rotation_of
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.positions import angles, turned
 
@@ -104,7 +103,7 @@ class QkvSink(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, cache: KvCache, bias: Tensor, position: Tensor) -> "QkvSink":
-        table = rotation_of(cache)
+        table = None if cache.turning is None else cache.turning.fitting(cache.k)
         constants = (q.shape[-1], q.shape[1] // cache.k.shape[1], 1 if table is None else 2)
         return cls(q, cache.k, cache.v, bias, position, cache.capacity, table, *map(tl.constexpr, constants))
 
