@@ -35,6 +35,7 @@ from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 from dejavu_train.kernels.common.partial_sums import partial_sums
+from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense import dense_rows, dense_wide, int4_batch, screened_head
 from dejavu_train.kernels.dense.dense_batch import dense_add, qkv_batch
@@ -46,7 +47,7 @@ from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, mlp, mlp_batch, qkv
+from dejavu_train.kernels.stages import attend, head_norm, mlp, mlp_batch, qkv
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()
@@ -351,11 +352,40 @@ def further_cases(d: int) -> Iterator[Case]:
     yield f"written_out {d}", partial(written_out, int4_rows(n, d), True)
 
 
+def position_cases(d: int) -> Iterator[Case]:
+    """Groups of four heads that share K and V, turned by their positions or with slopes. Of one row."""
+    hd = 64 if d <= 2048 else 128
+    h, ones, table = d // hd, torch.ones(1, dtype=torch.int32), torch.empty(64, hd // 2, 2)
+    groups = max(1, h // 4)
+    q, x, ln = torch.empty(1, 4 * groups, hd), torch.empty(1, d), LayerNormWeights(halves(d), halves(d))
+    heads = Selection(groups, 1, *(torch.empty(groups, dtype=torch.int32) for _ in range(3)))
+    marks = torch.empty(1, groups, dtype=torch.int32)
+    kept = KvCache(*(halves(1, groups, 64, hd) for _ in range(2)), halves(1, 64, d), marks)
+    turned = dataclasses.replace(kept, positions=Rotary(table))
+    for name, matrix in (("", half_rows), ("4 bits: ", int4_rows)):
+        rows = Linear(matrix(groups, 6, hd, d), halves(groups, 6, hd))
+        yield f"{name}turned qkv {d}", partial(qkv.qkv, rows, turned, heads, ones, q, pdl=True)
+        given = (x, ln, rows, ones, q, dataclasses.replace(turned, watermark=None))
+        yield f"{name}turned qkv_dense {d}", partial(dense_rows.qkv_dense, *given, True)
+    scratch = attend.AttentionScratch.empty(1, 4 * groups, hd, 64, "cpu")
+    for name, cache in (
+        ("grouped", kept),
+        ("sloped", dataclasses.replace(kept, positions=Alibi.of(4 * groups, "cpu"))),
+    ):
+        given = (q, cache, heads, ones, halves(1, 4 * groups * hd), scratch)
+        yield f"{name} flash_decode {d}", partial(attend.flash_decode, *given, True)
+    norm = LayerNormWeights(halves(hd), halves(hd))
+    later = dataclasses.replace(kept, positions=Rotary(table, later=True))
+    given = (q, later, heads, ones, head_norm.HeadNorms(norm, norm))
+    yield f"head_norm {d}", partial(head_norm.norm_heads, *given, pdl=True)
+
+
 def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
     """All of these widths."""
     for d in widths:
         yield from cases_of(d)
         yield from further_cases(d)
+        yield from position_cases(d)
     for d in widths:
         yield from ((f"4 bits: {name}", call) for name, call in int4_cases(d))
 

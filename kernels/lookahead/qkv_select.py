@@ -185,18 +185,21 @@ def _qkv_select_kernel(
     DOWN: tl.constexpr = A.DOWN
     DOWN_ROWS: tl.constexpr = A.DOWN_ROWS
     pid = tl.program_id(0) - DOWN
+    arrived = None
+    if DOWN > 0:
+        arrived = down.arrived
     if pid >= n_tiles:
-        _select(pid - n_tiles, second, n, None if down is None else down.arrived, A, PDL)
+        _select(pid - n_tiles, second, n, arrived, A, PDL)
     elif DOWN_ROWS > 0 and pid < 0:
         late_rows(
             pid + DOWN, attn_in, wanted.position, late.moments, late.estimate, late.factors, down.down,
             down.down_scale, down.down_gains, down.down_shifts, down.hidden, down.arrived, A.RANK, S.D, A.LANES,
             DOWN_ROWS, A.EPS, A.RELU, PDL,
         )  # fmt: skip
+    elif DOWN_ROWS > 0:  # made by programs of their own
+        qkv_tile(pid, n_tiles, attn_in, rows, wanted, stored, late, None, S, A, PDL)
     else:
-        qkv_tile(
-            pid, n_tiles, attn_in, rows, wanted, stored, late, None if DOWN_ROWS > 0 else down, S, A, PDL
-        )  # fmt: skip
+        qkv_tile(pid, n_tiles, attn_in, rows, wanted, stored, late, down, S, A, PDL)
 
 
 def qkv_select(
