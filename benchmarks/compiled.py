@@ -48,6 +48,7 @@ from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, head_norm, mlp, mlp_batch, qkv
+from dejavu_train.kernels.verify import attend_slots
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()
@@ -338,6 +339,10 @@ def further_cases(d: int) -> Iterator[Case]:
     for name, heads in (("flash_decode", own.heads), ("flash_decode all", None)):
         given = (own.q, own.cache, heads, own.ones, torch.empty(1, d), scratch)
         yield f"{name} {d}", partial(attend.flash_decode, *given, True)
+    slots, one = halves(attend_slots.SLOTS, h, d // h), halves(1, h, own.cache.capacity, d // h)
+    room = attend_slots.SlotScratch.empty(h, d // h, own.cache.capacity, "cpu")
+    given = (slots, one, one, torch.ones(attend_slots.SLOTS, dtype=torch.int32), torch.empty_like(slots), room)
+    yield f"attend_slots {d}", partial(attend_slots.attend_slots, *given)
     yield f"pack {d}", partial(pack.pack, own.bits, own.listed, True)
     given = (own.hidden, half_rows(d, n), own.out_bias, x, own.y)
     yield f"dense_wide {d}", partial(dense_wide.dense_wide, *given, True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.inputs import MAX_BATCH, Sampling, check_rows, per_row
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
@@ -26,6 +27,7 @@ from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
+from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey, dims_of
@@ -104,6 +106,8 @@ class DecodeEngine(Session):
         self.guard, self.predictors = guard, loaded
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard)
         self.state = self.core.state
+        self._kernels = options.ops == "triton"
+        self._pair: EnginePair | None = None
         super().__init__()
 
     def describe(self) -> str:
@@ -162,6 +166,15 @@ class DecodeEngine(Session):
                 for b in range(n):
                     valid[b, :, : prefilled[b]] = 1
         self.core.tail(sampler.mode, score)
+
+    def pair(self, draft: Draft) -> EnginePair:
+        """See `Session.pair`."""
+        if draft.weights is not None:
+            raise UserError("draft_weights are for the CPU engine; leave draft_weights out")
+        if self._pair is None:
+            with self.core.on_device():
+                self._pair = EnginePair(self.core, self.begin, self._kernels)
+        return self._pair
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
         """Up to CHUNK steps. See `Session.steps`."""

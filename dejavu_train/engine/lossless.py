@@ -88,11 +88,15 @@ class Pace:
         self.most = most
         self.accepted, self.rejected = 3.0, 1.0
         self.seconds: dict[int, float] = {}
+        self._tried: set[int] = set()
         self._cycles, self._idle, self._patience = 0, 0, PROBE[0]
 
     def note(self, verified: Verified, seconds: float) -> None:
         """Learn from a cycle."""
         g = verified.drafted
+        if g not in self._tried:  # the first cycle of a length may compile, record or fault pages in
+            self._tried.add(g)
+            return
         known = self.seconds.get(g, seconds)
         self.seconds[g] = known + 0.2 * (min(seconds, 2 * known) - known)  # a busy moment counts little
         if g:

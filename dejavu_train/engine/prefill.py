@@ -60,11 +60,11 @@ def _run(
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     for layer, keys, values in zip(weights.layers, k_cache, v_cache, strict=True):
-        x = forward_block(_block(weights, layer), x, partial(attend, keys, values))[0]
+        x = forward_block(dense_block(weights, layer), x, partial(attend, keys, values))[0]
     return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]
 
 
-def _block(weights: DecodeWeights, layer: LayerWeights) -> Any:
+def dense_block(weights: DecodeWeights, layer: LayerWeights) -> Any:
     """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype."""
     h, hd, dtype = weights.shape.n_heads, weights.shape.head_dim, weights.embedding.dtype
 

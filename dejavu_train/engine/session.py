@@ -86,7 +86,7 @@ class Session(ABC):
         Raises:
             UserError: an engine without verification, or weights of the draft that this engine cannot have.
         """
-        raise UserError("lossless decoding is for the CPU engine so far; pass device='cpu', or leave lossless out")
+        raise UserError("this engine verifies no drafts; leave lossless out")
 
     @in_turn
     def generate(

@@ -6,7 +6,8 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class DecodeStep:
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
         self.batch, self.context, self.device = plan.batch, plan.context, device
         self._graphed = options.graph and plan.engine is Engine.GPU
-        self._graphs: dict[tuple[str, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
         self.work = Workspace.empty(plan, operations(options.ops), options.pdl, dtype, device)
         self.state, self.ops = self.work.state, self.work.ops
@@ -220,35 +221,39 @@ class DecodeStep:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
-    def _capture(self, *call: Any) -> torch.cuda.CUDAGraph:
-        """`eager` with these arguments: compile every kernel in a step whose effects are undone, then record one."""
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What ``run`` queues: compile every kernel in a run whose effects are undone, then record one."""
         with CAPTURING:
-            return self._captured(*call)
+            return self._captured(run)
 
-    def _captured(self, *call: Any) -> torch.cuda.CUDAGraph:
+    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), self.undone():
-            self.eager(*call)
+            run()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         launch.share_carveout(self.plan.carveout)
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self.eager(*call)
+            run()
         return graph
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:
         """One token for every row that is not done. Every N-th step is dense where a guard asks for that."""
         call = mode, score, self.guard is not None and self.guard.due()
-        if not self._graphed:
-            self.eager(*call)
-            return
+        self.replay(call, partial(self.eager, *call))
+
+    def replay(self, key: tuple[Any, ...], run: Callable[[], None]) -> None:
+        """``run`` once, from a graph of this key where steps are graphs. It is recorded the first time."""
         with self.on_device():
-            if call not in self._graphs:
-                self._graphs[call] = self._capture(*call)
-            self._graphs[call].replay()
+            if not self._graphed:
+                run()
+                return
+            if key not in self._graphs:
+                self._graphs[key] = self._capture(run)
+            self._graphs[key].replay()
 
     def reset(self) -> None:
         """Forget all rows. Captured graphs stay valid."""

@@ -113,11 +113,11 @@ class InferConfig(TextConfig):
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
     lossless: bool = False
-    """The dense model's text, drafted sparsely and verified, on a CPU."""
+    """The dense model's text, drafted sparsely and verified, on an engine."""
     draft_length: int | None = None
     """Tokens of each draft, 0 to 7. null: chosen from what was accepted."""
     draft_weights: Literal["int8"] | None = None
-    """Weights of the draft. null: the model's own."""
+    """Weights of the draft, on a CPU. null: the model's own."""
     device_map: str | None = None
     """As in transformers (for instance auto) for a model over several GPUs. Needs accelerate."""
 
@@ -138,8 +138,8 @@ class InferConfig(TextConfig):
             raise UserError(f"--guard.every is for --backend auto, gather or triton, got {self.backend}")
         if self.lossless and self.generate is None:
             raise UserError("--lossless is for generated text; give a prompt with --generate")
-        if self.lossless and self.backend not in ("auto", "cpu"):
-            raise UserError(f"--lossless is for --backend auto or cpu, got {self.backend}")
+        if self.lossless and self.backend not in ("auto", "cpu", "triton"):
+            raise UserError(f"--lossless is for --backend auto, cpu or triton, got {self.backend}")
         if self.lossless and self.guard.every:
             raise UserError("--lossless has no guard, since acceptance measures the selection; leave --guard.every out")
         Draft.taken_from(self.drafting)

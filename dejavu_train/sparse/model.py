@@ -388,9 +388,9 @@ class SparseCausalLM(_Dense):
         maximum lengths. It takes padded batches of up to 32 rows, several sequences a row, streamers, and
         ``return_dict_in_generate`` (sequences only).
 
-        ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on the CPU engine.
-        ``draft_length``: 0 to 7 tokens, None = chosen. ``draft_weights="int8"``: the draft's are rounded to 8 bits.
-        :meth:`lossless_report` says what was accepted.
+        ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on an engine.
+        ``draft_length``: 0 to 7 tokens, None = chosen. ``draft_weights="int8"``: on a CPU the draft's are rounded to 8
+        bits. :meth:`lossless_report` says what was accepted.
 
         Raises:
             UserError: ``triton`` was asked for anything else. ``gather`` for prompts that are padded on the right.

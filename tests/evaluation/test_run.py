@@ -238,7 +238,10 @@ def error_line(capsys) -> str:
         ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),
         ({"guard.every": "4", "generate": "the", "backend": "mask"}, "auto, gather or triton, got mask"),
         ({"lossless": "true"}, "give a prompt with --generate"),
-        ({"lossless": "true", "generate": "the", "backend": "gather"}, "--lossless is for --backend auto or cpu"),
+        (
+            {"lossless": "true", "generate": "the", "backend": "gather"},
+            "--lossless is for --backend auto, cpu or triton",
+        ),
         ({"lossless": "true", "generate": "the", "guard.every": "4"}, "leave --guard.every out"),
         ({"lossless": "true", "generate": "the", "draft_length": "8"}, "draft_length must lie in 0 to 7"),
         ({"generate": "the", "draft_length": "3"}, "pass lossless=True"),

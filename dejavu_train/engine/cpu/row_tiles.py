@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from dejavu_train.engine.cpu.row_kernels import (
@@ -32,7 +33,8 @@ from dejavu_train.engine.cpu_limits import CHUNK
 WIDE = 2 * LANES  # the even and the odd vector of `row_kernels`, side by side
 _FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, WIDE), ir.VectorType(_I32, LANES)
-_LEVELS = ir.VectorType(_I16, WIDE)
+# Registers for a tile of four. Others spill, and take tiles of two. Numba's cache is for one kind of processor.
+HAS_AVX512 = all(f"+{name}" in cpu_target.target_context.codegen().magic_tuple()[2] for name in ("avx512f", "avx512vl"))
 
 
 class _Tile:
@@ -96,15 +98,16 @@ def _halves(builder: Any, wide: Any) -> list[Any]:
 def _dot_levels(read: Rows, tile: _Tile, scales: Any, n_groups: Any, group: Any, x: list[Any]) -> list[list[Any]]:
     """Sums of code * scale * level: exact in whole numbers over a group, in fp32 over groups."""
     builder, count = read.builder, len(x)
-    none, zero = ir.Constant(_INTEGERS, [0] * LANES), ir.Constant(ir.VectorType(_FLOAT, LANES), [0.0] * LANES)
+    levels, none = ir.VectorType(_I16, WIDE), ir.Constant(_INTEGERS, [0] * LANES)
+    zero = ir.Constant(ir.VectorType(_FLOAT, LANES), [0.0] * LANES)
 
     def chunk(column: Any, totals: list[Any]) -> list[Any]:
         read.prefetch(column)
         for start in range(0, CHUNK, WIDE):
             here = builder.add(column, _I64(start))
-            codes = [builder.sext(read.codes(row, here, _I8, WIDE), _LEVELS) for row in range(ROWS)]
+            codes = [builder.sext(read.codes(row, here, _I8, WIDE), levels) for row in range(ROWS)]
             for b in range(count):
-                values = load_vector(builder, builder.gep(x[b], [here]), _LEVELS)
+                values = load_vector(builder, builder.gep(x[b], [here]), levels)
                 for row in range(ROWS):
                     products = pair_products(read.context, builder, codes[row], values)
                     totals[row * count + b] = builder.add(totals[row * count + b], products)

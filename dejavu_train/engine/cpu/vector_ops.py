@@ -7,7 +7,15 @@ import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
 from dejavu_train.engine.cpu.row_kernels import ROWS, add_four, dot_four
-from dejavu_train.engine.cpu.row_tiles import add_quad, add_two, dot_quad, dot_two, lowest_bit, without_lowest
+from dejavu_train.engine.cpu.row_tiles import (
+    HAS_AVX512,
+    add_quad,
+    add_two,
+    dot_quad,
+    dot_two,
+    lowest_bit,
+    without_lowest,
+)
 from dejavu_train.engine.cpu.threads import bits_from_float, compiled, float_from_bits
 
 SUMS = {"reassoc", "contract", "nsz", "arcp"}
@@ -19,7 +27,7 @@ def dot_rows(rows, scales, group, numbers, first, n, operands, units, live, out)
     """`dot_list` of the four rows from ``first`` on."""
     bits = live
     while bits:
-        if without_lowest(bits, 3):
+        if HAS_AVX512 and without_lowest(bits, 3):
             dot_quad(rows, scales, group, numbers, first, n, operands, units, bits, out)
             bits = without_lowest(bits, 4)
         elif without_lowest(bits, 1):
@@ -52,7 +60,7 @@ def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
     for i in range(start, stop, ROWS):
         bits = live
         while bits:
-            if without_lowest(bits, 3):
+            if HAS_AVX512 and without_lowest(bits, 3):
                 add_quad(out, rows, scales, group, numbers, factors, i, stop, bits)
                 bits = without_lowest(bits, 4)
             elif without_lowest(bits, 1):

@@ -1,0 +1,1 @@
+"""Dense rows that do not depend on each other: what verifies drafts. Imports kernels.common."""

@@ -1,0 +1,56 @@
+"""Attention of slots: as the reference, and equal bit for bit whatever the other slots hold."""
+
+import pytest
+import torch
+
+from dejavu_train.kernels.verify.attend_slots import SLOTS, SPLIT, SlotScratch, attend_slots, attend_slots_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def problem(h, head_dim, capacity, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(SLOTS, h, head_dim, generator=generator)
+    k, v = torch.randn(2, 1, h, capacity, head_dim, generator=generator)
+    return [each.to(DEVICE, dtype) for each in (q, k, v)]
+
+
+def run(q, k, v, position):
+    out = torch.full_like(q, float("nan"))
+    scratch = SlotScratch.empty(q.shape[1], q.shape[2], k.shape[2], DEVICE)
+    for buffer in (scratch.partial, scratch.largest, scratch.total):
+        buffer.fill_(float("nan"))
+    attend_slots(q, k, v, torch.tensor(position, dtype=torch.int32, device=DEVICE), out, scratch)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "head_dim", "capacity", "first"), [(2, 16, 300, 0), (1, 80, 2 * SPLIT, SPLIT - 4)])
+def test_slots_attend_as_the_reference_does(dtype, h, head_dim, capacity, first):
+    if dtype == "bfloat16" and DEVICE == "cpu":
+        pytest.skip("the interpreter multiplies no bfloat16 matrices")
+    q, k, v = problem(h, head_dim, capacity, getattr(torch, dtype))
+    position = list(range(first, first + SLOTS))
+    expected = torch.empty_like(q)
+    attend_slots_reference(q, k, v, torch.tensor(position), expected)
+    torch.testing.assert_close(run(q, k, v, position).float(), expected.float(), atol=DTYPES[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("first", [3, SPLIT - 4, 2 * SPLIT])
+def test_a_slot_depends_on_its_own_input_alone(dtype, first):
+    """Other slots at any position, with noise or NaN in their queries and in K and V behind the slot's own."""
+    q, k, v = problem(2, 16, 3 * SPLIT, getattr(torch, dtype))
+    position = list(range(first, first + SLOTS))
+    expected = run(q, k, v, position)
+    for i in (0, 4, 7):
+        for noise in (float("nan"), 100.0) if i else (float("nan"),):
+            for slot, elsewhere in ((i, first + 40), ((i + 3) % SLOTS, 0)):
+                q_other = torch.full_like(q, noise)
+                q_other[slot] = q[i]
+                k_other, v_other = k.clone(), v.clone()
+                k_other[:, :, position[i] + 1 :], v_other[:, :, position[i] + 1 :] = noise, noise
+                places = [elsewhere] * SLOTS
+                places[slot] = position[i]
+                assert torch.equal(run(q_other, k_other, v_other, places)[slot], expected[i])
