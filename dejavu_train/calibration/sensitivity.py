@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, blocks_of, family_of
+from dejavu_train.families.base import logits_of
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.progress import progress
@@ -154,7 +155,7 @@ def next_log_probabilities(model: Any, hidden: Tensor) -> Tensor:
     """(B, T - 1, V) fp32 of the tokens that follow, from the last layer's output (B, T, d)."""
     norm = family_of(model).final_norm(model)
     hidden = hidden if norm is None else norm(hidden)
-    return F.log_softmax(model.get_output_embeddings()(hidden[:, :-1]).float(), dim=-1)
+    return F.log_softmax(logits_of(model, hidden[:, :-1]).float(), dim=-1)
 
 
 def _rerun(model: Any, run: DenseRun, key: UnitKey, keep: Tensor, mean: Tensor | None) -> Tensor:

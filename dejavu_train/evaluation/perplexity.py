@@ -26,6 +26,7 @@ from dejavu_train.data.text import Document, windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
 from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of, dims_of
+from dejavu_train.families.base import logits_of
 from dejavu_train.families.block import active_neurons
 from dejavu_train.families.dims import SMOOTH
 from dejavu_train.models.finite import check_logits
@@ -358,7 +359,7 @@ def window_nats(model: PreTrainedModel, batch: EvalBatch) -> np.ndarray:
     flat, targets = hidden.flatten(0, 1)[real.to(hidden.device)], batch.targets.flatten()[real]
     pieces = []
     for states, next_tokens in zip(flat.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True):
-        logits = model.get_output_embeddings()(states).float()
+        logits = logits_of(model, states).float()
         pieces.append(F.cross_entropy(logits, next_tokens.to(logits.device), reduction="none"))
     logs = torch.cat(pieces).double()
     check_logits(logs, model, batch.ids)

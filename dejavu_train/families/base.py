@@ -24,6 +24,7 @@ class BlockParts:
         n_heads, head_dim: of the queries. scaling: what queries are multiplied with.
         gate: a linear map as ``up``, whose activated output ``up``'s is multiplied with, or None.
         activates_up: where there is a gate, the output of ``up`` is activated too.
+        norm_q, norm_k: of every head's queries and keys (B, h, T, e), or None. norms_first: before they are turned.
         post_norm: norms stand behind what a half adds to the residual stream, not before it.
         slopes: (h,) fp32, of ALiBi: what a score gains a position that the key stands later. None without.
         rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned. None where they stay.
@@ -47,6 +48,9 @@ class BlockParts:
     scaling: float
     gate: Any | None = None
     activates_up: bool = False
+    norm_q: Any | None = None
+    norm_k: Any | None = None
+    norms_first: bool = False
     post_norm: bool = False
     slopes: "Tensor | None" = None
     rotate: "Callable[[Tensor, Tensor], Tensor] | None" = None
@@ -60,14 +64,23 @@ class BlockParts:
         """Queries (B, h, T, e), keys and values (B, g, T, e), of attn_in (B, T, d) at positions (B, T)."""
         q, k, v = (part(attn_in).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v))
         q, k, v = q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
-        return self.rotated(q, positions), self.rotated(k, positions), v
+        return self.queries(q, positions), self.keys(k, positions), v
 
-    def rotated(self, x: "Tensor", positions: "Tensor | None") -> "Tensor":
-        """Queries or keys (B, h, T, e) as attention compares them."""
-        if self.rotate is None:
-            return x
-        assert positions is not None, "a layer that turns queries and keys is told where they stand"
-        return self.rotate(x, positions)
+    def queries(self, q: "Tensor", positions: "Tensor | None") -> "Tensor":
+        """Queries (B, h, T, e) as attention compares them, but for their scaling."""
+        return self._compared(q, positions, self.norm_q)
+
+    def keys(self, k: "Tensor", positions: "Tensor | None") -> "Tensor":
+        """Keys (B, g, T, e) as attention compares them."""
+        return self._compared(k, positions, self.norm_k)
+
+    def _compared(self, x: "Tensor", positions: "Tensor | None", norm: Any) -> "Tensor":
+        if norm is not None and self.norms_first:
+            x = norm(x)
+        if self.rotate is not None:
+            assert positions is not None, "a layer that turns queries and keys is told where they stand"
+            x = self.rotate(x, positions)
+        return norm(x) if norm is not None and not self.norms_first else x
 
     def neurons(self, mlp_in: "Tensor") -> "Tensor":
         """What all neurons give, (..., n), for mlp_in (..., d)."""
@@ -180,6 +193,13 @@ def refuse_activation(name: str, activation: str) -> NoReturn:
         f"{name} uses the activation {activation}; contextual sparsity here needs one of relu, relu2 and their kin;"
         f" dejavu survey --model {name} tells what the model would gain"
     )
+
+
+def logits_of(model: Any, hidden: "Tensor") -> "Tensor":
+    """The logits (..., V) of hidden states (..., d) behind the final norm."""
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def families() -> dict[str, Family]:

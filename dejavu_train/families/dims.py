@@ -58,6 +58,15 @@ class Norm(StrEnum):
     LAYER_NORM = "layer_norm"
     LAYER_NORM_1P = "layer_norm_1p"  # 1 is added to the weight
     RMS_NORM = "rms_norm"
+    RMS_NORM_PLAIN = "rms_norm_plain"  # without a weight
+
+
+class QkNorm(StrEnum):
+    """Where a norm of every head's queries and keys stands."""
+
+    NONE = "none"
+    BEFORE = "before"  # their rotation
+    BEHIND = "behind"
 
 
 class Positions(StrEnum):
@@ -97,6 +106,7 @@ class ModelDims:
         biases: the linear maps have biases.
         rotary_share: of a head's dimensions, that rotary positions turn. threshold: of FATReLU.
         embedding_norm: a norm stands behind the embedding.
+        qk_norm: whether queries and keys are normed. logit_cap: what logits are kept below by a tanh. 0: they are not.
         post_norm: norms stand behind what a half of a layer adds, not before it.
         embedding_dim: width of the embedding and of what the LM head reads. 0 = d_model.
     """
@@ -117,6 +127,8 @@ class ModelDims:
     rotary_share: float = 1.0
     threshold: float = 0.0
     embedding_norm: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    logit_cap: float = 0.0
     post_norm: bool = False
     embedding_dim: int = 0
 
@@ -124,7 +136,7 @@ class ModelDims:
         object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.n_heads)
         object.__setattr__(self, "embedding_dim", self.embedding_dim or self.d_model)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
-        for name, kind in (("norm", Norm), ("positions", Positions), ("activation", Activation)):
+        for name, kind in (("norm", Norm), ("positions", Positions), ("activation", Activation), ("qk_norm", QkNorm)):
             object.__setattr__(self, name, kind(getattr(self, name)))
 
     @classmethod
@@ -197,6 +209,7 @@ __all__ = [
     "ModelDims",
     "Norm",
     "Positions",
+    "QkNorm",
     "Site",
     "Target",
     "UnitKey",

@@ -39,6 +39,8 @@ class StandardFamily:
     norm = Norm.RMS_NORM
     gated = False
     embedding = "embed_tokens.weight"
+    maps = ("up_proj", "down_proj", "act_fn")
+    """What an MLP calls its map into the neurons, the one out of them, and its activation."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -109,7 +111,7 @@ class StandardFamily:
                 made[f"{layer}{name}.weight"] = (rows, columns)
                 if dims.biases:
                     made[f"{layer}{name}.bias"] = (rows,)
-        parts = ("weight",) if self.norm == Norm.RMS_NORM else ("weight", "bias")
+        parts = {Norm.RMS_NORM: ("weight",), Norm.RMS_NORM_PLAIN: ()}.get(self.norm, ("weight", "bias"))
         made |= {f"{name}.{part}": (d,) for name in norms for part in parts}
         if not self.given(values).get("tie_word_embeddings", False):
             made["lm_head.weight"] = (dims.vocab_size, d)
@@ -125,6 +127,7 @@ class StandardFamily:
     ) -> BlockParts:
         """The modules of one layer."""
         attention, mlp = layer.self_attn, layer.mlp
+        up, down, activate = (getattr(mlp, each) for each in self.maps)
         return BlockParts(
             name=name,
             whole=layer,
@@ -136,9 +139,9 @@ class StandardFamily:
             out=attention.o_proj,
             norm_mlp=layer.post_attention_layernorm,
             gate=mlp.gate_proj if self.gated else None,
-            up=mlp.up_proj,
-            down=mlp.down_proj,
-            activate=mlp.act_fn,
+            up=up,
+            down=down,
+            activate=activate,
             kinds=kinds,
             n_heads=attention.config.num_attention_heads,
             head_dim=attention.head_dim,

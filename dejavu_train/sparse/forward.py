@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
 from dejavu_train.families import family_of
+from dejavu_train.families.base import logits_of
 from dejavu_train.models.finite import check_finite
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call
@@ -156,7 +157,7 @@ def through_gather(
     hidden = family_of(model).embed(model, given.tokens, positions)
     assert given.attention_mask is not None
     hidden = runtime.gather(model).forward(hidden, positions, cache, sparse, given.attention_mask, live)
-    logits = model.get_output_embeddings()(keep_columns(hidden, given.logits_to_keep))
+    logits = logits_of(model, keep_columns(hidden, given.logits_to_keep))
     check_finite(logits, given.shown(positions), list, 0)
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
         logits = _RefuseGradient.apply(logits if logits.requires_grad else logits.detach().requires_grad_())

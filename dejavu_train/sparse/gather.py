@@ -157,7 +157,7 @@ class GatherDecoder:
         if low < start:
             missing = layer.attn_in[:, low:start]
             keys = split_heads(block.k(missing), block.head_dim)
-            layer.keys[:, :, low:start] = block.rotated(keys, layer.positions[:, low:start])
+            layer.keys[:, :, low:start] = block.keys(keys, layer.positions[:, low:start])
             layer.values[:, :, low:start] = split_heads(block.v(missing), block.head_dim)
         layer.keys[:, :, start : layer.length], layer.values[:, :, start : layer.length] = k, v
         layer.valid[:, :, low : layer.length] = True
@@ -269,7 +269,7 @@ class GatherDecoder:
             return torch.zeros_like(attn_in) if bias is None else bias.expand_as(attn_in)
         width = block.n_heads // block.n_groups * block.head_dim
         query = _project(block.q, groups, width, attn_in).unflatten(-1, (-1, 1, block.head_dim)).flatten(1, 2)
-        query = block.rotated(query, layer.positions[:, layer.length - 1, None]) * block.scaling
+        query = block.queries(query, layer.positions[:, layer.length - 1, None]) * block.scaling
         query = query.view(len(query), len(groups), -1, block.head_dim)  # (B, u, h / g, e)
         read = partial(_units, units=groups, dim=1)
         keys, values = read(layer.keys)[:, :, : layer.length], read(layer.values)[:, :, : layer.length]
@@ -324,7 +324,7 @@ class GatherDecoder:
         for linear, stored in ((block.k, layer.keys), (block.v, layer.values)):
             projected = _project(linear, heads, block.head_dim, source).transpose(1, 2)  # (B, u, L, e)
             if linear is block.k:
-                projected = block.rotated(projected, layer.positions[:, low : layer.length])
+                projected = block.keys(projected, layer.positions[:, low : layer.length])
             old = stored[:, heads, low : layer.length]
             stored[:, heads, low : layer.length] = torch.where(write[..., None], projected, old)
         layer.valid[:, heads, low : layer.length] |= write

@@ -11,18 +11,22 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     BloomConfig,
+    Jais2Config,
     LlamaConfig,
     MistralConfig,
+    NanoChatConfig,
     NemotronConfig,
     OPTConfig,
+    PersimmonConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
+from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.families import Target, blocks_of, dims_of
-from dejavu_train.families.base import families
+from dejavu_train.families.base import families, logits_of
 from dejavu_train.families.block import (
     active_neurons,
     alibi_slopes,
@@ -56,6 +60,9 @@ CASES = {
     "arcee": ArceeConfig(**SIZES, num_key_value_heads=2, rope_parameters=YARN),
     # Heads times their width, 6 x 16, are not the model's width.
     "nemotron": NemotronConfig(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
+    "jais2": Jais2Config(**SIZES, num_key_value_heads=6),
+    "persimmon": PersimmonConfig(**SIZES),
+    "nanochat": NanoChatConfig(**SIZES, num_key_value_heads=3, final_logit_softcapping=2.0),
     "350m": OPTConfig(**OPT_SIZES, do_layer_norm_before=False, word_embed_proj_dim=24),
     "galactica": OPTConfig(
         **OPT_SIZES, word_embed_proj_dim=48, activation_function="gelu", enable_bias=False,
@@ -115,7 +122,7 @@ def test_layers_are_those_of_transformers(dense):
         hidden = family.embed(dense, ids, positions)
         for block in blocks_of(dense):
             hidden, _ = forward_block(block, hidden, causal(block), positions)
-        logits = dense.get_output_embeddings()(family.final_norm(dense)(hidden))
+        logits = logits_of(dense, family.final_norm(dense)(hidden))
         torch.testing.assert_close(logits, dense(ids).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -194,7 +201,7 @@ def test_drelu_activates_both_maps(tmp_path):
     torch.testing.assert_close(mlp(x), expected)
 
 
-@pytest.mark.parametrize("name", ["arcee", "nemotron"])
+@pytest.mark.parametrize("name", ["arcee", "nemotron", "jais2"])
 def test_squares_of_fp16_do_not_overflow(name, tmp_path):
     """Pre-activations of 300 and more, whose squares are more than fp16 holds."""
     save_tiny_tokenizer(tmp_path)
@@ -215,6 +222,20 @@ def test_squares_of_fp16_do_not_overflow(name, tmp_path):
         found = half(ids).logits
     assert max(largest) > 256 and found.isfinite().all()
     assert (found.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_capped_logits_are_those_that_are_scored(tmp_path):
+    """A cap changes the perplexity and not the likeliest token."""
+    save_tiny_tokenizer(tmp_path)
+    MODEL_FOR_CAUSAL_LM_MAPPING[NanoChatConfig](CASES["nanochat"]).save_pretrained(tmp_path)
+    dense = load_opt(str(tmp_path))
+    held = EvalCorpus([[2, *range(5, 30)]], [0], [25], 99)
+    (batch,) = eval_batches(held, 64, torch.device("cpu"))
+    with torch.no_grad():
+        logits = dense(batch.ids).logits
+        expected = torch.nn.functional.cross_entropy(logits[0], batch.targets[0], reduction="sum")
+        assert logits.abs().max() < 2 and read_dims(str(tmp_path)).logit_cap == 2
+        assert window_nats(dense, batch)[0] == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_slopes_of_alibi_are_those_of_transformers():

@@ -1,0 +1,87 @@
+"""Persimmon: squared ReLU, LayerNorm, one map for q, k and v, norms of q and k before a partial rotation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dejavu_train.families.base import BlockParts
+from dejavu_train.families.dims import Activation, ModelDims, Norm, QkNorm
+from dejavu_train.families.squared import with_wide_squares
+from dejavu_train.families.standard import StandardFamily
+
+if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
+    from torch import Tensor
+
+
+class PersimmonFamily(StandardFamily):
+    classes = {"persimmon": "Persimmon"}
+    least_transformers = "4.33"
+    activations = {"relu2": Activation.RELU2, "relu": Activation.RELU}
+    defaults = {
+        "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 0.5,
+        "qk_layernorm": True,
+    }  # fmt: skip
+    epsilon = "layer_norm_eps"
+    norm = Norm.LAYER_NORM
+
+    @property
+    def structure(self) -> tuple[str, ...]:
+        return (*super().structure, "qk_layernorm")
+
+    def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
+        normed = self.given(values)["qk_layernorm"]
+        return replace(super().dims(values, name), qk_norm=QkNorm.BEFORE if normed else QkNorm.NONE)
+
+    def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        dims = self.dims(values, "this model")
+        d, n, e = dims.d_model, dims.d_ffn, (dims.head_dim,)
+        maps = {"self_attn.query_key_value": (3 * d, d), "self_attn.dense": (d, d)}
+        maps |= {"mlp.dense_h_to_4h": (n, d), "mlp.dense_4h_to_h": (d, n)}
+        made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
+        norms = {"final_layernorm": (d,)}
+        for layer in (f"layers.{i}." for i in range(dims.n_layers)):
+            norms |= {f"{layer}input_layernorm": (d,), f"{layer}post_attention_layernorm": (d,)}
+            if dims.qk_norm != QkNorm.NONE:
+                norms |= {f"{layer}self_attn.q_layernorm": e, f"{layer}self_attn.k_layernorm": e}
+            for name, (rows, columns) in maps.items():
+                made |= {f"{layer}{name}.weight": (rows, columns), f"{layer}{name}.bias": (rows,)}
+        made |= {f"{name}.{part}": size for name, size in norms.items() for part in ("weight", "bias")}
+        if not values.get("tie_word_embeddings", False):
+            made["lm_head.weight"] = (dims.vocab_size, d)
+        return made
+
+    def blocks(self, model: Any) -> list[BlockParts]:
+        return with_wide_squares(super().blocks(model))
+
+    def block(
+        self, name: str, layer: Any, kinds: tuple[type, type], rotate: "Callable[[Tensor, Tensor], Tensor]"
+    ) -> BlockParts:
+        from dejavu_train.families.fused import FusedPart
+
+        attention, mlp = layer.self_attn, layer.mlp
+        q, k, v = (FusedPart(attention.query_key_value, i, attention.num_heads) for i in range(3))
+        return BlockParts(
+            name=name,
+            whole=layer,
+            attention=attention,
+            norm_attn=layer.input_layernorm,
+            q=q,
+            k=k,
+            v=v,
+            out=attention.dense,
+            norm_mlp=layer.post_attention_layernorm,
+            up=mlp.dense_h_to_4h,
+            down=mlp.dense_4h_to_h,
+            activate=mlp.act,
+            kinds=kinds,
+            n_heads=attention.num_heads,
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
+            rotate=rotate,
+            norm_q=attention.q_layernorm if attention.qk_layernorm else None,
+            norm_k=attention.k_layernorm if attention.qk_layernorm else None,
+            norms_first=True,
+        )
+
+    def final_norm(self, model: Any) -> Any:
+        return model.model.final_layernorm
