@@ -8,6 +8,7 @@ from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selec
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.positions import Rotary
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.lookahead import mlp_ahead as module
@@ -36,7 +37,9 @@ def nibbles(rank, d, n, relu, device):
 class Layer:
     """A layer with poisoned outputs, and the MLP before it. Made twice alike from one seed."""
 
-    def __init__(self, device, n_heads, head_dim, d, rank, n, relu, state, with_heads, group=32, kept=3, last=5):
+    def __init__(
+        self, device, n_heads, head_dim, d, rank, n, relu, state, with_heads, share=1, group=32, kept=3, last=5
+    ):
         torch.manual_seed(7)
         self.x = torch.randn(1, d, device=device) * 2 + 1
         self.ln2, ln1 = norm(d, device), norm(d, device)
@@ -57,8 +60,9 @@ class Layer:
             rows, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
             ahead = HeadsAhead.of(HeadPredictor(rows, bias, self.zero, self.heads), self.ln2, self.row_state)
         self.mlp = nibbles(rank, d, n, relu, device)
-        weight = random_rows(device, n_heads, 3, head_dim, d, group=group)
-        self.qkv = Linear(weight, torch.randn(n_heads, 3, head_dim, device=device))
+        weight = random_rows(device, n_heads, share + 2, head_dim, d, group=group)
+        self.qkv = Linear(weight, torch.randn(n_heads, share + 2, head_dim, device=device))
+        self.rotary = Rotary(torch.randn(last + 2, head_dim // 2, 2, device=device)) if share > 1 else None
         inputs = torch.full((1, last + 2, d), NAN, device=device).half()
         late = LateNorm.empty(ln1, last + 2, torch.zeros(2, device=device), torch.ones(2, device=device).long())
         late.factors.fill_(NAN)
@@ -72,12 +76,12 @@ class Layer:
         self.watermark[:, 0] = last  # lacks the present position alone
         self.out = torch.full_like(self.x, NAN)
         self.hidden = torch.full((1, rank), NAN, device=device)
-        self.q = torch.full((1, n_heads, head_dim), NAN, device=device)
+        self.q = torch.full((1, n_heads * share, head_dim), NAN, device=device)
         self.caches = [torch.full((1, n_heads, last + 2, head_dim), NAN, device=device) for _ in range(2)]
         self.neurons = Selection.empty(n, device)
 
     def rows(self):
-        cache = KvCache(*self.caches, self.late.attn_in, self.watermark)
+        cache = KvCache(*self.caches, self.late.attn_in, self.watermark, positions=self.rotary)
         mlp = Predictor(self.mlp, self.zero, self.neurons, self.hidden)
         return self.qkv, cache, self.heads, self.position, self.q, mlp, self.row_state
 
@@ -96,19 +100,21 @@ class Layer:
 
 
 @pytest.mark.parametrize(
-    ("tiled", "n_heads", "head_dim", "d", "rank", "n", "relu", "state", "with_heads", "policy"),
+    ("tiled", "n_heads", "head_dim", "d", "rank", "n", "relu", "state", "with_heads", "policy", "share"),
     [
-        (False, 4, 16, 64, 8, 70, False, 1, True, "backfill"),
-        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill"),
-        (True, 2, 32, 96, 24, 70, True, 2, True, "backfill"),  # all heads, whatever the logits say
-        (False, 2, 16, 64, 7, 70, True, 1, False, "always"),  # nibbles that are no whole words
+        (False, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1),
+        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1),
+        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 3),  # groups of heads, whose q and k are turned
+        (False, 3, 16, 64, 8, 70, False, 1, False, "always", 2),
+        (True, 2, 32, 96, 24, 70, True, 2, True, "backfill", 1),  # all heads, whatever the logits say
+        (False, 2, 16, 64, 7, 70, True, 1, False, "always", 1),  # nibbles that are no whole words
     ],
 )
 def test_an_mlp_and_the_next_layers_rows(
-    monkeypatch, device, tiled, n_heads, head_dim, d, rank, n, relu, state, with_heads, policy
+    monkeypatch, device, tiled, n_heads, head_dim, d, rank, n, relu, state, with_heads, policy, share
 ):
     monkeypatch.setattr(module, "TILED_FROM", 0 if tiled else 1 << 20)
-    got, want = (Layer(device, n_heads, head_dim, d, rank, n, relu, state, with_heads) for _ in range(2))
+    got, want = (Layer(device, n_heads, head_dim, d, rank, n, relu, state, with_heads, share) for _ in range(2))
     assert got.late.tiled == tiled
     for each in (got, want):
         if each is got:

@@ -1,10 +1,12 @@
-"""Norms of heads with a rotation behind or before them, as Persimmon and NanoChat have them, in float64."""
+"""Norms of heads in float64, and attention token by token against that of four families in transformers."""
 
 import pytest
 import torch
 from test_positions import Kind
-from transformers import NanoChatConfig, PersimmonConfig
+from transformers import LlamaConfig, NanoChatConfig, NemotronConfig, PersimmonConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.nanochat.modeling_nanochat import NanoChatAttention, NanoChatRotaryEmbedding
+from transformers.models.nemotron.modeling_nemotron import NemotronAttention, NemotronRotaryEmbedding
 from transformers.models.persimmon.modeling_persimmon import PersimmonAttention, PersimmonRotaryEmbedding
 
 from dejavu_train.kernels.attention.head_select import head_selection
@@ -74,6 +76,11 @@ def persimmon(length):
     return attention, cos, sin, Rotary.of(cos[0], sin[0], 16, later=True), HeadNorms(*made), rows, order
 
 
+def moved(ln, device):
+    weight, bias = (each if each is None else each.to(device) for each in (ln.weight, ln.bias))
+    return LayerNormWeights(weight, bias, ln.eps, ln.kind)
+
+
 def nanochat(length):
     config = NanoChatConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, vocab_size=16
@@ -92,7 +99,37 @@ def nanochat(length):
     return attention, cos, sin, rotary, HeadNorms(norm, norm), rows, pair_order(16, 16)
 
 
-@pytest.mark.parametrize("model", [persimmon, nanochat])
+def turned_by_qkv(config, attention_class, rotary_class, length):
+    config._attn_implementation = "eager"
+    attention = attention_class(config, layer_idx=0).eval()
+    for parameter in attention.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3
+    cos, sin = rotary_class(config)(torch.zeros(1, 1), torch.arange(length)[None])
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    parts = [linear.weight.data.view(2, -1, 16, 64) for linear in linears]
+    rows = Linear.of(torch.cat(parts, 1), torch.zeros(2, parts[0].shape[1] + 2, 16))
+    return attention, cos, sin, Rotary.of(cos[0], sin[0], 16), None, rows, pair_order(16, cos.shape[-1])
+
+
+def llama(length):
+    """Queries are wider than the model."""
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+        vocab_size=16,
+    )  # fmt: skip
+    return turned_by_qkv(config, LlamaAttention, LlamaRotaryEmbedding, length)
+
+
+def nemotron(length):
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = NemotronConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+        vocab_size=16, rope_parameters=parameters,
+    )  # fmt: skip
+    return turned_by_qkv(config, NemotronAttention, NemotronRotaryEmbedding, length)
+
+
+@pytest.mark.parametrize("model", [persimmon, nanochat, llama, nemotron])
 def test_heads_equal_those_of_transformers(device, model):
     """Token by token, a group skipped and filled in: what the output projection reads, against the whole sequence."""
     torch.manual_seed(0)
@@ -111,9 +148,7 @@ def test_heads_equal_those_of_transformers(device, model):
         each[:, : share + 1] = each[:, : share + 1, order].clone()
     k, v = (torch.full((1, n_heads, length, head_dim), NAN, device=device) for _ in range(2))
     marks = torch.zeros(1, n_heads, dtype=torch.int32, device=device)
-    moved = HeadNorms(*(LayerNormWeights(*(t if t is None else t.to(device) for t in (n.weight, n.bias)), n.eps, n.kind)
-                        for n in (norms.q, norms.k)))  # fmt: skip
-    cache = KvCache(k, v, x.to(device), marks, positions=Rotary(rotary.table.to(device), later=True))
+    cache = KvCache(k, v, x.to(device), marks, positions=Rotary(rotary.table.to(device), rotary.later))
     scratch = AttentionScratch.empty(1, n_heads * share, head_dim, length, device)
     selection = head_selection(n_heads, device)
     for t in range(length):
@@ -124,7 +159,8 @@ def test_heads_equal_those_of_transformers(device, model):
         q = torch.full((1, n_heads * share, head_dim), NAN, device=device)
         got = torch.full((1, n_heads * share * head_dim), NAN, device=device)
         qkv(Linear.of(numbers, bias), cache, selection, position, q)
-        norm_heads(q, cache, selection, position, moved)
+        if norms is not None:
+            norm_heads(q, cache, selection, position, HeadNorms(moved(norms.q, device), moved(norms.k, device)))
         flash_decode(q, cache, selection, position, got, scratch)
         want = read[0][0, t].view(n_heads, -1) * chosen[0, :, None].cpu()
         torch.testing.assert_close(got.cpu().double(), want.view(1, -1), atol=2e-5, rtol=1e-4)
