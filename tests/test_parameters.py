@@ -14,6 +14,8 @@ THEIRS = {"forward", "from_pretrained", "generate"}
 COMPILED = ("triton.jit", "compiled", "intrinsic")
 # Only shrinks: (file, function).
 KNOWN: set[tuple[str, str]] = set()
+MOST_COMPILED = 24  # of a function of a kernel: what belongs together is a named tuple
+KNOWN_COMPILED = {"_site_kernel", "_advance_kernel"}
 
 
 def functions(source: str) -> Iterator[tuple[str, int]]:
@@ -42,6 +44,16 @@ def long_signatures(room: str) -> set[tuple[str, str]]:
 def test_functions_have_few_parameters(room):
     known = {each for each in KNOWN if each[0].startswith(room)}
     assert long_signatures(room) == known, "take what belongs together as a small frozen dataclass"
+
+
+def test_functions_of_kernels_have_few_parameters():
+    found = {}
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in "".join(map(ast.unparse, node.decorator_list)):
+                found[node.name] = len([*node.args.args, *node.args.kwonlyargs])
+    assert len(found) > 80 and max(found.values()) > 10
+    assert {name for name, number in found.items() if number > MOST_COMPILED} <= KNOWN_COMPILED
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ heads are selected at their own site.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -162,27 +163,40 @@ def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
         head_select_reference(residual, heads.ln, heads.predictor, ahead.position * 0, heads.row_state, nowhere)
 
 
+class Selecting(NamedTuple):
+    """The predictor of the next layer's heads, with the sums that fold its norm, and what it fills. All are None where
+    no heads are selected."""
+
+    head_gain: Any = None
+    head_rows: Any = None
+    head_gains: Any = None
+    head_shifts: Any = None
+    head_bias: Any = None
+    threshold: Any = None
+    row_state: Any = None
+    row_bits: Any = None
+
+
 @triton.jit
 def _select_head(
-    head, residual, gain, rows, gains, shifts, bias, threshold, row_state, row_bits, D: tl.constexpr,
-    BLOCK: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    head, residual, heads, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """All of it before the wait: residual is older than the launch before, and no L1 may have it as it was."""
     start_dependents(PDL)
     columns = tl.arange(0, BLOCK)
-    offset = tl.load(bias + head)
-    limit = tl.load(threshold)
-    state = tl.load(row_state)
-    gain_sum = tl.load(gains + head)
-    shift_sum = tl.load(shifts + head)
+    offset = tl.load(heads.head_bias + head)
+    limit = tl.load(heads.threshold)
+    state = tl.load(heads.row_state)
+    gain_sum = tl.load(heads.head_gains + head)
+    shift_sum = tl.load(heads.head_shifts + head)
     products = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, as_it_comes(D), BLOCK):
         c = begin + columns
         x = tl.load(residual + c, mask=c < D, other=0.0, cache_modifier=".cg")
-        w = tl.load(rows + head * D + c, mask=c < D, other=0.0).to(tl.float32)
-        products += x * tl.load(gain + c, mask=c < D, other=0.0).to(tl.float32) * w
+        w = tl.load(heads.head_rows + head * D + c, mask=c < D, other=0.0).to(tl.float32)
+        products += x * tl.load(heads.head_gain + c, mask=c < D, other=0.0).to(tl.float32) * w
         total += x
         squares += x * x
     sums = sums_together((products, total, squares), 3)
@@ -190,7 +204,7 @@ def _select_head(
     logit = rstd * (sums[0] - mean * gain_sum) + shift_sum + offset
     chosen = by_state(logit > limit, state).to(tl.int32)
     wait_for_started(PDL)
-    tl.store(row_bits + head, chosen)
+    tl.store(heads.row_bits + head, chosen)
 
 
 @triton.jit
@@ -205,14 +219,7 @@ def _add_ahead_kernel(
     attn_in,
     moments,
     arrived,
-    head_gain,
-    head_rows,
-    head_gains,
-    head_shifts,
-    head_bias,
-    threshold,
-    row_state,
-    row_bits,
+    heads,
     D: tl.constexpr,
     STRIPE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -225,10 +232,7 @@ def _add_ahead_kernel(
     stripe = tl.program_id(0) - H
     if stripe < 0:
         if H > 0:
-            _select_head(
-                stripe + H, residual, head_gain, head_rows, head_gains, head_shifts, head_bias, threshold, row_state,
-                row_bits, D, BLOCK, EPS, PDL,
-            )  # fmt: skip
+            _select_head(stripe + H, residual, heads, D, BLOCK, EPS, PDL)
     else:
         columns = stripe * STRIPE + tl.arange(0, STRIPE)
         inside = columns < D
@@ -273,7 +277,7 @@ def _add_ahead(
     check_tensor("attn_in", ahead.attn_in, (1, ahead.attn_in.shape[1], d), (torch.float16,), out)
     check_shape("moments", ahead.norm.moments, 2)
     n_heads = 0
-    selecting: tuple[Tensor | None, ...] = (None,) * 8
+    selecting = Selecting()
     if heads is not None:
         predictor = heads.predictor
         assert predictor.rows is not None and predictor.bias is not None and predictor.threshold is not None
@@ -282,7 +286,7 @@ def _add_ahead(
         check_tensor("bias of heads", predictor.bias, (n_heads,), (torch.float32,), out)
         check_tensor("threshold of heads", predictor.threshold, (1,), (torch.float32,), out)
         require(predictor.selection.block == 1, "a selection of heads has one of them a block")
-        selecting = (
+        selecting = Selecting(
             heads.ln.folded[0], predictor.rows, *heads.sums, predictor.bias, predictor.threshold, heads.row_state,
             predictor.selection.row_bits,
         )  # fmt: skip
@@ -298,7 +302,7 @@ def _add_ahead(
         ahead.attn_in,
         ahead.norm.moments,
         ahead.arrived,
-        *selecting,
+        selecting,
         D=d,
         STRIPE=settings.stripe,
         SPLITS=splits,
