@@ -7,13 +7,13 @@ from dejavu_train.models.register import register_when_loaded
 if TYPE_CHECKING:
     from dejavu_train.bundle.artifact import Bundle
     from dejavu_train.bundle.guard_config import Guard
-    from dejavu_train.sparse.model import SparseCausalLM, SparseOPTForCausalLM
+    from dejavu_train.sparse.model import SparseCausalLM, SparseForCausalLM, SparseOPTForCausalLM
 
     __version__: str
 
 register_when_loaded()
 
-__all__ = ["Bundle", "Guard", "SparseCausalLM", "SparseOPTForCausalLM", "__version__"]
+__all__ = ["Bundle", "Guard", "SparseCausalLM", "SparseForCausalLM", "SparseOPTForCausalLM", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
         from dejavu_train.bundle.guard_config import Guard
 
         return Guard
-    if name in ("SparseCausalLM", "SparseOPTForCausalLM"):
+    if name in ("SparseCausalLM", "SparseForCausalLM", "SparseOPTForCausalLM"):
         from dejavu_train.sparse import model
 
         return getattr(model, name)

@@ -144,6 +144,17 @@ SAVED_TOGETHER = "dejavu_sparse_"
 """Before the ``model_type`` of a model that is saved with its bundle: no one takes it for the dense model."""
 
 _FAMILIES: dict[str, Family] = {}
+_MAMBA = "which has Mamba layers besides attention"
+_NEVER = {  # why a model_type cannot be a family
+    "bitnet": "which norms all neurons before the map out of them, also those that would be skipped",
+    "nemotron_h": _MAMBA,
+    "jamba": _MAMBA,
+    "bamba": _MAMBA,
+    "zamba": _MAMBA,
+    "zamba2": _MAMBA,
+    "falcon_h1": _MAMBA,
+    "granitemoehybrid": _MAMBA,
+}
 
 
 def register(family: Family) -> None:
@@ -157,6 +168,8 @@ def family_named(kind: str, name: str) -> Family:
     Raises:
         UserError: none is registered for it.
     """
+    if dense_type(kind) in _NEVER:
+        raise UserError(f"{name} is of type {kind}, {_NEVER[dense_type(kind)]}; it has no sparse form here")
     if dense_type(kind) not in _FAMILIES:
         raise UserError(f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}")
     return _FAMILIES[dense_type(kind)]

@@ -190,6 +190,12 @@ def engine_refusal(dims: ModelDims) -> str | None:
     words = {
         "gated": "a gated MLP",
         "biases": "maps without biases",
+        "rotary_share": "a partial rotation",
+        "embedding_norm": "a norm behind the embedding",
+        "embedding_dim": f"an embedding of {dims.embedding_dim} columns",
+        "qk_norm": "norms of queries and keys",
+        "logit_cap": "capped logits",
+        "post_norm": "norms behind the halves of a layer",
         "n_kv_heads": f"{dims.n_kv_heads} K/V heads of {dims.n_heads} heads",
     }
     listed = ", ".join(words.get(name, f"{name} {value}") for name, value in others.items())

@@ -466,3 +466,6 @@ def _let_pipelines_take(name: str) -> None:
 
 
 _let_pipelines_take(SparseOPTForCausalLM.__name__)
+
+
+SparseForCausalLM = SparseCausalLM  # the name in the manner of transformers' classes

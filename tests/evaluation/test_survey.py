@@ -10,6 +10,8 @@ from conftest import REPOSITORY, save_tiny_tokenizer
 from transformers import (
     BertConfig,
     BertLMHeadModel,
+    BitNetConfig,
+    BitNetForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     FalconConfig,
@@ -188,6 +190,8 @@ def test_the_command_writes_a_page_with_a_verdict(tmp_path, tiny_opt, text_file,
     [(BertLMHeadModel, BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
                                   vocab_size=320, architectures=["BertForMaskedLM"]), "bert, which is no causal"),
      (MambaForCausalLM, MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=320), "has a MambaMixer"),
+     (BitNetForCausalLM, BitNetConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320,
+                                      num_attention_heads=4, num_key_value_heads=2), "norms all neurons"),
      (MixtralForCausalLM, MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320,
                                         num_attention_heads=4, num_key_value_heads=2), "8 experts")],
 )  # fmt: skip

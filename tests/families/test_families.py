@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
+from dejavu_train import SparseForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
@@ -174,7 +175,7 @@ def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path):
     gather.sparse_from = 0  # as a model is loaded
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == f"dejavu_sparse_{kind}"
-    for cls in (AutoModelForCausalLM, SparseCausalLM):
+    for cls in (AutoModelForCausalLM, SparseForCausalLM):
         loaded = cls.from_pretrained(tmp_path)
         assert torch.equal(loaded(**inputs).logits, gather(**inputs).logits)
     assert Bundle.from_pretrained(tmp_path / "predictors").shape == bundle.shape
@@ -271,6 +272,12 @@ def test_what_a_family_does_not_run_is_said(changes, said):
     values = {**LlamaConfig(**SIZES, hidden_act="relu").to_dict(), **changes}
     with pytest.raises(UserError, match=said):
         dims_of(values)
+
+
+@pytest.mark.parametrize("kind, said", [("bitnet", "norms all neurons"), ("nemotron_h", "has Mamba layers")])
+def test_what_can_have_no_sparse_form_is_named(kind, said):
+    with pytest.raises(UserError, match=said):
+        dims_of({"model_type": kind})
 
 
 def test_a_sliding_window_is_all_positions_that_there_are():

@@ -179,6 +179,10 @@ def _layer_parts(name: str, layer: nn.Module, d_model: int, heads: int) -> tuple
     if out is None or down is None:
         raise UserError(f"{name} has a {type(layer).__name__} without {'MLP' if out else 'heads'}; {_CLASS}")
     width = maps[down].shape[1]
+    for path, inside in layer.named_modules():
+        weight = getattr(inside, "weight", None)
+        if "Norm" in type(inside).__name__ and weight is not None and tuple(weight.shape) == (width,) != (d_model,):
+            raise UserError(f"{name} norms all neurons ({path}), also those that would be skipped; {_CLASS}")
     into = sum(weight.shape[0] for path, weight in maps.items() if path != down and path not in outs
                and not path.startswith(attention))  # fmt: skip
     return out, down, width, into >= 2 * width
