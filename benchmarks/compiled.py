@@ -47,7 +47,7 @@ from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select
 from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, head_norm, mlp, mlp_batch, qkv
+from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, qkv
 from dejavu_train.kernels.verify import attend_slots
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -218,6 +218,7 @@ class Layer:
         """What fp16 and 4 bits have in common. mixed: what the output projection `out` reads."""
         x, ln, d = self.x, self.ln, self.d
         yield f"dense_rows {d}", lambda: dense_rows.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
+        yield f"hidden_row {d}", lambda: hidden.hidden_row(x, ln, self.mlp, self.hidden, True)
         yield f"qkv_dense {d}", lambda: dense_rows.qkv_dense(x, ln, self.qkv, self.ones, self.q, self.every, True)
         sparse = (self.qkv, self.cache, self.heads, self.ones, self.q)
         yield f"qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
@@ -319,8 +320,8 @@ def int4_cases(d: int) -> Iterator[Case]:
                 KvCache(*(halves(tokens, h, 64, d // h) for _ in range(2)), halves(tokens, 0, d)),
             )
             yield f"int4_linear {d} {tokens}", partial(int4_batch.int4_linear, rows, w, bias, "relu", True)
-            given = (rows, w, bias, own.listed.ids, own.listed.count, own.bits.row_bits)
-            yield f"int4_listed {d} {tokens}", partial(int4_batch.int4_listed, *given, True)
+            given = (rows, own.mlp, (own.listed, own.bits.row_bits))
+            yield f"hidden_tokens {d} {tokens}", partial(hidden.hidden_tokens, *given, True)
             positions, q = torch.ones(tokens, dtype=torch.int32), torch.empty(tokens, h, d // h)
             given = (rows, own.qkv, positions, q, kv)
             yield f"int4_qkv {d} {tokens}", partial(int4_batch.int4_qkv, *given, True)

@@ -10,6 +10,7 @@ from dejavu_train.engine.planned import HalfPlan, Kernels, Packer, Run
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
+from dejavu_train.kernels.stages.hidden import kept_unit
 
 
 class Mlp:
@@ -52,7 +53,7 @@ class Mlp:
 
     def _rows(self, x: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
-        work.ops.dense_rows(x, weights.norm2, weights.up.weight, weights.up.bias, "relu", work.hidden, pdl=work.pdl)
+        work.ops.hidden_row(x, weights.norm2, weights.mlp, work.hidden, pdl=work.pdl)
         if self.codes_down:  # what a ReLU has made zero is left out
             self.down(work.hidden, x, out)
         else:
@@ -76,12 +77,10 @@ class Mlp:
         work.ops.down_batch(work.activations, weights, x, out, pdl=work.pdl)
 
     def _listed_codes(self, x: Tensor, out: Tensor) -> None:
-        work, carried, up, neurons = self.work, self.work.carried, self.weights.up, self.neurons
+        work, carried, neurons = self.work, self.work.carried, self.neurons
         assert neurons is not None
-        hidden = work.ops.int4_listed(
-            carried.normalised, up.weight, up.bias, carried.packed.ids, carried.packed.count,
-            neurons.selection.row_bits, pdl=work.pdl,
-        )  # fmt: skip
+        listed = carried.packed, neurons.selection.row_bits
+        hidden = work.ops.hidden_tokens(carried.normalised, self.weights.mlp, listed, pdl=work.pdl)
         self.down(hidden, x, out)
 
     def _products(self, x: Tensor, out: Tensor) -> None:
@@ -93,18 +92,17 @@ class Mlp:
 
     def up(self, x: Tensor) -> Tensor:
         """(B, d_ffn): all neurons of any number of rows."""
-        work, up = self.work, self.weights.up
-        return work.ops.dense_hidden(x, self.weights.norm2, up.weight, up.bias, "relu", pdl=work.pdl)
+        return self.work.ops.hidden_products(x, self.weights.norm2, self.weights.mlp, pdl=self.work.pdl)
 
     def down(self, hidden: Tensor, x: Tensor, out: Tensor) -> None:
         """out = x + down(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
-        work, down = self.work, self.weights.down
+        work, down, unit = self.work, self.weights.down, kept_unit(self.weights.mlp, hidden.dtype)
         if self.codes_down:
             hidden = hidden.float() if len(x) == 1 else hidden
-            work.ops.int4_fc2(hidden, down.weight, down.bias, x, out, work.partials, pdl=work.pdl)
+            work.ops.int4_fc2(hidden, down.weight, down.bias, x, out, work.partials, pdl=work.pdl, unit=unit)
         else:
-            transposed = self.weights.down_transposed
-            work.ops.dense_add(hidden, down.weight, down.bias, x, out, transposed=transposed, pdl=work.pdl)
+            turned = self.weights.down_transposed
+            work.ops.dense_add(hidden, down.weight, down.bias, x, out, transposed=turned, pdl=work.pdl, unit=unit)
 
 
 WAYS = {

@@ -12,7 +12,7 @@ from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
-from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, int4_batch, screened_head
+from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, screened_head
 from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
@@ -22,7 +22,7 @@ from dejavu_train.kernels.mlp import int4_fc2, pack, select
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, mlp, mlp_batch, qkv
+from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, qkv
 from dejavu_train.kernels.stages.attend import AttentionScratch
 from dejavu_train.kernels.stages.mlp_batch import BatchActivations
 
@@ -216,30 +216,18 @@ class StepOps(Protocol):
         /,
         partials: Tensor | None = None,
         pdl: bool = False,
+        unit: float = 1.0,
     ) -> None: ...
 
-    def int4_listed(
-        self,
-        x: Tensor,
-        weight: Matrix,
-        bias: Tensor,
-        ids: Tensor,
-        count: Tensor,
-        row_bits: Tensor,
-        /,
-        pdl: bool = False,
+    def hidden_row(
+        self, x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, /, pdl: bool = False
+    ) -> None: ...
+
+    def hidden_tokens(
+        self, x: Tensor, weights: MlpWeights, listed: tuple[PackedSelection, Tensor] | None, /, pdl: bool = False
     ) -> Tensor: ...
 
-    def dense_hidden(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights,
-        weight: Matrix,
-        bias: Tensor | None,
-        activation: str,
-        /,
-        pdl: bool = False,
-    ) -> Tensor: ...
+    def hidden_products(self, x: Tensor, ln: LayerNormWeights, weights: MlpWeights, /, pdl: bool = False) -> Tensor: ...
 
     def dense_add(
         self,
@@ -251,6 +239,7 @@ class StepOps(Protocol):
         /,
         transposed: bool = False,
         pdl: bool = False,
+        unit: float = 1.0,
     ) -> None: ...
 
     def screened_head(
@@ -291,8 +280,9 @@ class TritonOps:
     dense_rows = staticmethod(dense_rows.dense_rows)
     dense_wide = staticmethod(dense_wide.dense_wide)
     int4_fc2 = staticmethod(int4_fc2.int4_fc2)
-    int4_listed = staticmethod(int4_batch.int4_listed)
-    dense_hidden = staticmethod(dense_batch.dense_hidden)
+    hidden_row = staticmethod(hidden.hidden_row)
+    hidden_tokens = staticmethod(hidden.hidden_tokens)
+    hidden_products = staticmethod(dense_batch.hidden_products)
     dense_add = staticmethod(dense_batch.dense_add)
     screened_head = staticmethod(screened_head.screened_head)
     advance = staticmethod(sampling.advance)
@@ -320,8 +310,9 @@ class TorchOps:
     dense_rows = staticmethod(of_numbers(dense_rows.dense_rows_reference))
     dense_wide = staticmethod(of_numbers(dense_wide.dense_wide_reference))
     int4_fc2 = staticmethod(of_numbers(int4_fc2.int4_fc2_reference))
-    int4_listed = staticmethod(of_numbers(int4_batch.int4_listed_reference))
-    dense_hidden = staticmethod(of_numbers(reference.dense_hidden))
+    hidden_row = staticmethod(reference.hidden_row)
+    hidden_tokens = staticmethod(reference.hidden_tokens)
+    hidden_products = staticmethod(reference.hidden_products)
     dense_add = staticmethod(of_numbers(reference.dense_add))
     screened_head = staticmethod(of_numbers(screened_head.screened_head_reference))
     advance = staticmethod(of_numbers(sampling.advance_reference))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense.dense_rows import operands_reference
+from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference
@@ -20,11 +20,11 @@ from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.mlp.select import predict_select_reference
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
+from dejavu_train.kernels.stages.hidden import kept_unit
 from dejavu_train.kernels.stages.mlp import hidden_reference
 from dejavu_train.kernels.stages.mlp_batch import (
     BatchActivations,
     down_batch_reference,
-    kept_unit,
     up_batch_reference,
 )
 
@@ -158,13 +158,27 @@ def down_batch(rows: BatchActivations, weights: MlpWeights, residual: Tensor, ou
     out.copy_(down_batch_reference(h, weights, residual))
 
 
-def dense_hidden(
-    x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor | None, activation: str, pdl: bool = False
+def hidden_row(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, pdl: bool = False) -> None:
+    """See `dejavu_train.kernels.stages.hidden.hidden_row`."""
+    out.copy_(hidden_products(x, ln, weights))
+
+
+def hidden_tokens(
+    x: Tensor, weights: MlpWeights, listed: tuple[PackedSelection, Tensor] | None = None, pdl: bool = False
 ) -> Tensor:
-    """See `dejavu_train.kernels.dense.dense_batch.dense_hidden`."""
-    numbers, n = operands_reference(x, ln, weight)
-    y = F.linear(n, numbers, None if bias is None else bias.to(numbers.dtype))
-    return y.relu() if activation == "relu" else y
+    """See `dejavu_train.kernels.stages.hidden.hidden_tokens`. The bits alone say what is selected."""
+    h = hidden_reference(x.float(), weights) * kept_unit(weights, torch.float16)
+    if listed is not None:
+        h = h.masked_fill((listed[1] >> torch.arange(len(x), device=x.device)[:, None]) & 1 == 0, 0.0)
+    return h
+
+
+def hidden_products(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, pdl: bool = False) -> Tensor:
+    """See `dejavu_train.kernels.dense.dense_batch.hidden_products`."""
+    up = weights.up.weight
+    dtype = torch.float32 if up.format is Format.INT4 else up.numbers.dtype
+    h = hidden_reference(layer_norm_reference(x, ln, dtype).float(), weights) * kept_unit(weights, dtype)
+    return h.to(dtype)
 
 
 def dense_add(
@@ -175,8 +189,9 @@ def dense_add(
     out: Tensor,
     transposed: bool = False,
     pdl: bool = False,
+    unit: float = 1.0,
 ) -> None:
     """See `dejavu_train.kernels.dense.dense_batch.dense_add`."""
     (numbers,) = weight.parts()
     product = y.to(numbers.dtype) @ numbers if transposed else F.linear(y.to(numbers.dtype), numbers)
-    out.copy_(product.float() + bias.float() + residual)
+    out.copy_(product.float() / unit + bias.float() + residual)

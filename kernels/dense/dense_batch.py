@@ -14,12 +14,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.int4_numbers import numbers_of
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 from dejavu_train.kernels.dense.int4_batch import int4_linear, int4_qkv, takes
-from dejavu_train.kernels.formats.matrix import Linear, Matrix
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
+from dejavu_train.kernels.stages.hidden import hidden_tokens, kept_unit
 from dejavu_train.kernels.stages.sink import QkvSink
 
 BLOCK = 1024
@@ -36,12 +39,12 @@ def _split_kernel(rows, sink, n_rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _add_kernel(y, bias, residual, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_kernel(y, bias, residual, out, UNIT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_predecessor(PDL)
     b = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < D
-    value = tl.load(y + b * D + i, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(y + b * D + i, mask=inside, other=0.0).to(tl.float32) * (1 / UNIT)
     value += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(residual + b * D + i, mask=inside, other=0.0)
     tl.store(out + b * D + i, value, mask=inside)
@@ -78,6 +81,28 @@ def dense_hidden(
     return y.relu_() if activation == "relu" else y
 
 
+def hidden_products(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, pdl: bool = False) -> Tensor:
+    """(B, n) in the weights' dtype, of 4-bit rows fp16: the hidden values of `stages.hidden`, x (B, d) fp32."""
+    if takes(weights.up.weight, len(x)):
+        return hidden_tokens(_normalised(x, ln, torch.float16, pdl), weights, pdl=pdl)
+    form, up = weights.hidden, weights.up.weight
+    dtype = torch.float16 if up.format is Format.INT4 else up.numbers.dtype
+    n: Tensor | None = None
+    values: list[Tensor] = []
+    for linear in (weights.up,) if weights.gate is None else (weights.gate, weights.up):
+        numbers = numbers_of(linear.weight, pdl)
+        n = _normalised(x, ln, dtype, pdl) if n is None else n
+        y = F.linear(n, numbers, linear.bias)
+        second = bool(values)
+        if form.activation == "relu" and not form.threshold and not second:
+            y.relu_()
+        elif not second or form.both:
+            unit = 1.0 if second else kept_unit(weights, dtype)
+            y = (activation_reference(y.float(), form.activation, form.threshold) * unit).to(dtype)
+        values.append(y)
+    return values[0] if len(values) == 1 else torch.where(values[0] == 0, 0.0, values[0] * values[1]).to(dtype)
+
+
 def dense_add(
     y: Tensor,
     weight: Matrix,
@@ -86,9 +111,11 @@ def dense_add(
     out: Tensor,
     transposed: bool = False,
     pdl: bool = False,
+    unit: float = 1.0,
 ) -> None:
     """out (B, d) fp32 = residual + bias + y W^T, weight (d, n), or y W with a transposed weight (n, d).
 
+    y is stored times unit.
     Codes are written out as numbers: for fc2 of few rows see `int4_fc2`, for heads `int4_by_head`.
     """
     numbers = numbers_of(weight, pdl)
@@ -97,5 +124,5 @@ def dense_add(
     batch, d = out.shape
     pdl = use_pdl(pdl, out.device)
     _add_kernel[(batch, triton.cdiv(d, BLOCK))](
-        product, bias, residual, out, D=d, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        product, bias, residual, out, UNIT=unit, D=d, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )

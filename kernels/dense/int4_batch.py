@@ -1,15 +1,14 @@
 """Up to eight tokens times 4-bit rows, which are read once and as codes.
 
     y[b, i]   = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])            `int4_linear`, weight (n, d)
-    y[b, i]   = relu(the same) where bit b of row_bits[i] is set, else 0                `int4_listed`
     out[b, i] = residual[b, i] + bias[i] + sum_h sum_j code[h, i, j] scale[h, i] x[b, h head_dim + j]
                                                                                         `int4_by_head`, (h, d, head_dim)
     q, k_cache, v_cache at position[b] <- the first, without act, weight head-major              `int4_qkv`
 
 x (B, .) fp16. Products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
-their registers (`stages.int4_rows`), where one token takes the place of two. `int4_listed` reads the rows that a list
-names, those that one of the tokens has selected, and stores zeros for all others. fc2, whose rows are neurons, has a
-kernel of its own (`int4_fc2`). More tokens than eight are worth writing the matrix out once (`int4_numbers`).
+their registers (`stages.int4_rows`), where one token takes the place of two. Neurons that are selected have
+`stages.hidden`, and fc2, whose rows are neurons, has a kernel of its own (`int4_fc2`). More tokens than eight are worth
+writing the matrix out once (`int4_numbers`).
 """
 
 from typing import TypeGuard
@@ -17,7 +16,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from dejavu_train.kernels.common.activation import ACTIVATIONS, relu
+from dejavu_train.kernels.common.activation import ACTIVATIONS
 from dejavu_train.kernels.common.checks import (
     FLOAT_TYPES,
     check_device,
@@ -44,14 +43,6 @@ def int4_linear_reference(x: Tensor, weight: Matrix, bias: Tensor | None, activa
     if bias is not None:
         y = y + bias
     return y.relu() if activation == "relu" else y
-
-
-def int4_listed_reference(
-    x: Tensor, weight: Matrix, bias: Tensor, ids: Tensor, count: Tensor, row_bits: Tensor, pdl: bool = False
-) -> Tensor:
-    """Plain torch, in fp64 where x is. The bits alone say what is selected."""
-    y = int4_linear_reference(x, weight, bias, "relu")
-    return y.masked_fill((row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1 == 0, 0.0)
 
 
 def int4_by_head_reference(x: Tensor, weight: Int4Rows, bias: Tensor, residual: Tensor) -> Tensor:
@@ -110,35 +101,6 @@ def int4_qkv(
     _check_tokens(x, batch, d)
     check_tensor("q", q, q.shape, (torch.float32,), x)
     launch_tokens(x, weight, QkvSink.of(q, cache, weights.bias, position), pdl, settings)
-
-
-def int4_listed(
-    x: Tensor,
-    weight: Matrix,
-    bias: Tensor,
-    ids: Tensor,
-    count: Tensor,
-    row_bits: Tensor,
-    pdl: bool = False,
-    settings: TokenSettings | None = None,
-) -> Tensor:
-    """x (B, d) fp16, weight (n, d), bias (n), row_bits (n) int32 -> (B, n) fp16.
-
-    ids (n) int32: the rows with a bit set, in any order, below count (1) int32, rows of the matrix beyond it as well.
-
-    Errors: shapes, dtypes, a CPU tensor.
-    """
-    check_device("x", x)
-    batch, d = x.shape
-    n = weight.shape[0]
-    rows = check_int4("weight", weight, (n, d), x)
-    _check_tokens(x, batch, d)
-    check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
-    for name, tensor, size in (("ids", ids, n), ("count", count, 1), ("row_bits", row_bits, n)):
-        check_tensor(name, tensor, (size,), (torch.int32,), x)
-    y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    launch_tokens(x, rows, LinearSink(y, bias, None, row_bits, relu), pdl, settings, (ids, count))
-    return y
 
 
 def int4_by_head(

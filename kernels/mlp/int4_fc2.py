@@ -75,10 +75,11 @@ def int4_fc2_reference(
     out: Tensor,
     partials: Tensor | None = None,
     pdl: bool = False,
+    unit: float = 1.0,
 ) -> None:
     """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-    out.copy_(h.to(wide) @ weight.dense(wide) + bias.to(wide) + residual)
+    out.copy_(h.to(wide) / unit @ weight.dense(wide) + bias.to(wide) + residual)
 
 
 @triton.constexpr_function
@@ -174,6 +175,7 @@ def _int4_fc2_kernel(
     ROUNDS: tl.constexpr,
     FETCHED: tl.constexpr,
     ROOM: tl.constexpr,
+    UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # The rows begin .. begin + n_own - 1; of the list, lane (g, t) has entries 16 u + 4 t .. 16 u + 4 t + 3 of unit u.
@@ -270,7 +272,7 @@ def _int4_fc2_kernel(
             for k in tl.static_range(32):  # columns of a lane group
                 tile = acc[16 * (SETS * (k // 8) + s) + 8 * (k % 2) + k % 8 // 2 * 2 + p]
                 lowered = tile * (1 / nibble_unit(k % 8 // 2)) - ones[4 * s + p] * 8.0
-                numbers = numbers + (lowered * (1 / FACTOR_UNIT),)
+                numbers = numbers + (lowered * (1 / (FACTOR_UNIT * UNIT)),)
             to = partials + (tl.program_id(1) * batch + own_token) * D + column
             for k in tl.static_range(8):
                 store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)
@@ -284,10 +286,11 @@ def int4_fc2(
     out: Tensor,
     partials: Tensor | None = None,
     pdl: bool = False,
+    unit: float = 1.0,
     settings: Int4Fc2Settings | None = None,
 ) -> None:
     """h (1, n) fp32, or (B, n) fp16 with B from 2 to 8. residual and out (B, d) fp32, weight (n, d). Bitwise
-    deterministic. See the module's docstring.
+    deterministic. h is stored times unit. See the module's docstring.
 
     Errors: shapes, dtypes, groups and batches that `takes_down` refuses, a CPU tensor.
     """
@@ -340,6 +343,7 @@ def int4_fc2(
         ROUNDS=list_rounds,
         FETCHED=settings.fetched if fetches_rows(out.device) else 0,
         ROOM=even_room(settings.programs, d, pdl, needed),
+        UNIT=unit,
         PDL=pdl,
         num_warps=settings.warps,
         maxnreg=settings.registers,

@@ -35,6 +35,7 @@ from dejavu_train.kernels.common.launch import (
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.matrix import MlpWeights
+from dejavu_train.kernels.stages.hidden import kept_unit
 from dejavu_train.kernels.stages.mlp import Activating, NeuronRows, hidden_reference
 
 SPLITS = 4
@@ -66,11 +67,6 @@ class BatchActivations:
         dense = torch.zeros(batch, len(self.ids), device=self.ids.device, dtype=torch.float32)
         dense[:, ids[ids >= 0]] = values[ids >= 0].T
         return dense
-
-
-def kept_unit(weights: MlpWeights, dtype: torch.dtype) -> float:
-    """What hidden values are stored times."""
-    return 2.0**-6 if weights.hidden.activation == "relu2" and dtype == torch.float16 else 1.0
 
 
 @triton.jit

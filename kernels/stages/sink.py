@@ -1,8 +1,8 @@
 """What becomes of products: kernels of rows are handed one of these, the functions with the tensors that they need.
 
-`LinearSink`: y[b, i] = act(v[b, i] + bias[i] + residual[b, i]). Bias and residual may be missing. y is zero where bit b
-of row_bits[i] is not set, if there are such bits. `QkvSink`: v + bias of head-major rows, as in `qkv`, goes to q, and
-to the caches at each row's position.
+`LinearSink`: y[b, i] = act(v[b, i] + bias[i] + residual[b, i]). Bias and residual may be missing. `HiddenSink`: see
+`stages.hidden`. `QkvSink`: v + bias of head-major rows, as in `qkv`, goes to q, and to the caches at each row's
+position.
 
 A kernel calls `ahead` before the products, for what is loaded, and `put` behind them. lines: numbers of rows, b: of
 batch rows, which broadcast to the values' shape. inside: a line is one of n_rows. stored: and b is there as well.
@@ -26,8 +26,6 @@ def _linear_ahead(sink, lines, b, inside, stored, n_rows):
         found = found + (tl.load(sink.bias + lines, mask=inside, other=0.0),)
     if sink.residual is not None:
         found = found + (tl.load(sink.residual + b * n_rows + lines, mask=stored, other=0.0, cache_modifier=".cg"),)
-    if sink.row_bits is not None:
-        found = found + (tl.load(sink.row_bits + lines, mask=inside, other=0),)
     return found
 
 
@@ -38,8 +36,30 @@ def _put_linear(sink, values, ahead, lines, b, stored, n_rows):
     if sink.residual is not None:
         values += ahead[1 if sink.bias is not None else 0]
     values = sink.activation(values)
+    tl.store(sink.y + b * n_rows + lines, values.to(sink.y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _hidden_ahead(sink, lines, b, inside, stored, n_rows):
+    found = (tl.load(sink.bias + lines, mask=inside, other=0.0),)
     if sink.row_bits is not None:
-        values = tl.where(((ahead[len(ahead) - 1] >> b) & 1) != 0, values, 0.0)
+        found = found + (tl.load(sink.row_bits + lines, mask=inside, other=0),)
+    if sink.gated:
+        found = found + (tl.load(sink.y + b * n_rows + lines, mask=stored, other=0.0),)
+    return found
+
+
+@triton.jit
+def _put_hidden(sink, values, ahead, lines, b, stored, n_rows):
+    values += ahead[0].to(tl.float32)
+    values = sink.activation(values, sink.threshold)
+    if sink.gated:
+        gate = ahead[len(ahead) - 1].to(tl.float32)
+        values = tl.where(gate == 0, 0.0, gate * values)
+    else:
+        values *= sink.unit
+    if sink.row_bits is not None:
+        values = tl.where(((ahead[1] >> b) & 1) != 0, values, 0.0)
     tl.store(sink.y + b * n_rows + lines, values.to(sink.y.dtype.element_ty), mask=stored)
 
 
@@ -72,16 +92,30 @@ def _put_qkv(sink, values, ahead, lines, b, stored, n_rows):
 
 
 class LinearSink(NamedTuple):
-    """y, residual: (B, n). bias, row_bits: (n). activation: of `ACTIVATIONS`."""
+    """y, residual: (B, n). bias: (n). activation: of `ACTIVATIONS`."""
 
     y: Tensor
     bias: Tensor | None
     residual: Tensor | None = None
-    row_bits: Tensor | None = None
     activation: Any = ACTIVATIONS["none"]
     together: Any = tl.constexpr(1)
     ahead: Any = _linear_ahead
     put: Any = _put_linear
+
+
+class HiddenSink(NamedTuple):
+    """y: (B, n). bias, row_bits: (n). gated: y holds the gate's values, and gets their products with these."""
+
+    y: Tensor
+    bias: Tensor
+    row_bits: Tensor | None
+    activation: Any
+    threshold: Any
+    unit: Any
+    gated: Any
+    together: Any = tl.constexpr(1)
+    ahead: Any = _hidden_ahead
+    put: Any = _put_hidden
 
 
 class QkvSink(NamedTuple):
@@ -113,4 +147,4 @@ class QkvSink(NamedTuple):
         return self.bias.numel()
 
 
-Sink = LinearSink | QkvSink
+Sink = LinearSink | HiddenSink | QkvSink

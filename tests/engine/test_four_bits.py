@@ -24,7 +24,7 @@ from dejavu_train.families import Target
 from dejavu_train.kernels.common.limits import takes_down
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.formats.int4 import Int4Rows
-from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.models.int4 import CodedLinear
 
 
@@ -78,7 +78,8 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
 def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, rows, op):
     codes, hidden = random_rows(device, 40, 256, group=128), torch.rand(rows, 40, device=device).half()
     bias, x = torch.randn(256, device=device), torch.randn(rows, 256, device=device)
-    weights = SimpleNamespace(down=Linear(codes, bias), down_transposed=True)
+    down = Linear(codes, bias)
+    weights = SimpleNamespace(down=down, mlp=MlpWeights(down, down), down_transposed=True)
     called = []
 
     def noted(name):

@@ -6,7 +6,7 @@ from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch
 from dejavu_train.kernels.dense.int4_batch import (
     TokenSettings,
@@ -14,13 +14,13 @@ from dejavu_train.kernels.dense.int4_batch import (
     int4_by_head_reference,
     int4_linear,
     int4_linear_reference,
-    int4_listed,
-    int4_listed_reference,
     int4_qkv,
 )
 from dejavu_train.kernels.formats.int4 import Int4Rows
-from dejavu_train.kernels.formats.matrix import Linear
-from dejavu_train.kernels.mlp.pack import PackedSelection, pack
+from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
+from dejavu_train.kernels.mlp.pack import pack
+from dejavu_train.kernels.stages.hidden import hidden_tokens
+from dejavu_train.kernels.stages.mlp import hidden_reference
 
 
 def inputs(device, batch, n):
@@ -50,18 +50,21 @@ def assert_by_head(x, weight, bias, residual, settings=None):
 
 
 def listed_case(device, n, d, group, batch, density):
-    """The arguments of `int4_listed`."""
+    """The arguments of `hidden_tokens`."""
     x, weight = inputs(device, batch, d), random_rows(device, n, d, group=group)
     selection = Selection.from_mask(torch.rand(batch, n, device=device) < density)
     rows = PackedSelection.empty(n, device)
     pack(selection, rows)
-    return x, weight, torch.randn(n, device=device).half(), rows.ids, rows.count, selection.row_bits
+    up = Linear(weight, torch.randn(n, device=device).half())
+    return x, MlpWeights(up, up), (rows, selection.row_bits)
 
 
 def assert_listed(case, settings=None):
-    x, weight, *others = case
-    got = int4_listed(*case, settings=settings)
-    want = int4_listed_reference(x.double(), weight, *others)
+    x, weights, (_, row_bits) = case
+    weight = weights.up.weight
+    got = hidden_tokens(*case, settings=settings)
+    bits = (row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1
+    want = torch.where(bits != 0, hidden_reference(x.double(), weights), 0.0)
     assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
     assert bool((got[want == 0] == 0).all())
 
@@ -124,17 +127,17 @@ def test_int4_qkv(device, n_heads, head_dim, d, group, batch):
 
 @pytest.mark.parametrize("density", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize(("n", "d", "group", "batch"), [(200, 256, 128, 2), (77, 160, 32, 3), (90, 640, 128, 8)])
-def test_int4_listed(device, n, d, group, batch, density):
+def test_listed_neurons(device, n, d, group, batch, density):
     assert_listed(listed_case(device, n, d, group, batch, density))
 
 
 def test_a_fault_stays_with_its_token(device):
     """NaN is no zero where the row is selected, and no other token's."""
     case = listed_case(device, 64, 128, 32, 3, 0.5)
-    x, row_bits = case[0], case[-1]
-    clean = int4_listed(*case)
+    x, (_, row_bits) = case[0], case[-1]
+    clean = hidden_tokens(*case)
     x[1] = float("nan")
-    got = int4_listed(*case)
+    got = hidden_tokens(*case)
     assert bool((got[[0, 2]] == clean[[0, 2]]).all())
     chosen = (row_bits >> 1) & 1 != 0
     assert bool(got[1][chosen].isnan().all()) and bool((got[1][~chosen] == 0).all())
@@ -203,5 +206,6 @@ def test_errors_name_what_does_not_fit(device):
     with pytest.raises((ValueError, TypeError), match="x"):
         int4_linear(torch.zeros(2, 64, device=device), weight)
     bias, rows = torch.zeros(32, device=device), PackedSelection.empty(32, device)
+    up = Linear(weight, bias)
     with pytest.raises((ValueError, TypeError), match="row_bits"):
-        int4_listed(torch.zeros(2, 64, device=device).half(), weight, bias, rows.ids, rows.count, bias)
+        hidden_tokens(torch.zeros(2, 64, device=device).half(), MlpWeights(up, up), (rows, bias))

@@ -20,7 +20,7 @@ def check(device, n, d, group, batch, live=0.6, pdl=False, settings=None):
     h = torch.cat((h, torch.full_like(h, NAN))).to(torch.float32 if batch == 1 else torch.float16)[:batch]
     bias, residual = torch.randn(d, device=device), torch.randn(batch, d, device=device)
     out, partials = torch.full((batch, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
-    int4_fc2(h, weight, bias, residual, out, partials, pdl, settings)
+    int4_fc2(h, weight, bias, residual, out, partials, pdl, settings=settings)
     want = torch.empty(batch, d, dtype=torch.float64, device=device)
     int4_fc2_reference(h.double(), weight, bias, residual, want)
     size = h.double() @ weight.dense(torch.float64).abs() + bias.abs() + residual.abs()
