@@ -4,11 +4,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
+
+from dejavu_train.kernels.common.checks import INTERPRET
 
 
 def constants_key(constants: tuple[Any, ...]) -> str:
     """What Triton keeps compiled kernels under: constants that are functions count by their sources, not by name."""
     return " ".join(str(getattr(each, "cache_key", each)) for each in constants)
+
+
+def constants(how: Any) -> Any:
+    """The tuple as a kernel takes it. Its numbers are constants to triton 3.9 in any case, to 3.6 only as these.
+
+    Triton's interpreter takes numbers.
+    """
+
+    def constant(member: Any) -> Any:
+        if isinstance(member, tuple):
+            member = constants(member)
+        return tl.constexpr(member) if isinstance(member, int | float | tuple) else member
+
+    return how if INTERPRET else type(how)(*map(constant, how))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights
 from dejavu_train.kernels.stages import listed_int4, listed_numbers
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import constants, constants_key
 
 LAUNCHES: dict[str, Any] = {
     Format.FP32: listed_numbers.launch,
@@ -204,7 +204,7 @@ def mlp_sums(
         None if late is None else late.estimate,
         None if late is None else late.moments,
         n - 1,
-        launch.how,
+        constants(launch.how),
         Activating.of(weights.hidden),
         EARLY_X=early == "x",
         EARLY_LIST=early == "list",

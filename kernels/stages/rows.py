@@ -25,6 +25,7 @@ from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix
 from dejavu_train.kernels.stages.int4_rows import Int4Form, pairs_ahead, row_queue_bytes
 from dejavu_train.kernels.stages.int4_walks import ListWalk, TokenSource, TokenWalk, UnitWalk
+from dejavu_train.kernels.stages.listed import constants
 from dejavu_train.kernels.stages.number_rows import NumberWalk
 from dejavu_train.kernels.stages.sink import Sink
 
@@ -118,7 +119,7 @@ def launch_row(
         )  # fmt: skip
         grid, operands, how = min(sms * chosen.programs, triton.cdiv(n, 16)), weight.parts(), UnitWalk(form)
     _rows_kernel[(grid,)](
-        x, ln.args(), *operands, sink, None, n, how=how, D=d, PDL=pdl, num_warps=warps, launch_pdl=pdl
+        x, ln.args(), *operands, sink, None, n, how=constants(how), D=d, PDL=pdl, num_warps=warps, launch_pdl=pdl
     )
 
 
@@ -155,6 +156,6 @@ def launch_tokens(
     rows = Int4Form(words, group, lanes, pairs, ahead, n % 16 == 0, listed[0] is not None, tokens, segments, room=room)
     source, walk = TokenSource(batch, scratch, *listed), TokenWalk if listed[0] is None else ListWalk
     _rows_kernel[(programs,)](
-        x.view(torch.int32), None, *weight.parts(), sink, source, n, how=walk(rows, passes), D=d, PDL=pdl,
+        x.view(torch.int32), None, *weight.parts(), sink, source, n, how=constants(walk(rows, passes)), D=d, PDL=pdl,
         num_warps=settings.warps, maxnreg=settings.registers, launch_pdl=pdl,
     )  # fmt: skip
