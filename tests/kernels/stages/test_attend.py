@@ -127,6 +127,34 @@ def test_blooms_attention_with_padding_before_the_text(device, padding):
     torch.testing.assert_close(out.double(), theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [300, 2100])
+@pytest.mark.parametrize(
+    ("batch", "n_groups", "share", "head_dim", "alibi"),
+    [
+        (1, 4, 5, 128, False),
+        (1, 8, 6, 128, False),
+        (3, 8, 4, 128, False),
+        (1, 112, 1, 128, True),
+        (1, 64, 1, 64, False),
+    ],
+)
+def test_at_true_shapes(batch, n_groups, share, head_dim, alibi, capacity):
+    """Caches in fp16. With dependent launches and without: the same, bit for bit."""
+    q, cache, selection, position = case("cuda", batch, n_groups, share, head_dim, 0.7, alibi, capacity=capacity)
+    cache = dataclasses.replace(cache, k=cache.k.half(), v=cache.v.half())
+    made, marks = [], cache.watermark.clone()
+    exact = torch.empty(len(q), n_groups * share * head_dim, dtype=torch.float64, device="cuda")
+    flash_decode_reference(q.double(), cache, selection, position, exact)
+    scratch = poisoned(len(q), n_groups * share, head_dim, capacity, "cuda")
+    for pdl in (False, True):
+        cache.watermark.copy_(marks)
+        made.append(torch.full(exact.shape, NAN, device="cuda"))
+        flash_decode(q, cache, selection, position, made[-1], scratch, pdl=pdl)
+    torch.testing.assert_close(made[0].double(), exact, atol=1e-4, rtol=1e-4)
+    assert torch.equal(*made)
+
+
 def test_mistakes_are_one_line(device):
     q, cache, _, position = case(device, 1, 2, 3, 16, None, True)
     scratch, out = poisoned(1, 6, 16, cache.capacity, device), torch.zeros(1, 96, device=device)
