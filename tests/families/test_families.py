@@ -18,13 +18,16 @@ from transformers import (
     NemotronConfig,
     OPTConfig,
     PersimmonConfig,
+    TextStreamer,
+    pipeline,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from dejavu_train import SparseForCausalLM
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.errors import UserError
+from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.families import Target, blocks_of, dims_of
 from dejavu_train.families.base import families, logits_of
@@ -40,7 +43,7 @@ from dejavu_train.families.dims import Activation
 from dejavu_train.families.standard import StandardFamily
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.hooks import record
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.models.stored import check_folder
 from dejavu_train.sparse.model import SparseCausalLM
 
@@ -179,6 +182,26 @@ def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path):
         loaded = cls.from_pretrained(tmp_path)
         assert torch.equal(loaded(**inputs).logits, gather(**inputs).logits)
     assert Bundle.from_pretrained(tmp_path / "predictors").shape == bundle.shape
+
+
+def test_pipelines_streamers_and_the_guard_take_every_family(folder, bundle, capsys):
+    model = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "gather", guard=Guard(every=2))
+    tokenizer = load_tokenizer(str(folder))
+    streamer = TextStreamer(tokenizer)
+    written = pipeline("text-generation", model=model, tokenizer=tokenizer)("the token", max_new_tokens=4)
+    assert written[0]["generated_text"].startswith("the token") and model.guard_report()
+    ids = torch.tensor([[2, 9, 30]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, streamer=streamer)
+    assert capsys.readouterr().out
+
+
+def test_the_papers_observations_are_of_opt_alone(folder, capsys):
+    from papers.deja_vu.observe.__main__ import main
+
+    if folder.name == "galactica":
+        return
+    assert exit_on_user_error(main, [f"--model={folder}", "--bundle=null", f"--output={folder / 'out'}"]) == 2
+    assert "are those of a pre-norm OPT" in capsys.readouterr().err
 
 
 def test_sizes_survive_a_bundle(bundle):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from dejavu_train.bundle.folder import require_model
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.parser import parse
 from papers.deja_vu.observe.config import ObserveConfig
 
@@ -30,11 +30,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     import transformers
 
     from dejavu_train.bundle.artifact import Bundle
+    from dejavu_train.families.base import dense_type, dims_of
+    from dejavu_train.models.config_values import read_values
     from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
     from papers.deja_vu.observe.run import observe
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
+    values = read_values(config.model, config.revision)
+    if dense_type(values["model_type"]) != "opt" or dims_of(values, config.model).post_norm:
+        raise UserError(
+            f"the observations are those of a pre-norm OPT, and {config.model} is of type {values['model_type']}; give"
+            " an OPT, or type infer.py for quality and speed"
+        )
     bundle = None if config.bundle is None else Bundle.from_pretrained(config.bundle)
     if bundle is not None:
         bundle.check_model(config.model, config.revision)
