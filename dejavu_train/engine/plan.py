@@ -18,7 +18,18 @@ from dejavu_train.engine import cpu_limits as cpu
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.planned import Early, Engine, Formats, HalfPlan, Kernels, Packer, Place, Run, StepPlan
+from dejavu_train.engine.planned import (
+    Early,
+    Engine,
+    Formats,
+    HalfPlan,
+    Kernels,
+    Packer,
+    Place,
+    Run,
+    StepPlan,
+    hidden_values,
+)
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import engine_refusal
@@ -306,7 +317,7 @@ class _Chooser:
         return False, "several rows would compute K/V of missing positions, each of its own"
 
     def mlp(self, layer: int) -> HalfPlan:
-        facts = self.facts(layer, Target.MLP)
+        facts, hidden = self.facts(layer, Target.MLP), hidden_values(self.dims)
         if self.batch > 1:
             kernels = Kernels.PRODUCTS
         elif self.packed and not (self.codes_down and self.dims.d_model >= CODES_FROM):
@@ -316,7 +327,7 @@ class _Chooser:
         if facts is None:
             early = Early.LIST if kernels is Kernels.LISTED_GRID else None  # of all neurons: it never changes
             reason = _why_all(UnitKey(layer, Target.MLP), self.predictors)
-            return HalfPlan(Target.MLP, Run.ALL, kernels, (reason,), early=early)
+            return HalfPlan(Target.MLP, Run.ALL, kernels, (reason,), early=early, hidden=hidden, gated=self.dims.gated)
         ahead, place = self._site(layer, Target.MLP, facts)
         why = [f"not in attention's grids: {self.fused[layer]}"] if self.fused[layer] else []
         if not self.fused[layer]:
@@ -342,7 +353,8 @@ class _Chooser:
             why.append(f"{facts.stored} is read as codes by one row, or int4 in float16 by 2 to {MOST_TOKENS} rows")
         return HalfPlan(
             Target.MLP, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
-            facts.format, ahead, packer=packer, early=early, density=facts.density, union=facts.union,
+            facts.format, ahead, packer=packer, early=early, density=facts.density, union=facts.union, hidden=hidden,
+            gated=self.dims.gated,
         )  # fmt: skip
 
     def _neurons_selected(self, union: float) -> tuple[bool, str]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
+from dejavu_train.families.dims import Activation
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT
+from dejavu_train.kernels.formats.matrix import Hidden
 
 
 class Engine(StrEnum):
@@ -86,6 +88,13 @@ class Formats:
         return self.layers == "int4"
 
 
+def hidden_values(dims: ModelDims) -> Hidden:
+    """What the kernels of an MLP make of a neuron's products."""
+    both = dims.activation is Activation.DRELU
+    relu = both or dims.activation is Activation.FATRELU
+    return Hidden(str(Activation.RELU if relu else dims.activation), dims.threshold, both)
+
+
 @dataclass(frozen=True)
 class HalfPlan:
     """How half a layer runs.
@@ -94,7 +103,8 @@ class HalfPlan:
         run, kernels: which units, by what. site, place, format: of its predictor, or None.
         ahead: halves between the predictor's site and this one. late: the MLP before makes this half's input, and its
             LayerNorm comes with the products. second_stage: runs, and tests the predictor's selection once more.
-        packer, early: of an MLP's list, or None. density, union: the share of units that one row and all rows select.
+        packer, early: of an MLP's list, or None. hidden, gated: what an MLP makes of a neuron's products.
+        density, union: the share of units that one row and all rows select.
         why: reasons, also of what is not done.
     """
 
@@ -112,6 +122,8 @@ class HalfPlan:
     early: Early | None = None
     density: float = 1.0
     union: float = 1.0
+    hidden: Hidden | None = None
+    gated: bool = False
 
     @property
     def own(self) -> bool:

@@ -31,7 +31,7 @@ from dejavu_train.families.plain import check_read, plain_block, plain_linear, p
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
-from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
+from dejavu_train.kernels.formats.matrix import Hidden, Linear, Matrix, MlpWeights, Rows
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, row_sizes
@@ -50,6 +50,8 @@ class LayerWeights:
     up: Linear
     down: Linear
     down_transposed: bool = False
+    gate: Linear | None = None
+    hidden: Hidden = Hidden()
 
     @property
     def packed(self) -> bool:
@@ -59,7 +61,7 @@ class LayerWeights:
     @property
     def mlp(self) -> MlpWeights:
         """up and down for kernels that run both, down as rows of neurons."""
-        return MlpWeights(self.up, self.down)
+        return MlpWeights(self.up, self.down, self.gate, self.hidden)
 
     def whole_out(self, dtype: torch.dtype) -> Tensor:
         """The output projection (d, h * head_dim) as numbers."""

@@ -8,10 +8,13 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_screen
-from dejavu_train.engine.planned import Early, Engine, Formats, Kernels, Packer, Place, Run, StepPlan
+from dejavu_train.engine.planned import Early, Engine, Formats, Kernels, Packer, Place, Run, StepPlan, hidden_values
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
+from dejavu_train.families.dims import Activation
+from dejavu_train.kernels.common.activation import activation_of
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
+from dejavu_train.kernels.formats.matrix import Hidden
 from dejavu_train.models.int4_sizes import row_sizes
 
 OPT_66B = ModelDims(9216, 36864, 64, 72, 50272, 2048)
@@ -201,6 +204,18 @@ REFUSED = [
     ({"gated": True}, "no kernels for a gated MLP"),
     ({"n_kv_heads": 8}, "no kernels for 8 K/V heads of 32 heads"),
 ]
+
+
+def test_a_plan_says_what_an_mlp_makes_of_its_products():
+    """Of every activation that dims name the kernels know what it is."""
+    made = plan(facts()).half(5, Target.MLP)
+    assert made.hidden == Hidden() and not made.gated
+    assert plan().half(5, Target.MLP).hidden == Hidden() and plan().half(5, Target.HEADS).hidden is None
+    for activation in Activation:
+        dims = replace(OPT_6B, activation=activation, threshold=0.3 if activation is Activation.FATRELU else 0.0)
+        hidden = hidden_values(dims)
+        assert activation_of(hidden.activation, hidden.threshold)
+        assert (hidden.threshold, hidden.both) == (dims.threshold, activation is Activation.DRELU)
 
 
 @pytest.mark.parametrize(("values", "message"), [*REFUSED, ({"head_dim": 24}, "head dim 24 has no kernels")])
