@@ -32,7 +32,7 @@ from dejavu_train.engine.planned import (
 )
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
-from dejavu_train.families.dims import engine_refusal
+from dejavu_train.families.dims import Norm, engine_refusal
 from dejavu_train.kernels.common.limits import (
     DRIVERS_CARVEOUT,
     HEAD_DIMS,
@@ -252,6 +252,8 @@ class _Chooser:
         heads, mlp = self.facts(layer, Target.HEADS), self.facts(layer, Target.MLP)
         if not self.packed:
             return "a LayerNorm comes late for 4-bit weights"
+        if self.dims.norm is not Norm.LAYER_NORM:
+            return f"products are put right for a LayerNorm that comes late, not for {self.dims.norm}"
         if self.options.guarded:
             return "a guard's dense steps make no input for the next layer"
         apart = self._not_beside_attention(layer)

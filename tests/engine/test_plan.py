@@ -123,6 +123,13 @@ def test_a_guard_makes_no_input_ahead_and_says_so():
     assert "a guard's dense steps make no input for the next layer" in made.describe()
 
 
+def test_another_norm_than_a_layer_norm_does_not_come_late(monkeypatch):
+    monkeypatch.setattr("dejavu_train.engine.plan.engine_refusal", lambda dims: None)
+    made = plan(facts(ahead=1), dims=replace(OPT_66B, norm="rms_norm"))
+    assert not any(half.late for half in made.halves)
+    assert "put right for a LayerNorm that comes late, not for rms_norm" in made.describe()
+
+
 def test_a_chain_of_late_layers_ends_where_one_is_not():
     predictors = facts(ahead=1)
     del predictors[UnitKey(4, Target.MLP)]
