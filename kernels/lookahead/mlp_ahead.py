@@ -209,26 +209,10 @@ def _select_head(
 
 @triton.jit
 def _add_ahead_kernel(
-    partials,
-    bias,
-    residual,
-    out,
-    gain,
-    estimate,
-    position,
-    attn_in,
-    moments,
-    arrived,
-    heads,
-    D: tl.constexpr,
-    STRIPE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partials, bias, residual, out, gain, estimate, position, attn_in, moments, arrived, heads, D: tl.constexpr,
+    STRIPE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     stripe = tl.program_id(0) - H
     if stripe < 0:
         if H > 0:
@@ -292,25 +276,8 @@ def _add_ahead(
         )  # fmt: skip
     settings = SumSettings.of(partials, splits)
     _add_ahead_kernel[(n_heads + triton.cdiv(d, settings.stripe),)](
-        partials,
-        bias,
-        residual,
-        out,
-        ahead.norm.ln.folded[0],
-        ahead.norm.estimate,
-        ahead.position,
-        ahead.attn_in,
-        ahead.norm.moments,
-        ahead.arrived,
-        selecting,
-        D=d,
-        STRIPE=settings.stripe,
-        SPLITS=splits,
-        CHUNK=settings.chunk,
-        H=n_heads,
-        BLOCK=min(1024, triton.next_power_of_2(d)),
-        EPS=1e-5 if heads is None else heads.ln.eps,
-        PDL=pdl,
-        num_warps=settings.warps,
-        launch_pdl=pdl,
-    )
+        partials, bias, residual, out, ahead.norm.ln.folded[0], ahead.norm.estimate, ahead.position, ahead.attn_in,
+        ahead.norm.moments, ahead.arrived, selecting, D=d, STRIPE=settings.stripe, SPLITS=splits,
+        CHUNK=settings.chunk, H=n_heads, BLOCK=min(1024, triton.next_power_of_2(d)),
+        EPS=1e-5 if heads is None else heads.ln.eps, PDL=pdl, num_warps=settings.warps, launch_pdl=pdl,
+    )  # fmt: skip

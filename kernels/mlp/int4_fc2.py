@@ -2,9 +2,9 @@
 
     out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] scale[i, j // group] code[i, j]
 
-h (B, n), after the ReLU. weight (n, d), a row a neuron, of which columns are outputs. Only rows are read whose h is not
-zero for one of the tokens that a program has. Neurons lie along K of the tensor cores' m16n8k16, outputs along M,
-tokens along N. The factor h * scale * 64 is rounded to fp16. Products with the codes are exact, sums in fp32:
+h (B, n), behind the activation. weight (n, d), a row a neuron, of which columns are outputs. Only rows are read whose h
+is not zero for one of the tokens that a program has. Neurons lie along K of the tensor cores' m16n8k16, outputs along
+M, tokens along N. The factor h * scale * 64 is rounded to fp16. Products with the codes are exact, sums in fp32:
 |h * scale| must stay below 1023, or sums are NaN.
 
 No code is converted (`int4_neurons`): 7 instructions a word by count, and 6 for list, addresses, words, scales and h.
@@ -18,6 +18,9 @@ T * T` on. Of C[g, n] those are meant where `n // T == g // T`. Five to eight to
 sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue of each lane
 (`lane_queue`). Programs that share columns add up in `add_partials`. Everything has a fixed order. In plain torch:
 `int4_fc2_reference`.
+
+`stages.listed_int4` multiplies listed rows of down too, and stays a source of its own. Its programs have all columns of
+their rows. Stripes of columns lie in B there, where several tokens would find no room for their sums.
 
 What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
 first rows, and for their scales. Those that turn out to be read are then near.
@@ -159,25 +162,10 @@ def _load_four(h, rows, live, SETS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "n_own"])
 def _int4_fc2_kernel(
-    h,
-    weight,
-    scales,
-    partials,
-    n,
-    n_own,
-    batch,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    L: tl.constexpr,
-    AHEAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SETS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    FETCHED: tl.constexpr,
-    ROOM: tl.constexpr,
-    UNIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    h, weight, scales, partials, n, n_own, batch, D: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr,
+    AHEAD: tl.constexpr, TOKENS: tl.constexpr, SETS: tl.constexpr, ROUNDS: tl.constexpr, FETCHED: tl.constexpr,
+    ROOM: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # The rows begin .. begin + n_own - 1; of the list, lane (g, t) has entries 16 u + 4 t .. 16 u + 4 t + 3 of unit u.
     W: tl.constexpr = D // 8
     G: tl.constexpr = D // GROUP
@@ -327,26 +315,9 @@ def int4_fc2(
     list_rounds = triton.cdiv(n_own, lanes)
     needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)
     _int4_fc2_kernel[(stripes, splits)](
-        h,
-        rows.words,
-        rows.scales,
-        partials,
-        n,
-        n_own,
-        batch,
-        D=d,
-        GROUP=rows.group,
-        L=lanes,
-        AHEAD=settings.ahead,
-        TOKENS=tokens,
-        SETS=sets,
-        ROUNDS=list_rounds,
-        FETCHED=settings.fetched if fetches_rows(out.device) else 0,
-        ROOM=even_room(settings.programs, d, pdl, needed),
-        UNIT=unit,
-        PDL=pdl,
-        num_warps=settings.warps,
-        maxnreg=settings.registers,
-        launch_pdl=pdl,
-    )
+        h, rows.words, rows.scales, partials, n, n_own, batch, D=d, GROUP=rows.group, L=lanes, AHEAD=settings.ahead,
+        TOKENS=tokens, SETS=sets, ROUNDS=list_rounds, FETCHED=settings.fetched if fetches_rows(out.device) else 0,
+        ROOM=even_room(settings.programs, d, pdl, needed), UNIT=unit, PDL=pdl, num_warps=settings.warps,
+        maxnreg=settings.registers, launch_pdl=pdl,
+    )  # fmt: skip
     add_partials(partials, splits, bias, residual, out, pdl)

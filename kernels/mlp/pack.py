@@ -52,17 +52,9 @@ def pack_ranges(
 
 @triton.jit(do_not_specialize=["n_ranges"])
 def _pack_kernel(
-    ids,
-    counts,
-    packed_ids,
-    packed_count,
-    n_ranges,
-    SLOTS: tl.constexpr,
-    SLOTS_PAD: tl.constexpr,
-    ALL_RANGES: tl.constexpr,
-    RANGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, counts, packed_ids, packed_count, n_ranges, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr,
+    ALL_RANGES: tl.constexpr, RANGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pack_ranges(
         tl.program_id(0), ids, counts, packed_ids, packed_count, n_ranges, SLOTS, SLOTS_PAD,
         ALL_RANGES, RANGES, False, PDL,

@@ -83,23 +83,9 @@ def hidden_reference(n: Tensor, weights: MlpWeights) -> Tensor:
 
 @triton.jit(do_not_specialize=["last"])
 def _mlp_kernel(
-    x,
-    norm,
-    gate,
-    up,
-    down,
-    ids,
-    count,
-    partials,
-    estimate,
-    moments,
-    last,
-    how: tl.constexpr,
-    act: tl.constexpr,
-    EARLY_X: tl.constexpr,
-    EARLY_LIST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, norm, gate, up, down, ids, count, partials, estimate, moments, last, how: tl.constexpr, act: tl.constexpr,
+    EARLY_X: tl.constexpr, EARLY_LIST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     lane = tl.arange(0, how.lanes)
     first = gate
     if gate is None:
@@ -193,26 +179,12 @@ def mlp_sums(
     check_shape("partials", partials, most_splits(x.device), d)
     partials = partials.view(launch.sums)
     _mlp_kernel[(launch.programs,)](
-        x.view(torch.int32) if launch.pairs and ln is None else x,
-        None if ln is None else ln.args(),
-        matrices.get("gate"),
-        matrices["up"],
-        matrices["down"]._replace(bias=None),
-        rows.ids,
-        rows.count,
-        partials,
-        None if late is None else late.estimate,
-        None if late is None else late.moments,
-        n - 1,
-        constants(launch.how),
-        Activating.of(weights.hidden),
-        EARLY_X=early == "x",
-        EARLY_LIST=early == "list",
-        PDL=pdl,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-        launch_pdl=pdl,
-    )
+        x.view(torch.int32) if launch.pairs and ln is None else x, None if ln is None else ln.args(),
+        matrices.get("gate"), matrices["up"], matrices["down"]._replace(bias=None), rows.ids, rows.count, partials,
+        None if late is None else late.estimate, None if late is None else late.moments, n - 1, constants(launch.how),
+        Activating.of(weights.hidden), EARLY_X=early == "x", EARLY_LIST=early == "list", PDL=pdl,
+        num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
+    )  # fmt: skip
     return partials, launch.programs
 
 
