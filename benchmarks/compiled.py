@@ -28,12 +28,12 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.rows import command_line
 from dejavu_train.kernels.attention import out_projection
-from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common import checks, launch, settings
 from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
+from dejavu_train.kernels.common.limits import Products, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
@@ -42,12 +42,12 @@ from dejavu_train.kernels.dense.dense_batch import dense_add, qkv_batch
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
-from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
-from dejavu_train.kernels.mlp import int4_fc2, pack, predict, select
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
+from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, qkv
+from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
+from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights
 from dejavu_train.kernels.verify import attend_slots
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -185,7 +185,7 @@ def pair(rank: int, d: int, n: int, kind: torch.dtype, share: int = 1) -> Predic
     """A predictor's two matrices, `share` numbers in each entry. Scales unless they are fp16."""
     scales = (None, None) if kind == torch.float16 else (torch.empty(rank), torch.empty(n))
     down, up = torch.empty(rank, d // share, dtype=kind), torch.empty(n, rank // share, dtype=kind)
-    return PredictorWeights(down, up, torch.empty(n), *scales)
+    return PredictorWeights(down, up, torch.empty(n), *scales, sums=(torch.empty(rank), torch.empty(rank)))
 
 
 class Layer:
@@ -206,13 +206,17 @@ class Layer:
         self.gated = dataclasses.replace(self.mlp, gate=self.mlp.up, hidden=Hidden("silu"))
         self.heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
         self.listed, self.partials = pack.PackedSelection.empty(self.n, "cpu"), partial_sums(d, "cpu")
-        self.bits = Selection.empty(self.n, "cpu", pack.packed_block(d))
+        self.bits = Selection.empty(self.n, "cpu", selection_block(d, 1))
 
-    def predictor(self, weights: PredictorWeights) -> Predictor:
-        return Predictor(weights, self.limit, self.bits, self.z)
+    def predictor(self, weights: PredictorWeights, alone: bool = False) -> Predictor:
+        """In use by one row, in kernels of its own or in the grid of q/k/v."""
+        codes = weights.up.dtype == torch.uint8
+        products = Products.ROW_WORDS if codes else Products.REGISTERS if alone else Products.ROW_TILES
+        return Predictor(weights, self.limit, self.bits, self.z, products)
 
-    def sums(self) -> tuple[Any, Any]:
-        return (torch.empty(self.h),) * 2, (torch.empty(self.rank),) * 2
+    def head_predictor(self) -> HeadPredictor:
+        rows, sums = halves(self.h, self.d), (torch.empty(self.h), torch.empty(self.h))
+        return HeadPredictor(rows, torch.empty(self.h), self.limit, self.heads, sums)
 
     def shared_cases(self, mixed: Any, out: Any, predictors: dict[str, PredictorWeights]) -> Iterator[Case]:
         """What fp16 and 4 bits have in common. mixed: what the output projection `out` reads."""
@@ -229,12 +233,11 @@ class Layer:
             given = (*sparse, self.predictor(predictor), self.ones)
             yield f"qkv_select {d} {kind}", partial(qkv_select.qkv_select, *given, pdl=True)
 
-    def site(self, down: torch.Tensor, scale: torch.Tensor | None) -> Any:
-        """The call of a site whose predictor has this first matrix."""
-        rows = site_predict.SiteRows(halves(self.h, self.d), down, scale, *self.sums(), False)
-        heads = HeadPredictor(rows.heads, torch.empty(self.h), self.limit, self.heads)
-        given = (heads, self.ones, self.ones, self.cache.attn_in, self.z, True)
-        return partial(site_predict.site_predict, self.x, self.ln, rows, *given)
+    def site(self, mlp: PredictorWeights | None) -> Any:
+        """The call of a site that such a predictor of the MLP reads."""
+        given = (self.head_predictor(), self.ones, self.ones, self.cache.attn_in)
+        own = None if mlp is None else self.predictor(mlp)
+        return partial(predict.site_predict, self.x, self.ln, *given, own, True)
 
 
 def cases_of(d: int) -> Iterator[Case]:
@@ -264,11 +267,27 @@ def cases_of(d: int) -> Iterator[Case]:
         yield name, partial(mlp.mlp, *given, early, True)
     yield f"gated_mlp {d}", partial(mlp.mlp, x, ln, own.gated, x, own.listed, own.y, own.partials, None, True)
     for kind, predictor in predictors.items():
-        given = (x, ln, predictor.down, (torch.empty(rank), torch.empty(rank)), own.z, predictor.down_scale)
-        yield f"predict {d} {kind}", partial(predict.predict_down, *given, normalised_out=halves(1, d), pdl=True)
-        given = (own.predictor(predictor), own.ones)
-        yield f"select {d} {kind}", partial(select.select_rows, *given, pdl=True)
-    yield f"site {d}", own.site(halves(rank, d), None)
+        alone = own.predictor(predictor, alone=True)
+        yield f"predict {d} {kind}", partial(predict.predict, x, ln, alone, halves(1, d), True)
+        yield f"select {d} {kind}", partial(select.select, alone, own.ones, pdl=True)
+    for batch in (2, 8, 32):
+        yield from select_cases(own, predictors["torch.float16"], batch)
+    yield f"site {d}", own.site(predictors["torch.float16"])
+    yield f"heads {d}", own.site(None)
+
+
+def select_cases(own: Layer, weights: PredictorWeights, batch: int) -> Iterator[Case]:
+    """A predictor in use by several rows, of numbers or of nibbles."""
+    codes = weights.up.dtype == torch.uint8
+    listed = (own.listed.ids, own.ones) if codes else None
+    bits = Selection.empty(own.n, "cpu", selection_block(own.d, batch))
+    several = Predictor.of(
+        weights, own.limit, bits, Products.WORDS if codes else Products.TILES, batch, listed=listed
+    )  # fmt: skip
+    name = f"{own.d} {'nibbles' if codes else 'float16'} rows {batch}"
+    yield f"predict_rows {name}", partial(predict_rows.predict_rows, halves(batch, own.d), several, True)
+    states = torch.ones(batch, dtype=torch.int32)
+    yield f"select {name}", partial(select.select, several, states, pdl=True)
 
 
 def int4_cases(d: int) -> Iterator[Case]:
@@ -279,20 +298,18 @@ def int4_cases(d: int) -> Iterator[Case]:
     predictors = {"int8": pair(rank, d, n, torch.int8), "nibbles": pair(rank, d, n, torch.uint8, 2)}
     yield from own.shared_cases(mixed, by_head, predictors)
     nibbles = predictors["nibbles"]
+    alone = own.predictor(nibbles, alone=True)
+    yield f"predict {d} nibbles", partial(predict.predict, x, ln, alone, halves(1, d), True)
+    yield f"select {d} nibbles", partial(select.select, alone, own.ones, pdl=True)
     for batch in (2, 8):
-        listed = (own.listed.ids, own.ones)
-        several = Predictor.of(nibbles, own.limit, Selection.empty(n, "cpu"), batch, listed=listed)
-        states = torch.ones(batch, dtype=torch.int32)
-        call = partial(select.predict_select, halves(batch, d), several, row_state=states, pdl=True)
-        yield f"predict_select {d} nibbles rows {batch}", call
+        yield from select_cases(own, nibbles, batch)
     for kind, predictor in predictors.items():
         given = (own.qkv, own.every, own.heads, own.ones, own.q, own.predictor(predictor), own.ones)
         yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, policy="always", pdl=True)
-        yield f"site {d} {kind}", own.site(predictor.down, predictor.down_scale)
+        yield f"site {d} {kind}", own.site(predictor)
     norm = LateNorm(ln, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2))
     first_half = int4_rows(rank, d).parts() if d >= mlp_ahead.TILED_FROM else (nibbles.down, None)
-    heads = HeadPredictor(halves(h, d), torch.empty(h), own.limit, own.heads)
-    ahead = mlp_ahead.HeadsAhead(heads, ln, own.sums()[0], own.ones)
+    ahead = mlp_ahead.HeadsAhead(own.head_predictor(), ln, own.ones)
     scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
     for policy, selected, cache in (("backfill", ahead, own.cache), ("always", None, own.every)):
         late = mlp_ahead.LateSite(

@@ -16,8 +16,8 @@ from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
 from dejavu_train.families import ModelDims, Site
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
-from dejavu_train.kernels.mlp.predictor import PredictorWeights
-from dejavu_train.kernels.mlp.select import predict_reference
+from dejavu_train.kernels.stages.predictor import PredictorWeights
+from dejavu_train.kernels.stages.select import predict_reference
 
 SHAPES = {
     "1.3b": ModelDims(2048, 8192, 24, 32, 50272, 2048),

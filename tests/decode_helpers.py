@@ -12,7 +12,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import LayerInput, ModelDims, Site, dims_of, family_of
 from dejavu_train.families.block import forward_block, positions_like
-from dejavu_train.kernels.mlp.predictor import quantize_rows
+from dejavu_train.kernels.stages.predictor import quantize_rows
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import int4_rows

@@ -15,7 +15,7 @@ COMPILED = ("triton.jit", "compiled", "intrinsic")
 # Only shrinks: (file, function).
 KNOWN: set[tuple[str, str]] = set()
 MOST_COMPILED = 24  # of a function of a kernel: what belongs together is a named tuple
-KNOWN_COMPILED = {"_site_kernel", "_advance_kernel"}
+KNOWN_COMPILED = {"_advance_kernel"}
 
 
 def functions(source: str) -> Iterator[tuple[str, int]]:

@@ -11,10 +11,9 @@ from torch import Tensor
 from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
-from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
-from dejavu_train.kernels.lookahead.site_predict import SiteRows
+from dejavu_train.kernels.stages.predictor import HeadPredictor, head_selection
 
 
 class Attention:
@@ -41,7 +40,9 @@ class Attention:
         if heads is not None:
             self.mean, self.selection = heads.predictor.mean, heads.selection
             self.predictor = (
-                heads.folded() if plan.place is Place.FOLDED else HeadPredictor(None, None, None, heads.selection)
+                heads.folded().with_norm(weights.norm1)
+                if plan.place is Place.FOLDED
+                else HeadPredictor(None, None, None, heads.selection)
             )
         if self.mean is not None:
             # Attention takes the mean off the selected heads: W (keep ? o - mean : 0) + (b + W mean).
@@ -53,14 +54,11 @@ class Attention:
             )
         if plan.kernels is Kernels.QKV_WITH_PREDICTOR:
             assert mlp is not None
-            self.neurons = mlp.in_use(1)
+            self.neurons = mlp.in_use(weights.norm1 if late is None else None)
             if heads is None:
                 every = head_selection(work.q.shape[1], work.q.device)
                 every.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
-                # Without rows of heads, bias and threshold are never read. What no step writes stands there.
-                self.predictor = HeadPredictor(None, mlp.predictor.bias, mlp.predictor.threshold, every)
-            if late is None:
-                self.site = SiteRows.of(self.predictor.rows, mlp.predictor.weights, weights.norm1)
+                self.predictor = HeadPredictor(None, None, None, every)
 
     def select(self, x: Tensor) -> None:
         """Fill the selection of heads, keep the input where K/V are computed later, begin the MLP's predictor."""
@@ -70,11 +68,11 @@ class Attention:
         if plan.kernels is Kernels.QKV_WITH_PREDICTOR:
             if self.late is None:
                 work.ops.site_predict(
-                    x, self.weights.norm1, self.site, self.predictor, state.position, state.row_state, self.inputs,
-                    self.neurons.hidden, pdl=work.pdl,
+                    x, self.weights.norm1, self.predictor, state.position, state.row_state, self.inputs, self.neurons,
+                    pdl=work.pdl,
                 )  # fmt: skip
         elif plan.kernels is Kernels.QKV_SELECTED or plan.place is Place.FOLDED:
-            work.ops.head_select(
+            work.ops.site_predict(
                 x, self.weights.norm1, self.predictor, self.position, state.row_state, self.inputs, pdl=work.pdl
             )
 

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
-from dejavu_train.kernels.attention import head_select, out_projection
-from dejavu_train.kernels.attention.head_select import HeadPredictor
+from dejavu_train.kernels.attention import out_projection
 from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
@@ -15,16 +14,15 @@ from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, screened_head
 from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
-from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select, site_predict
+from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
-from dejavu_train.kernels.lookahead.site_predict import SiteRows
-from dejavu_train.kernels.mlp import int4_fc2, pack, select
-from dejavu_train.kernels.mlp.predictor import Predictor
+from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, qkv
+from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
 from dejavu_train.kernels.stages.attend import AttentionScratch
 from dejavu_train.kernels.stages.mlp_batch import BatchActivations
+from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor
 
 
 class StepOps(Protocol):
@@ -34,7 +32,7 @@ class StepOps(Protocol):
         self, state: TokenState, embedding: Tensor, positions: Tensor, x: Tensor, /, pdl: bool = False
     ) -> None: ...
 
-    def head_select(
+    def site_predict(
         self,
         x: Tensor,
         ln: LayerNormWeights,
@@ -42,6 +40,7 @@ class StepOps(Protocol):
         position: Tensor,
         row_state: Tensor,
         attn_in: Tensor,
+        mlp: Predictor | None = None,
         /,
         pdl: bool = False,
     ) -> None: ...
@@ -55,20 +54,6 @@ class StepOps(Protocol):
         q: Tensor,
         /,
         policy: str = "backfill",
-        pdl: bool = False,
-    ) -> None: ...
-
-    def site_predict(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights,
-        site: SiteRows,
-        heads: HeadPredictor,
-        position: Tensor,
-        row_state: Tensor,
-        attn_in: Tensor,
-        hidden: Tensor,
-        /,
         pdl: bool = False,
     ) -> None: ...
 
@@ -138,17 +123,19 @@ class StepOps(Protocol):
         pdl: bool = False,
     ) -> None: ...
 
-    def predict_select(
+    def predict(
         self,
         x: Tensor,
+        ln: LayerNormWeights,
         predictor: Predictor,
-        /,
-        ln: LayerNormWeights | None = None,
-        row_state: Tensor | None = None,
         normalised_out: Tensor | None = None,
-        logits_out: Tensor | None = None,
+        /,
         pdl: bool = False,
     ) -> None: ...
+
+    def predict_rows(self, x: Tensor, predictor: Predictor, /, pdl: bool = False) -> None: ...
+
+    def select(self, predictor: Predictor, row_state: Tensor | None = None, /, *, pdl: bool = False) -> None: ...
 
     def layer_norm(self, x: Tensor, ln: LayerNormWeights, out: Tensor, /, pdl: bool = False) -> None: ...
 
@@ -262,15 +249,16 @@ class TritonOps:
     """Every operation as Triton kernels."""
 
     embed = staticmethod(sampling.embed)
-    head_select = staticmethod(head_select.head_select)
     qkv = staticmethod(qkv.qkv)
-    site_predict = staticmethod(site_predict.site_predict)
+    site_predict = staticmethod(predict.site_predict)
     qkv_select = staticmethod(qkv_select.qkv_select)
     attend_pack = staticmethod(attend_pack.attend_pack)
     qkv_dense = staticmethod(dense_rows.qkv_dense)
     flash_decode = staticmethod(attend.flash_decode)
     project_heads = staticmethod(out_projection.project_heads)
-    predict_select = staticmethod(select.predict_select)
+    predict = staticmethod(predict.predict)
+    predict_rows = staticmethod(predict_rows.predict_rows)
+    select = staticmethod(select.select)
     layer_norm = staticmethod(layer_norm.layer_norm)
     pack = staticmethod(pack.pack)
     listed_mlp = staticmethod(mlp.mlp)
@@ -292,15 +280,16 @@ class TorchOps:
     """Every operation in plain torch. 4-bit weights are written out as numbers first."""
 
     embed = staticmethod(of_numbers(sampling.embed_reference))
-    head_select = staticmethod(of_numbers(head_select.head_select_reference))
     qkv = staticmethod(of_numbers(qkv.qkv_reference))
-    site_predict = staticmethod(of_numbers(site_predict.site_predict_reference))
+    site_predict = staticmethod(of_numbers(predict.site_predict_reference))
     qkv_select = staticmethod(of_numbers(qkv_select.qkv_select_reference))
     attend_pack = staticmethod(of_numbers(reference.attend_pack))
     qkv_dense = staticmethod(of_numbers(dense_rows.qkv_dense_reference))
     flash_decode = staticmethod(of_numbers(attend.flash_decode_reference))
     project_heads = staticmethod(of_numbers(out_projection.project_heads_reference))
-    predict_select = staticmethod(of_numbers(reference.predict_select))
+    predict = staticmethod(of_numbers(predict.predict_reference))
+    predict_rows = staticmethod(of_numbers(predict_rows.predict_rows_reference))
+    select = staticmethod(of_numbers(select.select_reference))
     layer_norm = staticmethod(of_numbers(reference.layer_norm))
     pack = staticmethod(of_numbers(reference.pack))
     listed_mlp = staticmethod(of_numbers(reference.listed_mlp))

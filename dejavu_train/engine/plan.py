@@ -38,11 +38,15 @@ from dejavu_train.kernels.common.limits import (
     HEAD_DIMS,
     INT4_CARVEOUT,
     MOST_TOKENS,
+    ROW_LANES,
     SCREENED_WIDTHS,
     SPARSE_CARVEOUT,
+    Products,
     screen_bytes,
+    selection_block,
     takes_down,
     takes_nibbles,
+    takes_row_words,
 )
 from dejavu_train.models.opt import DTYPES
 
@@ -278,6 +282,21 @@ class _Chooser:
         beside = how == "stream" or (how == "fused" and not (self.packed and self.batch > 1))
         return ahead, Place.STREAM if ahead and beside and self.engine is Engine.GPU else Place.SITE
 
+    def _products(self, facts: PredictorFacts, place: Place) -> tuple[Products, str]:
+        """How the two matrices of a predictor are multiplied, and why."""
+        codes, block = facts.format == "int4", selection_block(self.dims.d_model, self.batch)
+        if self.batch > 1:
+            if codes:
+                return Products.WORDS, f"int4 of up to {MOST_TOKENS} rows fills tensor cores as words of eight codes"
+            return Products.TILES, "several rows fill a tile of the tensor cores"
+        if codes and takes_row_words(facts.rank, block, ROW_LANES):
+            return Products.ROW_WORDS, "int4 of one row fills tensor cores as words of eight codes"
+        if codes:
+            return Products.ROW_TILES, f"rank {facts.rank} in int4 does not fit words of eight codes"
+        if place is Place.GRIDS:
+            return Products.ROW_TILES, "programs of q/k/v have no room for whole rows"
+        return Products.REGISTERS, "a block's rows fit registers before the kernel waits"
+
     def attention(self, layer: int) -> HalfPlan:
         facts, fused, late = self.facts(layer, Target.HEADS), not self.fused[layer], not self.late[layer]
         kernels = Kernels.QKV_WITH_PREDICTOR if fused else Kernels.QKV_ALL
@@ -298,11 +317,14 @@ class _Chooser:
                 f"4-bit weights of selected heads are read for up to {MOST_TOKENS} rows at once, not {self.batch};"
                 " take fewer rows, or the policy backfill with crossover"
             )
-        one_matrix = place in (Place.FOLDED, Place.BEFORE)
-        return HalfPlan(
+        plan = HalfPlan(
             Target.HEADS, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
-            self.formats.dtype if one_matrix else facts.format, ahead, late, density=facts.density, union=facts.union,
+            facts.format, ahead, late, density=facts.density, union=facts.union,
         )  # fmt: skip
+        if place in (Place.FOLDED, Place.BEFORE):
+            return replace(plan, format=self.formats.dtype)
+        products, how = self._products(facts, place)
+        return replace(plan, products=products, why=(*plan.why, f"predictor by {products}: {how}"))
 
     def _heads_selected(self) -> tuple[bool, str]:
         """Whether attention reads the selected heads only, instead of computing K/V of all heads and masking.
@@ -349,14 +371,16 @@ class _Chooser:
             kernels, packer = Kernels.LISTED_CODES, Packer.PREDICTOR if listed else Packer.KERNEL
         elif selected:
             kernels = Kernels.LISTED_BATCH
+        products, how = self._products(facts, place)
+        why.append(f"predictor by {products}: {how}")
         if facts.second_stage:
             why.append("candidates of a second stage are read whole: it saves bytes, and no time here")
         if facts.stored not in (facts.format, ""):
             why.append(f"{facts.stored} is read as codes by one row, or int4 in float16 by 2 to {MOST_TOKENS} rows")
         return HalfPlan(
             Target.MLP, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
-            facts.format, ahead, packer=packer, early=early, density=facts.density, union=facts.union, hidden=hidden,
-            gated=self.dims.gated,
+            facts.format, ahead, packer=packer, early=early, products=products, density=facts.density,
+            union=facts.union, hidden=hidden, gated=self.dims.gated,
         )  # fmt: skip
 
     def _neurons_selected(self, union: float) -> tuple[bool, str]:

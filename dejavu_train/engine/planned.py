@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
 from dejavu_train.families.dims import Activation
-from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT
+from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, Products
 from dejavu_train.kernels.formats.matrix import Hidden
 
 
@@ -100,7 +100,8 @@ class HalfPlan:
     """How half a layer runs.
 
     Attributes:
-        run, kernels: which units, by what. site, place, format: of its predictor, or None.
+        run, kernels: which units, by what. site, place, format: of its predictor, or None. products: how that
+            multiplies its two matrices, or None.
         ahead: halves between the predictor's site and this one. late: the MLP before makes this half's input, and its
             LayerNorm comes with the products. second_stage: runs, and tests the predictor's selection once more.
         packer, early: of an MLP's list, or None. hidden, gated: what an MLP makes of a neuron's products.
@@ -120,6 +121,7 @@ class HalfPlan:
     second_stage: bool = False
     packer: Packer | None = None
     early: Early | None = None
+    products: Products | None = None
     density: float = 1.0
     union: float = 1.0
     hidden: Hidden | None = None

@@ -17,8 +17,6 @@ from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
-from dejavu_train.kernels.mlp.predictor import Predictor
-from dejavu_train.kernels.mlp.select import predict_select_reference
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
 from dejavu_train.kernels.stages.hidden import kept_unit
 from dejavu_train.kernels.stages.mlp import hidden_reference
@@ -51,28 +49,6 @@ def of_numbers(operation: Callable[P, R]) -> Callable[P, R]:
         return operation(*map(numbers, given), **options)  # type: ignore[arg-type]
 
     return call
-
-
-def predict_select(
-    x: Tensor,
-    predictor: Predictor,
-    ln: LayerNormWeights | None = None,
-    row_state: Tensor | None = None,
-    normalised_out: Tensor | None = None,
-    logits_out: Tensor | None = None,
-    pdl: bool = False,
-) -> None:
-    """See `dejavu_train.kernels.mlp.select.predict_select`."""
-    if ln is not None:
-        x = layer_norm_reference(x, ln, torch.float32 if normalised_out is None else normalised_out.dtype)
-    if normalised_out is not None:
-        normalised_out.copy_(x)
-    mask = predict_select_reference(x, predictor.weights, predictor.threshold, None, row_state, predictor.top_k)
-    predictor.selection.set_mask(mask)
-    if predictor.listed is not None:
-        ids = predictor.selection.indices()
-        predictor.listed[0][: len(ids)] = ids.int()
-        predictor.listed[1].fill_(len(ids))
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:

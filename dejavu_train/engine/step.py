@@ -23,15 +23,13 @@ from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
-from dejavu_train.kernels.attention import head_select
 from dejavu_train.kernels.common import launch
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.limits import selection_block
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
-from dejavu_train.kernels.mlp.pack import packed_block
-
-BATCH_BLOCK = 64  # of the selections of several rows
+from dejavu_train.kernels.stages.predictor import head_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +111,11 @@ class DecodeStep:
         """The selection of a (layer, target), and its predictor where that runs on its own."""
         predictor, device, half = self.predictors[key], self.device, self.plan.half(*key)
         if half.place in (Place.FOLDED, Place.BEFORE):
-            return TargetSelection(predictor, head_select.head_selection(self.shape.n_heads, device), None)
-        block = packed_block(self.shape.d_model) if self.batch == 1 else BATCH_BLOCK
+            return TargetSelection(predictor, head_selection(self.shape.n_heads, device))
+        block = selection_block(self.shape.d_model, self.batch)
         selection = Selection.empty(self.shape.units(predictor.target), device, block)
         if half.place is Place.GRIDS:
-            return TargetSelection(predictor, selection, None)
+            return TargetSelection(predictor, selection, half.products)
         weights = self.weights.layers[predictor.site.layer]
         norm = weights.norm1 if predictor.site.input == LayerInput.ATTN else weights.norm2
         carried = self.work.carried
@@ -125,9 +123,9 @@ class DecodeStep:
         known = dataclasses.replace(predictor, weights=predictor.weights.with_norm(norm))
         listed = carried.packed if half.packer is Packer.PREDICTOR else None
         runner = SitePredictor(
-            known, selection, self.work, norm, half.place is not Place.STREAM, normalised, listed
+            known, half, selection, self.work, norm, normalised, listed
         )  # fmt: skip
-        return TargetSelection(predictor, selection, runner)
+        return TargetSelection(predictor, selection, half.products, runner)
 
     def _cache(self, layer: int) -> KvCache:
         """A layer that computes K/V of all its heads needs no inputs, or its own position of those that are shared."""

@@ -7,18 +7,17 @@ from torch import Tensor
 
 from dejavu_train.engine.carried import Carried
 from dejavu_train.engine.ops import StepOps
-from dejavu_train.engine.planned import StepPlan
+from dejavu_train.engine.planned import HalfPlan, Place, StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.kernels.attention.head_select import HeadPredictor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.common.limits import MOST_TOKENS, Products
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection
-from dejavu_train.kernels.mlp.predictor import Predictor
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages.attend import AttentionScratch
 from dejavu_train.kernels.stages.mlp_batch import BatchActivations
+from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class SitePredictor:
 
     Args:
         predictor: of one (layer, target).
+        plan: of the half that it selects for.
         selection: receives what is selected.
         norm: the LayerNorm of the site.
-        own: whether it runs between other kernels, not on the look-ahead stream.
         normalised_out: (B, d), receives what the predictor read, where up reads the same, or None.
         listed: receives the list without gaps, where the kernels can leave it, or None.
     """
@@ -101,19 +100,20 @@ class SitePredictor:
     def __init__(
         self,
         predictor: TargetPredictor,
+        plan: HalfPlan,
         selection: Selection,
         work: Workspace,
         norm: LayerNormWeights,
-        own: bool,
         normalised_out: Tensor | None,
         listed: PackedSelection | None = None,
     ) -> None:
         self.site = predictor.site
         self.work, self.norm = work, norm
-        self.stream = None if own else work.ahead
+        self.stream = work.ahead if plan.place is Place.STREAM else None
         self.normalised_out = normalised_out
+        assert plan.products is not None
         self.in_use = Predictor.of(
-            predictor.weights, predictor.threshold, selection, len(work.hidden), predictor.top_k,
+            predictor.weights, predictor.threshold, selection, plan.products, len(work.hidden), predictor.top_k,
             None if listed is None else (listed.ids, listed.count),
         )  # fmt: skip
         self._ready: torch.cuda.Event | None = None
@@ -130,7 +130,15 @@ class SitePredictor:
             self._ready = self.stream.record_event()
 
     def _predict(self, x: Tensor, pdl: bool) -> None:
-        self.work.ops.predict_select(x, self.in_use, self.norm, self.work.state.row_state, self.normalised_out, pdl=pdl)
+        ops, products, normalised = self.work.ops, self.in_use.products, self.normalised_out
+        if products.of_one_row:
+            ops.predict(x, self.norm, self.in_use, normalised, pdl=pdl)
+        else:
+            if normalised is None:
+                normalised = torch.empty_like(x, dtype=torch.float16 if products is Products.WORDS else x.dtype)
+            ops.layer_norm(x, self.norm, normalised, pdl=pdl)
+            ops.predict_rows(normalised, self.in_use, pdl=pdl)
+        ops.select(self.in_use, self.work.state.row_state, pdl=pdl)
 
     def join(self) -> None:
         """Let the current stream wait for the selection."""
@@ -141,20 +149,24 @@ class SitePredictor:
 
 @dataclass(frozen=True)
 class TargetSelection:
-    """A target's predictor, the selection it fills, and what runs it at its site. None = the half runs it itself."""
+    """A target's predictor, the selection it fills, how its matrices are multiplied where there are two, and what runs
+    it at its site. None = the half runs it itself."""
 
     predictor: TargetPredictor
     selection: Selection
-    runner: SitePredictor | None
+    products: Products | None = None
+    runner: SitePredictor | None = None
 
     def folded(self) -> HeadPredictor:
         """Of heads: the predictor as one matrix."""
         predictor = self.predictor
         return HeadPredictor(predictor.folded, predictor.bias, predictor.threshold, self.selection)
 
-    def in_use(self, batch: int) -> Predictor:
-        """What a kernel of `batch` rows runs, with scratch of its own."""
-        return Predictor.of(self.predictor.weights, self.predictor.threshold, self.selection, batch)
+    def in_use(self, norm: LayerNormWeights | None) -> Predictor:
+        """What a kernel of one row runs, with scratch of its own. norm: of its input, unless that comes late."""
+        assert self.products is not None
+        weights = self.predictor.weights if norm is None else self.predictor.weights.with_norm(norm)
+        return Predictor.of(weights, self.predictor.threshold, self.selection, self.products)
 
     def join(self) -> None:
         """Let the current stream wait for the selection, where another one makes it."""

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.attention.head_select import selected_heads
 from dejavu_train.kernels.attention.out_projection_int4 import (
     HeadRowSettings,
     project_head_rows,
@@ -31,6 +30,7 @@ from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Matrix
+from dejavu_train.kernels.stages.select import selected_heads
 
 VECTOR = 8  # neighbouring columns that one thread sums on its own
 

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.attention.head_select import selected_heads
 from dejavu_train.kernels.common.checks import (
     check_device,
     check_dtype,
@@ -41,6 +40,7 @@ from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.dense.int4_batch import int4_by_head
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.stages.select import selected_heads
 
 ROWS = tl.constexpr(8)
 

@@ -15,7 +15,6 @@ from dejavu_train.kernels.formats.matrix import Linear, Matrix
 INTERPRET = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 MAX_BATCH = 32  # one bit a batch row in an int32
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)
 
 
 def require(condition: bool, message: str) -> None:

@@ -22,6 +22,7 @@ import ctypes
 import functools
 import sys
 from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -31,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dejavu_train.kernels.common.checks import INTERPRET
 
+Sizes = TypeVar("Sizes", bound=tuple[Any, ...])
 PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 REGISTERS = 65536  # of a multiprocessor
 
@@ -87,6 +89,12 @@ def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
     A kernel launched plainly still triggers: its successor may be a dependent that starts early.
     """
     return _knows_pdl(x.device), use_pdl(pdl, x.device)
+
+
+def constant_fields(sizes: Sizes) -> Sizes:
+    """A named tuple of numbers as a kernel's constant. Triton 3.6 computes with constants in it alone, the interpreter
+    with plain numbers."""
+    return sizes if INTERPRET else type(sizes)(*(tl.constexpr(size) for size in sizes))
 
 
 def row_or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
 """What kernels take: sizes, rows and formats. Loads no Triton, so that a plan can be made where there is none."""
 
+from enum import StrEnum
+
 HEAD_DIMS = (16, 32, 64, 80, 128)
 MOST_TOKENS = 8  # rows of a batch that multiply with 4-bit rows, or with nibbles of a predictor, as they are
+ROW_LANES = 64  # threads of a program that selects for one row by nibbles
 MOST_WORDS = 96  # of 4-bit rows of a predictor, for a lane
 SCREENED_WIDTHS = 16  # columns of a screened LM head are a multiple: a thread reads sixteen codes at once
 TILE_ROWS = 16  # of q/k/v
@@ -10,6 +13,21 @@ TILED_FROM = 5121  # model dimensions from which all tiles of q/k/v are not ther
 SPARSE_CARVEOUT = 50  # percent of shared memory, see `launch.share_carveout`
 INT4_CARVEOUT = 75  # where heads are selected and rows have 4 bits, whose queues lie in shared memory
 DRIVERS_CARVEOUT = -1
+
+
+class Products(StrEnum):
+    """How the two matrices of a predictor are multiplied, see `stages.predict` and `stages.up_rows`."""
+
+    REGISTERS = "rows in registers"
+    ROW_WORDS = "rows in registers, then words of codes"
+    ROW_TILES = "rows in registers, then tiles"
+    TILES = "tiles of several rows"
+    WORDS = "words of codes of several rows"
+
+    @property
+    def of_one_row(self) -> bool:
+        """Whether the first half takes one row, and its LayerNorm with it."""
+        return self not in (Products.TILES, Products.WORDS)
 
 
 def word_vector(words: int) -> int:
@@ -30,8 +48,20 @@ def takes_down(group: int, d: int, batch: int) -> bool:
     return 1 <= batch <= MOST_TOKENS and group % (32 * tokens_at_once(batch)) == 0 and d % (2 * group) == 0
 
 
+def selection_block(d: int, batch: int) -> int:
+    """Units of a block of a selection."""
+    return 64 if batch > 1 or d <= 5120 else 32
+
+
+def takes_row_words(rank: int, block: int, lanes: int) -> bool:
+    """Whether a program of so many threads has room in its registers for `block` rows of nibbles of this rank."""
+    rounds, vector = block // (lanes // 2), word_vector(rank // 8)
+    words = 2 * rounds * vector * -(-rank // (32 * vector))
+    return rank % 8 == 0 and block % (lanes // 2) == 0 and rounds in (1, 2, 4) and words <= MOST_WORDS
+
+
 def takes_nibbles(rows: int, rank: int, d: int) -> bool:
-    """Whether `nibbles_batch` predicts for so many rows, with nibbles of a predictor of this rank."""
+    """Whether so many rows multiply with nibbles of a predictor of this rank as words of codes."""
     vector = word_vector(rank // 8)
     up = 2 * vector * -(-rank // (32 * vector))
     return 2 <= rows <= MOST_TOKENS and d % 8 == 0 and rank % 8 == 0 and up <= MOST_WORDS

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select_reference
 from dejavu_train.kernels.common.checks import check_int4, check_shape, check_tensor, require
 from dejavu_train.kernels.common.lane_queue import as_it_comes
 from dejavu_train.kernels.common.late_norm import LateNorm, add_moments, late_store_reference, late_sums
@@ -35,13 +34,13 @@ from dejavu_train.kernels.common.limits import TILE_ROWS, TILED_FROM
 from dejavu_train.kernels.common.partial_sums import SumSettings, summed_partials
 from dejavu_train.kernels.common.row_state import by_state
 from dejavu_train.kernels.common.selection import PackedSelection
+from dejavu_train.kernels.formats.codes import nibble_codes, stored_width
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
-from dejavu_train.kernels.mlp.codes import nibble_codes, stored_width
-from dejavu_train.kernels.mlp.predict import norm_sums
-from dejavu_train.kernels.mlp.predictor import PredictorWeights
 from dejavu_train.kernels.stages.mlp import mlp_sums
+from dejavu_train.kernels.stages.predict import site_predict_reference
+from dejavu_train.kernels.stages.predictor import HeadPredictor, PredictorWeights, norm_sums
 from dejavu_train.kernels.stages.qkv_owned import Down, Late
 
 ROWS = 4  # of a program of `late_rows`
@@ -51,19 +50,16 @@ ROWS = 4  # of a program of `late_rows`
 class HeadsAhead:
     """The predictor of a layer's heads that reads mlp_in of the layer before, and what it selects.
 
-    ln: of that mlp_in. sums: of the predictor's rows with it, see `norm_sums`. row_state: (1,) int32, as in
-    `head_select`.
+    ln: of that mlp_in, with which the predictor's rows have their sums. row_state: (1,) int32, as in `site_predict`.
     """
 
     predictor: HeadPredictor
     ln: LayerNormWeights
-    sums: tuple[Tensor, Tensor]
     row_state: Tensor
 
     @classmethod
     def of(cls, predictor: HeadPredictor, ln: LayerNormWeights, row_state: Tensor) -> "HeadsAhead":
-        assert predictor.rows is not None
-        return cls(predictor, ln, norm_sums(predictor.rows, ln), row_state)
+        return cls(predictor.with_norm(ln), ln, row_state)
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ class LateSite:
             check_shape(name, getattr(self, name), padded)
 
     def arguments(self, hidden: Tensor) -> tuple[Late, Down]:
-        """Those of the kernel of `qkv_select`, which makes hidden values."""
+        """Those of the kernel of `qkv_select`, which makes hidden (1, rank)."""
         norm = self.norm
         made = (self.down, self.tile_scales, self.down_gains, self.down_shifts, self.scale, hidden, self.arrived)
         return Late(norm.moments, norm.estimate, norm.factors), Down(*made)
@@ -160,7 +156,7 @@ def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
     late_store_reference(ahead.norm, residual, out, ahead.attn_in[:, position])
     if heads is not None:
         nowhere = ahead.attn_in.new_empty(1, 1, out.shape[1])
-        head_select_reference(residual, heads.ln, heads.predictor, ahead.position * 0, heads.row_state, nowhere)
+        site_predict_reference(residual, heads.ln, heads.predictor, ahead.position * 0, heads.row_state, nowhere)
 
 
 class Selecting(NamedTuple):
@@ -265,13 +261,14 @@ def _add_ahead(
     if heads is not None:
         predictor = heads.predictor
         assert predictor.rows is not None and predictor.bias is not None and predictor.threshold is not None
+        assert predictor.sums is not None
         n_heads = predictor.selection.n
         check_shape("rows of heads", predictor.rows, n_heads, d)
         check_tensor("bias of heads", predictor.bias, (n_heads,), (torch.float32,), out)
         check_tensor("threshold of heads", predictor.threshold, (1,), (torch.float32,), out)
         require(predictor.selection.block == 1, "a selection of heads has one of them a block")
         selecting = Selecting(
-            heads.ln.folded[0], predictor.rows, *heads.sums, predictor.bias, predictor.threshold, heads.row_state,
+            heads.ln.folded[0], predictor.rows, *predictor.sums, predictor.bias, predictor.threshold, heads.row_state,
             predictor.selection.row_bits,
         )  # fmt: skip
     settings = SumSettings.of(partials, splits)

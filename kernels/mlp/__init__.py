@@ -1,6 +1,4 @@
-"""Prediction, selection and the sparse MLP. Imports kernels.common and kernels.dense.
+"""The list of selected neurons without gaps (`pack`), and down of few rows from its codes (`int4_fc2`).
 
-In the order of a step: `predict` (the predictor's first product), `select` (its second product, and the list), `pack`
-(the list without gaps). Then comes `stages.mlp`.
-Of several rows: `predict_batch`, `select_batch`, `stages.mlp_batch`.
+Before it come `stages.predict` and `stages.select`, behind it `stages.mlp` and `stages.mlp_batch`.
 """

@@ -87,8 +87,3 @@ def pack_launch(
     }
     arguments = (rows.ids, rows.counts, out.ids, out.count, n_ranges)
     return triton.cdiv(n_ranges, ranges), arguments, constants
-
-
-def packed_block(d: int) -> int:
-    """Block of the selections whose list is packed, for one batch row."""
-    return 64 if d <= 5120 else 32

@@ -45,13 +45,16 @@ class Late(NamedTuple):
 
 
 class Down(NamedTuple):
-    """The other matrix, with what its sums are put right with, and what is made of it. scales: of rows of 4 bits."""
+    """The other matrix, with what its sums are put right with, and what is made of it.
 
-    down: Any
-    down_scales: Any
-    down_gains: Any
-    down_shifts: Any
-    down_scale: Any
+    tile_scales: of rows of 4 bits. None: nibbles.
+    """
+
+    weight: Any
+    tile_scales: Any
+    gains: Any
+    shifts: Any
+    scale: Any
     hidden: Any
     arrived: Any
 
@@ -59,22 +62,13 @@ class Down(NamedTuple):
 class AheadSizes(NamedTuple):
     """Constants of what runs beside q/k/v. EPS: of the LayerNorm. DOWN: programs that make hidden values.
 
-    RANK: of these values. DOWN_ROWS: of such a program, where it is none of the tiles'. RELU: of them.
-    The others are of the programs that select, see `lookahead.qkv_select`.
+    RANK: of these values. RELU: of them.
     """
 
     RANK: int
     EPS: float
     DOWN: int
-    DOWN_ROWS: int
     RELU: bool
-    BLOCK: int
-    CHUNK: int
-    STAGES: int
-    TYPE: tl.dtype
-    PARTS: int
-    WORDS: bool
-    LANES: int
 
 
 @triton.constexpr_function
@@ -220,10 +214,10 @@ def own_tile(
         of_head = tile >= 0
         own_head = tl.where(of_head, own_head, 0)
         own_row = tl.where(of_head, own_row, (tile + DOWN) * ROWS)
-        own_weight = tl.where(of_head, rows.weight, down.down)
-        own_scales = tl.where(of_head, rows.scales, down.down_scales)
-        own_bias = tl.where(of_head, rows.bias, down.down_shifts)
-        own_gains = tl.where(of_head, rows.gains, down.down_gains)
+        own_weight = tl.where(of_head, rows.weight, down.weight)
+        own_scales = tl.where(of_head, rows.scales, down.tile_scales)
+        own_bias = tl.where(of_head, rows.bias, down.shifts)
+        own_gains = tl.where(of_head, rows.gains, down.gains)
         own = QkvRows(own_weight, own_scales, own_bias, own_gains)
     ask_words(queue, own.weight, own_head * OF_HEAD + own_row, W, GROUP, L, STEPS)
     begun = first_scales(own.scales, own_head * OF_HEAD + own_row, W, GROUP, L, STEPS, PAIRS, STEPS)
@@ -233,7 +227,7 @@ def own_tile(
     own_n = tl.where(b < B, 1, 0)  # positions of each batch row
     if DOWN > 0:
         own_rows = own_row + tl.arange(0, ROWS)
-        row_scales = tl.load(down.down_scale + own_rows, mask=own_rows < tl.where(of_head, 0, A.RANK), other=0.0)
+        row_scales = tl.load(down.scale + own_rows, mask=own_rows < tl.where(of_head, 0, A.RANK), other=0.0)
     if POLICY == 0:
         last, lacking = lacking_positions(wanted, b, heads, S)
         mark = tl.load(wanted.watermark + b * H + own_head, mask=b < B, other=0)

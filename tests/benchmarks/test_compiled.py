@@ -84,9 +84,6 @@ def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
         assert "REFUSES" not in line, line
 
 
-UNTRIED = {"_add_splits_kernel", "_head_select_kernel", "_predict_down_batch_kernel", "select_batch_kernel"}
-
-
 def test_every_kernel_has_a_case(monkeypatch):
     """At a narrow width, and at one where an output projection takes tiles. Nothing is compiled."""
     launched = set()
@@ -102,4 +99,4 @@ def test_every_kernel_has_a_case(monkeypatch):
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     }
     assert len(known) > 20
-    assert known - launched == UNTRIED & known, "benchmarks/compiled.py has no case that launches these"
+    assert known <= launched, "benchmarks/compiled.py has no case that launches these"

@@ -117,7 +117,7 @@ def test_predictors_in_few_bits(bundle, tmp_path, dtype, stored, levels):
 
 
 def test_int8_rows_are_those_of_the_kernels():
-    from dejavu_train.kernels.mlp.predictor import quantize_rows
+    from dejavu_train.kernels.stages.predictor import quantize_rows
 
     weight = torch.randn(7, 5)
     weight[3] = 0

@@ -2,19 +2,22 @@
 
 import pytest
 import torch
+from predictor_helpers import predict_select
 
 from dejavu_train.kernels.attention.out_projection import project_heads
+from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.dense_rows import dense_rows
 from dejavu_train.kernels.formats.matrix import Rows
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
-from dejavu_train.kernels.mlp.select import predict_select
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights
 
 MODULES = ("launch", "checks")
 
 
 def run_select(x, w):
-    predict_select(x, Predictor.of(PredictorWeights(w, w.T.contiguous()), 0.0, Selection.empty(8, "cpu")))
+    predict_select(
+        x, Predictor.of(PredictorWeights(w, w.T.contiguous()), 0.0, Selection.empty(8, "cpu"), Products.TILES)
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
-from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.attention.out_projection import project_heads, project_heads_reference
 from dejavu_train.kernels.attention.out_projection_int4 import (
     HeadRowSettings,
@@ -13,6 +12,7 @@ from dejavu_train.kernels.attention.out_projection_int4 import (
     project_head_rows_reference,
 )
 from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.stages.predictor import head_selection
 
 NAN = float("nan")
 

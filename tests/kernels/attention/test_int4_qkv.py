@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 from int4_helpers import random_rows, with_outliers
 
-from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.common.int4_mma import int4_mma
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.int4 import unpack_int4
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, head_selection
 from dejavu_train.kernels.stages.qkv import QkvSettings, qkv, qkv_reference
 
 NAN = float("nan")
@@ -183,7 +183,7 @@ def with_predictor(device, rank=16, n=70):
     def call(*tensors, **options):
         lists.append(Selection.empty(n, device))
         (qkv_select if not options.pop("reference", False) else qkv_select_reference)(
-            *tensors, Predictor(mlp, zero, lists[-1], hidden), state, **options
+            *tensors, Predictor(mlp, zero, lists[-1], hidden, Products.ROW_TILES), state, **options
         )
         if len(lists) == 2:
             assert torch.equal(lists[0].indices(), lists[1].indices())

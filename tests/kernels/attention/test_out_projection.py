@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.attention.out_projection import (
     ProjectSettings,
     project_heads,
     project_heads_reference,
 )
 from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.stages.predictor import head_selection
 
 NAN = float("nan")
 

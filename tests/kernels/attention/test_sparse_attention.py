@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from dejavu_train.kernels.attention.head_select import HeadPredictor, head_select, head_select_reference, head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.dense_rows import qkv_dense, qkv_dense_reference
@@ -17,6 +16,8 @@ from dejavu_train.kernels.stages.attend import (
     flash_decode,
     flash_decode_reference,
 )
+from dejavu_train.kernels.stages.predict import site_predict, site_predict_reference
+from dejavu_train.kernels.stages.predictor import HeadPredictor, head_selection
 from dejavu_train.kernels.stages.qkv import QkvSettings, qkv, qkv_reference
 
 NAN = float("nan")
@@ -27,7 +28,7 @@ def norm(d, device):
 
 
 @pytest.mark.parametrize(("batch", "d", "n_heads"), [(1, 96, 3), (3, 80, 5), (1, 64, 2), (33 // 2, 40, 4)])
-def test_head_select(device, batch, d, n_heads):
+def test_a_site_without_an_mlps_predictor(device, batch, d, n_heads):
     capacity = 6
     x = torch.randn(batch, d, device=device) * 3 + 1
     predictor = torch.randn(n_heads, d, device=device) / d**0.5
@@ -37,7 +38,7 @@ def test_head_select(device, batch, d, n_heads):
     position = torch.randint(0, capacity, (batch,), dtype=torch.int32, device=device)
     row_state = torch.randint(0, 3, (batch,), dtype=torch.int32, device=device)
     made, ln = [], norm(d, device)
-    for function in (head_select, head_select_reference):
+    for function in (site_predict, site_predict_reference):
         attn_in = torch.full((batch, capacity, d), NAN, device=device)
         selection = head_selection(n_heads, device)
         selection.row_bits.fill_(-1)

@@ -2,19 +2,26 @@
 
 import pytest
 import torch
+from predictor_helpers import products_of
 
-from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.attend_pack import attend_pack
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
-from dejavu_train.kernels.lookahead.site_predict import SiteRows, site_predict, site_predict_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights, quantize_rows
-from dejavu_train.kernels.mlp.select import select_rows
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
+from dejavu_train.kernels.stages.predict import site_predict, site_predict_reference
+from dejavu_train.kernels.stages.predictor import (
+    HeadPredictor,
+    Predictor,
+    PredictorWeights,
+    head_selection,
+    quantize_rows,
+)
+from dejavu_train.kernels.stages.select import select
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 NAN = float("nan")
@@ -22,6 +29,12 @@ NAN = float("nan")
 
 def norm(d, device):
     return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
+
+
+def in_grid(weights):
+    """How the grid of q/k/v multiplies a predictor's second half."""
+    products = products_of(weights)
+    return Products.ROW_TILES if products is Products.REGISTERS else products
 
 
 @pytest.mark.parametrize("state", [0, 1, 2])
@@ -72,8 +85,9 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         packed.count.fill_(-1)
         cache = KvCache(k, v, attn_in, watermark)
         own = HeadPredictor(predictor, bias, zero, heads)
-        site = (x, ln, SiteRows.of(predictor, mlp, ln), own, position, row_state, attn_in, hidden)
-        rows = (weights, cache, heads, position, q, Predictor(mlp, zero, neurons, hidden), row_state)
+        in_use = Predictor(mlp, zero, neurons, hidden, in_grid(mlp))
+        site = (x, ln, own.with_norm(ln), position, row_state, attn_in, in_use)
+        rows = (weights, cache, heads, position, q, in_use, row_state)
         attention = (q, cache, heads, position, out, scratch)
         if kernels:
             site_predict(*site)
@@ -114,13 +128,14 @@ def test_hidden_values_beyond_fp16(device, batch, stored):
     zero, row_state = torch.zeros(1, device=device), torch.ones(batch, dtype=torch.int32, device=device)
     wanted.set_mask(hidden @ numbers.T > 0)
     if batch > 1:
-        select_rows(Predictor(predictor, zero, neurons, hidden), row_state)
+        select(Predictor(predictor, zero, neurons, hidden, Products.TILES), row_state)
     else:
         heads = head_selection(h, device)
         position = torch.tensor([1], dtype=torch.int32, device=device)
         weights, cache = random_attention(device, h, hd, d)
         q = torch.zeros(1, h, hd, device=device)
-        qkv_select(weights, cache, heads, position, q, Predictor(predictor, zero, neurons, hidden), row_state)
+        mlp = Predictor(predictor, zero, neurons, hidden, in_grid(predictor))
+        qkv_select(weights, cache, heads, position, q, mlp, row_state)
     assert torch.equal(neurons.to_mask(batch), wanted.to_mask(batch)) and 0 < len(wanted.indices())
 
 
@@ -146,17 +161,18 @@ def test_all_heads(device, stored):
         hidden, q = torch.full((1, rank), NAN, device=device), torch.full((1, n_heads, head_dim), NAN, device=device)
         out, (k, v) = torch.full((1, n_heads * head_dim), NAN, device=device), (each.clone() for each in before)
         neurons, packed = Selection.empty(n, device), PackedSelection.empty(n, device)
-        site = (x, ln, SiteRows.of(None, mlp, ln), HeadPredictor(None, None, None, every), position, state, inputs)
+        in_use = Predictor(mlp, zero, neurons, hidden, in_grid(mlp))
+        site = (x, ln, HeadPredictor(None, None, None, every), position, state, inputs, in_use)
         cache = KvCache(k, v, inputs)
-        rows = (Linear.of(weight, bias), cache, every, position, q, Predictor(mlp, zero, neurons, hidden), state)
+        rows = (Linear.of(weight, bias), cache, every, position, q, in_use, state)
         attention = (q, cache, None, position, out)
         if kernels:
-            site_predict(*site, hidden)
+            site_predict(*site)
             qkv_select(*rows, policy="always")
             attend_pack(*attention, AttentionScratch.empty(1, n_heads, head_dim, capacity, device), (neurons, packed))
             listed = packed.ids[: int(packed.count)].long()
         else:
-            site_predict_reference(*site, hidden)
+            site_predict_reference(*site)
             qkv_select_reference(*rows, policy="always")
             flash_decode_reference(*attention)
             listed = neurons.indices()
@@ -177,7 +193,8 @@ def test_a_second_half_that_does_not_fit_is_refused(device, name, size, message)
     bias, scale = (torch.ones(given[each], device=device) for each in ("bias", "up_scale"))
     predictor = PredictorWeights(torch.eye(rank, device=device), up, bias, up_scale=scale)
     zero, state = torch.zeros(1, device=device), torch.ones(1, dtype=torch.int32, device=device)
-    mlp = Predictor(predictor, zero, Selection.empty(n, device), torch.zeros(given["hidden"], rank, device=device))
+    hidden = torch.zeros(given["hidden"], rank, device=device)
+    mlp = Predictor(predictor, zero, Selection.empty(n, device), hidden, Products.ROW_TILES)
     weights, cache = random_attention(device, h, hd, d)
     with pytest.raises(ValueError, match=message):
         qkv_select(weights, cache, head_selection(h, device), state, torch.zeros(1, h, hd, device=device), mlp, state)

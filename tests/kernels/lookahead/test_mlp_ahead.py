@@ -3,8 +3,8 @@
 import pytest
 import torch
 from int4_helpers import random_rows
+from predictor_helpers import products_of
 
-from dejavu_train.kernels.attention.head_select import HeadPredictor, head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -15,8 +15,8 @@ from dejavu_train.kernels.lookahead import mlp_ahead as module
 from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
 from dejavu_train.kernels.stages.mlp import mlp_reference
+from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights, head_selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 NAN = float("nan")
@@ -82,7 +82,7 @@ class Layer:
 
     def rows(self):
         cache = KvCache(*self.caches, self.late.attn_in, self.watermark, positions=self.rotary)
-        mlp = Predictor(self.mlp, self.zero, self.neurons, self.hidden)
+        mlp = Predictor(self.mlp, self.zero, self.neurons, self.hidden, products_of(self.mlp))
         return self.qkv, cache, self.heads, self.position, self.q, mlp, self.row_state
 
     def made(self):

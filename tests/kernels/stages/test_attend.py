@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.common.selection import Selection
@@ -19,6 +18,7 @@ from dejavu_train.kernels.stages.attend import (
     flash_decode,
     flash_decode_reference,
 )
+from dejavu_train.kernels.stages.predictor import head_selection
 
 NAN = float("nan")
 

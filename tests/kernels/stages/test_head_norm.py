@@ -9,13 +9,13 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatAttention, Na
 from transformers.models.nemotron.modeling_nemotron import NemotronAttention, NemotronRotaryEmbedding
 from transformers.models.persimmon.modeling_persimmon import PersimmonAttention, PersimmonRotaryEmbedding
 
-from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
 from dejavu_train.kernels.common.positions import Rotary, pair_order
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode
 from dejavu_train.kernels.stages.head_norm import HeadNorms, norm_heads, norm_heads_reference
+from dejavu_train.kernels.stages.predictor import head_selection
 from dejavu_train.kernels.stages.qkv import qkv
 
 NAN = float("nan")

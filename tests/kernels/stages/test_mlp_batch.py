@@ -8,8 +8,6 @@ from mlp_helpers import poisoned
 
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights
-from dejavu_train.kernels.mlp.predict_batch import predict_down_batch
-from dejavu_train.kernels.mlp.predictor import quantize_rows
 from dejavu_train.kernels.stages.mlp import hidden_reference
 from dejavu_train.kernels.stages.mlp_batch import (
     BatchActivations,
@@ -87,21 +85,6 @@ def test_other_activations_and_gates(dtype, gated, hidden, size, device):
     want = residual + b2.double() + h @ weights.down.weight.dense(torch.float64)
     size = h.abs() @ weights.down.weight.dense(torch.float64).abs() + residual.abs() + 1
     assert ((out - want).abs() <= (1e-5 if dtype == torch.float32 else 2e-3) * size).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
-@pytest.mark.parametrize(("rank", "d", "batch"), [(5, 40, 2), (33, 700, 17)])
-def test_predict_down_batch(rank, d, batch, dtype, device):
-    x, weight, scale = torch.randn(batch, d, device=device), torch.randn(rank, d, device=device), None
-    if dtype == torch.int8:
-        weight, scale = quantize_rows(weight, dtype)
-    else:
-        x, weight = x.to(dtype), weight.to(dtype)
-    for relu in (False, True):
-        out = torch.full((batch, rank), NAN, device=device)
-        predict_down_batch(x, weight, out, scale, relu)
-        want = x.double() @ (weight.double() if scale is None else weight.double() * scale[:, None].double()).T
-        torch.testing.assert_close(out.double(), want.relu() if relu else want, atol=2e-3, rtol=2e-3)
 
 
 def test_refusals(device):

@@ -13,16 +13,16 @@ from transformers.models.nanochat.modeling_nanochat import apply_rotary_pos_emb 
 from transformers.models.nemotron.modeling_nemotron import NemotronRotaryEmbedding
 from transformers.models.nemotron.modeling_nemotron import apply_rotary_pos_emb as nemotron_turn
 
-from dejavu_train.kernels.attention.head_select import head_selection
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.positions import Rotary, pair_order
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.dense_rows import qkv_dense
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, head_selection
 from dejavu_train.kernels.stages.qkv import QkvSettings, qkv
 
 NAN = float("nan")
@@ -197,7 +197,7 @@ def test_beside_a_predictor(device, four_bits):
     n, rank = 70, 16
     mlp = PredictorWeights(torch.empty(0), torch.randn(n, rank, device=device), torch.randn(n, device=device))
     hidden, neurons = torch.randn(1, rank, device=device), Selection.empty(n, device)
-    predictor = Predictor(mlp, torch.zeros(1, device=device), neurons, hidden)
+    predictor = Predictor(mlp, torch.zeros(1, device=device), neurons, hidden, Products.ROW_TILES)
     state = torch.ones(1, dtype=torch.int32, device=device)
     qkv_select(made.weights, made.cache, made.selection, made.position, made.q, predictor, state)
     made.check(made.cache.attn_in, filled_from(made, "backfill"), 2e-4 if four_bits else 2e-5)

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import INTERPRET, QUANTIZED_TYPES
-
-INTERPRETED = tl.constexpr(INTERPRET)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)
 CODE_TYPES = (*QUANTIZED_TYPES, torch.uint8)
 
 

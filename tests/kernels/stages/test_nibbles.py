@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from int4_helpers import with_outliers
+from predictor_helpers import predict_select, predictor_of
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.mlp.codes import nibble_codes
-from dejavu_train.kernels.mlp.predict import predict_down, predict_down_reference
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
-from dejavu_train.kernels.mlp.select import lists, norm_sums, predict_reference, predict_select, top_k_mask
+from dejavu_train.kernels.formats.codes import nibble_codes
+from dejavu_train.kernels.stages.predict import predict, predict_down_reference
+from dejavu_train.kernels.stages.predictor import PredictorWeights
+from dejavu_train.kernels.stages.select import predict_reference, top_k_mask
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, unpack_nibbles
 
 NAN = float("nan")
@@ -42,7 +43,7 @@ def test_both_products(device, d, rank, n):
     x = with_outliers(torch.randn(1, d, device=device) * 2 + 1)
     logits, selection = torch.full((1, n), NAN, device=device), Selection.empty(n, device, 16)
     normalised = torch.full((1, d), NAN, device=device)
-    own = Predictor.of(predictor.with_norm(ln), 0.1, selection)
+    own = predictor_of(predictor.with_norm(ln), 0.1, selection)
     predict_select(x, own, ln, normalised_out=normalised, logits_out=logits)
     want = predict_reference(x.double(), predictor, ln)
     torch.testing.assert_close(logits.double(), want, atol=1e-3, rtol=1e-3)
@@ -60,7 +61,7 @@ def check_several(device, d, rank, n, batch, block=64, pdl=False):
     normalised = torch.full((batch, d), NAN, dtype=torch.float16, device=device)
     listed = torch.full((n,), -77, dtype=torch.int32, device=device), torch.full_like(selection.counts[:1], 5)
     state = torch.tensor([1, 1, 0, 2, 1, 1, 1, 1][:batch], dtype=torch.int32, device=device)
-    own = Predictor.of(predictor, 0.1, selection, batch, listed=listed)
+    own = predictor_of(predictor, 0.1, selection, batch, listed=listed)
     predict_select(x, own, ln, state, normalised_out=normalised, logits_out=logits, pdl=pdl)
     want = predict_reference(normalised.double(), predictor)
     torch.testing.assert_close(logits.double(), want, atol=1e-4, rtol=1e-4)
@@ -85,7 +86,7 @@ def test_several_rows_without_relu_and_bias_whose_hidden_values_are_larger_than_
     hidden = x.double() @ nibble_codes(predictor.down, 64).double().T * predictor.down_scale.double()
     predictor = replace(predictor, down_scale=predictor.down_scale * (1e5 / hidden.abs().max()).float())
     logits = torch.full((3, 40), NAN, device=device)
-    predict_select(x, Predictor.of(predictor, 0.0, Selection.empty(40, device), 3), logits_out=logits)
+    predict_select(x, predictor_of(predictor, 0.0, Selection.empty(40, device), 3), logits_out=logits)
     torch.testing.assert_close(logits.double(), predict_reference(x.double(), predictor), atol=20.0, rtol=1e-3)
 
 
@@ -95,7 +96,7 @@ def test_a_nan_stays_in_its_row(device, batch):
     x = torch.randn(batch, 64, device=device).half()
     x[-1, 3] = NAN
     logits = torch.empty(batch, 40, device=device)
-    predict_select(x, Predictor.of(predictor, float("-inf"), selection, batch), logits_out=logits)
+    predict_select(x, predictor_of(predictor, float("-inf"), selection, batch), logits_out=logits)
     assert logits[:-1].isfinite().all() and logits[-1].isnan().all()
     assert selection.to_mask(batch)[:-1].all() and not selection.to_mask(batch)[-1].any()
 
@@ -103,7 +104,7 @@ def test_a_nan_stays_in_its_row(device, batch):
 def test_several_rows_select_the_top_k(device):
     predictor, selection = make_predictor(device, 64, 16, 40), Selection.empty(40, device)
     x = torch.randn(3, 64, device=device).half()
-    predict_select(x, Predictor.of(predictor, 0.0, selection, 3, top_k=7))
+    predict_select(x, predictor_of(predictor, 0.0, selection, 3, top_k=7))
     logits = predict_reference(x.double(), predictor)
     assert torch.equal(selection.to_mask(3), top_k_mask(logits, 7))
 
@@ -112,18 +113,13 @@ def test_several_rows_select_the_top_k(device):
 def test_several_rows_that_no_kernel_takes(device, d, rank, batch):
     predictor = make_predictor(device, d, rank, 8)
     with pytest.raises(ValueError, match=f"{batch} rows of {d} columns, rank {rank}: 2 to 8 rows, .* multiples of 8"):
-        own = Predictor.of(predictor, 0.0, Selection.empty(8, device), batch)
+        own = predictor_of(predictor, 0.0, Selection.empty(8, device), batch)
         predict_select(torch.randn(batch, d, device=device).half(), own)
-
-
-def test_what_leaves_a_list(device):
-    nibbles, codes = make_predictor(device, 16, 8, 8), PredictorWeights(*(torch.ones(8, 8, dtype=torch.int8),) * 2)
-    assert lists(nibbles, 2, None)
-    assert not (lists(nibbles, 1, None) or lists(nibbles, 2, 3) or lists(codes, 2, None))
 
 
 def test_what_several_rows_refuse_leaves_the_count(device):
     predictor, x = make_predictor(device, 64, 16, 40), torch.randn(3, 64, device=device).half()
+    ln = norm(64, device)
 
     def ids(size=40, count_type=torch.int32):
         return torch.zeros(size, dtype=torch.int32, device=device), torch.full((1,), 5, dtype=count_type, device=device)
@@ -131,7 +127,7 @@ def test_what_several_rows_refuse_leaves_the_count(device):
     def refused(message, listed, x=x, predictor=predictor, selection=None, **options):
         selection = selection or Selection.empty(40, device)
         with pytest.raises(ValueError, match=message):
-            predict_select(x, Predictor.of(predictor, 0.0, selection, len(x), listed=listed, **options))
+            predict_select(x, predictor_of(predictor, 0.0, selection, len(x), listed=listed, **options), ln)
         assert int(listed[1]) == 5
 
     several = "a list without gaps is made of several rows"
@@ -165,11 +161,11 @@ def test_real_shapes(d):
     rank, n = d // 16, 4 * d
     predictor, ln = make_predictor("cuda", d, rank, n, relu=False), norm(d, "cuda")
     x = with_outliers(torch.randn(1, d, device="cuda"), 8)
-    out = torch.full((1, rank), NAN, device="cuda")
-    predict_down(x, ln, predictor.down, norm_sums(predictor.down, ln), out, predictor.down_scale, pdl=True)
+    out = predictor_of(predictor.with_norm(ln), 0.0, Selection.empty(n, "cuda", 32))
+    predict(x, ln, out, pdl=True)
     want = predict_down_reference(x.double(), ln, predictor.down, predictor.down_scale)
-    torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(out.hidden.double(), want, atol=2e-3, rtol=1e-3)
     logits, selection = torch.full((1, n), NAN, device="cuda"), Selection.empty(n, "cuda", 32)
-    predict_select(x, Predictor.of(predictor.with_norm(ln), 0.1, selection), ln, logits_out=logits, pdl=True)
+    predict_select(x, predictor_of(predictor.with_norm(ln), 0.1, selection), ln, logits_out=logits, pdl=True)
     torch.testing.assert_close(logits.double(), predict_reference(x.double(), predictor, ln), atol=5e-3, rtol=1e-3)
     assert torch.equal(selection.to_mask(1), logits > 0.1)

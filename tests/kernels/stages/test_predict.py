@@ -4,10 +4,20 @@ import pytest
 import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from dejavu_train.kernels.mlp.predict import PredictSettings, norm_sums, predict_down, predict_down_reference
-from dejavu_train.kernels.mlp.predictor import quantize_rows
+from dejavu_train.kernels.common.limits import Products
+from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.stages.predict import PredictSettings, predict, predict_down_reference
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, norm_sums, quantize_rows
 
 NAN = float("nan")
+
+
+def predict_down(x, ln, weight, sums, out, scale=None, relu=False, normalised_out=None, pdl=False, settings=None):
+    """The first half alone: out (1, rank) receives hidden."""
+    zero = torch.zeros(1, len(weight), device=x.device)
+    own = PredictorWeights(weight, zero, None, scale, None, relu, sums)
+    predictor = Predictor(own, zero, Selection.empty(1, x.device), out, Products.REGISTERS)
+    predict(x, ln, predictor, normalised_out, pdl, settings)
 
 
 @pytest.mark.parametrize(("d", "rank"), [(16, 1), (48, 7), (96, 32), (257, 20)])

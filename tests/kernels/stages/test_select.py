@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from predictor_helpers import predict_select, predictor_of, products_of
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.mlp.predictor import Predictor, PredictorWeights
-from dejavu_train.kernels.mlp.select import predict_reference, predict_select, predict_select_reference, select_rows
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.stages.select import predict_reference, select, top_k_mask
 
 
 def make_predictor(n, d, rank, device, dtype=torch.float32, relu=False, bias=True, seed=0):
@@ -43,7 +45,7 @@ def test_threshold_selects_the_reference_set(n, d, rank, batch, device):
     ln = LayerNormWeights(torch.rand(d).to(device) + 0.5, torch.randn(d).to(device))
     out, normalised = poisoned(n, device), torch.full((batch, d), 7.0, device=device)
     logits = torch.full((batch, n), float("nan"), device=device)
-    predict_select(x, Predictor.of(predictor, 0.3, out, batch), ln, normalised_out=normalised, logits_out=logits)
+    predict_select(x, predictor_of(predictor, 0.3, out, batch), ln, normalised_out=normalised, logits_out=logits)
     want = predict_reference(x.double(), predictor, ln)
     torch.testing.assert_close(logits.double(), want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(normalised, torch.nn.functional.layer_norm(x, (d,), ln.weight, ln.bias))
@@ -59,13 +61,14 @@ def test_stored_dtypes(dtype, batch, device):
         predictor = predictor.quantized(dtype)
     x = torch.randn(batch, d).half().to(device)
     out = poisoned(n, device)
-    predict_select(x, Predictor.of(predictor, 0.0, out, batch))
+    predict_select(x, predictor_of(predictor, 0.0, out, batch, Products.TILES))
     want = predict_reference(x.double(), predictor)
     check(out, want > 0, want, 0.0, band=2e-3)
 
 
 def second_half(weights, hidden, threshold, out):
-    return Predictor(weights, torch.tensor([threshold], device=hidden.device), out, hidden)
+    threshold = torch.tensor([threshold], device=hidden.device)
+    return Predictor(weights, threshold, out, hidden, products_of(weights, len(hidden)))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -74,15 +77,15 @@ def test_bounds_nan_and_ties(batch, device):
     predictor = make_predictor(n, 8, rank, device)
     hidden = torch.randn(batch, rank).to(device)
     out = poisoned(n, device)
-    select_rows(second_half(predictor, hidden, float("inf"), out))
+    select(second_half(predictor, hidden, float("inf"), out))
     assert out.indices().numel() == 0 and not out.row_bits.any()
-    select_rows(second_half(predictor, hidden, float("-inf"), out))
+    select(second_half(predictor, hidden, float("-inf"), out))
     assert out.indices().numel() == n
     hidden[0, 3] = float("nan")  # a NaN logit is never selected
-    select_rows(second_half(predictor, hidden, float("-inf"), out))
+    select(second_half(predictor, hidden, float("-inf"), out))
     assert not out.to_mask(batch)[0].any() and out.to_mask(batch)[1:].all()
     zeros = PredictorWeights(predictor.down, torch.zeros_like(predictor.up), torch.full_like(predictor.bias, 0.5))
-    select_rows(second_half(zeros, torch.zeros_like(hidden), 0.5, out))  # equal to the threshold: not selected
+    select(second_half(zeros, torch.zeros_like(hidden), 0.5, out))  # equal to the threshold: not selected
     assert out.indices().numel() == 0
 
 
@@ -92,13 +95,13 @@ def test_row_state(device):
     hidden = torch.randn(batch, rank).to(device)
     state = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     out = poisoned(n, device)
-    select_rows(second_half(predictor, hidden, 0.0, out), state)
+    select(second_half(predictor, hidden, 0.0, out), state)
     mask = out.to_mask(batch)
     assert not mask[0].any() and mask[2].all() and 0 < mask[1].sum() < n
     for value in (0, 1, 2):
         alone = poisoned(n, device)
         one = torch.tensor([value], dtype=torch.int32, device=device)
-        select_rows(second_half(predictor, hidden[1:2], 0.0, alone), one)
+        select(second_half(predictor, hidden[1:2], 0.0, alone), one)
         expected = {0: torch.zeros_like(mask[1]), 1: mask[1], 2: torch.ones_like(mask[1])}[value]
         assert torch.equal(alone.to_mask(1)[0], expected)
 
@@ -109,10 +112,10 @@ def test_top_k_is_exact(device):
     x = torch.randn(2, d).to(device)
     for k in (0, 1, 17, n):
         out = poisoned(n, device)
-        predict_select(x, Predictor.of(predictor, 0.0, out, 2, top_k=k))
+        predict_select(x, predictor_of(predictor, 0.0, out, 2, top_k=k))
         assert (out.to_mask(2).sum(1) == k).all()
         if k == 17:
-            want = predict_select_reference(x, predictor, 0.0, top_k=k)
+            want = top_k_mask(predict_reference(x, predictor), k)
             assert (out.to_mask(2) == want).float().mean() > 0.99
 
 
@@ -126,14 +129,15 @@ def test_selection_from_mask_round_trip(device):
 def test_errors_name_the_number(device):
     predictor = make_predictor(100, 16, 8, device)
     x = torch.randn(1, 16).to(device)
+    ln, wide = (LayerNormWeights(torch.ones(d, device=device), torch.zeros(d, device=device)) for d in (16, 17))
     with pytest.raises(ValueError, match="99 rows, the predictor has 100"):
-        predict_select(x, Predictor.of(predictor, 0.0, Selection.empty(99, device)))
+        predict_select(x, predictor_of(predictor, 0.0, Selection.empty(99, device)), ln)
     with pytest.raises(ValueError, match="batch of 33"):
-        predict_select(torch.randn(33, 16).to(device), Predictor.of(predictor, 0.0, Selection.empty(100, device)))
+        predict_select(torch.randn(33, 16).to(device), predictor_of(predictor, 0.0, Selection.empty(100, device)))
     with pytest.raises(ValueError, match=r"weight: expected shape \(8, 17\)"):
-        predict_select(torch.randn(1, 17).to(device), Predictor.of(predictor, 0.0, Selection.empty(100, device)))
+        predict_select(torch.randn(1, 17).to(device), predictor_of(predictor, 0.0, Selection.empty(100, device)), wide)
     with pytest.raises(ValueError, match="top_k must be between 0 and 100, got 101"):
-        predict_select(x, Predictor.of(predictor, 0.0, Selection.empty(100, device), top_k=101))
+        predict_select(x, predictor_of(predictor, 0.0, Selection.empty(100, device), top_k=101), ln)
 
 
 @pytest.mark.gpu
@@ -149,8 +153,8 @@ def test_real_shapes(d, n, rank, batch, dtype):
     x = torch.randn(batch, d, device="cuda")
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     out, again = poisoned(n, "cuda"), poisoned(n, "cuda")
-    predict_select(x, Predictor.of(predictor, 1.28, out, batch), ln, pdl=True)
+    predict_select(x, predictor_of(predictor, 1.28, out, batch), ln, pdl=True)
     want = predict_reference(x, predictor, ln)
     check(out, want > 1.28, want, 1.28, band=0.05)  # LN(x) is rounded to 16 bits on the way
-    predict_select(x, Predictor.of(predictor, 1.28, again, batch), ln, pdl=False)
+    predict_select(x, predictor_of(predictor, 1.28, again, batch), ln, pdl=False)
     assert torch.equal(out.to_mask(batch), again.to_mask(batch))

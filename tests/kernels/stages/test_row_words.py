@@ -2,23 +2,22 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from dejavu_train.kernels.common.int4_tiles import word_vector
+from dejavu_train.kernels.common.limits import takes_row_words
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.lookahead.select_nibbles import select_nibbles, takes
+from dejavu_train.kernels.stages.select import Lists, UpRows, _select_kernel, row_words_launch
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 
-@triton.jit
-def _select_kernel(
-    hidden, up, scale, bias, threshold, row_state, ids, counts, bits, n, RANK: tl.constexpr, BLOCK: tl.constexpr,
-    L: tl.constexpr,
-):  # fmt: skip
-    select_nibbles(
-        tl.program_id(0), hidden, up, scale, bias, threshold, row_state, ids, counts, bits, n, RANK, BLOCK, L, False,
-        None, 0,
+def select_words(hidden, up, scale, bias, threshold, row_state, chosen, warps):
+    """A grid of programs with so many warps, whatever a plan would choose."""
+    block, rank = chosen.block, hidden.shape[1]
+    own = UpRows(up, scale, bias, threshold, row_state)
+    lists = Lists(chosen.ids, chosen.counts, chosen.row_bits)
+    how = row_words_launch(block, rank, warps)
+    _select_kernel[(chosen.counts.numel(),)](
+        hidden, own, lists, chosen.n, 1, **how.constants, PDL=False, num_warps=how.warps
     )  # fmt: skip
 
 
@@ -35,7 +34,7 @@ def _select_kernel(
 @pytest.mark.parametrize("state", [0, 1, 2])
 def test_the_neurons_above_the_threshold_are_listed(device, rank, block, warps, n, state):
     torch.manual_seed(rank)
-    assert takes(rank, block, 32 * warps)
+    assert takes_row_words(rank, block, 32 * warps)
     # The same numbers on every device: how many logits lie near the threshold depends on them.
     codes, scale = (each.to(device) for each in int4_rows(torch.randn(n, rank)))
     hidden, bias = (torch.randn(1, rank) * 3).to(device), torch.randn(n).to(device)
@@ -46,10 +45,7 @@ def test_the_neurons_above_the_threshold_are_listed(device, rank, block, warps, 
     # Behind the rows, what nothing may read.
     up = torch.cat((pack_nibbles(codes), torch.full((9, rank // 2), 255, dtype=torch.uint8, device=device)))[:n]
     row_state = torch.tensor([state], dtype=torch.int32, device=device)
-    _select_kernel[(triton.cdiv(n, block),)](
-        hidden, up, scale.float(), bias, threshold, row_state, chosen.ids, chosen.counts, chosen.row_bits, n, RANK=rank,
-        BLOCK=block, L=32 * warps, num_warps=warps,
-    )  # fmt: skip
+    select_words(hidden, up, scale.float(), bias, threshold, row_state, chosen, warps)
     want = {0: torch.zeros_like(logits, dtype=torch.bool), 1: logits > threshold, 2: torch.ones_like(logits) > 0}[state]
     near = (logits - threshold).abs() < 1e-3 * logits.abs().max()
     got = chosen.to_mask(1)[0]
@@ -64,17 +60,14 @@ def test_a_hidden_value_that_is_no_number_selects_nothing(device):
     hidden[0, 40] = float("nan")
     chosen, zero = Selection.empty(n, device, 32), torch.zeros(n, device=device)
     state = torch.ones(1, dtype=torch.int32, device=device)
-    _select_kernel[(1,)](
-        hidden, pack_nibbles(codes), scale.float(), zero, zero - 1e9, state, chosen.ids, chosen.counts,
-        chosen.row_bits, n, RANK=rank, BLOCK=32, L=64, num_warps=2,
-    )  # fmt: skip
+    select_words(hidden, pack_nibbles(codes), scale.float(), zero, zero - 1e9, state, chosen, 2)
     assert not chosen.to_mask(1).any()
 
 
 def test_what_does_not_fit_goes_another_way():
     assert [word_vector(words) for words in (9, 34, 32)] == [1, 2, 4]
-    assert takes(576, 32, 64) and takes(256, 64, 64) and takes(768, 32, 64)
-    assert not takes(15, 64, 64)  # no whole words
-    assert not takes(64, 32, 128)  # fewer neurons than the warps' rows
-    assert not takes(64, 128, 32)  # eight rounds
-    assert not takes(1024, 64, 32)  # 256 words a lane
+    assert takes_row_words(576, 32, 64) and takes_row_words(256, 64, 64) and takes_row_words(768, 32, 64)
+    assert not takes_row_words(15, 64, 64)  # no whole words
+    assert not takes_row_words(64, 32, 128)  # fewer neurons than the warps' rows
+    assert not takes_row_words(64, 128, 32)  # eight rounds
+    assert not takes_row_words(1024, 64, 32)  # 256 words a lane
