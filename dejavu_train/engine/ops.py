@@ -1,252 +1,18 @@
 """The operations of a decoding step under one name each: the Triton kernels, or the same in plain torch."""
 
-from typing import Protocol
-
-from torch import Tensor
-
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
 from dejavu_train.kernels.attention import out_projection
 from dejavu_train.kernels.common import layer_norm
-from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, screened_head
-from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead
-from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
-from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
 from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
-from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
-from dejavu_train.kernels.stages.attend import AttentionScratch
-from dejavu_train.kernels.stages.mlp_batch import BatchActivations
-from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor
 
 
-class StepOps(Protocol):
-    """What a step asks for. Shapes, dtypes and errors are those of the Triton kernel of the same name."""
-
-    def embed(
-        self, state: TokenState, embedding: Tensor, positions: Tensor, x: Tensor, /, pdl: bool = False
-    ) -> None: ...
-
-    def site_predict(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights,
-        heads: HeadPredictor,
-        position: Tensor,
-        row_state: Tensor,
-        attn_in: Tensor,
-        mlp: Predictor | None = None,
-        /,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def qkv(
-        self,
-        weights: Linear,
-        cache: KvCache,
-        selection: Selection,
-        position: Tensor,
-        q: Tensor,
-        /,
-        policy: str = "backfill",
-        pdl: bool = False,
-    ) -> None: ...
-
-    def qkv_select(
-        self,
-        weights: Linear,
-        cache: KvCache,
-        selection: Selection,
-        position: Tensor,
-        q: Tensor,
-        mlp: Predictor,
-        row_state: Tensor,
-        /,
-        policy: str = "backfill",
-        pdl: bool = False,
-        late: LateSite | None = None,
-    ) -> None: ...
-
-    def attend_pack(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        selection: Selection | None,
-        position: Tensor,
-        out: Tensor,
-        scratch: AttentionScratch,
-        neurons: tuple[Selection, PackedSelection],
-        /,
-        pdl: bool = False,
-        mean: Tensor | None = None,
-    ) -> None: ...
-
-    def qkv_dense(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights,
-        weights: Linear,
-        position: Tensor,
-        q: Tensor,
-        cache: KvCache,
-        /,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def flash_decode(
-        self,
-        q: Tensor,
-        cache: KvCache,
-        selection: Selection | None,
-        position: Tensor,
-        out: Tensor,
-        scratch: AttentionScratch,
-        /,
-        pdl: bool = False,
-        mean: Tensor | None = None,
-    ) -> None: ...
-
-    def project_heads(
-        self,
-        mixed: Tensor,
-        weight: Matrix,
-        bias: Tensor,
-        residual: Tensor,
-        selection: Selection | None,
-        out: Tensor,
-        /,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def predict(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights,
-        predictor: Predictor,
-        normalised_out: Tensor | None = None,
-        /,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def predict_rows(self, x: Tensor, predictor: Predictor, /, pdl: bool = False) -> None: ...
-
-    def select(self, predictor: Predictor, row_state: Tensor | None = None, /, *, pdl: bool = False) -> None: ...
-
-    def layer_norm(self, x: Tensor, ln: LayerNormWeights, out: Tensor, /, pdl: bool = False) -> None: ...
-
-    def pack(self, rows: Selection, out: PackedSelection, /, pdl: bool = False) -> None: ...
-
-    def listed_mlp(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights | None,
-        weights: MlpWeights,
-        residual: Tensor,
-        rows: PackedSelection,
-        out: Tensor,
-        /,
-        partials: Tensor | None = None,
-        early: str | None = None,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def mlp_ahead(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights,
-        weights: MlpWeights,
-        rows: PackedSelection,
-        out: Tensor,
-        ahead: LateSite,
-        /,
-        partials: Tensor | None = None,
-        early: str | None = None,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def up_batch(
-        self, x: Tensor, weights: MlpWeights, selection: Selection, out: BatchActivations, /, pdl: bool = False
-    ) -> None: ...
-
-    def down_batch(
-        self, rows: BatchActivations, weights: MlpWeights, residual: Tensor, out: Tensor, /, pdl: bool = False
-    ) -> None: ...
-
-    def dense_rows(
-        self,
-        x: Tensor,
-        ln: LayerNormWeights,
-        weight: Matrix,
-        bias: Tensor | None,
-        activation: str,
-        out: Tensor,
-        /,
-        pdl: bool = False,
-    ) -> None: ...
-
-    def dense_wide(
-        self, y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor, /, pdl: bool = False
-    ) -> None: ...
-
-    def int4_fc2(
-        self,
-        h: Tensor,
-        weight: Matrix,
-        bias: Tensor,
-        residual: Tensor,
-        out: Tensor,
-        /,
-        partials: Tensor | None = None,
-        pdl: bool = False,
-        unit: float = 1.0,
-    ) -> None: ...
-
-    def hidden_row(
-        self, x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, /, pdl: bool = False
-    ) -> None: ...
-
-    def hidden_tokens(
-        self, x: Tensor, weights: MlpWeights, listed: tuple[PackedSelection, Tensor] | None, /, pdl: bool = False
-    ) -> Tensor: ...
-
-    def hidden_products(self, x: Tensor, ln: LayerNormWeights, weights: MlpWeights, /, pdl: bool = False) -> Tensor: ...
-
-    def dense_add(
-        self,
-        y: Tensor,
-        weight: Matrix,
-        bias: Tensor,
-        residual: Tensor,
-        out: Tensor,
-        /,
-        transposed: bool = False,
-        pdl: bool = False,
-        unit: float = 1.0,
-    ) -> None: ...
-
-    def screened_head(
-        self, x: Tensor, head: ScreenedHead, position: Tensor, least: Tensor, stops: Tensor, /, pdl: bool = False
-    ) -> None: ...
-
-    def advance(
-        self,
-        logits: Tensor,
-        state: TokenState,
-        /,
-        mode: str = "greedy",
-        score: bool = False,
-        pdl: bool = False,
-        chosen: Chosen | None = None,
-    ) -> None: ...
-
-
-class TritonOps:
-    """Every operation as Triton kernels."""
+class StepOps:
+    """What a step asks for, as Triton kernels. Shapes, dtypes and errors are those of the kernel of the same name."""
 
     embed = staticmethod(sampling.embed)
     qkv = staticmethod(qkv.qkv)
@@ -276,8 +42,8 @@ class TritonOps:
     advance = staticmethod(sampling.advance)
 
 
-class TorchOps:
-    """Every operation in plain torch. 4-bit weights are written out as numbers first."""
+class TorchOps(StepOps):
+    """The same in plain torch, called alike. 4-bit weights are written out as numbers first."""
 
     embed = staticmethod(of_numbers(sampling.embed_reference))
     qkv = staticmethod(of_numbers(qkv.qkv_reference))
@@ -309,6 +75,4 @@ class TorchOps:
 
 def operations(kind: str) -> StepOps:
     """The step's operations: Triton kernels ("triton"), or the same in plain torch ("reference")."""
-    if kind == "triton":
-        return TritonOps()
-    return TorchOps()
+    return StepOps() if kind == "triton" else TorchOps()

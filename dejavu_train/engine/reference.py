@@ -89,6 +89,7 @@ def listed_mlp(
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
+    settings: object = None,
 ) -> None:
     """See `kernels.stages.mlp.mlp`."""
     ids = rows.ids[: int(rows.count)].long()
@@ -134,13 +135,19 @@ def down_batch(rows: BatchActivations, weights: MlpWeights, residual: Tensor, ou
     out.copy_(down_batch_reference(h, weights, residual))
 
 
-def hidden_row(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, pdl: bool = False) -> None:
+def hidden_row(
+    x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, pdl: bool = False, settings: object = None
+) -> None:
     """See `dejavu_train.kernels.stages.hidden.hidden_row`."""
     out.copy_(hidden_products(x, ln, weights))
 
 
 def hidden_tokens(
-    x: Tensor, weights: MlpWeights, listed: tuple[PackedSelection, Tensor] | None = None, pdl: bool = False
+    x: Tensor,
+    weights: MlpWeights,
+    listed: tuple[PackedSelection, Tensor] | None = None,
+    pdl: bool = False,
+    settings: object = None,
 ) -> Tensor:
     """See `dejavu_train.kernels.stages.hidden.hidden_tokens`. The bits alone say what is selected."""
     h = hidden_reference(x.float(), weights) * kept_unit(weights, torch.float16)

@@ -57,6 +57,7 @@ def project_heads_reference(
     selection: Selection | None,
     out: Tensor,
     pdl: bool = False,
+    settings: object = None,
 ) -> None:
     """Plain torch."""
     if weight.format is Format.INT4:

@@ -38,6 +38,7 @@ def dense_rows_reference(
     activation: str,
     out: Tensor,
     pdl: bool = False,
+    settings: object = None,
 ) -> None:
     """Plain torch, any batch."""
     numbers, n = operands_reference(x, ln, weight)
@@ -48,7 +49,14 @@ def dense_rows_reference(
 
 
 def qkv_dense_reference(
-    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
+    x: Tensor,
+    ln: LayerNormWeights,
+    weights: Linear,
+    position: Tensor,
+    q: Tensor,
+    cache: KvCache,
+    pdl: bool = False,
+    settings: object = None,
 ) -> None:
     """Plain torch. No host synchronisation."""
     weight, n = operands_reference(x, ln, weights.weight)

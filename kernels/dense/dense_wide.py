@@ -29,7 +29,7 @@ class WideSettings(Settings, stage="wide"):
 
 
 def dense_wide_reference(
-    y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False
+    y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False, settings: object = None
 ) -> None:
     """Plain torch, any batch."""
     out.copy_(torch.nn.functional.linear(y.float(), weight.dense()) + bias.float() + residual)

@@ -79,6 +79,7 @@ def int4_fc2_reference(
     partials: Tensor | None = None,
     pdl: bool = False,
     unit: float = 1.0,
+    settings: object = None,
 ) -> None:
     """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32

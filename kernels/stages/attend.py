@@ -78,6 +78,7 @@ def flash_decode_reference(
     scratch: AttentionScratch | None = None,
     pdl: bool = False,
     mean: Tensor | None = None,
+    settings: object = None,
 ) -> None:
     """Plain torch over the whole capacity, masked, in fp64 where q is. No host synchronisation."""
     batch, n_groups, capacity, head_dim = cache.k.shape

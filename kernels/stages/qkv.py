@@ -80,6 +80,7 @@ def qkv_reference(
     q: Tensor,
     policy: str = "backfill",
     pdl: bool = False,
+    settings: object = None,
 ) -> None:
     """Plain torch, one (row, head) at a time."""
     batch, n_heads = cache.k.shape[:2]

@@ -85,9 +85,13 @@ def chosen_reference(predictor: Predictor, logits: Tensor, row_state: Tensor | N
     return mask_by_state(logits > predictor.threshold, row_state)
 
 
-def select_reference(predictor: Predictor, row_state: Tensor | None = None, pdl: bool = False) -> None:
+def select_reference(
+    predictor: Predictor, row_state: Tensor | None = None, logits_out: Tensor | None = None, pdl: bool = False
+) -> None:
     """Plain torch, in place: selection, and the list without gaps where there is one."""
     logits = logits_reference(predictor.hidden, predictor.weights)
+    if logits_out is not None:
+        logits_out.copy_(logits)
     predictor.selection.set_mask(chosen_reference(predictor, logits, row_state))
     if predictor.listed is not None:
         ids = predictor.selection.indices()
