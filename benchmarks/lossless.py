@@ -5,13 +5,16 @@ All ways write the same prompts in turns. Prompts are beginnings of held-out doc
     python -m benchmarks.lossless speed                 opt-mini with the demo's bundle: measured acceptance, and rivals
     python -m benchmarks.lossless forced --shape 1.3b   random weights of a true shape: acceptance is forced
     python -m benchmarks.lossless equal                 how many of many tokens differ from draft_length=0, and others
+    python -m benchmarks.lossless cost [--shape 1.3b]   what verification of one to eight tokens costs, in dense steps
 
+With --cpu-time one thread's time on the processor is counted, on a machine that others use as well.
 Forced: a cycle drafts and verifies as ever, then as many tokens count as accepted as a coin says. What they are does
 not matter for the time. Rows go to benchmarks/results/lossless.csv.
 """
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,17 +29,17 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.engine.cpu import CpuEngine, Sampling, arrays
 from dejavu_train.engine.cpu.engine import usable_cores
-from dejavu_train.engine.cpu.lossless import CpuPair
+from dejavu_train.engine.cpu.lossless import SLOTS, CpuPair
 from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.engine.lossless import Acceptance, Verified
+from dejavu_train.engine.lossless import Acceptance, Pair, Verified
 from dejavu_train.models.opt import load_opt, load_tokenizer
 
 TEXTS = ("installed-docs", "installed-readmes", "installed-code", "installed-licences")
 DECODINGS = {"greedy": Sampling(), "0.7": Sampling(0.7), "1.0": Sampling(1.0)}
 COLUMNS = (
-    "date commit cpu threads model what way decoding text length forced prompts tokens seconds tokens_per_second ratio "
-    "acceptance mean_length saved differ note sources"
+    "date commit cpu threads clock model what way decoding text length forced prompts tokens seconds "
+    "tokens_per_second ratio acceptance mean_length saved differ note sources"
 ).split()
 
 
@@ -130,10 +133,10 @@ class Ways:
     def _write_densely(self, prompt: list[int], new: int, sampling: Sampling) -> tuple[list[int], Acceptance]:
         engine, n = self.dense, len(prompt)
         engine.begin([prompt], [n + new], [n], [n], sampling)
-        left, began = new - 1, time.perf_counter()
+        left, began = new - 1, Pair.clock()
         while left > 0:
             left -= engine.steps(left, sampling.mode)
-        seconds = time.perf_counter() - began
+        seconds = Pair.clock() - began
         return engine.state.tokens[0, n : n + new].tolist(), Acceptance(new - 1, new - 1, seconds=seconds)
 
 
@@ -164,6 +167,7 @@ def conditions(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "threads": args.threads,
         "model": model,
         "prompts": args.prompts,
+        "clock": "cpu" if args.cpu_time else "wall",
     }
 
 
@@ -252,6 +256,49 @@ def measure_forced(args: argparse.Namespace) -> None:
         write_row(args, row)
 
 
+def measure_cost(args: argparse.Namespace) -> None:
+    """Rows of a dense step, of draft steps and of verification, all at one position. Medians of turns."""
+    dense, sparse = engines(args, args.prompt + 2 * SLOTS)
+    ways = Ways(dense, sparse)
+    prompt = torch.randint(3, ways.shape.vocab_size, (args.prompt,)).tolist()
+    for decoding in args.decodings:
+        sampling, total = DECODINGS[decoding], args.prompt + 2 * SLOTS
+
+        def seconds(pair: CpuPair, drafted: int, given: int, sampling: Sampling = sampling) -> float:
+            state = pair.draft_state
+            state.position[0], state.watermark[:], state.row_state[0] = args.prompt, args.prompt, arrays.SPARSE
+            began = Pair.clock()
+            _ = pair.verify(prompt[:given], sampling.mode) if given else pair.cycle(drafted, sampling.mode)
+            return Pair.clock() - began
+
+        def step(sampling: Sampling = sampling, total: int = total) -> float:
+            dense.begin([prompt], [total], [args.prompt], [args.prompt], sampling)
+            began = Pair.clock()
+            dense.step(sampling.mode)
+            return Pair.clock() - began
+
+        own, rounded = ways.pairs["sparse"][0], ways.pairs["sparse, 8 bits"][0]
+        for pair in (own, rounded):
+            pair.begin(prompt, total, sampling, 0, ())
+        times: dict[tuple[str, int], list[float]] = {}
+        for _ in range(args.turns):
+            times.setdefault(("dense", 1), []).append(step())
+            for n in range(1, SLOTS + 1):
+                times.setdefault(("verification", n), []).append(seconds(own, 0, n - 1))
+            for name, pair in (("sparse", own), ("sparse, 8 bits", rounded)):
+                for n in (0, 4):
+                    times.setdefault((name, n), []).append(seconds(pair, n, 0))
+        median = {key: statistics.median(found) for key, found in times.items()}
+        for name in ("sparse", "sparse, 8 bits"):  # a step of the draft: four, less their verification
+            drafted = median.pop((name, 4)) - median["verification", 5]
+            median.pop((name, 0))
+            median[name, 1] = drafted / 4
+        for (name, n), found in median.items():
+            row = conditions(args, args.shape or Path(args.model).name)
+            row |= {"what": "cost", "way": name, "decoding": decoding, "length": n, "seconds": found}
+            write_row(args, row | {"ratio": found / median["dense", 1]})
+
+
 def count_differences(args: argparse.Namespace) -> None:
     """Tokens of drafted texts that are not those of draft_length=0, of the one-row engine, and of transformers.
 
@@ -289,25 +336,13 @@ def count_differences(args: argparse.Namespace) -> None:
 
 def write_row(args: argparse.Namespace, row: dict[str, Any]) -> None:
     append_row(args.out, five_digits(row), COLUMNS)
-    shown = (
-        "what",
-        "way",
-        "decoding",
-        "text",
-        "forced",
-        "tokens_per_second",
-        "ratio",
-        "acceptance",
-        "mean_length",
-        "differ",
-        "note",
-    )
-    print("  ".join(str(five_digits(row)[name]) for name in shown if row.get(name) not in (None, "")), flush=True)
+    hidden = ("date", "commit", "sources", "cpu", "threads", "clock", "prompts")
+    print("  ".join(f"{name} {value}" for name, value in five_digits(row).items() if name not in hidden), flush=True)
 
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("what", choices=["speed", "forced", "equal"])
+    parser.add_argument("what", choices=["speed", "forced", "equal", "cost"])
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--shape", choices=("1.3b",), help="random weights of this shape, for forced")
@@ -320,13 +355,17 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=1e9, help="of equal: no text is begun later")
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread")
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--turns", type=int, default=3, help="of forced")
+    parser.add_argument("--turns", type=int, default=3, help="of forced and cost")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lossless.csv"))
     args = parser.parse_args()
     args.mlp_density = args.mlp_density or (0.1 if args.shape else 0.2)
+    if args.cpu_time:
+        args.threads, Pair.clock = 1, staticmethod(time.process_time)
     torch.set_num_threads(args.threads)
-    {"speed": measure_speed, "forced": measure_forced, "equal": count_differences}[args.what](args)
+    parts = {"speed": measure_speed, "forced": measure_forced, "equal": count_differences, "cost": measure_cost}
+    parts[args.what](args)
     return 0
 
 
