@@ -114,13 +114,9 @@ def predict_down_reference(
 
 
 def predict_reference(
-    x: Tensor,
-    ln: LayerNormWeights,
-    predictor: Predictor,
-    normalised_out: Tensor | None = None,
-    pdl: bool = False,
+    x: Tensor, ln: LayerNormWeights, predictor: Predictor, normalised_out: Tensor | None = None, pdl: bool = False,
     settings: object = None,
-) -> None:
+) -> None:  # fmt: skip
     """Plain torch, in place. What is kept as well is rounded before it is multiplied."""
     n = layer_norm_reference(x, ln, torch.float32 if normalised_out is None else normalised_out.dtype)
     if normalised_out is not None:
