@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_shape, check_tensor, require
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_shape, check_tensor, require
 from dejavu_train.kernels.common.launch import (
     constant_fields,
     load_vector,
@@ -38,6 +38,7 @@ from dejavu_train.kernels.common.launch import (
 )
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
 from dejavu_train.kernels.stages.predict_rows import predict_rows_reference
 from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, norm_sums
@@ -46,20 +47,19 @@ MAX_ROWS = 7
 
 
 @dataclass(frozen=True)
-class PredictSettings:
+class PredictSettings(Settings, stage="predict"):
     """rows: of a program, at most MAX_ROWS. block: columns a piece of a row. warps."""
 
     rows: int
     block: int
     warps: int
 
-
-def predict_settings(d: int, rank: int, device: torch.device) -> PredictSettings:
-    """Launch settings by shape: a program a multiprocessor, where MAX_ROWS rows each are enough."""
-    if INTERPRET:
-        return PredictSettings(1 + rank % MAX_ROWS, min(64, max(16, next_power_of_two(d))), 4)
-    block = min(2048, max(16, next_power_of_two(d)))
-    return PredictSettings(min(MAX_ROWS, -(-rank // n_sms(device))), block, 8)
+    @classmethod
+    def of(cls, d: int, rank: int, device: torch.device) -> "PredictSettings":
+        """A program a multiprocessor, where as many rows as were found are enough. No piece wider than a row."""
+        found = cls.find("float", device, d=d)
+        rows = min(found.rows, triton.cdiv(rank, n_sms(device)))
+        return cls(rows, min(found.block, max(16, next_power_of_two(d))), found.warps)
 
 
 class Kept(NamedTuple):
@@ -332,7 +332,7 @@ def row_launch(
 ) -> tuple[int, RowSizes, int]:
     """(programs, constants, warps) of `predicted_rows` for x (B, d), over matrices of so many rows each."""
     batch, d = x.shape
-    settings = settings or predict_settings((d + 1) // 2 if nibbles else d, sum(n_rows), x.device)
+    settings = settings or PredictSettings.of((d + 1) // 2 if nibbles else d, sum(n_rows), x.device)
     require(settings.rows <= MAX_ROWS, f"a program takes up to {MAX_ROWS} rows, not {settings.rows}")
     programs = sum(triton.cdiv(rows, settings.rows) for rows in n_rows if rows) or n_sms(x.device)
     own = next_power_of_two(-(-d // programs))  # columns of n that each stores

@@ -12,12 +12,14 @@ each word of a row of `up` these are the four pairs that meet its codes. The fir
 the second what is left.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import FLOAT_TYPES, INTERPRET, check_input, check_tensor, require
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_tensor, require
 from dejavu_train.kernels.common.int4_mma import int4_mma, tile_sums
 from dejavu_train.kernels.common.int4_tiles import neighbours, word_vector
 from dejavu_train.kernels.common.launch import (
@@ -28,12 +30,22 @@ from dejavu_train.kernels.common.launch import (
     wait_for_predecessor,
 )
 from dejavu_train.kernels.common.limits import MOST_TOKENS, Products, takes_nibbles
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import QUANTIZED_TYPES, unscaled
 from dejavu_train.kernels.stages.predictor import Predictor
 from dejavu_train.kernels.stages.select import check_selects
 from dejavu_train.kernels.stages.up_rows import row_words, saturated, units_of
 
 DOWN_WARPS = 8
+
+
+@dataclass(frozen=True)
+class PredictRowsSettings(Settings, stage="predict_rows"):
+    """Of `predict_tiles`. block: columns of a step. stages: of its pipeline."""
+
+    block: int
+    stages: int
+    warps: int
 
 
 def predict_rows_reference(x: Tensor, predictor: Predictor, pdl: bool = False) -> None:
@@ -191,7 +203,8 @@ def _predict_tiles(x: Tensor, predictor: Predictor, pdl: bool) -> None:
     check_tensor("weight", own.down, (rank, d), FLOAT_TYPES + QUANTIZED_TYPES, x)
     scaled = own.down.dtype in QUANTIZED_TYPES
     require(not scaled or own.down_scale is not None, f"a weight of {own.down.dtype} needs a scale a row")
-    block = 64 if INTERPRET or x.element_size() > 2 else 128
+    settings = PredictRowsSettings.find("float", x.device, bytes=x.element_size())
+    block = settings.block
     blocks = -(-d // block)
     steps = -(-blocks // min(8, blocks))
     splits = -(-blocks // steps)
@@ -199,7 +212,7 @@ def _predict_tiles(x: Tensor, predictor: Predictor, pdl: bool) -> None:
     has_pdl, use_pdl = programmatic(x, pdl)
     _predict_tiles_kernel[(-(-rank // 16), splits)](
         x, own.down, partials, batch, rank, D=d, BATCH=padded_batch(batch), ROWS=16, BLOCK=block, STEPS=steps,
-        STAGES=4, DOT=dot_type(x.dtype), PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
+        STAGES=settings.stages, DOT=dot_type(x.dtype), PDL=has_pdl, num_warps=settings.warps, launch_pdl=use_pdl,
     )  # fmt: skip
     _add_splits_kernel[(-(-batch * rank // 256),)](
         partials, own.down_scale, predictor.hidden, batch * rank, rank, SPLITS=splits, BLOCK=256, RELU=own.relu,

@@ -32,6 +32,7 @@ from dejavu_train.kernels.common.launch import (
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import ROW_LANES, Products, takes_nibbles, takes_row_words
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
+from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import CODE_TYPES, stored_width, unscaled
 from dejavu_train.kernels.stages import up_rows
 from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights
@@ -39,6 +40,13 @@ from dejavu_train.kernels.stages.up_rows import BlockSizes
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of 16 bits, whose sum a hidden value is
 WARPS = 4
+
+
+@dataclass(frozen=True)
+class SelectSettings(Settings, stage="select"):
+    """Of programs whose rows lie in registers, by the rows of a block and their bytes."""
+
+    warps: int
 
 
 class UpRows(NamedTuple):
@@ -216,7 +224,7 @@ def registers_launch(up: Tensor, block: int, rank: int, warps: int | None = None
     # takes the fewest instructions, but 64 of one byte are half a line.
     divisor = min(rank & -rank, 256)
     chunk = divisor if size > 1 and divisor >= 64 else min(128, 1 << (rank.bit_length() - 1))
-    warps = warps or (8 if block > 32 and block * rank * size >= 32768 else WARPS)
+    warps = warps or SelectSettings.find("float", up.device, block=block, bytes=block * rank * size).warps
     return SelectLaunch(
         up_rows.read_registers, up_rows.multiply_registers, BlockSizes(block, rank, rank, chunk=chunk), warps
     )
