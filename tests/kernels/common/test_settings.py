@@ -1,13 +1,16 @@
 """Launch settings: rows of files, which file a GPU takes, and that the committed files fit the kernels."""
 
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from settings_kinds import KINDS
 
-from dejavu_train.kernels.common import settings
+from benchmarks.rows import code_of
+from dejavu_train.kernels.common import partial_sums, settings
 from dejavu_train.kernels.common.settings import Row, Settings, SettingsFile, committed_files, file_for, tried
 
 CPU = torch.device("cpu")
@@ -128,3 +131,18 @@ def test_values_are_looked_up_and_tried(monkeypatch, made):
 def test_a_row_compares_what_is_no_range():
     assert Row({"policy": "always", "d": [None, 4]}, {}).meets({"policy": "always", "d": 4, "further": 1})
     assert not Row({"policy": "always"}, {}).meets({"policy": "stale"})
+
+
+@pytest.mark.parametrize(("multiprocessors", "rows"), [(16, 256), (108, 256), (132, 264), (148, 296)])
+def test_scratch_has_two_rows_for_each_multiprocessor(monkeypatch, multiprocessors, rows):
+    """And never fewer than small GPUs' batches share."""
+    monkeypatch.setattr(partial_sums, "n_sms", lambda _: multiprocessors)
+    assert partial_sums.most_splits(CPU) == len(partial_sums.partial_sums(1, CPU)) == rows
+
+
+def test_no_code_counts_the_multiprocessors_of_one_card():
+    """132, and 2 and 3 programs on each: in words they may stand, and in the files of settings."""
+    """Nor two or three programs on each of them. In words the numbers may stand, and in the files of settings."""
+    sources = {path.name: code_of(path.read_text("utf-8")) for path in places}
+    assert len(sources) > 200
+    assert [name for name, code in sources.items() if re.search(r"\b(132|264|396)\b", code)] == []
