@@ -83,6 +83,7 @@ class _ConfigParser(Parser):
         self.sections, self.types = _fields(kind)
         self.optional = {name: inner for name, hint in _hints(kind) if (inner := _section(hint)) not in (None, hint)}
         self.gone: Mapping[str, str] = getattr(kind, "GONE", {})  # keys of earlier versions: what to give instead
+        self.meant: Mapping[str, str] = getattr(kind, "MEANT", {})  # keys of other commands: this one's
         self.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below; may be repeated")
         self.add_class_arguments(kind, None, sub_configs=False, skip=set(self.optional))
 
@@ -188,7 +189,8 @@ class _ConfigParser(Parser):
         if f"{name}.source" in self.types:  # a text, which other commands name by --text alone
             return f"; did you mean --{name}.source FILE?"
         last = name.rpartition(".")[2]
-        close = [last] if last in self.types else difflib.get_close_matches(name, self.types, 1)
+        known = self.meant.get(name, last)
+        close = [known] if known in self.types else difflib.get_close_matches(name, self.types, 1)
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -198,6 +198,7 @@ class StepPlan:
                 lines.append(f"{name} of layer{numbers}: {text}")
                 if alike[0][1].place is not None:
                     row, union = (sum(getattr(h, n) for _, h in alike) / len(alike) for n in ("density", "union"))
-                    lines.append(f"    density {row:.3f} a row, {union:.3f} together")
+                    word = "candidates" if alike[0][1].second_stage else "density"
+                    lines.append(f"    {word} {row:.3f} a row, {union:.3f} together")
                 lines += [f"    {reason}" for reason in why]
         return "\n".join(lines)

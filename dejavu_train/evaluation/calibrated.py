@@ -28,6 +28,37 @@ def moved(bundle: Bundle, mlp_density: float | None, head_density: float | None)
     return bundle if mlp is None and heads is None else bundle.at(mlp, heads)
 
 
+def timed(config: InferConfig, bundle: Bundle) -> Bundle:
+    """The bundle that is timed."""
+    return moved(bundle, config.timing_mlp_density, config.timing_head_density)
+
+
+def writing(config: InferConfig, bundle: Bundle) -> Bundle:
+    """The bundle that writes the text of ``--generate``: the timed one where its densities are given.
+
+    Otherwise one density that is asked for is taken, as its row is scored. Several leave the bundle as calibrated.
+
+    Raises:
+        UserError: as :meth:`Bundle.at`.
+    """
+    mlp, heads = _listed(config, bundle)
+    if _names_timed(config) or len(mlp) > 1 or len(heads) > 1:
+        return timed(config, bundle)
+    if mlp:
+        return moved(bundle, mlp[0], heads[0] if heads else 1.0)
+    return moved(bundle, None, heads[0] if heads else None)
+
+
+def _names_timed(config: InferConfig) -> bool:
+    return config.timing_mlp_density is not None or config.timing_head_density is not None
+
+
+def _listed(config: InferConfig, bundle: Bundle) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Densities of the neurons and of the heads that are asked for beside those as calibrated."""
+    mlp = config.densities if Target.MLP in bundle.targets else ()
+    return mlp, config.head_densities if Target.HEADS in bundle.targets else ()
+
+
 def described(bundle: Bundle) -> str:
     """What the bundle selects of neurons and of heads, in words."""
     return " and ".join(_described(bundle, target) for target in TARGETS)
@@ -48,9 +79,13 @@ def _described(bundle: Bundle, target: Target) -> str:
 def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
     """The first line of infer.py: the bundle, its densities, the backend, how the weights lie."""
     line = f"{config.bundle}: as calibrated, {described(bundle)}"
-    used = moved(bundle, config.timing_mlp_density, config.timing_head_density)
+    used = timed(config, bundle)
     if used is not bundle:
         line += f"; timed and generated at {described(used)}"
+    elif config.generate is not None and any(listed := _listed(config, bundle)):
+        line += f"; generated at {described(writing(config, bundle))}"
+        if max(map(len, listed)) > 1:
+            line += ", as several densities are asked for: --timing_mlp_density takes one"
     coded = quant_method(read_values(config.model, config.revision)) == INT4
     weights = "weights in 4 bits, the rest in float32" if coded else config.dtype
     backend = _backend(config, device, coded)

@@ -57,6 +57,7 @@ class InferConfig(TextConfig):
         "observe": "type python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml",
         "paper": "type python -m papers.deja_vu.tables --config papers/deja_vu/configs/tables.yaml",
     }
+    MEANT = {"mlp_density": "densities", "head_density": "head_densities"}
 
     predictor: dict[str, Any] | None = None
     """class_path (PACKAGE.CLASS, several with commas) of your own predictors in the bundle: docs/guides/extend.md."""
@@ -71,7 +72,7 @@ class InferConfig(TextConfig):
     selections: tuple[Selection, ...] = get_args(Selection)
     """Rows of the bundle as calibrated, and at every one of densities."""
     densities: tuple[float, ...] = ()
-    """Other densities of the MLPs, with all heads."""
+    """Other densities of the MLPs, with all heads. One alone also writes the text of generate."""
     curve_densities: tuple[float, ...] = ()
     """More densities of the MLPs, for the picture, on the first text, and without the yardstick that knows the token
     alone."""
@@ -91,9 +92,9 @@ class InferConfig(TextConfig):
     """What is timed. None named: dense and the engines of this device."""
     timing_mlp_density: float | None = None
     """Density of the MLPs while timing and generating, of candidates where there is a second stage. null: as
-    calibrated."""
+    calibrated, and text of generate at the one of densities, if it is one."""
     timing_head_density: float | None = None
-    """Density of the heads while timing and generating. null: as calibrated."""
+    """Density of the heads while timing and generating. null: as with timing_mlp_density."""
     batch: int = 1
     """Rows while timing."""
     prompt: int = 32

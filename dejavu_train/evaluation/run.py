@@ -18,7 +18,7 @@ from dejavu_train.engine import cpu_limits
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
-from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
+from dejavu_train.evaluation.calibrated import described, ignored, opening, timed, writing
 from dejavu_train.evaluation.check import check, planned_step
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
 from dejavu_train.evaluation.further import check_plan, measure, plan
@@ -186,7 +186,8 @@ def print_plan(config: InferConfig) -> None:
     if config.generate is not None:
         print(f"generate {config.new_tokens} tokens with {config.backend}")
     if config.timing or config.generate is not None:
-        print(planned_step(config, _moved(config, bundle), device))
+        used = [timed(config, bundle)] * config.timing + [writing(config, bundle)] * (config.generate is not None)
+        print("\n".join(dict.fromkeys(planned_step(config, each, device) for each in used)))
     print(f"on {device}, results in {config.output}; no mistake was found, the same command without --check begins")
 
 
@@ -195,7 +196,7 @@ def _check_densities(config: InferConfig, bundle: Bundle) -> None:
     rows = quality_rows(config, bundle.targets) if config.tokens != 0 else []
     for pair in {(row.mlp_density, row.head_density): row for row in rows}:
         bundle.at(*pair)
-    used = _moved(config, bundle)
+    used = writing(config, bundle)
     if config.guard.every:
         GuardState(config.guard, used.specs, "cpu")
 
@@ -213,7 +214,7 @@ def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) ->
                     f"{flag} {backend} times 1 to {cpu_limits.MAX_BATCH} rows at once, got --batch {config.batch}"
                 )
         if backend in ENGINES:
-            check_low_rank(_moved(config, bundle).specs, f"the engine {backend}")
+            check_low_rank(timed(config, bundle).specs, f"the engine {backend}")
 
 
 def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[EvalText]:
@@ -249,15 +250,10 @@ def _score(
     return scored
 
 
-def _moved(config: InferConfig, bundle: Bundle) -> Bundle:
-    """The bundle that is timed and generated with."""
-    return moved(bundle, config.timing_mlp_density, config.timing_head_density)
-
-
-def _sparse(config: InferConfig, dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None) -> Any:
+def _sparse(dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None) -> Any:
     if backend == "dense":
         return dense
-    return SparseCausalLM.from_model(dense, _moved(config, bundle), backend, sparse_from="prompt", guard=guard)
+    return SparseCausalLM.from_model(dense, bundle, backend, sparse_from="prompt", guard=guard)
 
 
 def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
@@ -282,7 +278,7 @@ def _generate(
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
         generated = build_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None, None
-    model = _sparse(config, dense, bundle, config.backend, config.guard)
+    model = _sparse(dense, writing(config, bundle), config.backend, config.guard)
     ids = ids.to(model.device)
     clock = Clock()
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1, "streamer": clock}
@@ -336,11 +332,11 @@ def _time(
 
 
 def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, prompt: torch.Tensor) -> Timing:
-    used = None if backend in ("dense", DENSE_ENGINE, DENSE_CPU) else _moved(config, bundle)
+    used = None if backend in ("dense", DENSE_ENGINE, DENSE_CPU) else timed(config, bundle)
     if backend in (DENSE_ENGINE, DENSE_CPU, *ENGINES):
         timing = time_engine(dense, used, backend, prompt, config.new_tokens)
     else:
-        timing = time_decoding(_sparse(config, dense, bundle, backend), backend, prompt, config.new_tokens)
+        timing = time_decoding(_sparse(dense, timed(config, bundle), backend), backend, prompt, config.new_tokens)
     densities = (1.0, 1.0) if used is None else (used.mean_density(Target.MLP), used.mean_density(Target.HEADS))
     staged = used is not None and any(spec.kind == "cascade" and not spec.dense for spec in used.specs.values())
     return dataclasses.replace(

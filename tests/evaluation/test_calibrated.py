@@ -10,11 +10,11 @@ from four_bit_models import four_bits
 from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.evaluation import run
-from dejavu_train.evaluation.calibrated import described, ignored, moved, opening
+from dejavu_train.evaluation.calibrated import described, ignored, moved, opening, timed, writing
 from dejavu_train.evaluation.cli import read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.perplexity import EvalSetting
-from dejavu_train.evaluation.run import _moved, quality_rows
+from dejavu_train.evaluation.run import quality_rows
 from dejavu_train.evaluation.timing import Timing
 
 CPU = torch.device("cpu")
@@ -34,15 +34,42 @@ def config(tiny_opt, **changes):
 
 
 def test_nothing_moves_a_bundle_unless_it_is_asked_for(tiny_opt, bundle):
-    assert _moved(config(tiny_opt), bundle) is bundle
+    assert timed(config(tiny_opt), bundle) is bundle
     fixed = bundle.at(0.2, 0.5, top_k=True)
-    assert _moved(config(tiny_opt), fixed) is fixed
-    other = _moved(config(tiny_opt, timing_mlp_density=0.1, timing_head_density=0.75), fixed)
+    assert timed(config(tiny_opt), fixed) is fixed
+    other = timed(config(tiny_opt, timing_mlp_density=0.1, timing_head_density=0.75), fixed)
     assert other.mean_density("mlp") == pytest.approx(0.1, abs=0.006) and other.mean_density("heads") == pytest.approx(
         0.75
     )
     assert all(spec.threshold is None for spec in other.specs.values())  # top-k stays top-k
     assert any(spec.top_k for spec in other.specs.values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "densities", "line"),
+    [
+        ({"densities": (0.1,)}, (0.1, 1.0), "; generated at 10 % of the neurons (candidates of a second stage)"),
+        ({"densities": (0.1,), "head_densities": (0.75,)}, (0.1, 0.75), " and 75 % of the heads"),
+        ({"head_densities": (0.75,)}, (0.05, 0.75), " and 75 % of the heads"),
+        ({"densities": (0.1, 0.2)}, (0.05, 0.5), ", as several densities are asked for: --timing_mlp_density takes"),
+        ({"densities": (0.1,), "head_densities": (0.75, 0.5)}, (0.05, 0.5), ", as several densities are asked for"),
+        ({"densities": (0.1,), "timing_mlp_density": 0.2}, (0.2, 0.5), "; timed and generated at 20 % of the neurons"),
+        ({}, (0.05, 0.5), "as calibrated"),
+    ],
+)
+def test_one_density_that_is_asked_for_writes_the_text(tiny_opt, bundle, asked, densities, line):
+    asked = config(tiny_opt, generate="the", **asked)
+    used = writing(asked, bundle)
+    found = used.mean_density("mlp"), used.mean_density("heads")
+    assert found == pytest.approx(densities, abs=0.006)
+    said = opening(asked, bundle, CPU)
+    assert line in said and ("several" in line) == ("several" in said)
+    assert "generated at" not in opening(config(tiny_opt, densities=(0.1,)), bundle, CPU)
+
+
+def test_a_density_of_neurons_without_predictors_leaves_the_heads(tiny_opt, bundle):
+    heads = only(bundle, "heads")
+    assert writing(config(tiny_opt, generate="the", densities=(0.1,)), heads) is heads
 
 
 def test_a_bundle_moves_within_its_own_way_of_selecting(bundle):
@@ -67,7 +94,7 @@ def test_top_k_is_said_as_what_it_selects(bundle):
 def test_a_target_without_predictors_stays_dense_and_is_named(tiny_opt, bundle, target, lacks):
     one = only(bundle, target)
     asked = config(tiny_opt, densities=(0.1,), timing_mlp_density=0.2, head_densities=(0.5,), timing_head_density=0.8)
-    used = _moved(asked, one)
+    used = timed(asked, one)
     assert used.mean_density(lacks) == 1.0
     assert used.mean_density(target) == pytest.approx({"mlp": 0.2, "heads": 0.8}[target])
     (line,) = ignored(asked, one)

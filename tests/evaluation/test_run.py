@@ -166,6 +166,13 @@ def test_without_scores_and_times_no_text_is_read(arguments, monkeypatch, capsys
     assert "the model" in capsys.readouterr().out
 
 
+def test_one_density_writes_the_text(arguments, caplog):
+    caplog.set_level("INFO")
+    alone = {"tokens": 0, "timing": "false", "generate": "the model", "backend": "gather", "head_densities": "[]"}
+    assert run(arguments, densities="0.5", **alone) == 0
+    assert "gather, at 50 % of the neurons and all heads, generated" in caplog.text
+
+
 def test_generation_appears_in_the_report(arguments, short_text, tmp_path, capsys):
     asked = {"generation.text": short_text, "generation.prompts": "2", "generation.new_tokens": "8"}
     asked |= {"generation.prompt": "8", "generation.densities": "0.5", "generation.every": "[]"}
@@ -202,6 +209,7 @@ def error_line(capsys) -> str:
         ({"text": "./nowhere.txt"}, "no text file ./nowhere.txt"),
         ({"config": "./nowhere.yaml"}, "no config file nowhere.yaml"),
         ({"densty": "0.1"}, "--densty"),
+        ({"mlp_density": "0.1"}, "unknown option --mlp_density; did you mean densities?"),
         ({"curve_selections": "oracle"}, "--curve_selections, which is no longer there; give --selections"),
         ({"densities": "0.1,2"}, "--densities"),
         ({"densities": "much"}, "a number"),
