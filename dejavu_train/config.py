@@ -144,7 +144,7 @@ class RunConfig:
     """Everything train.py needs to know."""
 
     EXAMPLES = (
-        "python train.py --config configs/opt-mini.yaml                          the demo: ten minutes on a CPU",
+        "python train.py --config configs/opt-mini.yaml                          the demo: seven minutes of a CPU core",
         "python train.py --model facebook/opt-1.3b --output checkpoints/mine     any OPT, with defaults",
         "python train.py --config configs/opt-6.7b.yaml --check                  disk and minutes, without any work",
     )

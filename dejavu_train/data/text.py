@@ -374,7 +374,7 @@ def split_documents(
     if empty:
         raise UserError(
             f"the text {source_key} has {len(documents)} documents and none falls into the set {empty[0]};"
-            " give more text (plain text is cut into documents of 4,000 characters)"
+            " give more text, of about 250 KB (plain text is cut into documents of 4,000 characters)"
         )
     return sets, skipped
 
