@@ -1,38 +1,43 @@
 """The output projection over the selected heads: y[b, i] = residual[b, i] + bias[i] + sum_j w[i, j] mixed[b, j].
 
-j runs over the columns of the selected heads. mixed (B, h * head_dim) fp32 is zero elsewhere. w (d, h * head_dim).
-A head's columns of a row are 256 contiguous bytes at head dim 128, so the rows need no transposing: every output has
-one owner, and there are no partial sums, no atomics and no second pass. bias and residual cost nothing.
-Two kernels: rows in registers, or, where a selection leaves many rows (d near 9216), tiles of 16 outputs on the tensor
-cores, a selected head a step of a cp.async pipeline. These round mixed to the weights' dtype, as the reference does.
+j runs over the columns of the selected heads. mixed (B, h * head_dim) is zero elsewhere. Numbers are (d, h * head_dim)
+and take mixed in fp32 (`stages.columns`). 4-bit rows lie head by head, Int4Rows (h, d, head_dim) (`stages.int4_heads`).
+They take mixed in fp16, as attention rounds it. Every program reads it whole, and in fp32 that took twice the loads.
 
 The attention kernel lets this one start before it has waited for q/k/v itself. What is older than q/k/v is read before
-the wait: selection, bias, residual. So a program's first columns are loaded into registers while q/k/v ends and
-attention runs.
+the wait: selection, bias, residual. So a program's first columns are loaded while q/k/v ends and attention runs.
 """
 
 from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.attention.out_projection_int4 import (
-    HeadRowSettings,
-    project_head_rows,
-    project_head_rows_reference,
+from dejavu_train.kernels.common.checks import (
+    check_device,
+    check_dtype,
+    check_head_dim,
+    check_int4,
+    check_numbers,
+    check_shape,
+    require,
 )
-from dejavu_train.kernels.common.checks import check_device, check_numbers, check_shape
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.int4_numbers import written_out_by_output
+from dejavu_train.kernels.common.lane_queue import even_room
+from dejavu_train.kernels.common.launch import n_sms, use_pdl
+from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
+from dejavu_train.kernels.dense.int4_batch import int4_by_head
 from dejavu_train.kernels.formats.format import Format
-from dejavu_train.kernels.formats.matrix import Matrix
-from dejavu_train.kernels.stages.select import selected_heads
-
-VECTOR = 8  # neighbouring columns that one thread sums on its own
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Matrix, Rows
+from dejavu_train.kernels.stages.columns import VECTOR, ColumnWalk, HeadSource, TileWalk
+from dejavu_train.kernels.stages.int4_heads import HeadWalk, queue_bytes
+from dejavu_train.kernels.stages.rows import launch_walk
+from dejavu_train.kernels.stages.sink import LinearSink
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,24 @@ class ProjectSettings(Settings, stage="project"):
     warps: int
 
 
+@dataclass(frozen=True)
+class HeadRowSettings(Settings, stage="project_int4"):
+    """warps: of a program. span: heads of a warp that are on their way, 2, 4 or 8. tiles: of 8 outputs of a program.
+
+    registers: of a thread, at most: programs that are not resident at once wait for a second round.
+    """
+
+    warps: int
+    span: int
+    tiles: int = 2
+    registers: int = 128
+
+
+def by_head(weight: Tensor, n_heads: int) -> Tensor:
+    """weight (d, h * head_dim) -> (h, d, head_dim), contiguous: what is quantised and packed row by row."""
+    return weight.view(len(weight), n_heads, -1).transpose(0, 1).contiguous()
+
+
 def project_heads_reference(
     mixed: Tensor,
     weight: Matrix,
@@ -59,116 +82,15 @@ def project_heads_reference(
     pdl: bool = False,
     settings: object = None,
 ) -> None:
-    """Plain torch."""
+    """Plain torch. mixed is zero in heads that are not selected. Of 4-bit rows in fp64 where mixed is."""
     if weight.format is Format.INT4:
-        project_head_rows_reference(mixed, weight, bias, residual, selection, out)
+        wide = torch.float64 if mixed.dtype == torch.float64 else torch.float32
+        n_heads, _, head_dim = weight.shape
+        x = mixed.half().to(wide).view(-1, n_heads, head_dim)
+        out.copy_(torch.einsum("bhj,hij->bi", x, weight.dense(wide)) + bias.to(wide) + residual)
         return
     numbers = weight.numbers
     out.copy_(torch.nn.functional.linear(mixed.to(numbers.dtype), numbers).float() + bias.float() + residual)
-
-
-@triton.jit
-def _step(
-    at, inside, order, begin, n, HEAD_DIM: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr
-):
-    """(weights (ROWS, BLOCK), their columns (BLOCK,)) of the n selected columns from the begin-th on."""
-    j = begin + tl.arange(0, BLOCK)
-    if ALL:
-        columns = j
-    else:
-        head = tl.gather(order, tl.minimum(j // HEAD_DIM, order.shape[0] - 1), 0)
-        # RUN neighbouring columns lie in one head and side by side: what lets a thread load 16 bytes at once.
-        columns = tl.max_contiguous(tl.multiple_of(head * HEAD_DIM + j % HEAD_DIM, RUN), RUN)
-    w = tl.load(
-        at + columns[None, :], mask=(j < n)[None, :] & inside[:, None], other=0.0, eviction_policy="evict_first"
-    )
-    return w, columns
-
-
-@triton.jit
-def _project_kernel(
-    mixed,
-    weight,
-    bias,
-    residual,
-    row_bits,
-    out,
-    n_rows,
-    H: tl.constexpr,
-    H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    RUN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    ALL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # A program owns ROWS outputs and walks over the selected columns, the next ones on their way before these are used.
-    # All but `mixed` is old enough to be read before the wait.
-    WIDTH: tl.constexpr = H * HEAD_DIM
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < n_rows
-    at = weight + rows.to(tl.int64)[:, None] * WIDTH
-    c = tl.arange(0, BLOCK)
-    if ALL:
-        order = c
-        n = WIDTH
-    else:
-        order, n_heads = selected_heads(row_bits, H, H_TILE)
-        n = n_heads * HEAD_DIM
-    w, columns = _step(at, inside, order, 0, n, HEAD_DIM, RUN, BLOCK, ALL)
-    offset = tl.load(bias + rows, mask=inside, other=0.0)
-    base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
-    wait_for_predecessor(PDL)
-    acc = tl.zeros((ROWS, BLOCK // VECTOR), tl.float32)
-    for begin in range(0, n, BLOCK):
-        x = tl.load(mixed + columns, mask=begin + c < n, other=0.0)
-        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, HEAD_DIM, RUN, BLOCK, ALL)
-        products = tl.reshape(w.to(tl.float32) * x[None, :], (ROWS, BLOCK // VECTOR, VECTOR))
-        acc += tl.sum(products, 2)
-        w = coming
-        columns = next_columns
-    value = tl.sum(acc, 1) + offset.to(tl.float32) + base
-    tl.store(out + rows, value, mask=inside)
-
-
-@triton.jit
-def _project_tiles_kernel(
-    mixed,
-    weight,
-    bias,
-    residual,
-    row_bits,
-    out,
-    n_rows,
-    H: tl.constexpr,
-    H_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    WIDTH: tl.constexpr = H * HEAD_DIM
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < n_rows
-    at = weight + rows.to(tl.int64)[:, None] * WIDTH
-    c = tl.arange(0, HEAD_TILE)
-    heads = tl.arange(0, H_TILE)
-    b = tl.arange(0, 8)  # the product's narrowest second side; only its first column exists
-    order, n = selected_heads(row_bits, H, H_TILE)
-    offset = tl.load(bias + rows, mask=inside, other=0.0)
-    base = tl.load(residual + rows, mask=inside, other=0.0, cache_modifier=".cg")
-    wait_for_predecessor(PDL)
-    y = tl.zeros((ROWS, 8), tl.float32)
-    for i in tl.range(0, n, num_stages=STAGES):
-        column = tl.sum(tl.where(heads == i, order, 0)) * HEAD_DIM + c
-        w = tl.load(at + column[None, :], mask=inside[:, None] & (c < HEAD_DIM)[None, :], other=0.0)
-        x_ptrs = mixed + b[None, :] * WIDTH + column[:, None]  # as if of a batch, so that columns lie side by side
-        x = tl.load(x_ptrs, mask=(b == 0)[None, :] & (c < HEAD_DIM)[:, None], other=0.0)
-        y = tl.dot(w, x.to(w.dtype), y, input_precision="ieee")
-    tl.store(out + rows, tl.sum(y, 1) + offset.to(tl.float32) + base, mask=inside)
 
 
 def project_heads(
@@ -181,73 +103,77 @@ def project_heads(
     pdl: bool = False,
     settings: ProjectSettings | HeadRowSettings | None = None,
 ) -> None:
-    """mixed (B, h * head_dim), residual and out (B, d) fp32, weight (d, h * head_dim). selection None = all heads.
+    """mixed (B, h * head_dim), residual and out (B, d) fp32, bias (d). selection None = all heads.
 
-    One row runs in one kernel, bitwise deterministic. Several as a matrix product over all columns: the union of the
-    heads of several rows leaves little out. Selection and residual must be older than the two launches before this one.
-    4-bit rows lie head by head, Int4Rows (h, d, head_dim), and take mixed in fp16: see `out_projection_int4`. Errors:
-    shapes, a CPU tensor.
+    One row runs in one kernel, bitwise deterministic. Several are a matrix product over all columns: the union of the
+    heads of several rows leaves little out. Up to eight read codes, more do after these were written out in fp16.
+    Selection and residual must be older than the two launches before this one. Errors: shapes, dtypes, head dims,
+    groups other than a head, a CPU tensor.
     """
-    if weight.format is Format.INT4:
-        if settings is not None and not isinstance(settings, HeadRowSettings):
-            raise ValueError("4-bit rows need HeadRowSettings")
-        project_head_rows(mixed, weight, bias, residual, selection, out, pdl, settings)
-        return
-    if isinstance(settings, HeadRowSettings):
-        raise ValueError("HeadRowSettings are for 4-bit rows")
     check_device("mixed", mixed)
     batch, width = mixed.shape
-    d = weight.shape[0]
-    numbers = check_numbers("weight", weight, d, width)
-    check_shape("residual", residual, batch, d)
-    check_shape("out", out, batch, d)
+    d = weight.shape[-2]
+    for name, tensor in (("residual", residual), ("out", out)):
+        check_shape(name, tensor, batch, d)
+    if weight.format is Format.INT4:
+        n_heads = weight.shape[0]
+        require(selection is None or selection.n == n_heads, f"a selection of other heads than the weight's {n_heads}")
+        _check_by_head(mixed, weight, bias)
+    else:
+        check_numbers("weight", weight, d, width)
+        n_heads = 1 if selection is None else selection.n
     if batch > 1:
-        dense_add(mixed, weight, bias, residual, out, pdl=pdl)
+        if weight.format is not Format.INT4:
+            dense_add(mixed, weight, bias, residual, out, pdl=pdl)
+        elif batch <= MOST_TOKENS:
+            int4_by_head(mixed, weight, bias, residual, out, pdl)
+        else:
+            dense_add(mixed, Rows(written_out_by_output(weight, pdl)), bias, residual, out, pdl=pdl)
         return
-    n_heads = 1 if selection is None else selection.n
-    pdl = use_pdl(pdl, mixed.device)
-    settings = settings or ProjectSettings.find(weight.format, mixed.device, d=d, all=selection is None)
-    head_dim = width // n_heads
+    sink, source = LinearSink(out, bias, residual), None if selection is None else HeadSource(selection.row_bits)
+    if weight.format is Format.INT4:
+        chosen = settings or HeadRowSettings.find(weight.format, out.device, d=d, all=selection is None)
+        if not isinstance(chosen, HeadRowSettings):
+            raise ValueError("4-bit rows need HeadRowSettings")
+        programs, walk = head_walk(weight, chosen, selection is None and use_pdl(pdl, out.device))
+        launch_walk(
+            programs, mixed.view(torch.int32), None, weight.parts(), sink, source, d, walk, pdl,
+            num_warps=chosen.warps, maxnreg=chosen.registers,
+        )  # fmt: skip
+        return
+    plain = settings or ProjectSettings.find(weight.format, out.device, d=d, all=selection is None)
+    if isinstance(plain, HeadRowSettings):
+        raise ValueError("HeadRowSettings are for 4-bit rows")
+    how, warps = column_walk(plain, width, n_heads)
+    require(source is not None or not plain.stages, "tiles of heads need a selection of heads")
+    launch_walk(triton.cdiv(d, plain.rows), mixed, None, weight.parts(), sink, source, d, how, pdl, num_warps=warps)
+
+
+def column_walk(settings: ProjectSettings, width: int, n_heads: int) -> tuple[ColumnWalk | TileWalk, int]:
+    """(how a program walks over so many columns of so many heads, its warps)."""
+    sizes = width, width // n_heads, triton.next_power_of_2(n_heads), settings.rows
     if settings.stages:
-        if selection is None:
-            raise ValueError("tiles of heads need a selection of heads")
-        _project_tiles_kernel[(triton.cdiv(d, settings.rows),)](
-            mixed,
-            numbers,
-            bias,
-            residual,
-            selection.row_bits,
-            out,
-            d,
-            H=n_heads,
-            H_TILE=triton.next_power_of_2(n_heads),
-            HEAD_DIM=head_dim,
-            HEAD_TILE=triton.next_power_of_2(head_dim),
-            ROWS=settings.rows,
-            STAGES=settings.stages,
-            PDL=pdl,
-            num_warps=settings.warps,
-            launch_pdl=pdl,
-        )
-        return
+        return TileWalk(*sizes, triton.next_power_of_2(width // n_heads), settings.stages), settings.warps
     block = min(settings.width, triton.next_power_of_2(width))
-    _project_kernel[(triton.cdiv(d, settings.rows),)](
-        mixed,
-        numbers,
-        bias,
-        residual,
-        mixed if selection is None else selection.row_bits,
-        out,
-        d,
-        H=n_heads,
-        H_TILE=triton.next_power_of_2(n_heads),
-        HEAD_DIM=head_dim,
-        RUN=head_dim & -head_dim,
-        ROWS=settings.rows,
-        BLOCK=block,
-        VECTOR=VECTOR,
-        ALL=selection is None,
-        PDL=pdl,
-        num_warps=min(settings.warps, max(1, settings.rows * block // (32 * VECTOR))),
-        launch_pdl=pdl,
-    )
+    return ColumnWalk(*sizes, block), min(settings.warps, max(1, settings.rows * block // (32 * VECTOR.value)))
+
+
+def head_walk(weight: Int4Rows, settings: HeadRowSettings, dependent: bool) -> tuple[int, HeadWalk]:
+    """(programs, how each walks over heads)."""
+    n_heads, d, head_dim = weight.shape
+    require(settings.span in (2, 4, 8), f"a span is of 2, 4 or 8 heads, not {settings.span}")
+    programs, lanes = triton.cdiv(d, 8 * settings.tiles), 32 * settings.warps
+    needed = queue_bytes(lanes, settings.span, settings.tiles, head_dim)
+    room = even_room(triton.cdiv(programs, n_sms(weight.words.device)), d, dependent, needed)
+    tile = triton.next_power_of_2(n_heads)
+    return programs, HeadWalk(n_heads, tile, head_dim, lanes, settings.span, settings.tiles, room)
+
+
+def _check_by_head(mixed: Tensor, weight: Int4Rows, bias: Tensor) -> None:
+    n_heads, d, head_dim = weight.shape
+    check_head_dim(head_dim)
+    check_shape("mixed", mixed, len(mixed), n_heads * head_dim)
+    check_dtype("mixed", mixed, (torch.float16,))
+    check_int4("weight", weight, (n_heads, d, head_dim), mixed)
+    require(weight.scales.shape[-1] == 1, f"weight: {weight.scales.shape[-1]} groups a head, expected one")
+    check_shape("bias", bias, d)

@@ -126,15 +126,25 @@ def unit_pairs(x, lane, W: tl.constexpr, GROUP: tl.constexpr, CACHE: tl.constexp
     return planes
 
 
+@triton.constexpr_function
+def _inside(words, vector, warps, piece):
+    """Whether all warps' piece of this number lies within a row of so many words."""
+    return ((16 * piece + 15) // (8 * vector) + 1) * warps * 8 * vector <= words
+
+
+@triton.jit
+def _place(K: tl.constexpr, lane, V: tl.constexpr):
+    """The word of a row in which a lane's four columns of piece K of its warp lie."""
+    word = 16 * K + lane % 32 // 2
+    return unit_of(word // (4 * V), lane // 32, lane.shape[0] // 32) * (4 * V) + word % (4 * V)
+
+
 @triton.jit
 def _piece(row, K: tl.constexpr, lane, W: tl.constexpr, V: tl.constexpr):
     """A lane's four columns of piece K of its warp, a tile (L, 4). Zero beyond the row."""
-    WARPS: tl.constexpr = lane.shape[0] // 32
-    INSIDE: tl.constexpr = ((16 * K + 15) // (8 * V) + 1) * WARPS * 8 * V <= W
-    word = 16 * K + lane % 32 // 2
-    place = unit_of(word // (4 * V), lane // 32, WARPS) * (4 * V) + word % (4 * V)
+    place = _place(K, lane, V)
     at = (row + 8 * place + lane % 2 * 4)[:, None] + tl.arange(0, 4)[None, :]
-    if INSIDE:
+    if _inside(W, V, lane.shape[0] // 32, K):
         four = tl.load(at)
     else:
         four = tl.load(at, mask=(place < W)[:, None], other=0.0)
@@ -160,7 +170,7 @@ def unit_norms(norm, lane, W: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _round(
-    room, xs, norms, norm, mean, rstd, before, ROUND: tl.constexpr, NUMBER: tl.constexpr, PIECES: tl.constexpr, lane,
+    room, xs, norms, norm, rstd, before, ROUND: tl.constexpr, NUMBER: tl.constexpr, PIECES: tl.constexpr, lane,
     V: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`before`, planes of eight units, with those of the warp's round ROUND, the eight units' number NUMBER."""
@@ -171,8 +181,9 @@ def _round(
         kept = ()
         for k in tl.static_range(SHARE):
             if FIRST + k < PIECES:
-                z = (xs[FIRST + k] - mean) * rstd
-                n = split_words(norm.scaled(z, norms[2 * (FIRST + k)], norms[2 * (FIRST + k) + 1]), 4)
+                n = split_words(
+                    norm.scaled(xs[FIRST + k] * rstd, norms[2 * (FIRST + k)], norms[2 * (FIRST + k) + 1]), 4
+                )
                 kept = _put(room, kept, fp16_pairs(n[0], n[1]), fp16_pairs(n[2], n[3]), k, lane, V, ASM)
             elif not ASM:
                 kept = kept + (before[0] * 0, before[0] * 0)
@@ -200,6 +211,12 @@ def normalised_units(x, norms, norm, lane, W: tl.constexpr, GROUP: tl.constexpr,
         squares += tl.sum(xs[k] * xs[k], 1)
     both = sums_together((total, squares), 2)
     mean, rstd = row_moments(both[0], both[1], norm, 8 * W)
+    centred = ()  # zero beyond the row, where words are as well, which are codes of -8
+    for k in tl.static_range(PIECES):
+        if _inside(W, V, WARPS, k):
+            centred = centred + (xs[k] - mean,)
+        else:
+            centred = centred + (tl.where((_place(k, lane, V) < W)[:, None], xs[k] - mean, 0.0),)
     room = 0
     if ASM:
         room = shared_room(lane, "normalised", norm_bytes(W, GROUP, WARPS), 16)
@@ -210,6 +227,6 @@ def normalised_units(x, norms, norm, lane, W: tl.constexpr, GROUP: tl.constexpr,
         for _ in tl.static_range(4 * V):
             own = own + (tl.zeros(lane.shape, tl.int32),)
         for number in tl.static_range(ROUNDS):
-            own = _round(room, xs, norms, norm, mean, rstd, own, octet * ROUNDS + number, number, PIECES, lane, V, ASM)
+            own = _round(room, centred, norms, norm, rstd, own, octet * ROUNDS + number, number, PIECES, lane, V, ASM)
         planes = planes + own
     return planes, mean, rstd

@@ -148,7 +148,10 @@ def normalised_pieces(xs, gains, shifts, norm, c, D: tl.constexpr, BLOCK: tl.con
     scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + norm.eps)
     n = ()
     for j in tl.static_range(STEPS):
-        value = norm.scaled((xs[j] - mean) * scale, gains[j], shifts[j])
+        z = (xs[j] - mean) * scale
+        if (j + 1) * BLOCK > D:
+            z = tl.where(j * BLOCK + c < D, z, 0.0)
+        value = norm.scaled(z, gains[j], shifts[j])
         n = n + (value.to(TYPE).to(tl.float32),)
     return n
 

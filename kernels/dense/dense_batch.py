@@ -1,4 +1,4 @@
-"""Dense layers of several batch rows: cuBLAS does the products, two small kernels what lies between them.
+"""Dense layers of several batch rows: cuBLAS does the products, a small kernel what lies between them.
 
     q, k_cache, v_cache <- n W^T + b                      n = LayerNorm(x), head-major rows (`qkv_batch`)
     out = residual + bias + y W^T  or  y W                (`dense_add`)
@@ -7,6 +7,8 @@
 B > 1 rows x (B, d) fp32. Weights fp16, bf16 or fp32. Products accumulate in fp32 and are rounded to the weights' dtype.
 Up to eight rows multiply with 4-bit rows as they are (`int4_batch`). For more these are written out in fp16 first.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,37 +19,44 @@ from torch.nn import functional as F
 from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.int4_numbers import numbers_of
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
 from dejavu_train.kernels.dense.int4_batch import int4_linear, int4_qkv, takes
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.hidden import hidden_tokens, kept_unit
-from dejavu_train.kernels.stages.sink import QkvSink
-
-BLOCK = 1024
+from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.rows import launch_walk
+from dejavu_train.kernels.stages.sink import LinearSink, QkvSink, Sink
 
 
 @triton.jit
-def _split_kernel(rows, sink, n_rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _walk_products(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
     wait_for_predecessor(PDL)
     b = tl.program_id(0)
-    lines = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lines = tl.program_id(1) * how.block + tl.arange(0, how.block)
     inside = lines < n_rows
-    values = tl.load(rows + b * n_rows + lines, mask=inside, other=0.0).to(tl.float32)
-    sink.put(sink, values, sink.ahead(sink, lines, b, inside, inside, n_rows), lines, b, inside, n_rows)
+    values = tl.load(x + b * n_rows + lines, mask=inside, other=0.0).to(tl.float32) * (1 / how.unit)
+    ahead = sink.ahead(sink, lines, b, inside, inside, n_rows)
+    sink.put(sink, values, ahead, lines, b, inside, n_rows)
 
 
-@triton.jit
-def _add_kernel(y, bias, residual, out, UNIT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    wait_for_predecessor(PDL)
-    b = tl.program_id(0)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < D
-    value = tl.load(y + b * D + i, mask=inside, other=0.0).to(tl.float32) * (1 / UNIT)
-    value += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(residual + b * D + i, mask=inside, other=0.0)
-    tl.store(out + b * D + i, value, mask=inside)
+class ProductWalk(NamedTuple):
+    """Over products (B, n) that are there. unit: what they are kept times. block: of a program."""
+
+    unit: float = 1.0
+    block: int = 1024
+    walk: Any = _walk_products
+
+    @property
+    def cache_key(self) -> str:
+        return constants_key(self)
+
+
+def _sunk(products: Tensor, sink: Sink, pdl: bool, unit: float = 1.0) -> None:
+    batch, n = products.shape
+    how = ProductWalk(unit)
+    launch_walk((batch, triton.cdiv(n, how.block)), products, None, (), sink, None, n, how, pdl, num_warps=4)
 
 
 def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) -> Tensor:
@@ -64,10 +73,7 @@ def qkv_batch(
         int4_qkv(_normalised(x, ln, torch.float16, pdl), weights, position, q, cache, pdl)
         return
     rows = dense_hidden(x, ln, weights.weight, None, "none", pdl)
-    pdl, sink = use_pdl(pdl, x.device), QkvSink.of(q, cache, weights.bias, position)
-    _split_kernel[(len(x), triton.cdiv(sink.n_rows, BLOCK))](
-        rows, sink, sink.n_rows, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+    _sunk(rows, QkvSink.of(q, cache, weights.bias, position), pdl)
 
 
 def dense_hidden(
@@ -121,8 +127,4 @@ def dense_add(
     numbers = numbers_of(weight, pdl)
     y = y.to(numbers.dtype)
     product = y @ numbers if transposed else F.linear(y, numbers)
-    batch, d = out.shape
-    pdl = use_pdl(pdl, out.device)
-    _add_kernel[(batch, triton.cdiv(d, BLOCK))](
-        product, bias, residual, out, UNIT=unit, D=d, BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+    _sunk(product, LinearSink(out, bias, residual), pdl, unit)

@@ -29,7 +29,7 @@ from dejavu_train.kernels.stages.listed import constants_key
 
 
 @triton.jit
-def _walk_units(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
+def _walk_units(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
     m: tl.constexpr = how.form
     lane = tl.arange(0, m.lanes)
     rows = (tl.program_id(0) * 16, n_rows)
@@ -134,7 +134,7 @@ def _passes(queue, s, x, words, scales, sink, source, rows, begin, end, step, la
 
 @triton.jit
 def _walk_tokens(
-    x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr
+    x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     m: tl.constexpr = how.form
     lane = tl.arange(0, m.lanes)
@@ -147,7 +147,7 @@ def _walk_tokens(
 
 @triton.jit
 def _walk_list(
-    x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr
+    x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     # A program has a part of the list: neighbours, whose rows lie on few pages of memory.
     m: tl.constexpr = how.form

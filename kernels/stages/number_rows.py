@@ -43,7 +43,8 @@ def row_product(w, n, r, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _walk_numbers(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
+def _walk_numbers(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
+    D: tl.constexpr = how.d
     BLOCK: tl.constexpr = how.block
     ROWS: tl.constexpr = how.rows
     c = tl.arange(0, BLOCK)
@@ -76,8 +77,9 @@ def _walk_numbers(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
 
 
 class NumberWalk(NamedTuple):
-    """block: columns of a piece of a row. rows: of a step."""
+    """d: columns. block: of a piece of a row. rows: of a step."""
 
+    d: int
     block: int
     rows: int
     walk: Any = _walk_numbers

@@ -6,7 +6,9 @@ A format is a walk over rows (`stages.number_rows`, `stages.int4_walks`). It is 
 and the sink that takes the products (`stages.sink`). Sums in fp32, bitwise deterministic.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from dejavu_train.kernels.common.int4_mma import pairs_of_a_warp, unit_vector
 from dejavu_train.kernels.common.int4_norm import norm_bytes
 from dejavu_train.kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
 from dejavu_train.kernels.common.launch import fetches_rows, n_sms, next_power_of_two, registers_for, use_pdl
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, RowNorm
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -80,8 +82,19 @@ class TokenSettings(Settings, stage="tokens_int4"):
 
 
 @triton.jit
-def _rows_kernel(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
-    how.walk(x, norm, weight, scales, sink, source, n_rows, how, D, PDL)
+def _rows_kernel(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
+    how.walk(x, norm, weight, scales, sink, source, n_rows, how, PDL)
+
+
+def launch_walk(
+    programs: int | tuple[int, ...], x: Tensor, norm: RowNorm | None, parts: Sequence[Tensor], sink: Sink, source: Any,
+    n: int, how: Any, pdl: bool, **options: Any,
+) -> None:  # fmt: skip
+    """parts: of a matrix of n rows, numbers or words and scales. source: which tokens or heads, where `how` asks."""
+    grid = (programs,) if isinstance(programs, int) else programs
+    weight, scales = (*parts, None, None)[:2]
+    pdl = use_pdl(pdl, x.device)
+    _rows_kernel[grid](x, norm, weight, scales, sink, source, n, constants(how), PDL=pdl, launch_pdl=pdl, **options)
 
 
 def launch_row(
@@ -94,7 +107,6 @@ def launch_row(
     settings: RowSettings | Int4RowSettings | None,
 ) -> None:
     d, sms = x.shape[1], n_sms(x.device)
-    pdl = use_pdl(pdl, x.device)
     how: NumberWalk | UnitWalk
     if weight.format is not Format.INT4:
         plain = settings or RowSettings.find(weight.format, x.device, d=d)
@@ -103,8 +115,7 @@ def launch_row(
         together = sink.together.value
         require(plain.rows % together == 0, f"{plain.rows} rows of a step are no multiple of {together}")
         grid, warps = min(sms * plain.programs, triton.cdiv(n, plain.rows)), plain.warps_for(d)
-        operands: tuple[Tensor | None, ...] = (weight.numbers, None)
-        how = NumberWalk(plain.block(d), plain.rows)
+        how = NumberWalk(d, plain.block(d), plain.rows)
     else:
         chosen = settings or Int4RowSettings.find(weight.format, x.device, d=d)
         if not isinstance(chosen, Int4RowSettings):
@@ -117,10 +128,8 @@ def launch_row(
             words, group, 32 * warps, pairs_of_a_warp(words, unit_vector(words, group), warps), ahead,
             whole=n % 16 == 0, fetched=chosen.fetched if fetches else 0, room=max(0, room - beside),
         )  # fmt: skip
-        grid, operands, how = min(sms * chosen.programs, triton.cdiv(n, 16)), weight.parts(), UnitWalk(form)
-    _rows_kernel[(grid,)](
-        x, ln.args(), *operands, sink, None, n, how=constants(how), D=d, PDL=pdl, num_warps=warps, launch_pdl=pdl
-    )
+        grid, how = min(sms * chosen.programs, triton.cdiv(n, 16)), UnitWalk(form)
+    launch_walk(grid, x, ln.args(), weight.parts(), sink, None, n, how, pdl, num_warps=warps)
 
 
 def launch_tokens(
@@ -151,11 +160,10 @@ def launch_tokens(
         tiles = programs * triton.cdiv(triton.cdiv(n, programs), 16)
         scratch = torch.empty(tiles, lanes, 4, dtype=torch.float32, device=x.device)
     require(ahead > 0, f"{settings}: no pair of units, or one of {slot} bytes, where a queue has {MOST_BYTES}")
-    pdl = use_pdl(pdl, x.device)
-    room = even_room(settings.programs, d, settings.programs > 1 and pdl, ahead * slot)
+    room = even_room(settings.programs, d, settings.programs > 1 and use_pdl(pdl, x.device), ahead * slot)
     rows = Int4Form(words, group, lanes, pairs, ahead, n % 16 == 0, listed[0] is not None, tokens, segments, room=room)
     source, walk = TokenSource(batch, scratch, *listed), TokenWalk if listed[0] is None else ListWalk
-    _rows_kernel[(programs,)](
-        x.view(torch.int32), None, *weight.parts(), sink, source, n, how=constants(walk(rows, passes)), D=d, PDL=pdl,
-        num_warps=settings.warps, maxnreg=settings.registers, launch_pdl=pdl,
+    launch_walk(
+        programs, x.view(torch.int32), None, weight.parts(), sink, source, n, walk(rows, passes), pdl,
+        num_warps=settings.warps, maxnreg=settings.registers,
     )  # fmt: skip

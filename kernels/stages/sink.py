@@ -43,7 +43,7 @@ def _put_linear(sink, values, ahead, lines, b, stored, n_rows):
 def _hidden_ahead(sink, lines, b, inside, stored, n_rows):
     found = (tl.load(sink.bias + lines, mask=inside, other=0.0),)
     if sink.row_bits is not None:
-        found = found + (tl.load(sink.row_bits + lines, mask=inside, other=0),)
+        found = found + (tl.load(sink.row_bits + lines, mask=inside, other=0, cache_modifier=".cg"),)
     if sink.gated:
         found = found + (tl.load(sink.y + b * n_rows + lines, mask=stored, other=0.0),)
     return found

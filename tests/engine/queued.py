@@ -36,6 +36,9 @@ class Launch:
         if self.kernel.startswith("torch"):
             return self.kernel
         name = self.kernel.split(".")[1].removeprefix("_").removesuffix("_kernel")
+        if "walk" in self.options:  # what the kernel of rows is handed
+            name = self.options["walk"].__name__.removeprefix("_walk_")
+            name += "_qkv" * (self.options["put"].__name__ == "_put_qkv")
         return name + PLAIN * (not self.dependent)
 
 
@@ -71,7 +74,8 @@ def recorded(monkeypatch: Any) -> Iterator[list[Launch]]:
         given = dict(named(dict(zip(kernel.arg_names, args, strict=False)) | options))
         tensors = {name: value.data_ptr() for name, value in given.items() if torch.is_tensor(value)}
         module = kernel.fn.__module__.rpartition(".")[2]
-        queued.append(Launch(f"{module}.{kernel.__name__}", tensors, options | dict(named(options))))
+        handed = {name: value for name, value in given.items() if isinstance(value, InterpretedFunction)}
+        queued.append(Launch(f"{module}.{kernel.__name__}", tensors, options | dict(named(options)) | handed))
 
     with monkeypatch.context() as patched, Products(queued):
         patched.setattr(InterpretedFunction, "run", run)

@@ -4,12 +4,11 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
-from dejavu_train.kernels.attention.out_projection import project_heads, project_heads_reference
-from dejavu_train.kernels.attention.out_projection_int4 import (
+from dejavu_train.kernels.attention.out_projection import (
     HeadRowSettings,
     by_head,
-    project_head_rows,
-    project_head_rows_reference,
+    project_heads,
+    project_heads_reference,
 )
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.stages.predictor import head_selection
@@ -32,7 +31,7 @@ def case(device, n_heads, head_dim, d, density, size=0.05):
 
 def check(out, mixed, weight, bias, residual, selection):
     want = torch.empty(out.shape, dtype=torch.float64, device=out.device)
-    project_head_rows_reference(mixed.double(), weight, bias, residual, selection, want)
+    project_heads_reference(mixed.double(), weight, bias, residual, selection, want)
     sums = torch.empty_like(want)
     size = Int4Rows(weight.words, weight.scales).dense(torch.float64).abs()
     x = mixed.double().abs().view(1, *weight.shape[::2])
@@ -51,7 +50,7 @@ def test_project_head_rows(device, n_heads, head_dim, d, density, settings):
         kept = weight.scales.clone()
         weight.scales[rest[-1].row_bits == 0] = NAN
     out = torch.full((1, d), NAN, device=device)
-    project_head_rows(mixed, weight, *rest, out, settings=HeadRowSettings(*settings))
+    project_heads(mixed, weight, *rest, out, settings=HeadRowSettings(*settings))
     if rest[-1] is not None:
         weight.scales.copy_(kept)
     check(out, mixed, weight, *rest)
@@ -64,7 +63,7 @@ def test_several_rows_are_a_matrix_product(device, int4):
     mixed[1] *= 0.5
     out, want = torch.full((3, 8), NAN, device=device), torch.empty(3, 8, dtype=torch.float64, device=device)
     (project_heads if int4 else project_heads_reference)(mixed, weight, bias.half(), residual, None, out)
-    project_head_rows_reference(mixed.double(), weight, bias.half(), residual, None, want)
+    project_heads_reference(mixed.double(), weight, bias.half(), residual, None, want)
     torch.testing.assert_close(out.double(), want, atol=0.1, rtol=5e-3)  # weights in fp16, the product rounded to it
 
 
@@ -78,11 +77,11 @@ def test_errors_name_what_does_not_fit(device):
     out = torch.empty(1, 8, device=device)
     halves = random_rows(device, 2, 8, 64, group=32)
     with pytest.raises(ValueError, match="2 groups a head, expected one"):
-        project_head_rows(mixed, halves, *rest, out)
+        project_heads(mixed, halves, *rest, out)
     with pytest.raises(ValueError, match="mixed: expected float16, got float32"):
-        project_head_rows(mixed.float(), weight, *rest, out)
+        project_heads(mixed.float(), weight, *rest, out)
     with pytest.raises(ValueError, match="head dim 24"):
-        project_head_rows(mixed, random_rows(device, 2, 8, 24, group=24), *rest, out)
+        project_heads(mixed, random_rows(device, 2, 8, 24, group=24), *rest, out)
 
 
 @pytest.mark.gpu
@@ -94,8 +93,8 @@ def test_errors_name_what_does_not_fit(device):
 def test_at_true_shapes(n_heads, head_dim, d, density):
     mixed, weight, *rest = case("cuda", n_heads, head_dim, d, density, d**-0.5)
     out, again = (torch.full((1, d), NAN, device="cuda") for _ in range(2))
-    project_head_rows(mixed, weight, *rest, out)
-    project_head_rows(mixed, weight, *rest, again, pdl=True)
+    project_heads(mixed, weight, *rest, out)
+    project_heads(mixed, weight, *rest, again, pdl=True)
     assert torch.equal(out, again)
     check(out, mixed, weight, *rest)
 
@@ -104,5 +103,5 @@ def test_at_true_shapes(n_heads, head_dim, d, density):
 def test_the_queue_in_assembly(device, queues_in_assembly, density):
     mixed, weight, *rest = case(device, 7, 32, 40, density)
     out = torch.full((1, 40), NAN, device=device)
-    project_head_rows(mixed, weight, *rest, out, settings=HeadRowSettings(1, 2, 3))
+    project_heads(mixed, weight, *rest, out, settings=HeadRowSettings(1, 2, 3))
     check(out, mixed, weight, *rest)

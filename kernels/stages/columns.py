@@ -1,0 +1,123 @@
+"""Rows of numbers times one input as it is, column by column: all columns, or those of selected heads.
+
+A program owns ROWS outputs and walks over the columns, those that come next on their way before these are used. Rows
+may be longer than registers hold. A head's columns of a row are neighbours, so rows need no transposing. Every output
+has one owner: no partial sums, no atomics, bitwise deterministic. The selection, what the sink reads and the first
+columns do not depend on the input. They are read before the wait for the stage before.
+
+Two walks: rows in registers, or tiles of outputs on the tensor cores, a selected head a step of a cp.async pipeline.
+Tiles round the input to the weights' dtype. They are faster where a selection leaves many rows, at d near 9216.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from dejavu_train.kernels.common.launch import wait_for_predecessor
+from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.select import selected_heads
+
+VECTOR = tl.constexpr(8)  # neighbouring columns that one thread sums on its own
+
+
+@triton.jit
+def _step(at, inside, order, begin, n, how: tl.constexpr):
+    """(weights (ROWS, BLOCK), their columns (BLOCK,)) of the n selected columns from the begin-th on."""
+    RUN: tl.constexpr = how.head_dim & -how.head_dim
+    j = begin + tl.arange(0, how.block)
+    if order is None:
+        columns = j
+    else:
+        head = tl.gather(order, tl.minimum(j // how.head_dim, order.shape[0] - 1), 0)
+        # RUN neighbouring columns lie in one head and side by side: what lets a thread load 16 bytes at once.
+        columns = tl.max_contiguous(tl.multiple_of(head * how.head_dim + j % how.head_dim, RUN), RUN)
+    w = tl.load(
+        at + columns[None, :], mask=(j < n)[None, :] & inside[:, None], other=0.0, eviction_policy="evict_first"
+    )
+    return w, columns
+
+
+@triton.jit
+def _walk_columns(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
+    BLOCK: tl.constexpr = how.block
+    rows = tl.program_id(0) * how.rows + tl.arange(0, how.rows)
+    inside = rows < n_rows
+    at = weight + rows.to(tl.int64)[:, None] * how.d
+    c = tl.arange(0, BLOCK)
+    order = None
+    n = how.d
+    if source is not None:
+        order, n_heads = selected_heads(source.row_bits, how.d // how.head_dim, how.heads)
+        n = n_heads * how.head_dim
+    w, columns = _step(at, inside, order, 0, n, how)
+    ahead = sink.ahead(sink, rows, 0, inside, inside, n_rows)
+    wait_for_predecessor(PDL)
+    acc = tl.zeros((how.rows, BLOCK // VECTOR), tl.float32)
+    for begin in range(0, n, BLOCK):
+        own = tl.load(x + columns, mask=begin + c < n, other=0.0)
+        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, how)
+        products = tl.reshape(w.to(tl.float32) * own[None, :], (how.rows, BLOCK // VECTOR, VECTOR))
+        acc += tl.sum(products, 2)
+        w = coming
+        columns = next_columns
+    sink.put(sink, tl.sum(acc, 1), ahead, rows, 0, inside, n_rows)
+
+
+class ColumnWalk(NamedTuple):
+    """d: columns. head_dim: of a head's columns. heads: of a tile of all heads. rows: of a program. block: columns of a
+    step."""
+
+    d: int
+    head_dim: int
+    heads: int
+    rows: int
+    block: int
+    walk: Any = _walk_columns
+
+    @property
+    def cache_key(self) -> str:
+        return constants_key(self)
+
+
+@triton.jit
+def _walk_tiles(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
+    rows = tl.program_id(0) * how.rows + tl.arange(0, how.rows)
+    inside = rows < n_rows
+    at = weight + rows.to(tl.int64)[:, None] * how.d
+    c = tl.arange(0, how.tile)
+    heads = tl.arange(0, how.heads)
+    b = tl.arange(0, 8)  # the product's narrowest second side; only its first column exists
+    order, n = selected_heads(source.row_bits, how.d // how.head_dim, how.heads)
+    ahead = sink.ahead(sink, rows, 0, inside, inside, n_rows)
+    wait_for_predecessor(PDL)
+    y = tl.zeros((how.rows, 8), tl.float32)
+    for i in tl.range(0, n, num_stages=how.stages):
+        column = tl.sum(tl.where(heads == i, order, 0)) * how.head_dim + c
+        w = tl.load(at + column[None, :], mask=inside[:, None] & (c < how.head_dim)[None, :], other=0.0)
+        places = x + b[None, :] * how.d + column[:, None]  # as if of a batch, so that columns lie side by side
+        own = tl.load(places, mask=(b == 0)[None, :] & (c < how.head_dim)[:, None], other=0.0)
+        y = tl.dot(w, own.to(w.dtype), y, input_precision="ieee")
+    sink.put(sink, tl.sum(y, 1), ahead, rows, 0, inside, n_rows)
+
+
+class TileWalk(NamedTuple):
+    """As `ColumnWalk`. tile: of a head's columns. stages: of the pipeline over heads."""
+
+    d: int
+    head_dim: int
+    heads: int
+    rows: int
+    tile: int
+    stages: int
+    walk: Any = _walk_tiles
+
+    @property
+    def cache_key(self) -> str:
+        return constants_key(self)
+
+
+class HeadSource(NamedTuple):
+    """row_bits: (h,) int32, not zero where a head is selected."""
+
+    row_bits: Any
