@@ -105,6 +105,7 @@ def test_an_engine_runs_what_a_check_plans(tiny_opt):
         assert planned == engine.plan and planned.describe() in engine.describe()
         tested = [planned.half(layer, "mlp").second_stage for layer in range(engine.shape.n_layers)]
         assert tested == (engine.selectors.fine >= 0).tolist() and any(tested) == ("cascade" in options)
+        assert ("    candidates 0.3" in planned.describe()) == any(tested)
 
 
 def is_gone(ref):
