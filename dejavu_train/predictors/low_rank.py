@@ -1,4 +1,7 @@
-"""The low-rank predictor: logits = up(act(down x)) + bias, one logit per neuron or head."""
+"""The low-rank predictor: logits = up(act(down x)) + bias, one logit per neuron or head.
+
+Its `down` (rank, d) comes first and its `up` (n, rank) second. Both are the predictor's own, not the MLP's.
+"""
 
 from typing import Literal
 
