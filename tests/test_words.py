@@ -59,7 +59,8 @@ def test_planted(repository: Path, capsys: pytest.CaptureFixture, file: str, tex
 
 def test_make_lint_runs_the_check() -> None:
     """So what is planted above fails `make lint`."""
-    done = subprocess.run(["make", "--dry-run", "lint"], cwd=words.ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "--dry-run", "--no-print-directory", "lint"]
+    done = subprocess.run(command, cwd=words.ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].endswith("tests/words.py")
 
 

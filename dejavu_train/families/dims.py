@@ -186,10 +186,9 @@ class ModelDims:
 
 def engine_refusal(dims: ModelDims) -> str | None:
     """What the engines, which compute as an OPT does, lack: "no kernels for ...". None: they run such a model."""
-    others = {name: value for name, value in dims.stored().items() if name not in (*SIZES, "head_dim")}
+    others = {name: value for name, value in dims.stored().items() if name not in (*SIZES, "head_dim", "biases")}
     words = {
         "gated": "a gated MLP",
-        "biases": "maps without biases",
         "rotary_share": "a partial rotation",
         "embedding_norm": "a norm behind the embedding",
         "embedding_dim": f"an embedding of {dims.embedding_dim} columns",

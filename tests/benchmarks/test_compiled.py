@@ -79,7 +79,8 @@ def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
         stack, spilled, shared = map(
             int, re.search(r" (\d+) B stack \((\d+) in loops\), (\d+) B shared", line).groups()
         )
-        assert spilled == 0 and stack <= (64 if "_qkv_" in line else 0), line
+        # Outside loops, by triton 3.9. 3.6 gives 40 to the turned one and 0 to the others.
+        assert spilled == 0 and stack <= (96 if "_qkv_" in line else 0), line
         assert shared <= 49 * 1024, line  # 48 KB, and one of the driver's
         assert "REFUSES" not in line, line
 

@@ -27,7 +27,7 @@ def test_units_have_the_weights_of_the_matrices():
     "name, value, said",
     [("norm", "rms_norm", "norm rms_norm"), ("positions", "alibi", "positions alibi"),
      ("activation", "relu2", "activation relu2"), ("gated", True, "a gated MLP"),
-     ("biases", False, "maps without biases"), ("n_kv_heads", 2, "2 K/V heads of 4 heads")],
+     ("n_kv_heads", 2, "2 K/V heads of 4 heads")],
 )  # fmt: skip
 def test_engines_refuse_what_is_no_opts(name, value, said):
     assert engine_refusal(OPT) is None

@@ -25,7 +25,7 @@ def test_layouts_turn_back_and_a_unit_is_a_range_of_rows():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"d_model": 48, "n_heads": 6}, "hidden_size .* is 48"),
+    ({"d_model": 48, "n_heads": 6}, "hidden_size .* has 48"),
     ({"d_model": 96, "n_heads": 8}, "heads .* are 12 wide"),
 ])  # fmt: skip
 def test_widths_without_a_form_are_refused_by_name(change, message):

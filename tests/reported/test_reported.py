@@ -549,13 +549,13 @@ def the_stored_dtype(case: Case) -> list[str]:
 
 def moved(case: Case, bundle: Bundle) -> Any:
     """What infer.py generates and times with, by its defaults."""
-    from dejavu_train.evaluation import run
+    from dejavu_train.evaluation.calibrated import timed
     from dejavu_train.evaluation.config import InferConfig
 
     folder = case.own / "bundle"
     bundle.save_pretrained(folder)
     found = Bundle.from_pretrained(folder)
-    return found, run._moved(InferConfig(model=str(case.folder), bundle=str(folder)), found)
+    return found, timed(InferConfig(model=str(case.folder), bundle=str(folder)), found)
 
 
 def densities_of_infer(case: Case) -> bool:

@@ -90,7 +90,8 @@ def prepare(entry: Any, arguments: tuple[Any, ...]) -> None:
     """
 
     def show_notice() -> None:
-        kept = "" if isinstance(entry._cache, NullCache) else ", once for each kind of call; later starts read it from the cache"
+        again = ", once for each kind of call; later starts read it from the cache"
+        kept = "" if isinstance(entry._cache, NullCache) else again
         print(f"compiling the CPU engine: some 15 seconds{kept}", file=sys.stderr)
 
     from numba import typeof
