@@ -20,7 +20,8 @@ any_json = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=3,
 )
-small = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+# The same examples in each run: on rare damages libhdf5 itself ends the process, which no test can catch.
+small = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
