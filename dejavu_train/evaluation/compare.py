@@ -19,7 +19,7 @@ from typing import Any
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.figure import STYLES, pyplot, save
 from dejavu_train.evaluation.report import Table, densities_of, table
-from dejavu_train.evaluation.schema import SCHEMA, current
+from dejavu_train.evaluation.schema import read_current
 from dejavu_train.files import read_json, write_text
 
 logger = logging.getLogger(__name__)
@@ -77,13 +77,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     paths = [Path(folder) for folder in folders]
     if len({path.resolve() for path in paths}) < max(2, len(paths)):
         raise UserError(f"expected at least two different folders of infer, got {' '.join(map(str, paths)) or 'none'}")
-    runs = []
-    for path, name in zip(paths, _names(paths), strict=True):
-        found = read_json(path / "results.json", "results.json (dejavu infer writes it)")
-        if not isinstance(found, dict) or found.get("schema") not in (2, SCHEMA):
-            raise UserError(f"{path / 'results.json'} is not of schema 2 or {SCHEMA}; make it anew with dejavu infer")
-        runs.append(Run(name, path, current(found)))
-    return runs
+    return [Run(name, path, read_current(path)) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -25,7 +25,7 @@ from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.report import Table
-from dejavu_train.evaluation.schema import SCHEMA, current
+from dejavu_train.evaluation.schema import read_current
 from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.files import read_json, write_text
@@ -76,10 +76,7 @@ def read_results(folder: str | Path) -> Results:
         UserError: no results.json, or a file that is not what it should be.
     """
     folder = Path(folder)
-    stored_results = read_json(folder / "results.json", "results.json (python infer.py writes it)")
-    if not isinstance(stored_results, dict) or stored_results.get("schema") not in (2, SCHEMA):
-        raise UserError(f"{folder / 'results.json'} is not of schema 2 or {SCHEMA}; make it anew with infer.py")
-    stored_results = current(stored_results)
+    stored_results = read_current(folder)
     observed, observations = None, []
     stored = folder / "observations"
     if (stored / "observations.json").is_file():

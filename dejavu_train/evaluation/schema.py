@@ -1,7 +1,11 @@
 """The schema of results.json, and how a file of the schema before reads."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from dejavu_train.errors import UserError
+from dejavu_train.files import read_json
 
 SCHEMA = 3
 _RENAMED = {  # part -> name in schema 2, name now: the same name stood for candidates in one part, selected in another
@@ -29,3 +33,15 @@ def current(found: Mapping[str, Any]) -> dict[str, Any]:
         if part in found
     }
     return {**found, "schema": SCHEMA, **renamed}
+
+
+def read_current(folder: Path) -> dict[str, Any]:
+    """The results.json of a folder, with the names of the present schema.
+
+    Raises:
+        UserError: no such file, or one of another schema.
+    """
+    stored = read_json(folder / "results.json", "results.json (python infer.py writes it)")
+    if not isinstance(stored, dict) or stored.get("schema") not in (2, SCHEMA):
+        raise UserError(f"{folder / 'results.json'} is not of schema 2 or {SCHEMA}; make it anew with infer.py")
+    return current(stored)

@@ -1,6 +1,6 @@
 """The parts of a decoder layer, whatever a family calls them, and the table of families."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -223,3 +223,20 @@ def families() -> dict[str, Family]:
 def blocks_of(model: Any) -> list[BlockParts]:
     """The decoder layers of a model of any family, in order."""
     return family_of(model).blocks(model)
+
+
+def layer_tensors(
+    layers: Iterable[str], maps: Mapping[str, tuple[int, int]], biases: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of every layer's maps, by their names in a checkpoint.
+
+    Args:
+        layers: what stands in front of a layer's names. maps: (rows, columns) of each weight.
+    """
+    made: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        for name, (rows, columns) in maps.items():
+            made[f"{layer}{name}.weight"] = (rows, columns)
+            if biases:
+                made[f"{layer}{name}.bias"] = (rows,)
+    return made

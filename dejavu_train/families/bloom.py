@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts
+from dejavu_train.families.base import BlockParts, layer_tensors
 from dejavu_train.families.dims import Activation, ModelDims, Positions
 from dejavu_train.families.standard import whole_number
 
@@ -58,10 +58,10 @@ class BloomFamily:
         maps |= {"mlp.dense_h_to_4h": (n, d), "mlp.dense_4h_to_h": (d, n)}
         made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
         norms = ["word_embeddings_layernorm", "ln_f"]
-        for layer in (f"h.{i}." for i in range(dims.n_layers)):
+        layers = [f"h.{i}." for i in range(dims.n_layers)]
+        made |= layer_tensors(layers, maps)
+        for layer in layers:
             norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
-            for name, (rows, columns) in maps.items():
-                made |= {f"{layer}{name}.weight": (rows, columns), f"{layer}{name}.bias": (rows,)}
         made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
         if not values.get("tie_word_embeddings", True):
             made["lm_head.weight"] = (dims.vocab_size, d)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts, refuse_activation
+from dejavu_train.families.base import BlockParts, layer_tensors, refuse_activation
 from dejavu_train.families.dims import Activation, ModelDims
 from dejavu_train.families.standard import whole_number
 
@@ -96,11 +96,10 @@ class OPTFamily:
             made |= {"decoder.project_out.weight": (dims.embedding_dim, d)}
         removed = values.get("_remove_final_layer_norm") or dims.post_norm
         norms = [] if removed else ["decoder.final_layer_norm"]
-        for prefix in map(layer_prefix, range(dims.n_layers)):
-            for name in MATRICES:
-                made[f"{prefix}{name}.weight"] = {UP: (n, d), DOWN: (d, n)}.get(name, (d, d))
-                if values.get("enable_bias", True):
-                    made[f"{prefix}{name}.bias"] = (n if name == UP else d,)
+        layers = list(map(layer_prefix, range(dims.n_layers)))
+        maps = {name: {UP: (n, d), DOWN: (d, n)}.get(name, (d, d)) for name in MATRICES}
+        made |= layer_tensors(layers, maps, values.get("enable_bias", True))
+        for prefix in layers:
             norms += [prefix + NORM_ATTN, prefix + NORM_MLP]
         if values.get("layer_norm_elementwise_affine", True):
             made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}

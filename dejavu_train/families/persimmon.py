@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.families.base import BlockParts
+from dejavu_train.families.base import BlockParts, layer_tensors
 from dejavu_train.families.dims import Activation, ModelDims, Norm, QkNorm
 from dejavu_train.families.squared import with_wide_squares
 from dejavu_train.families.standard import StandardFamily
@@ -39,12 +39,12 @@ class PersimmonFamily(StandardFamily):
         maps |= {"mlp.dense_h_to_4h": (n, d), "mlp.dense_4h_to_h": (d, n)}
         made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
         norms = {"final_layernorm": (d,)}
-        for layer in (f"layers.{i}." for i in range(dims.n_layers)):
+        layers = [f"layers.{i}." for i in range(dims.n_layers)]
+        made |= layer_tensors(layers, maps)
+        for layer in layers:
             norms |= {f"{layer}input_layernorm": (d,), f"{layer}post_attention_layernorm": (d,)}
             if dims.qk_norm != QkNorm.NONE:
                 norms |= {f"{layer}self_attn.q_layernorm": e, f"{layer}self_attn.k_layernorm": e}
-            for name, (rows, columns) in maps.items():
-                made |= {f"{layer}{name}.weight": (rows, columns), f"{layer}{name}.bias": (rows,)}
         made |= {f"{name}.{part}": size for name, size in norms.items() for part in ("weight", "bias")}
         if not values.get("tie_word_embeddings", False):
             made["lm_head.weight"] = (dims.vocab_size, d)

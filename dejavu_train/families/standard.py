@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts, refuse_activation
+from dejavu_train.families.base import BlockParts, layer_tensors, refuse_activation
 from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
@@ -105,12 +105,10 @@ class StandardFamily:
             maps["mlp.gate_proj"] = (n, d)
         made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
         norms = ["norm"]
-        for layer in (f"layers.{i}." for i in range(dims.n_layers)):
+        layers = [f"layers.{i}." for i in range(dims.n_layers)]
+        made |= layer_tensors(layers, maps, dims.biases)
+        for layer in layers:
             norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
-            for name, (rows, columns) in maps.items():
-                made[f"{layer}{name}.weight"] = (rows, columns)
-                if dims.biases:
-                    made[f"{layer}{name}.bias"] = (rows,)
         parts = {Norm.RMS_NORM: ("weight",), Norm.RMS_NORM_PLAIN: ()}.get(self.norm, ("weight", "bias"))
         made |= {f"{name}.{part}": (d,) for name in norms for part in parts}
         if not self.given(values).get("tie_word_embeddings", False):
