@@ -28,6 +28,7 @@ from dejavu_train.data.samples import Rows, Write, load_samples, transformers_wr
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
+from dejavu_train.engine import runs
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
@@ -209,7 +210,8 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     settings, run = config.text.sample, config.collect
     device = resolve_device(run.device)
     model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
-    if device.type != "cuda" or run.device_map is not None or engine_refusal(dims_of(model.config)) is not None:
+    refused = engine_refusal(dims_of(model.config), runs.GPU)
+    if device.type != "cuda" or run.device_map is not None or refused is not None:
         return transformers_writer(model, settings), "transformers"
     from dejavu_train.engine.decode import DecodeEngine  # imports triton
     from dejavu_train.engine.options import EngineOptions

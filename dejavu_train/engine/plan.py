@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dejavu_train.engine import cpu_limits as cpu
+from dejavu_train.engine import runs
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
 from dejavu_train.engine.options import EngineOptions
@@ -125,7 +126,7 @@ def with_screen(plan: StepPlan, asked: bool | None, free: int | None) -> StepPla
 
 def _check_dims(dims: ModelDims, engine: Engine) -> None:
     """Raise Unsupported for a layer that no kernel computes."""
-    if (why := engine_refusal(dims)) is not None:
+    if (why := engine_refusal(dims, runs.CPU if engine is Engine.CPU else runs.GPU)) is not None:
         raise Unsupported(f"{'the CPU engine' if engine is Engine.CPU else 'the decode engine'} has {why}")
     if engine in (Engine.GPU, Engine.INTERPRETER) and dims.head_dim not in HEAD_DIMS:
         raise Unsupported(f"head dim {dims.head_dim} has no kernels (there are {', '.join(map(str, HEAD_DIMS))})")

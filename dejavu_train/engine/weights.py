@@ -24,10 +24,12 @@ from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
+from dejavu_train.engine import runs
 from dejavu_train.engine.planned import Formats
-from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of, dims_of
+from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
 from dejavu_train.families.opt import DOWN, OUT, POSITIONS_OFFSET, QKV, UP
-from dejavu_train.families.plain import check_read, plain_block, plain_linear, plain_table
+from dejavu_train.families.plain import plain_block, plain_linear, plain_table
+from dejavu_train.families.read import check_read
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -108,8 +110,7 @@ class DecodeWeights:
         Raises:
             UserError: not a pre-norm ReLU OPT. Unsupported: an LM head in 8 bits.
         """
-        check_read(model)
-        shape = dims_of(model.config)
+        shape = check_read(model, runs.GPU)
         decoder = model.model.decoder
         h, hd, d = shape.n_heads, shape.head_dim, shape.d_model
 

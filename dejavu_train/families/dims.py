@@ -1,6 +1,6 @@
 """The sizes of a model of any family, and the names of what a predictor chooses from. Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -184,9 +184,19 @@ class ModelDims:
         return self.d_model * sum(self.units(target) * self.rows_of(target) for target in TARGETS)
 
 
-def engine_refusal(dims: ModelDims) -> str | None:
-    """What the engines, which compute as an OPT does, lack: "no kernels for ...". None: they run such a model."""
-    others = {name: value for name, value in dims.stored().items() if name not in (*SIZES, "head_dim", "biases")}
+Runs = Mapping[str, Collection[Any] | None]
+"""What an engine runs beside an OPT: values of fields of :class:`ModelDims` by their names. None = all values."""
+
+
+def engine_refusal(dims: ModelDims, runs: Runs) -> str | None:
+    """What an engine lacks: "no kernels for ...". None: it runs such a model."""
+
+    def lacks(name: str, value: Any) -> bool:
+        allowed = runs.get(name, ())
+        return allowed is not None and value not in allowed
+
+    free = (*SIZES, "head_dim", "biases")
+    others = {name: value for name, value in dims.stored().items() if name not in free and lacks(name, value)}
     words = {
         "gated": "a gated MLP",
         "rotary_share": "a partial rotation",
@@ -215,6 +225,7 @@ __all__ = [
     "Norm",
     "Positions",
     "QkNorm",
+    "Runs",
     "Site",
     "Target",
     "UnitKey",

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.families.base import BlockParts, blocks_of, dims_of, family_of
-from dejavu_train.families.dims import engine_refusal
+from dejavu_train.families.base import BlockParts, blocks_of
 from dejavu_train.families.opt import POSITIONS_OFFSET
 
 
@@ -113,30 +112,6 @@ def plain_up(block: BlockParts) -> Any:
     except NotPlain as refusal:
         remedy = "give a bundle without one (calibrate.cascade null)"
         raise UserError(f"{refusal}, and a second stage reads it; {remedy}") from None
-
-
-def check_read(model: Any) -> None:
-    """Refuse what an engine would leave out that reads LayerNorms, the LM head and numbers by what an OPT's are.
-
-    Raises:
-        NotPlain: as :func:`check_calls`. A LayerNorm of another class, an LM head with a bias, another activation or
-            scaling.
-    """
-    if (why := engine_refusal(dims_of(model.config))) is not None:
-        raise NotPlain(f"a {type(model).__name__}", f"is not what an engine runs, which has {why}")
-    check_calls(model)
-    norms = {"the final norm": family_of(model).final_norm(model)}
-    for block in blocks_of(model):
-        if not isinstance(block.activate, nn.ReLU):
-            raise NotPlain(f"{block.name} (activate)", f"is a {type(block.activate).__name__}, not a ReLU")
-        if block.scaling != block.head_dim**-0.5:
-            raise NotPlain(block.name, f"scales queries by {block.scaling}, not by head_dim**-0.5")
-        norms |= {f"{block.name} (norm_attn)": block.norm_attn, f"{block.name} (norm_mlp)": block.norm_mlp}
-    for name, norm in norms.items():
-        if type(norm) is not nn.LayerNorm:
-            raise NotPlain(name, f"is a {type(norm).__name__}, whose weight is not all that it does")
-    if plain_linear("lm_head", model.get_output_embeddings()).bias is not None:
-        raise NotPlain("lm_head", "has a bias, which an OPT's has not")
 
 
 def plain_table(name: str, module: Any, kind: type[nn.Module] = nn.Embedding) -> Tensor:

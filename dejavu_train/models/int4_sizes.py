@@ -49,7 +49,7 @@ def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]
     Raises:
         UserError: a model that is no OPT, or a width that has no 4-bit form, by name.
     """
-    if (refusal := engine_refusal(shape)) is not None:
+    if (refusal := engine_refusal(shape, {})) is not None:
         raise UserError(f"{name} has no 4-bit form: there are {refusal}; give weights of float16")
     d, n, h, e = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
     group = _group(d, name)

@@ -15,6 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
+from dejavu_train.engine import runs
 from dejavu_train.engine.options import POLICIES
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
@@ -197,7 +198,7 @@ def _engine_backend(
     backend: str, model: Any, bundle: Bundle, kv_policy: str, ops: str, guarded: GuardState | None
 ) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
-    if (why := engine_refusal(dims_of(model.config))) is not None:
+    if (why := engine_refusal(dims_of(model.config), runs.CPU if backend == "cpu" else runs.GPU)) is not None:
         raise Unsupported(f"the engine {backend} has {why}")
     try:
         if backend == "cpu":

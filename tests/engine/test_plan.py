@@ -124,7 +124,7 @@ def test_a_guard_makes_no_input_ahead_and_says_so():
 
 
 def test_another_norm_than_a_layer_norm_does_not_come_late(monkeypatch):
-    monkeypatch.setattr("dejavu_train.engine.plan.engine_refusal", lambda dims: None)
+    monkeypatch.setattr("dejavu_train.engine.plan.engine_refusal", lambda dims, runs: None)
     made = plan(facts(ahead=1), dims=replace(OPT_66B, norm="rms_norm"))
     assert not any(half.late for half in made.halves)
     assert "put right for a LayerNorm that comes late, not for rms_norm" in made.describe()

@@ -30,9 +30,10 @@ def test_units_have_the_weights_of_the_matrices():
      ("n_kv_heads", 2, "2 K/V heads of 4 heads")],
 )  # fmt: skip
 def test_engines_refuse_what_is_no_opts(name, value, said):
-    assert engine_refusal(OPT) is None
+    assert engine_refusal(OPT, {}) is None
     other = ModelDims(**{**OPT.stored(), name: value})
-    assert engine_refusal(other) == f"no kernels for {said}"
+    assert engine_refusal(other, {}) == f"no kernels for {said}"
+    assert engine_refusal(other, {name: None}) is None and engine_refusal(other, {name: (value,)}) is None
     assert ModelDims.from_stored(other.stored()) == other
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
+from dejavu_train.engine import runs
 from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_UP, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu_limits import CHUNK
@@ -25,7 +26,8 @@ from dejavu_train.engine.planned import Formats
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of, family_of
 from dejavu_train.families.opt import POSITIONS_OFFSET
-from dejavu_train.families.plain import NotPlain, check_read, plain_block, plain_linear, plain_table
+from dejavu_train.families.plain import NotPlain, plain_block, plain_linear, plain_table
+from dejavu_train.families.read import check_read
 from dejavu_train.machine import free_memory
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 
@@ -68,8 +70,7 @@ class CpuWeights:
             UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model. Weights that are
                 not finite, by layer.
         """
-        shape = dims_of(model.config)
-        check_read(model)
+        shape = check_read(model, runs.CPU)
         family, blocks = family_of(model), blocks_of(model)
         tokens, learned = family.embeddings(model)
         stored, note = how_stored(model, stored)

@@ -1,0 +1,75 @@
+"""Tiny random models of every family, with norms and biases of random numbers."""
+
+from pathlib import Path
+
+import torch
+from conftest import save_tiny_tokenizer
+from transformers import (
+    ArceeConfig,
+    BloomConfig,
+    Jais2Config,
+    LlamaConfig,
+    MistralConfig,
+    NanoChatConfig,
+    NemotronConfig,
+    OPTConfig,
+    PersimmonConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from dejavu_train.families import gates  # noqa: F401  lets hidden_act name them
+
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,
+    "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+}  # fmt: skip
+OPT_SIZES = {
+    "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,
+    "max_position_embeddings": 256, "init_std": 0.15, "dropout": 0.0,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+CASES = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, hidden_act="relu", attention_bias=True, mlp_bias=True),
+    "fatrelu": LlamaConfig(**SIZES, num_key_value_heads=3, hidden_act="fatrelu", hidden_act_param=0.2),
+    "drelu": MistralConfig(**SIZES, num_key_value_heads=2, hidden_act="drelu", sliding_window=None),
+    # AFM's positions. The class's defaults are other ones.
+    "arcee": ArceeConfig(**SIZES, num_key_value_heads=2, rope_parameters=YARN),
+    # Heads times their width, 6 x 16, are not the model's width.
+    "nemotron": NemotronConfig(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
+    "jais2": Jais2Config(**SIZES, num_key_value_heads=6),
+    "persimmon": PersimmonConfig(**SIZES),
+    "nanochat": NanoChatConfig(**SIZES, num_key_value_heads=3, final_logit_softcapping=2.0),
+    "350m": OPTConfig(**OPT_SIZES, do_layer_norm_before=False, word_embed_proj_dim=24),
+    "galactica": OPTConfig(
+        **OPT_SIZES, word_embed_proj_dim=48, activation_function="gelu", enable_bias=False,
+        layer_norm_elementwise_affine=False,
+    ),
+    # Six heads: slopes of a number that is no power of two, as in BLOOM-176B, which has 112.
+    "bloom": BloomConfig(
+        vocab_size=320, hidden_size=48, n_layer=2, n_head=6, bos_token_id=2, eos_token_id=2, pad_token_id=1,
+        seq_length=256, initializer_range=0.15,
+    ),
+}  # fmt: skip
+
+
+def save_family(name: str, folder: Path, **overrides) -> Path:
+    """Saves a model of a name of ``CASES``. overrides: of its configuration."""
+    save_tiny_tokenizer(folder)
+    config = CASES[name]
+    config = type(config).from_dict({**config.to_dict(), **overrides}) if overrides else config
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    with torch.no_grad():  # whatever is ones or zeros at first would hide what is left out
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name or "ln_f" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def padded(columns=12, seed=0):
+    """Two rows, the first with padding on the left."""
+    ids = torch.randint(3, 300, (2, columns), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    ids[0, :5], mask[0, :5] = 1, 0
+    return {"input_ids": ids, "attention_mask": mask}
