@@ -303,7 +303,7 @@ class RunConfig:
 
 _TAKEN = (  # what else lies in an output folder
     "activations", "predictors", "tuned", "run.json", "config.yaml", "tuning.ckpt", "wandb", "results.json",
-    "report.html", "curve.png", "observations", "generation",
+    "report.html", "curve.png", "observations", "generation", "experiments",
 )  # fmt: skip
 _LONGEST_NAME = 200  # bytes; file systems take 255
 

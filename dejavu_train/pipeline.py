@@ -42,16 +42,17 @@ from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
 from dejavu_train.training.callbacks import most_recall
+from dejavu_train.training.experiment import Experiment
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
     has_predictor,
     is_finished,
     job_folder,
-    log_summary,
     run_job,
     stored_stage,
     summary_rows,
 )
+from dejavu_train.training.loggers import build_loggers
 from dejavu_train.training.rehearsal import rehearse
 from dejavu_train.training.trainer import build_trainer, resolved_arguments, start_device
 
@@ -110,6 +111,7 @@ def _run(
         config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
     )
     say_what_density_holds(resolved, activations)
+    experiment = Experiment(config)
     began = time.monotonic()
     for number, job in enumerate(own, 1):
         title = f"[{number}/{len(own)}] layer {job[0]} {job[1]}"
@@ -121,6 +123,8 @@ def _run(
         logger.info("%s: training%s", title, again)
         if not run_job(resolved, job, title, stages[job[1]]):
             logger.info("%s: another process is training it", title)
+        elif own == jobs:
+            experiment.log_job(job)
     logger.info("trained in %.0f s", time.monotonic() - began)
 
     open_jobs = [job for job in jobs if not is_finished(output, job, stages[job[1]])]
@@ -136,7 +140,7 @@ def _run(
             trained, calibrated = resolved.mlp.density, config.calibrate.mlp_density
             if config.mlp.enabled and trained != calibrated and config.calibrate.budget is None:
                 logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, calibrated)
-            finish(config, output, jobs, stage)
+            experiment.close(finish(config, output, jobs, stage), jobs)
     print(f"bundle: {folder}")
 
 
@@ -233,7 +237,7 @@ def engine_writer(engine: Any, settings: SampleConfig) -> Write:
     return write
 
 
-def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stage) -> None:
+def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stage) -> Bundle:
     """Calibrate, write the bundle, and show what it has. ``summary.csv`` has what training had."""
     activations = output / "activations"
     windows = ShardReader(activations, 0, "calibration").windows() if config.calibrate.sensitivity_tokens else None
@@ -277,7 +281,7 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
     with replacing(output / "predictors" / "summary.csv") as path:
         path.write_text("\n".join(",".join(str(value) for value in row) for row in [columns, *rows]) + "\n")
     print(bundle_summary(bundle))
-    log_summary(config, jobs)
+    return bundle
 
 
 def finetune_all(
@@ -322,11 +326,13 @@ def check_trainer(config: RunConfig, job: UnitKey) -> None:
     """Refuse trainer arguments that cannot work before anything is collected.
 
     Raises:
-        UserError: as :func:`dejavu_train.training.trainer.build_trainer` and
-            :func:`dejavu_train.training.rehearsal.rehearse`.
+        UserError: as :func:`dejavu_train.training.trainer.build_trainer`,
+            :func:`dejavu_train.training.loggers.build_loggers` and :func:`dejavu_train.training.rehearsal.rehearse`.
     """
     with tempfile.TemporaryDirectory() as folder:  # loggers make folders
-        build_trainer(dataclasses.replace(config, output=folder), job, Path(folder), [])
+        elsewhere = dataclasses.replace(config, output=folder)
+        build_loggers(elsewhere)
+        build_trainer(elsewhere, job, Path(folder), [])
     rehearse(config, job)
 
 

@@ -1,8 +1,9 @@
 """Compare runs of `infer`: what differs between them, quality against bytes and time, as tables and a picture.
 
-    dejavu compare RUN RUN ... [--output FOLDER]
+    dejavu compare RUN RUN ... [--by SETTING] [--output FOLDER]
 
 A RUN is a folder with results.json. --output writes compare.csv, compare.md, and the picture as .svg and .png.
+--by names a setting, such as mlp.rank: runs with the same value of it are one line of the picture.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.figure import STYLES, pyplot, save
 from dejavu_train.evaluation.report import Table, densities_of, table
 from dejavu_train.evaluation.schema import read_current
+from dejavu_train.experiments import record_of
 from dejavu_train.files import read_json, write_text
 
 logger = logging.getLogger(__name__)
 QUALITY = ("mlp_candidates", "mlp_selected", "head_selected", "mlp_bytes", "mlp_recall", "mlp_retained_mass")
-_TIME = ("backend", "ms_per_token", "megabytes_per_token")
+_TIME = ("backend", "ms_per_token", "ms_p20", "ms_p80", "megabytes_per_token")
 COLUMNS = ("run", "text", "densities", "as_calibrated", *QUALITY, "increase", "increase_error", *_TIME)
 _PLACES = {"output", "bundle"}  # settings that always differ: where things lie
 
@@ -39,7 +41,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of `infer`, and of the calibration and training as the bundle's folder tells them, if it is still there."""
+        """Of `infer`, and of calibration and training: as the experiment has them, else as the bundle tells them."""
         settings = {key: value for key, value in (self.found.get("config") or {}).items() if key not in _PLACES}
         for key in ("model", "bundle"):
             settings[f"hash of the {key}"] = (self.found.get("hashes") or {}).get(key)
@@ -47,6 +49,10 @@ class Run:
         if bundle.is_file():
             stored = read_json(bundle, "the bundle")
             metadata = stored.get("metadata", {})
+            record = record_of(bundle.parent, metadata)
+            if record is not None:
+                trained = {key: value for key, value in record.settings.items() if key not in _PLACES}
+                return {key: value for key, value in settings.items() if key not in trained} | trained
             for part in ("stage", "train", "collect"):
                 settings |= (metadata.get(part) or {}).get("keys", {})
             for target in stored.get("targets", ()):
@@ -95,7 +101,10 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def differences(runs: Sequence[Run]) -> Table:
-    """Settings that are not the same in all runs, one row each. A setting that a run does not have is a dash."""
+    """Settings that are not the same in all runs. A setting that a run does not have is a dash.
+
+    Each setting is a row, or each run where there are more than three and more than settings.
+    """
     settings = [run.settings for run in runs]
     keys = dict.fromkeys(key for each in settings for key in each)
     cells = []
@@ -103,7 +112,11 @@ def differences(runs: Sequence[Run]) -> Table:
         values = ["-" if each.get(key) is None else _short(each[key]) for each in settings]
         if len(set(values)) > 1:
             cells.append([key, *values])
-    return Table("settings that differ", ["setting", *(run.name for run in runs)], cells)
+    table = [["setting", *(run.name for run in runs)], *cells]
+    if len(runs) > max(3, len(cells)):
+        table = [list(column) for column in zip(*table, strict=True)]
+        table[0][0] = "run"
+    return Table("settings that differ", table[0], table[1:])
 
 
 def _short(value: Any) -> str:
@@ -125,7 +138,9 @@ def compared_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 values |= {"as_calibrated": bool(row.get("as_calibrated"))}
                 values |= {key: row.get(key) for key in (*QUALITY, "increase", "increase_error")}
                 if time is not None and row is timed:
-                    values |= {"backend": time["backend"], "ms_per_token": time["ms_per_token"]["p50"]}
+                    spent = time["ms_per_token"]
+                    values |= {"backend": time["backend"], "ms_per_token": spent["p50"]}
+                    values |= {"ms_p20": spent.get("p20"), "ms_p80": spent.get("p80")}
                     values["megabytes_per_token"] = time.get("megabytes_per_token")
                 rows.append(values)
     return rows
@@ -156,7 +171,7 @@ def compared_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             row["densities"],
             *(_percent(row[key]) for key in ("mlp_selected", "head_selected", "mlp_bytes", "mlp_recall")),
             *(_percent(row[key]) for key in ("mlp_retained_mass", "increase", "increase_error")),
-            "-" if row.get("ms_per_token") is None else f"{row['ms_per_token']:.3g}",
+            _milliseconds(row),
         ]
         for row in rows
     ]
@@ -174,6 +189,13 @@ def times_table(runs: Sequence[Run]) -> Table:
         for time in run.found["timing"]
     ]
     return Table("decoding", headings, cells)
+
+
+def _milliseconds(row: Mapping[str, Any]) -> str:
+    if row.get("ms_per_token") is None:
+        return "-"
+    spread = "" if row.get("ms_p20") is None else f" ({row['ms_p20']:.3g} to {row['ms_p80']:.3g})"
+    return f"{row['ms_per_token']:.3g}{spread}"
 
 
 def _percent(value: float | None) -> str:
@@ -196,8 +218,27 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def draw(rows: Sequence[Mapping[str, Any]], stem: Path) -> bool:
+def lines_by(runs: Sequence[Run], setting: str | None) -> dict[str, str]:
+    """The line of the picture to which each run belongs, by the run's name: its own, or that of its setting's value.
+
+    Raises:
+        UserError: a setting that is the same in all runs, or unknown.
+    """
+    if setting is None:
+        return {run.name: run.name for run in runs}
+    values = {run.name: str(run.settings.get(setting, "-")) for run in runs}
+    if len(set(values.values())) == 1:
+        table = differences(runs)
+        named = [cells[0] for cells in table.cells] if table.headings[0] == "setting" else table.headings[1:]
+        raise UserError(f"--by {setting} is the same in all runs; what differs is {', '.join(named) or 'nothing'}")
+    return {run: f"{setting} {value}" for run, value in values.items()}
+
+
+def draw(rows: Sequence[Mapping[str, Any]], stem: Path, lines: Mapping[str, str]) -> bool:
     """Draw increases against bytes for each text, with errors, and against time where it is known.
+
+    Args:
+        lines: the line to which each run's rows belong.
 
     Returns: False without matplotlib.
     """
@@ -209,21 +250,28 @@ def draw(rows: Sequence[Mapping[str, Any]], stem: Path) -> bool:
     axes = [(text, "mlp_bytes", [row for row in rows if row["text"] == text]) for text in texts]
     axes += [(text, "ms_per_token", found) for text in texts[:1] if (found := [r for r in timed if r["text"] == text])]
     columns = min(3, len(axes))
-    lines = math.ceil(len(axes) / columns)
-    size = {"figsize": (4.5 * columns, 3.6 * lines), "layout": "constrained"}
-    figure, panels = plt.subplots(lines, columns, squeeze=False, **size)
-    styles = dict(zip(dict.fromkeys(row["run"] for row in rows), _styles(), strict=False))
+    height = math.ceil(len(axes) / columns)
+    size = {"figsize": (4.5 * columns, 3.6 * height), "layout": "constrained"}
+    figure, panels = plt.subplots(height, columns, squeeze=False, **size)
+    styles = dict(zip(dict.fromkeys(lines[row["run"]] for row in rows), _styles(), strict=False))
     for panel, (text, by, found) in zip(panels.flat, axes, strict=False):
-        for run, (colour, marker, line) in styles.items():
-            own = sorted((row for row in found if row["run"] == run and row[by] is not None), key=lambda row: row[by])
+        for name, (colour, marker, line) in styles.items():
+            of_line = (row for row in found if lines[row["run"]] == name and row[by] is not None)
+            own = sorted(of_line, key=lambda row: row[by])
             if own:
                 scale = 100 if by == "mlp_bytes" else 1
                 x, y = [scale * row[by] for row in own], [100 * row["increase"] for row in own]
                 bars = [100 * (row["increase_error"] or 0.0) for row in own]
-                panel.errorbar(x, y, bars, color=colour, marker=marker, linestyle=line, capsize=2.5, label=run)
+                spread = None
+                if by == "ms_per_token" and all(row["ms_p20"] is not None and row["ms_p80"] is not None for row in own):
+                    spread = [[row[by] - row["ms_p20"] for row in own], [row["ms_p80"] - row[by] for row in own]]
+                style = {"color": colour, "marker": marker, "linestyle": line, "capsize": 2.5}
+                panel.errorbar(x, y, bars, spread, label=name, **style)
         panel.axhline(0, color="0.6", linewidth=0.8)
         panel.set_title(text, loc="left", fontsize=10)
-        panel.set_xlabel("MLP bytes of a token, % of dense" if by == "mlp_bytes" else "ms a token")
+        panel.set_xlabel(
+            "MLP bytes of a token, % of dense" if by == "mlp_bytes" else "ms a token, bars from p20 to p80"
+        )
         panel.set_ylabel("increase of perplexity, %")
         panel.grid(alpha=0.3)
     for panel in list(panels.flat)[len(axes) :]:
@@ -245,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser("dejavu compare", description=__doc__, formatter_class=raw)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a folder in which infer left results.json")
+    parser.add_argument("--by", metavar="SETTING", help="runs with the same value of it are one line of the picture")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write compare.csv, .md, .svg and .png there")
     given = parser.parse_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -252,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = compared_rows(runs)
     if not rows:
         raise UserError("no run scored what its predictors select; run dejavu infer with --text and --densities")
+    lines = lines_by(runs, given.by)
     for line in warnings(runs):
         logger.warning("note: %s", line)
     parts = [
@@ -267,5 +317,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.output.mkdir(parents=True, exist_ok=True)
         write_text(given.output / "compare.csv", buffer.getvalue())
         write_text(given.output / "compare.md", "\n\n".join(f"```\n{part}\n```" for part in parts) + "\n")
-        drawn = draw(rows, given.output / "compare")
+        drawn = draw(rows, given.output / "compare", lines)
         logger.info("wrote %s/compare.%s", given.output, "csv, .md, .svg and .png" if drawn else "csv and .md")

@@ -15,7 +15,7 @@ import logging
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -233,9 +233,14 @@ def all_tables(results: Results) -> Iterable[Table]:
     yield from (one.table for one in results.observations)
 
 
-def log_to_wandb(results: Results, project: str) -> None:
-    """Log all tables, and all pictures as PNG, as one run of ``project``. WANDB_MODE=offline keeps it on disk.
+def log_to_wandb(
+    results: Results, project: str, numbers: Mapping[str, float] | None = None, record: Any = None
+) -> None:
+    """Log all tables, and all pictures as PNG, as a run of ``project``. WANDB_MODE=offline keeps it on disk.
 
+    Args:
+        numbers: to log beside them, by name.
+        record: of the experiment that made the bundle. Its run goes on where it is of the same project.
     Raises:
         UserError: wandb is not installed, or has no key and is not offline.
     """
@@ -243,16 +248,38 @@ def log_to_wandb(results: Results, project: str) -> None:
         import wandb
     except ImportError:
         raise UserError("--wandb needs wandb: pip install 'dejavu-train[train]'") from None
-    try:
-        run = wandb.init(project=project, dir=str(results.folder), job_type="infer", config=results.found.get("config"))
-    except wandb.errors.UsageError as error:
-        raise UserError(f"--wandb: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
+    before = None if record is None else record.logger("wandb")
     tables = {table.name: wandb.Table(columns=table.headings, data=table.cells) for table in all_tables(results)}
     drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.svg]
     pictures = [results.folder / "curve.png", results.folder / "generation" / "generation.png"]
     pictures += [results.folder / "paper" / "fig7.png", *drawn]
-    run.log(tables | {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()})
+    shown = {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()}
+    if before is not None and before["project"] == project:
+        run = start_wandb(project, record.path.parent.parent, "--wandb", before)
+    else:
+        run = start_wandb(project, results.folder, "--wandb", {"config": results.found.get("config")})
+    run.log(dict(numbers or {}) | tables | shown)
     run.finish()
+
+
+def start_wandb(project: str, folder: Path, flag: str, about: Mapping[str, Any]) -> Any:
+    """A run of Weights & Biases. One whose id ``about`` holds goes on.
+
+    Args:
+        folder: where it lies as long as it is not uploaded.
+        flag: to blame.
+        about: arguments of ``wandb.init``.
+    Raises:
+        UserError: it has no key and is not offline.
+    """
+    import wandb
+
+    known = {key: value for key, value in about.items() if value is not None and key != "kind"}
+    known |= {"resume": "allow"} if "id" in known else {"job_type": "infer"}
+    try:
+        return wandb.init(**known | {"project": project, "dir": str(folder)})
+    except wandb.errors.UsageError as error:
+        raise UserError(f"{flag}: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
 
 
 class _Parser(argparse.ArgumentParser):

@@ -18,6 +18,7 @@ from dejavu_train.engine import cpu_limits
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
+from dejavu_train.evaluation.attach import attach, numbers_of
 from dejavu_train.evaluation.calibrated import described, ignored, opening, timed, writing
 from dejavu_train.evaluation.check import check, planned_step
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
@@ -40,6 +41,7 @@ from dejavu_train.evaluation.timing import (
     time_engine,
 )
 from dejavu_train.evaluation.verdict import verdict
+from dejavu_train.experiments import record_of, use_wandb_offline_without_key
 from dejavu_train.families import TARGETS, Target, dims_of
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.finite import FiniteLogits
@@ -132,8 +134,12 @@ def run(config: InferConfig) -> None:
     logger.info("wrote %s", " and ".join(written))
     if said := verdict(results):
         print("\n" + "\n".join(said))
+    record = record_of(config.bundle, bundle.metadata)
+    if record is not None:
+        use_wandb_offline_without_key()
+        attach(results, record, wandb_too=config.wandb is None)
     if config.wandb is not None:
-        log_to_wandb(read_results(config.output), config.wandb)
+        log_to_wandb(read_results(config.output), config.wandb, numbers_of(results), record)
 
 
 def _predictor_class(config: InferConfig) -> PredictorClass | dict[str, PredictorClass] | None:

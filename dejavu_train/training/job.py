@@ -41,7 +41,7 @@ from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.families import TARGETS, Target, UnitKey
+from dejavu_train.families import Target, UnitKey
 from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed, write_text
 from dejavu_train.locks import Held, claim, ours
 from dejavu_train.predictors.checkpoint import check_predictor
@@ -49,7 +49,7 @@ from dejavu_train.stages import Stage
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line, most_recall
 from dejavu_train.training.lit_predictor import LitPredictor
-from dejavu_train.training.loggers import SUMMARY, as_list, build_loggers
+from dejavu_train.training.loggers import as_list
 from dejavu_train.training.trainer import build_trainer, count_devices, count_epochs, quiet, start_device
 
 logger = logging.getLogger(__name__)
@@ -266,10 +266,6 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
             metrics["step_rows_per_s"],
         )
         export(folder, config, job, predictor, (data.d_in, data.n_units), metrics)
-    for each in trainer.loggers:
-        finish = getattr(each.experiment, "finish", None) if trainer.is_global_zero else None
-        if callable(finish):  # a wandb run must end before the next one begins
-            finish()
 
 
 def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataModule, last: Path) -> None:
@@ -324,8 +320,8 @@ def summary_rows(output: str | Path, jobs: Sequence[UnitKey]) -> tuple[list[str]
     """Columns and one row per finished predictor, for tables."""
     headings = {
         "active_density": "active", "density": "density", "recall": "recall", "at_most": "at most",
-        "precision": "precision", "retained_mass": "retained mass", "steps": "steps", "seconds": "seconds",
-        "loader_rows_per_s": "loader rows/s", "step_rows_per_s": "step rows/s",
+        "recall_at_active_density": "recall at active", "precision": "precision", "retained_mass": "retained mass",
+        "steps": "steps", "seconds": "seconds", "loader_rows_per_s": "loader rows/s", "step_rows_per_s": "step rows/s",
     }  # fmt: skip
     rows = []
     for job in jobs:
@@ -335,26 +331,3 @@ def summary_rows(output: str | Path, jobs: Sequence[UnitKey]) -> tuple[list[str]
             metrics["at_most"] = most_recall(metrics["density"], metrics["active_density"])
             rows.append([job.layer, str(job.target), metadata["rank"], *(metrics[name] for name in headings)])
     return ["layer", "target", "rank", *headings.values()], rows
-
-
-def mean_metrics(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """The means over the layers of what a predictor is judged by, as ``mlp/recall``."""
-    table = [dict(zip(columns, row, strict=True)) for row in rows]
-    return {
-        f"{target}/{name.replace(' ', '_')}": sum(row[name] for row in own) / len(own)
-        for target in TARGETS
-        if (own := [row for row in table if row["target"] == target])
-        for name in ("recall", "precision", "retained mass")
-    }
-
-
-def log_summary(config: RunConfig, jobs: Sequence[UnitKey]) -> None:
-    """One table of all predictors, as its own run of the group, in loggers that take tables (wandb)."""
-    entries = [e for e in as_list(config.trainer.get("logger")) if isinstance(e, dict) and "Wandb" in e["class_path"]]
-    if entries:
-        columns, rows = summary_rows(config.output, jobs)
-        with quiet():
-            for each in build_loggers(config, entries, Path(config.output) / "predictors", SUMMARY)[1:]:
-                each.log_table("predictors", columns, rows)
-                each.log_metrics(mean_metrics(columns, rows))  # what a sweep can compare
-                each.experiment.finish()

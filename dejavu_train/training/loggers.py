@@ -1,25 +1,19 @@
-"""Builds the loggers of one job: CSV always, and those of the configuration, with their run, group and folder."""
+"""Builds the loggers that a configuration names, each with its run, group and folder. Jobs have CSV alone."""
 
-import hashlib
 import importlib
 import inspect
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dejavu_train.config import RunConfig
-from dejavu_train.errors import UserError
-from dejavu_train.stages import trained_identity
+from dejavu_train.errors import UserError, first_line
+from dejavu_train.experiments import clean_id, has_wandb_key, use_wandb_offline_without_key
+from dejavu_train.stages import calibrate_stage, trained_identity
 
-SUMMARY = "summary"  # the run of a table of all jobs
-LONGEST_ID = 100  # it is part of a folder's name
-# What an agent of wandb gives the process of a trial. wandb would give every job the run that they name.
-_SWEEP = ("WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH")
-_TAKEN = "DEJAVU_TRAIN_"
 # Arguments of wandb.init as wandb.Settings calls them.
 _SETTINGS = {
     "id": "run_id", "group": "run_group", "name": "run_name", "project": "project", "entity": "entity",
@@ -27,21 +21,21 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -> list[Any]:
-    """CSV always, and the loggers of the configuration, each with run, group and folder where it takes them.
+def experiment_id(config: RunConfig) -> str:
+    """The name of an experiment: the output's, and a hash of all that decides what the bundle is."""
+    return clean_id(f"{Path(config.output).resolve().name}-{calibrate_stage(config).identity[:8]}")
 
-    Args:
-        configured: one entry or several, each with ``class_path``.
-        folder: that of the job. CSV writes there.
-        name: of the job, or ``summary``.
+
+def build_loggers(config: RunConfig) -> list[Any]:
+    """The loggers of the configuration, one run each for the experiment, with what they take of id, group and folder.
 
     Raises:
         UserError: a logger that is not there, does not take its arguments, or that wandb would refuse when it begins.
     """
     use_wandb_offline_without_key()
-    group = f"{Path(config.output).resolve().name}-{trained_identity(config)[:8]}"
-    loggers: list[Any] = [CSVLogger(folder, "csv")]
-    for entry in as_list(configured):
+    name = "/".join([Path(config.output).resolve().name, *([config.bundle] if config.bundle != "bundle" else [])])
+    loggers: list[Any] = []
+    for entry in as_list(config.trainer.get("logger")):
         if entry["class_path"].endswith("CSVLogger"):
             continue  # CSV is there anyway
         module_name, _, class_name = entry["class_path"].rpartition(".")
@@ -56,56 +50,43 @@ def build_loggers(config: RunConfig, configured: Any, folder: Path, name: str) -
                 raise UserError(f"trainer.logger: {class_name} has no argument {key}")
             if key in parameters and value == parameters[key].default:
                 del given[key]  # so that ours goes before a default that was written out
-        known = {"save_dir": config.output, "name": name}
         dict_kwargs = entry.get("dict_kwargs") or {}
+        known = {"save_dir": config.output, "name": name}
         if class_name == "WandbLogger":
-            known |= _wandb_run({**dict_kwargs, **given}, group, name)
+            known |= _wandb_run({**dict_kwargs, **given}, config)
             given.pop("version", None)  # the same as id
             given |= {"id": known["id"]}
+        else:
+            known |= {"name": class_name.removesuffix("Logger").lower(), "version": experiment_id(config)}
         for key, value in known.items():
             if key in parameters or class_name == "WandbLogger":
                 given.setdefault(key, value)
         if class_name == "WandbLogger" and kind.__module__.startswith("lightning"):
             _check_wandb({**dict_kwargs, **given}, parameters)
         Path(config.output).mkdir(parents=True, exist_ok=True)
-        built = kind(**given, **dict_kwargs)
-        # Lightning hands wandb a setting that wandb warns about, once per job.
+        try:
+            built = kind(**given, **dict_kwargs)
+        except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
+            raise UserError(f"trainer.logger: {class_name} refuses its arguments ({first_line(error)})") from None
+        # Lightning hands wandb a setting that wandb warns about.
         getattr(built, "_wandb_init", {}).pop("anonymous", None)
         loggers.append(built)
     return loggers
 
 
-def _wandb_run(given: Mapping[str, Any], group: str, name: str) -> dict[str, Any]:
-    """Group and id of a job's run. A job that is resumed goes on with the run of its id, and shares it with no other.
+def _wandb_run(given: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
+    """Group and id of the experiment's run. Experiments of the same predictors have one group.
 
-    In a sweep the summary is the trial's own run, and the trial is part of every other id.
+    A trial of a sweep is the run that wandb's agent gave it.
     """
-    if "WANDB_SWEEP_ID" in os.environ:
-        os.environ.update({_TAKEN + key: os.environ.pop(key) for key in _SWEEP if key in os.environ})
-    sweep, trial = os.environ.get(_TAKEN + "WANDB_SWEEP_ID"), os.environ.get(_TAKEN + "WANDB_RUN_ID")
-    if sweep and trial and name == SUMMARY:
-        import wandb
-
-        return {"id": trial, "group": clean_id(group), "settings": wandb.Settings(sweep_id=sweep)}
-    group = "-".join(filter(None, [group, sweep and (trial or sweep)]))
-    stem = given.get("version") or given.get("id") or group
-    return {"id": clean_id(f"{stem}-{name}"), "group": clean_id(group)}
-
-
-def clean_id(text: str) -> str:
-    """``text`` as an id that wandb and a folder's name take. Texts that differ stay different.
-
-    >>> clean_id("mine-layer-00-mlp"), clean_id("50%_a#b")
-    ('mine-layer-00-mlp', '50-_a-b-9ac0dad6')
-    """
-    cleaned = re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:LONGEST_ID]
-    if cleaned == text:
-        return text
-    return f"{cleaned}-{hashlib.sha256(text.encode()).hexdigest()[:8]}".lstrip("-")
+    trial = os.environ.get("WANDB_RUN_ID") if "WANDB_SWEEP_ID" in os.environ else None
+    group = f"{Path(config.output).resolve().name}-{trained_identity(config)[:8]}"
+    own = trial or given.get("version") or given.get("id") or experiment_id(config)
+    return {"id": clean_id(str(own)), "group": clean_id(group)}
 
 
 def _check_wandb(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Look at what ``wandb.init`` will be called with. It is called when a job begins.
+    """Look at what ``wandb.init`` will be called with. It is called when an experiment begins.
 
     Raises:
         UserError: an argument that it does not have, or a value that it refuses.
@@ -123,27 +104,10 @@ def _check_wandb(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         said = "; ".join(line.strip() for line in lines[:3])
         raise UserError(f"trainer.logger: wandb refuses what WandbLogger or WANDB_* gives it: {said}") from None
     online = given.get("mode") or (None if given.get("offline") else settings.mode)
-    if online in ("online", "shared") and not os.environ.get("WANDB_DISABLED") and not _has_wandb_key():
+    if online in ("online", "shared") and not os.environ.get("WANDB_DISABLED") and not has_wandb_key():
         raise UserError(
             "trainer.logger: wandb is to be online and has no key; type wandb login, or set WANDB_MODE=offline"
         )
-
-
-def use_wandb_offline_without_key() -> None:
-    """Without a key wandb would ask for one. A run that nobody watches must not wait."""
-    os.environ.setdefault("WANDB_SILENT", "true")
-    if not _has_wandb_key():
-        os.environ.setdefault("WANDB_MODE", "offline")
-
-
-def _has_wandb_key() -> bool:
-    if "WANDB_API_KEY" in os.environ:
-        return True
-    netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # "~" stays where nobody knows a home
-    try:
-        return "wandb.ai" in netrc.read_text(errors="ignore")
-    except OSError:
-        return False  # none, or one that we may not read
 
 
 def as_list(value: Any) -> list[Any]:

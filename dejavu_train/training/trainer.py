@@ -22,6 +22,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dejavu_train.config import RunConfig
@@ -29,7 +30,7 @@ from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import UnitKey
 from dejavu_train.parser import WRONG_VALUE, Parser
 from dejavu_train.training.callbacks import AtomicCheckpointIO
-from dejavu_train.training.loggers import as_list, build_loggers
+from dejavu_train.training.loggers import as_list
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def resolved_arguments(trainer: dict[str, Any]) -> dict[str, Any]:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         if is_number and number <= 0 and (name, number) != ("max_epochs", -1):
             raise UserError(f"trainer.{name} must lie above 0, got {number}{_POSITIVE[name]}")
-    # A logger is given its folder and name by build_loggers, so what is written of it need not be complete.
+    # A logger is given its folder and id by build_loggers, so what is written of it need not be complete.
     given = copy.deepcopy({name: value for name, value in trainer.items() if name != "logger"})  # it is written into
     parsed: Any = _TrainerParser.of_trainer().parse_object({"trainer": given})
     arguments = _plain(parsed["trainer"])
@@ -177,7 +178,7 @@ def build_trainer(
         checkpoints: what writes them. None writes them aside and renames them.
 
     Raises:
-        UserError: arguments that Lightning refuses, or a logger whose package is not installed.
+        UserError: arguments that Lightning refuses.
     """
     arguments = dict(config.trainer)
     section = config.predictor(job[1])
@@ -195,14 +196,14 @@ def build_trainer(
     try:
         extra = [_build(entry) for entry in as_list(arguments.pop("callbacks", None))]
         plugins = [_build(entry) for entry in as_list(arguments.pop("plugins", None))]
-        loggers = build_loggers(config, arguments.pop("logger", None), folder, f"layer-{job[0]:02d}-{job[1]}")
+        arguments.pop("logger", None)  # of the experiment, see experiment.py
         arguments = {name: _build(value) for name, value in arguments.items()}
         # The data module splits by rank itself; whatever else Lightning writes belongs to this job.
         arguments |= {"use_distributed_sampler": False, "default_root_dir": folder}
         with quiet():
             return _made(
                 arguments,
-                logger=loggers,
+                logger=[CSVLogger(folder, "csv")],
                 callbacks=extra + callbacks,
                 plugins=[*plugins, checkpoints or AtomicCheckpointIO()],
             )

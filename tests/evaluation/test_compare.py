@@ -7,6 +7,7 @@ import pytest
 from evaluation.test_verdict import row, timed
 
 from dejavu_train.commands import main
+from dejavu_train.experiments import Record
 
 
 def make_run(folder, rank, increases, ms=0.7, model="a", sha256="t", with_bundle=True):
@@ -49,6 +50,30 @@ def test_runs_side_by_side(tmp_path, capsys, caplog):
     ]  # fmt: skip
     assert "rank of mlp" in (tmp_path / "out" / "compare.md").read_text()
     assert all((tmp_path / "out" / f"compare.{kind}").stat().st_size for kind in ("svg", "png"))
+
+
+def test_many_runs_are_rows_and_lines_by_a_setting(tmp_path, capsys):
+    folders = []
+    for rank, density, increase in ((8, 0.1, 0.06), (8, 0.2, 0.02), (32, 0.1, 0.05), (32, 0.2, 0.01)):
+        output = tmp_path / f"rank-{rank}"
+        folders.append(make_run(output / f"infer-{density}", rank, {0.2: increase}, with_bundle=False))
+        found = json.loads((output / f"infer-{density}" / "results.json").read_text())
+        bundle = output / f"at-{density}"
+        bundle.mkdir()
+        (bundle / "bundle.json").write_text(json.dumps({"metadata": {"stage": {"identity": f"{density}"}}}))
+        found["bundle"] = str(bundle)
+        (output / f"infer-{density}" / "results.json").write_text(json.dumps(found))
+        record = Record(output / "experiments" / f"{density}.json", bundle.name, f"{density}")
+        record.write()
+        record.add([("settings/mlp.rank", None, rank), ("settings/calibrate.mlp_density", None, density)])
+    assert main(["compare", *folders, "--by", "mlp.rank", "--output", str(tmp_path / "out")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["run", "mlp.rank", "calibrate.mlp_density"] in lines
+    assert ["rank-32/infer-0.1", "32", "0.1"] in lines
+    picture = (tmp_path / "out" / "compare.svg").read_text()
+    assert all(f"<!-- mlp.rank {rank} -->" in picture for rank in (8, 32)) and "infer-0.1" not in picture
+    assert main(["compare", *folders, "--by", "seed"]) == 2
+    assert "what differs is mlp.rank, calibrate.mlp_density" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_said(tmp_path, caplog):

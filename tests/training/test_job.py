@@ -1,6 +1,5 @@
 import dataclasses
 import json
-from pathlib import Path
 
 import lightning
 import pytest
@@ -11,7 +10,7 @@ from dejavu_train.calibration.calibrate import read_predictor
 from dejavu_train.cli import parse_config
 from dejavu_train.errors import UserError
 from dejavu_train.families import UnitKey
-from dejavu_train.stages import train_stage, trained_identity
+from dejavu_train.stages import train_stage
 from dejavu_train.training.job import (
     claimed,
     deployed_density,
@@ -19,7 +18,6 @@ from dejavu_train.training.job import (
     has_predictor,
     is_finished,
     job_folder,
-    log_summary,
     run_job,
     summary_rows,
 )
@@ -127,20 +125,6 @@ def test_extra_callbacks_and_look_ahead(config, tmp_path):
     metadata = json.loads((job_folder(run.output, UnitKey(1, "mlp")) / "predictor.json").read_text())
     assert (metadata["site"], metadata["site_layer"], metadata["nonlinearity"]) == ("attn_in", 1, "relu")
     assert "lr-AdamW" in (job_folder(run.output, UnitKey(1, "mlp")) / "csv" / "version_0" / "metrics.csv").read_text()
-
-
-def test_wandb_runs_offline_without_a_key(config, monkeypatch, tmp_path):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    run = config("--trainer.logger=lightning.pytorch.loggers.WandbLogger", "--trainer.logger.project=test")
-    fit(run, UnitKey(0, "heads"), "layer 0 heads")
-    log_summary(run, [UnitKey(0, "heads")])
-    monkeypatch.delenv("WANDB_MODE")
-    names = [path.name for path in (Path(run.output) / "wandb").glob("offline-run-*")]
-    group = f"run-{trained_identity(run)[:8]}"
-    assert sorted(name.split("-", 3)[3] for name in names) == [f"{group}-layer-00-heads", f"{group}-summary"]
 
 
 def test_weights_that_a_callback_leaves_at_the_end_are_taken_only_where_they_are_better(config, monkeypatch):

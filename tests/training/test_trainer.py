@@ -10,9 +10,10 @@ from small_runs import flags
 
 from dejavu_train.cli import main, parse_config
 from dejavu_train.errors import UserError
+from dejavu_train.experiments import clean_id, use_wandb_offline_without_key
 from dejavu_train.families import UnitKey
-from dejavu_train.stages import trained_identity
-from dejavu_train.training.loggers import build_loggers, clean_id, use_wandb_offline_without_key
+from dejavu_train.stages import calibrate_stage, trained_identity
+from dejavu_train.training.loggers import build_loggers
 from dejavu_train.training.trainer import (
     REFUSED,
     build_trainer,
@@ -53,44 +54,44 @@ def test_loggers_know_run_group_and_folder(config, tmp_path, monkeypatch):
     run = config()
     path = "lightning.pytorch.loggers.WandbLogger"
     wanted = [{"class_path": path, "init_args": {"project": "mine", "name": None, "save_dir": "."}}]
-    loggers = build_loggers(run, wanted, tmp_path, "layer-00-mlp")
-    assert type(loggers[0]).__name__ == "CSVLogger" and len(loggers) == 2
-    assert made["name"] == "layer-00-mlp" and made["save_dir"] == run.output and made["project"] == "mine"
-    assert made["group"] == f"run-{trained_identity(run)[:8]}" and made["id"] == f"{made['group']}-layer-00-mlp"
+    assert len(build_loggers(with_logger(run, wanted))) == 1
+    assert made["name"] == "run" and made["save_dir"] == run.output and made["project"] == "mine"
+    assert made["group"] == f"run-{trained_identity(run)[:8]}"
+    assert made["id"] == f"run-{calibrate_stage(run).identity[:8]}"
+    build_loggers(dataclasses.replace(with_logger(run, wanted), bundle="at-20"))
+    assert made["name"] == "run/at-20"
 
 
 WANDB = "lightning.pytorch.loggers.WandbLogger"
 
 
-def wandb_ids(run, tmp_path, *names, **init_args):
-    entry = {"class_path": WANDB, "init_args": init_args}
-    built = [build_loggers(run, entry, tmp_path, name)[1]._wandb_init for name in names]
-    return [each["id"] for each in built], built[-1]
+def with_logger(run, entry):
+    entries = resolved_arguments({"logger": entry})["logger"]
+    return dataclasses.replace(run, trainer=run.trainer | {"logger": entries})
+
+
+def wandb_id(run, **init_args):
+    return build_loggers(with_logger(run, {"class_path": WANDB, "init_args": init_args}))[0]._wandb_init["id"]
 
 
 def test_ids_of_wandb_are_clean_and_differ(config, tmp_path):
     wandb = pytest.importorskip("wandb")
     folders = [tmp_path / name for name in ("50%_a#b", "50#_a%b", " x: y? ", "é" * 120, "a" * 250)]
-    ids = [
-        wandb_ids(dataclasses.replace(config(), output=str(folder)), folder, "layer-00-mlp")[0][0] for folder in folders
-    ]
+    ids = [wandb_id(dataclasses.replace(config(), output=str(folder))) for folder in folders]
+    ids += [wandb_id(config(*more)) for more in ((), ("--mlp.rank=8",), ("--calibrate.mlp_density=0.3",))]
     assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", each) for each in ids)
     for each in ids:
         wandb.Settings(run_id=each)
     assert clean_id("run-12-layer-00-mlp") == "run-12-layer-00-mlp"
-    both, _ = wandb_ids(config(), tmp_path, "layer-00-mlp", "layer-01-mlp", id="mine/x")
-    assert both[0] != both[1] and all(each.startswith("mine-x-") for each in both)  # one id for all would join them
+    assert wandb_id(config(), id="mine") == "mine" == wandb_id(config(), version="mine")
 
 
-def test_jobs_of_a_sweep_have_runs_of_their_own_and_the_summary_is_the_trial(config, tmp_path, monkeypatch):
+def test_a_trial_of_a_sweep_is_one_run(config, monkeypatch):
     pytest.importorskip("wandb")
-    for name, value in (("SWEEP_ID", "s1"), ("RUN_ID", "r1"), ("SWEEP_PARAM_PATH", "p")):
-        monkeypatch.setenv(f"DEJAVU_TRAIN_WANDB_{name}", "")  # so that both names are put back afterwards
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    ids, last = wandb_ids(config(), tmp_path, "layer-00-mlp", "layer-01-mlp", "summary")
-    assert "WANDB_SWEEP_ID" not in os.environ and "WANDB_RUN_ID" not in os.environ
-    assert ids[0].endswith("-r1-layer-00-mlp") and ids[1].endswith("-r1-layer-01-mlp") and ids[2] == "r1"
-    assert last["settings"].sweep_id == "s1"
+    monkeypatch.setenv("WANDB_RUN_ID", "r1")
+    assert wandb_id(config()) != "r1"
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    assert wandb_id(config()) == "r1"
 
 
 @pytest.mark.parametrize(
@@ -100,18 +101,18 @@ def test_jobs_of_a_sweep_have_runs_of_their_own_and_the_summary_is_the_trial(con
 def test_what_wandb_refuses_is_known_before(config, tmp_path, init_args, words):
     pytest.importorskip("wandb")
     with pytest.raises(UserError, match=words):
-        wandb_ids(config(), tmp_path, "layer-00-mlp", **init_args)
+        wandb_id(config(), **init_args)
 
 
 def test_online_without_a_key_is_known_before(config, tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    entry = resolved_arguments({"logger": "WandbLogger"})["logger"]
+    run = with_logger(config(), "WandbLogger")
     monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(UserError, match="is to be online and has no key; type wandb login, or set WANDB_MODE=offline"):
-        build_loggers(config(), entry, tmp_path, "x")
+        build_loggers(run)
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    assert len(build_loggers(config(), entry, tmp_path, "x")) == 2
+    assert len(build_loggers(run)) == 1
 
 
 def test_nobody_has_a_home(monkeypatch, tmp_path):
@@ -123,9 +124,9 @@ def test_nobody_has_a_home(monkeypatch, tmp_path):
 
 
 def test_any_lightning_logger(config, tmp_path):
-    run = config("--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}")
+    run = with_logger(config(), {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path)}})
     trainer = build_trainer(run, UnitKey(0, "mlp"), tmp_path, [])
-    assert len(trainer.loggers) == 1  # CSV is there anyway
+    assert len(trainer.loggers) == 1 and not build_loggers(run)  # CSV is there anyway
     assert build_trainer(config("--trainer.logger=false"), UnitKey(0, "mlp"), tmp_path, []).loggers
 
 
@@ -214,7 +215,7 @@ def test_mistakes_in_the_trainers_arguments_are_one_line(flag, words):
 )
 def test_a_logger_that_cannot_be_made_is_named(config, tmp_path, entry, words):
     with pytest.raises(UserError, match=words):
-        build_loggers(config(), resolved_arguments({"logger": entry})["logger"], tmp_path, "x")
+        build_loggers(with_logger(config(), entry))
 
 
 def test_help_lists_the_trainers_arguments(capsys):
