@@ -16,6 +16,7 @@ from torch import Tensor
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft
+from dejavu_train.engine.draft_weights import NAME, bytes_beside, draft_weights
 from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.inputs import MAX_BATCH, Sampling, check_rows, per_row
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
@@ -107,7 +108,8 @@ class DecodeEngine(Session):
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard)
         self.state = self.core.state
         self._kernels = options.ops == "triton"
-        self._pair: EnginePair | None = None
+        self.options = options
+        self._pairs: dict[str | None, EnginePair] = {}
         super().__init__()
 
     def describe(self) -> str:
@@ -169,12 +171,24 @@ class DecodeEngine(Session):
 
     def pair(self, draft: Draft) -> EnginePair:
         """See `Session.pair`."""
-        if draft.weights is not None:
-            raise UserError("draft_weights are for the CPU engine; leave draft_weights out")
-        if self._pair is None:
+        if draft.weights not in self._pairs:
             with self.core.on_device():
-                self._pair = EnginePair(self.core, self.begin, self._kernels)
-        return self._pair
+                step = self.core if draft.weights is None else self._beside(draft.weights)
+                self._pairs[draft.weights] = EnginePair(step, self.weights, self.begin, self._kernels)
+        return self._pairs[draft.weights]
+
+    def _beside(self, asked: str) -> DecodeStep:
+        """A step by other weights over this engine's state and K/V. What it takes is checked and said first."""
+        weights = draft_weights(self.weights, asked)
+        facts = {key: each.facts(self.batch) for key, each in self.predictors.items()}
+        engine, options = self.plan.engine, replace(self.options, context=self.context)
+        plan = plan_step(self.shape, facts, weights.formats, options, engine)
+        plan = with_screen(plan, self.core.screen is not None and weights.lm_head is self.weights.lm_head, None)
+        shared = ("K/V", "screen of the LM head")
+        coming = {f"{name} of the draft": size for name, size in plan.coming.items() if name not in shared}
+        check_room(coming, self.device)
+        self.memory |= {NAME: bytes_beside(weights, self.weights), **coming}
+        return DecodeStep(weights, self.predictors, plan, options, self.device, self.guard, self.core)
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
         """Up to CHUNK steps. See `Session.steps`."""

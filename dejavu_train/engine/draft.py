@@ -1,12 +1,13 @@
 """What is asked of lossless decoding. Readable without torch."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
 
 MOST_DRAFTED = 7  # verified in eight slots with the token before them
-DRAFT_WEIGHTS = ("int8",)
+DRAFT_WEIGHTS = ("int4", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Draft:
 
     Attributes:
         length: tokens in each draft, 0 to 7. 0 = the dense model alone. None = chosen from what was accepted so far.
-        weights: of the draft. None = the model's. "int8" = rounded to 8 bits, beside fp32 weights on a CPU.
+        weights: of the draft. None = the model's. "int4" = rounded to 4 bits, beside fp16 weights on a GPU. "int8" =
+            rounded to 8 bits, beside fp32 weights on a CPU. Else a folder of the model in 4 bits.
     Raises:
         UserError: a value outside its range.
     """
@@ -26,8 +28,11 @@ class Draft:
     def __post_init__(self) -> None:
         if self.length is not None and not 0 <= self.length <= MOST_DRAFTED:
             raise UserError(f"draft_length must lie in 0 to {MOST_DRAFTED}, or be left out, got {self.length}")
-        if self.weights is not None and self.weights not in DRAFT_WEIGHTS:
-            raise UserError(f"draft_weights must be {' or '.join(DRAFT_WEIGHTS)}, or left out, got {self.weights}")
+        if self.weights is not None and self.weights not in DRAFT_WEIGHTS and not Path(self.weights).is_dir():
+            raise UserError(
+                f"draft_weights must be {', '.join(DRAFT_WEIGHTS)} or a folder of the model in 4 bits, got"
+                f" {self.weights}; or leave it out"
+            )
 
     @classmethod
     def taken_from(cls, keywords: dict[str, Any]) -> "Draft | None":

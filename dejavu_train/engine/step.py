@@ -29,6 +29,7 @@ from dejavu_train.kernels.common.limits import selection_block
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
+from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages.predictor import head_selection
 
 
@@ -57,6 +58,8 @@ class DecodeStep:
         state: the tokens and all that decides about them, see `dejavu_train.kernels.sample.sampling`.
         logits: (B, V) fp32, of the last step that was not screened.
         screen: the LM head with its screen, or None.
+    Args:
+        beside: a step of other weights of the same model, whose tokens, K/V, watermarks and screen this one shares.
     """
 
     def __init__(
@@ -67,22 +70,28 @@ class DecodeStep:
         options: EngineOptions,
         device: torch.device,
         guard: GuardState | None = None,
+        beside: "DecodeStep | None" = None,
     ) -> None:
-        self.guard, self.plan = guard, plan
+        self.guard, self.plan, self._beside = guard, plan, beside
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
         self.batch, self.context, self.device = plan.batch, plan.context, device
         self._graphed = options.graph and plan.engine is Engine.GPU
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
-        self.work = Workspace.empty(plan, operations(options.ops), options.pdl, dtype, device)
-        self.state, self.ops = self.work.state, self.work.ops
+        shared: TokenState | None = None if beside is None else beside.state
+        self.work = Workspace.empty(plan, operations(options.ops), options.pdl, dtype, device, shared)
+        self.state: TokenState = self.work.state
+        self.ops = self.work.ops
         self.x = torch.zeros(2 * shape.n_layers + 1, plan.batch, shape.d_model, device=device, dtype=torch.float32)
         self.logits = torch.zeros(plan.batch, shape.vocab_size, device=device, dtype=torch.float32)
         self.screen: ScreenedHead | None = None
         if plan.screened:
             (head,) = weights.lm_head.parts()
-            self.screen = ScreenedHead.of(head, weights.final_norm)
-        self.watermark = torch.zeros(shape.n_layers, plan.batch, shape.n_heads, dtype=torch.int32, device=device)
+            self.screen = ScreenedHead.of(head, weights.final_norm) if beside is None else beside.screen
+        if beside is None:
+            self.watermark = torch.zeros(shape.n_layers, plan.batch, shape.n_heads, dtype=torch.int32, device=device)
+        else:
+            self.watermark = beside.watermark
         chosen = {key: self._choose(key) for key in predictors}
         self.selections = {key: each.selection for key, each in chosen.items()}
         self.caches = [self._cache(layer) for layer in range(shape.n_layers)]
@@ -137,9 +146,13 @@ class DecodeStep:
         attn_in = self.work.carried.inputs
         if sparse or half.kernels is not Kernels.QKV_WITH_PREDICTOR:
             attn_in = torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device)
+        if self._beside is None:
+            k, v = (torch.zeros(*size, shape.head_dim, dtype=dtype, device=device) for _ in range(2))
+        else:
+            k, v = self._beside.caches[layer].k, self._beside.caches[layer].v
         return KvCache(
-            k=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
-            v=torch.zeros(*size, shape.head_dim, dtype=dtype, device=device),
+            k=k,
+            v=v,
             attn_in=attn_in,
             watermark=self.watermark[layer] if sparse else None,
             valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,

@@ -40,19 +40,20 @@ class EnginePair(Pair):
     """The draft is a step of an engine of one row, verification a dense pass over the same caches.
 
     Args:
-        step: of the engine. begin: starts a row of it, as `Session.begin`.
+        step: of the draft. dense: weights of the model, the step's own or others beside them.
+        begin: starts a row of the engine whose caches the step shares, as `Session.begin`.
         kernels: attention by kernels, else by its reference.
     Raises:
         UserError: a guard, a policy other than backfill, or products whose rows depend on each other here.
     """
 
-    def __init__(self, step: DecodeStep, begin: Callable[..., None], kernels: bool) -> None:
+    def __init__(self, step: DecodeStep, dense: DecodeWeights, begin: Callable[..., None], kernels: bool) -> None:
         if step.guard is not None:
             raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
         if step.plan.kv_policy != "backfill":
             raise UserError(f"lossless decoding needs kv_policy backfill, this engine has {step.plan.kv_policy}")
         self.step, self._begin, self._kernels = step, begin, kernels
-        self.weights, device = step.weights, step.device
+        self.weights, device = dense, step.device
         check_rows_alone(self.weights)
         shape = self.weights.shape
         self.slots = TokenState.empty(SLOTS, step.state.tokens.shape[1], device)
@@ -60,11 +61,12 @@ class EnginePair(Pair):
         self.numbers = torch.arange(SLOTS, device=device)
         self.first = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(5, dtype=torch.int32, device=device)
-        self.pace = Pace(MOST_DRAFTED if step.plan.selecting else 0)
+        self.pace = Pace(MOST_DRAFTED if step.plan.selecting or dense is not step.weights else 0)
 
     def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
         """See `Pair.begin`. The token behind the prompt is chosen as the engine chooses it, drafts or none."""
         n, state = len(prompt), self.step.state
+        self.step.reset()
         self._begin([prompt], [total], [n], [n], sampler, least=[least], stops=stops)
         for name in SHARED:
             getattr(self.slots, name).copy_(getattr(state, name))

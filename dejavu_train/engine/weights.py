@@ -81,7 +81,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecodeWeights:
-    """embedding (V, d), positions (P + 2, d), lm_head (V, d), which may be the embedding itself, or rows of 4 bits."""
+    """embedding (V, d), positions (P + 2, d), lm_head (V, d), which may be the embedding itself, or rows of 4 bits.
+
+    drafts: weights of lossless drafts beside these, by name. All engines with these weights share them.
+    """
 
     shape: ModelDims
     embedding: Tensor
@@ -89,6 +92,7 @@ class DecodeWeights:
     layers: list[LayerWeights]
     final_norm: LayerNormWeights
     lm_head: Matrix
+    drafts: "dict[str, DecodeWeights]" = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_model(

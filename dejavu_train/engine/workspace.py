@@ -44,8 +44,16 @@ class Workspace:
     activations: BatchActivations
 
     @classmethod
-    def empty(cls, plan: StepPlan, ops: StepOps, pdl: bool, dtype: torch.dtype, device: torch.device) -> "Workspace":
-        """Of a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads."""
+    def empty(
+        cls,
+        plan: StepPlan,
+        ops: StepOps,
+        pdl: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        state: TokenState | None = None,
+    ) -> "Workspace":
+        """Of a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads. state: of another one, shared."""
         dims, batch = plan.dims, plan.batch
         h, hd, d = dims.n_heads, dims.head_dim, dims.d_model
         mixed = torch.float16 if plan.formats.packed and dtype == torch.float16 else torch.float32
@@ -55,7 +63,7 @@ class Workspace:
             pdl=pdl,
             kv_policy=plan.kv_policy,
             # A column more than the context: scoring the last token of a full context chooses one beyond it.
-            state=TokenState.empty(batch, plan.context + 1, device),
+            state=TokenState.empty(batch, plan.context + 1, device) if state is None else state,
             carried=Carried(plan, dtype, device),
             ahead=torch.cuda.Stream(device) if plan.streams else None,
             q=torch.zeros(batch, h, hd, device=device, dtype=torch.float32),

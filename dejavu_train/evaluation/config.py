@@ -117,8 +117,8 @@ class InferConfig(TextConfig):
     """The dense model's text, drafted sparsely and verified, on an engine."""
     draft_length: int | None = None
     """Tokens of each draft, 0 to 7. null: chosen from what was accepted."""
-    draft_weights: Literal["int8"] | None = None
-    """Weights of the draft, on a CPU. null: the model's own."""
+    draft_weights: str | None = None
+    """Weights of the draft: int8 on a CPU, int4 on a GPU, or a folder of the model in 4 bits. null: the model's own."""
     device_map: str | None = None
     """As in transformers (for instance auto) for a model over several GPUs. Needs accelerate."""
 

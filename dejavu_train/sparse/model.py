@@ -389,8 +389,8 @@ class SparseCausalLM(_Dense):
         ``return_dict_in_generate`` (sequences only).
 
         ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on an engine.
-        ``draft_length``: 0 to 7 tokens, None = chosen. ``draft_weights="int8"``: on a CPU the draft's are rounded to 8
-        bits. :meth:`lossless_report` says what was accepted.
+        ``draft_length``: 0 to 7 tokens, None = chosen. ``draft_weights``: the draft's are rounded, ``"int8"`` on a CPU
+        and ``"int4"`` on a GPU, or those of a folder in 4 bits. :meth:`lossless_report` says what was accepted.
 
         Raises:
             UserError: ``triton`` was asked for anything else. ``gather`` for prompts that are padded on the right.

@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+from conftest import save_tiny_opt
 from decode_helpers import random_bundle, random_opt, reference_engine, rows_of
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED, Draft
+from dejavu_train.engine.draft_weights import draft_weights, rounded_bytes
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.lossless import Acceptance, Pace, Verified
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.run import quantise
 
 KINDS = {
     "greedy": Sampling(),
@@ -34,26 +39,28 @@ def test_the_text_is_the_dense_models_whatever_is_drafted(engine, model, how):
     (prompt,), options = rows_of(9), {"sampling": KINDS[how], "stop_tokens": (), "min_new_tokens": 5}
     expected = engine.generate([prompt], 40, lossless=Draft(0), **options)
     assert reference_engine(model).generate([prompt], 40, **options) == expected
-    for length in (1, 3, 7, None):
+    for length, weights in ((1, None), (3, "int4"), (7, None), (7, "int4"), (None, None)):
         heard: list[int] = []
 
         def hear(row, token, heard=heard):
             heard.append(token)
 
-        assert engine.generate([prompt], 40, lossless=Draft(length), callback=hear, **options) == expected == [heard]
+        draft = Draft(length, weights)
+        assert engine.generate([prompt], 40, lossless=draft, callback=hear, **options) == expected == [heard]
         found = engine.acceptance
         assert found.tokens == 39 == found.accepted + found.cycles
         assert length is None or found.drafted > 0
 
 
-def test_nothing_behind_the_new_position_is_read(engine):
-    (prompt,), pair, shown = rows_of(9), engine.pair(Draft()), []
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_nothing_behind_the_new_position_is_read(engine, weights):
+    (prompt,), pair, shown = rows_of(9), engine.pair(Draft(weights=weights)), []
     expected = engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(0))[0]
 
     def spoil(start, stop):
         state = engine.state
         assert (engine.core.watermark == stop - 1).all() and int(state.position) == stop - 1
-        for cache in engine.core.caches:
+        for cache in pair.step.caches:
             cache.k[:, :, stop - 1 :], cache.v[:, :, stop - 1 :] = float("nan"), float("nan")
             if cache.attn_in.shape[1]:
                 cache.attn_in[:, stop - 1 :] = float("nan")
@@ -86,8 +93,92 @@ def test_kernels_give_the_text_of_the_dense_model(model):
     assert engine.acceptance.drafted > 0
 
 
+def test_a_draft_of_other_weights_shares_tokens_and_keys_and_values(model):
+    engine = reference_engine(model, random_bundle(model, means=True))
+    before = engine.memory
+    pair = engine.pair(Draft(weights="int4"))
+    assert pair.step.weights.packed and not pair.weights.packed and pair is engine.pair(Draft(weights="int4"))
+    for draft, own in zip(pair.step.caches, engine.core.caches, strict=True):
+        assert draft.k.data_ptr() == own.k.data_ptr() and draft.watermark.data_ptr() == own.watermark.data_ptr()
+    assert pair.step.state is engine.state and pair.step.weights.lm_head is engine.weights.lm_head
+    added = engine.memory["weights of the draft"]
+    assert added == rounded_bytes(engine.weights) and "weights of the draft" in engine.describe()
+    assert not any("K/V" in name for name in engine.memory.keys() - before.keys())
+    longer = reference_engine(model).weights.drafts
+    assert longer is not engine.weights.drafts and list(engine.weights.drafts) == ["int4"]
+
+
+def test_a_folder_in_four_bits_drafts_as_rounding_does(tmp_path):
+    """The folder is rounded to nearest, so its words are those that are made at load."""
+    dense, folder = (
+        str(save_tiny_opt(tmp_path / "dense", hidden_size=128, word_embed_proj_dim=128)),
+        str(tmp_path / "4"),
+    )
+    quantise(QuantizeConfig(model=dense, output=folder, quantizer="rtn", device="cpu"))
+    model = load_opt(dense)
+    engine = reference_engine(model, random_bundle(model))
+    read, made = (draft_weights(engine.weights, asked) for asked in (folder, "int4"))
+    for a, b in zip(read.tensors(), made.tensors(), strict=True):
+        assert torch.equal(a, b)
+    prompts, options = rows_of(9), {"stop_tokens": ()}
+    expected = engine.generate(prompts, 20, lossless=Draft(0), **options)
+    assert engine.generate(prompts, 20, lossless=Draft(3, folder), **options) == expected
+    assert engine.acceptance.drafted > 0
+    with pytest.raises(UserError, match="no weights in 4 bits"):
+        engine.generate(prompts, 20, lossless=Draft(3, dense))
+    other = reference_engine(random_opt(n_layers=1))
+    with pytest.raises(UserError, match="another shape"):
+        other.generate(prompts, 20, lossless=Draft(3, folder))
+    with pytest.raises(UserError, match="not in 4 bits itself"):
+        reference_engine(load_opt(folder)).generate(prompts, 20, lossless=Draft(3, "int4"))
+
+
+def test_a_bundle_of_other_weights_costs_speed_alone(model):
+    (prompt,) = rows_of(9)
+    other = random_bundle(random_opt(seed=9), means=True, seed=9)
+    expected = reference_engine(model).generate([prompt], 30, stop_tokens=())
+    engine = reference_engine(model, other)
+    assert engine.generate([prompt], 30, stop_tokens=(), lossless=Draft(4)) == expected
+    assert engine.acceptance.drafted > 0
+
+
+def test_a_draft_that_is_not_finite_costs_speed_alone(model):
+    (prompt,), engine = rows_of(9), reference_engine(model, random_bundle(model))
+    expected = engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(0))
+    for layer in draft_weights(engine.weights, "int4").layers:
+        layer.up.weight.scales.fill_(float("nan"))
+    assert engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(4, "int4")) == expected
+    engine.weights.final_norm.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="hold NaN"):
+        engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(4, "int4"))
+
+
+def test_an_interrupt_leaves_an_engine_that_goes_on(engine):
+    (prompt,), heard = rows_of(9), []
+    expected = engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(0))
+
+    def interrupt(row, token):
+        heard.append(token)
+        if len(heard) == 10:
+            raise KeyboardInterrupt
+
+    for weights in (None, "int4"):
+        heard.clear()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(5, weights), callback=interrupt)
+        assert heard == expected[0][:10], "verified tokens alone were shown"
+        assert engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(5, weights)) == expected
+
+
+def test_a_text_may_fill_the_context(model):
+    engine, (prompt,) = reference_engine(model, random_bundle(model), context=40), rows_of(12)
+    expected = engine.generate([prompt], 28, stop_tokens=(), lossless=Draft(0))
+    assert engine.generate([prompt], 28, stop_tokens=(), lossless=Draft(7)) == expected and len(expected[0]) == 28
+    assert engine.generate([prompt], 28, stop_tokens=(), lossless=Draft(7, "int4")) == expected
+
+
 def test_refusals_are_one_line(engine, model):
-    with pytest.raises(UserError, match="leave draft_weights out"):
+    with pytest.raises(UserError, match="pass draft_weights='int4'"):
         engine.generate(rows_of(5), 5, lossless=Draft(weights="int8"))
     always = reference_engine(model, random_bundle(model), kv_policy="always")
     with pytest.raises(UserError, match="needs kv_policy backfill"):

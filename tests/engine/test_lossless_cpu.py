@@ -210,8 +210,10 @@ def test_refusals_are_one_line(engine, model, bundle):
     prompt, several = tokens(12), CpuEngine(model, bundle, batch=2, threads=2)
     with pytest.raises(UserError, match="0 to 7"):
         Draft(8)
-    with pytest.raises(UserError, match="draft_weights must be int8"):
-        Draft(weights="int4")
+    with pytest.raises(UserError, match="a folder of the model in 4 bits, got int3"):
+        Draft(weights="int3")
+    with pytest.raises(UserError, match="on a CPU draft_weights is int8"):
+        engine.generate([prompt], 5, lossless=Draft(weights="int4"))
     for asked in (engine, several):
         with pytest.raises(UserError, match="one sequence at a time"):
             asked.generate([prompt, prompt], 5, lossless=True)

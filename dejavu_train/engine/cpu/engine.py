@@ -178,6 +178,8 @@ class CpuEngine(Session):
     def pair(self, draft: Draft) -> CpuPair:
         """See `Session.pair`. Weights in 8 bits are made here, once for all engines with these weights."""
         if draft.weights not in self._pairs:
+            if draft.weights not in (None, "int8"):
+                raise UserError(f"on a CPU draft_weights is int8 or left out, got {draft.weights}")
             weights = self.weights if draft.weights is None else self.weights.rounded
             self._pairs[draft.weights] = CpuPair(
                 self.weights, weights, self.selectors, self.state, self.scratch, self.threads
