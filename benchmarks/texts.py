@@ -112,8 +112,15 @@ def at_bytes(bundle: Bundle, share: float) -> float:
     return low
 
 
-def rows_of(bundle: Bundle, recipe: str, yardsticks: bool) -> list[EvalSetting]:
-    """What is scored: the default recipe at its densities, the others where they read as many bytes."""
+def rows_of(bundle: Bundle, recipe: str, yardsticks: bool, densities: str) -> list[EvalSetting]:
+    """What is scored: the default recipe at its densities, the others where they read as many bytes.
+
+    Args:
+        densities: pairs of neurons and heads such as ``0.1/1,0.2/0.85`` that are scored in their place.
+    """
+    if densities:
+        pairs = [tuple(map(float, pair.split("/"))) for pair in densities.split(",")]
+        return [EvalSetting("dense"), *(EvalSetting("predicted", *pair) for pair in pairs)]
     if recipe != "default":
         return [EvalSetting("dense"), *(EvalSetting("predicted", at_bytes(bundle, share)) for share in BYTES)]
     rows = [
@@ -150,7 +157,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
             shutil.rmtree(shards)
     device = resolve_device("auto")
     model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
-    settings = rows_of(bundle, options.recipe, options.yardsticks)
+    settings = rows_of(bundle, options.recipe, options.yardsticks, options.densities)
     scored_before = work / "scored.txt"
     before = scored_before.read_text("utf-8").split() if scored_before.is_file() else []
     for name in (name for name in options.texts.split(",") if name not in before):
@@ -215,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", default=",".join(TEXTS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of every text; a shorter one is taken whole")
     parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--densities", default="", help="of neurons and heads, as 0.1/1,0.2/0.85. Else the recipe's")
     parser.add_argument("--yardsticks", action="store_true", help="score the oracle and static selection too")
     parser.add_argument("--keep", action="store_true", help="keep the activations until the end")
     parser.add_argument("--work", default="checkpoints/texts", help="folder of the runs")

@@ -26,7 +26,7 @@ COMMANDS = {
     "train": Command("dejavu_train.cli", "text to bundle: collect, train, calibrate (train.py)", GOES_ON),
     "infer": Command("dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)"),
     "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", NOTHING_KEPT),
-    "pretrain": Command("dejavu_train.training.pretrain.run", "train a small OPT from text", GOES_ON),
+    "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON),
     "survey": Command("dejavu_train.evaluation.survey.command", "tell what any model would gain, untrained", GOES_ON),
     "tasks": Command("dejavu_train.evaluation.lm_eval.run", "downstream tasks, dense and sparse"),
     "compare": Command("dejavu_train.evaluation.compare", "tables and a picture of several runs of infer"),

@@ -209,7 +209,8 @@ def sampled(config: RunConfig) -> LoadSets | None:
 def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     """The dense model, loaded, as a function that continues ``rows`` rows up to ``length`` tokens, and its name.
 
-    On a GPU that holds the model it is the decode engine, else ``generate()`` of transformers.
+    On a GPU that holds the model it is the decode engine, else ``generate()`` of transformers. So it is for more rows
+    than an engine has.
     """
     settings, run = config.text.sample, config.collect
     device = resolve_device(run.device)
@@ -218,10 +219,11 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     if device.type != "cuda" or run.device_map is not None or refused is not None:
         return transformers_writer(model, settings), "transformers"
     from dejavu_train.engine.decode import DecodeEngine  # imports triton
+    from dejavu_train.engine.inputs import MAX_BATCH
     from dejavu_train.engine.options import EngineOptions
     from dejavu_train.kernels.common.checks import HEAD_DIMS
 
-    if dims_of(model.config).head_dim not in HEAD_DIMS:
+    if dims_of(model.config).head_dim not in HEAD_DIMS or rows > MAX_BATCH:
         return transformers_writer(model, settings), "transformers"
     return engine_writer(DecodeEngine(model, options=EngineOptions(batch=rows, context=length)), settings), "engine"
 

@@ -63,7 +63,7 @@ class SampleConfig:
     prompt_tokens: int = 32
     """Tokens of each of those documents that are given."""
     batch_size: int = 32
-    """Rows written at once, at most 32."""
+    """Rows written at once. On a GPU more than 32 are written by transformers, not by the engine."""
     seed: int = 0
     """Of the draws."""
 
@@ -71,7 +71,7 @@ class SampleConfig:
         """Raise :class:`UserError` for a value out of range."""
         ranges = {
             "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT, "seed": SEED,
-            "batch_size": Range(1, 32), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
+            "batch_size": Range(1, 4096), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
         }  # fmt: skip
         check_ranges(self, "text.sample.", ranges)
 

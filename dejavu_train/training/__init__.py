@@ -1,2 +1,2 @@
-"""From rows to predictors, and from text to a small OPT. Imports models, predictors, bundle, data and config.
+"""From rows to predictors, and from text to a small model. Imports models, predictors, bundle, data and config.
 Never sparse, engine or evaluation."""

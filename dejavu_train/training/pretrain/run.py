@@ -1,6 +1,6 @@
-"""Reads text, writes a small OPT in Hugging Face format: ``python -m dejavu_train.training.pretrain --help``.
+"""Reads text, writes a small model in Hugging Face format: ``python -m dejavu_train.training.pretrain --help``.
 
-Trains with an L1 penalty on the post-ReLU activations. By itself a ReLU model trained for minutes is not as sparse as a
+Trains with an L1 penalty on what the neurons give. By itself a ReLU model trained for minutes is not as sparse as a
 real OPT, and predictors studied on it would not carry over. Matrices are trained with Muon (Jordan 2024,
 torch.optim.Muon), the rest with AdamW. Interrupted, the same command goes on from the last checkpoint.
 """
@@ -31,19 +31,22 @@ from dejavu_train.data.text import (
     windows,
 )
 from dejavu_train.errors import UserError
-from dejavu_train.families import family_of
-from dejavu_train.families.block import causal, forward_block, positions_like
-from dejavu_train.families.opt import OPT
+from dejavu_train.families import BlockParts, blocks_of, dims_of, family_of
+from dejavu_train.families.base import logits_of
+from dejavu_train.families.block import active_neurons, causal, forward_block, positions_like
+from dejavu_train.families.dims import Activation
 from dejavu_train.files import write_json
-from dejavu_train.models.opt import load_tokenizer, random_model, resolve_device
+from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress, progress
+from dejavu_train.training.pretrain.models import default_l1, random_of
 from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]  # ids 0 to 3, as in OPT
 SHARD_SIZE = "14MB"
+_LEAST_SQUARE = 1e-10  # the slope of a root has no end at zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,8 @@ class PretrainConfig:
     """Files, hub datasets, or installed-docs."""
     heldout: tuple[str, ...] = ()
     """Texts to score at the end, never trained on."""
+    family: Literal["opt", "arcee", "llama-relu", "llama-drelu", "bloom"] = "opt"
+    """What a layer is: OPT (ReLU), Arcee (squared ReLU), Llama with ReLU in its gate or with dReLU, BLOOM (GELU)."""
     vocab_size: int = 8192
     """Entries of the byte-level BPE."""
     d_model: int = 384
@@ -67,11 +72,11 @@ class PretrainConfig:
     d_ffn: int = 1536
     """Neurons of a layer's MLP."""
     max_positions: int = 1024
-    """Learned positions."""
+    """Positions that the model has."""
     context: int = 1024
     """Tokens of a training sequence."""
-    l1: float = 0.2
-    """Weight of the L1 penalty on the post-ReLU activations."""
+    l1: float | None = None
+    """Weight of the L1 penalty on what the neurons give. null: 0.2, and 0 for BLOOM, whose GELU gives no zeros."""
     learning_rate: float = 2e-3
     """Highest rate, after the warm-up."""
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -124,36 +129,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def make_model(config: PretrainConfig, vocab_size: int) -> PreTrainedModel:
-    """A random pre-norm OPT with embeddings tied to the LM head."""
+    """A random model with embeddings tied to the LM head."""
     torch.manual_seed(config.seed)
-    return random_model(
-        {
-            "model_type": OPT,
-            "vocab_size": vocab_size,
-            "hidden_size": config.d_model,
-            "word_embed_proj_dim": config.d_model,
-            "ffn_dim": config.d_ffn,
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
-            "max_position_embeddings": config.max_positions,
-            "do_layer_norm_before": True,
-            "activation_function": "relu",
-            "dropout": 0.0,
-            "init_std": 0.02,
-            "bos_token_id": START_TOKEN,
-            "eos_token_id": START_TOKEN,
-            "pad_token_id": 1,
-        }
-    )
+    sizes = {name: getattr(config, name) for name in ("d_model", "n_layers", "n_heads", "d_ffn", "max_positions")}
+    return random_of(config.family, sizes | {"vocab_size": vocab_size})
 
 
-def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+def forward_with_activations(
+    model: PreTrainedModel, ids: Tensor, blocks: Sequence[BlockParts] | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """The forward pass on unpadded rows, from the model's own modules.
 
     A plain function compiles into one graph, needs no mask and hands out what the neurons give.
 
     Args:
-        ids: (B, T) int64.
+        ids: (B, T) int64. blocks: the layers' parts, which a compiler need not find.
 
     Returns:
         Final hidden states (B, T, d_model) and per layer the activations (B, T, d_ffn).
@@ -161,23 +151,36 @@ def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tenso
     family, activations = family_of(model), []
     positions = positions_like(ids)
     hidden = family.embed(model, ids, positions)
-    for block in family.blocks(model):
+    for block in blocks or family.blocks(model):
         hidden, neurons = forward_block(block, hidden, causal(block), positions)
         activations.append(neurons)
     norm = family.final_norm(model)
     return hidden if norm is None else norm(hidden), activations
 
 
-def training_loss(model: PreTrainedModel, rows: Tensor, l1: float) -> tuple[Tensor, Tensor]:
+def penalised(kind: Activation, neurons: Tensor) -> Tensor:
+    """Of what neurons give, (..., n), that whose mean is the L1 penalty: its size, of squares that of the root.
+
+    The mean of squares would hardly push a small value to zero.
+    """
+    return neurons.clamp_min(_LEAST_SQUARE).sqrt() if kind == Activation.RELU2 else neurons.abs()
+
+
+def training_loss(
+    model: PreTrainedModel, blocks: Sequence[BlockParts], kind: Activation, rows: Tensor, l1: float
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy (nats a token) plus ``l1`` times the summed mean activations, and the cross-entropy alone.
 
     Args:
+        blocks: the layers' parts. kind: their activation.
         rows: (B, T + 1) int64, inputs and targets shifted by one.
     """
-    hidden, activations = forward_with_activations(model, rows[:, :-1])
-    logits = model.get_output_embeddings()(hidden).float()
+    hidden, activations = forward_with_activations(model, rows[:, :-1], blocks)
+    logits = logits_of(model, hidden).float()
     entropy = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
-    penalty = torch.stack([activation.float().mean() for activation in activations]).sum()
+    if l1 == 0:
+        return entropy, entropy.detach()
+    penalty = torch.stack([penalised(kind, activation.float()).mean() for activation in activations]).sum()
     return entropy + l1 * penalty, entropy.detach()
 
 
@@ -243,7 +246,8 @@ class RowSampler:
 
 def make_optimizers(model: PreTrainedModel, config: PretrainConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers (unless ``adamw``), AdamW for embeddings, biases and norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    layers = tuple(f"{block.name}." for block in blocks_of(model))
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith(layers)]
     inside = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     lr = config.learning_rate
@@ -269,7 +273,9 @@ def bits_per_byte(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], 
     """Score whole texts with the model as it is (fp32 sums): bits per byte, perplexity, tokens, density per layer."""
     device = next(model.parameters()).device
     nats, tokens, n_bytes = 0.0, 0, 0
-    active = torch.zeros(model.config.num_hidden_layers, dtype=torch.float64)
+    kind, blocks = dims_of(model.config).activation, blocks_of(model)
+    norms = [torch.linalg.vector_norm(block.down.weight.float(), dim=0) for block in blocks]
+    active = torch.zeros(len(blocks), dtype=torch.float64)
     pad = 1
     for text in texts:
         n_bytes += len(text.encode())
@@ -279,13 +285,14 @@ def bits_per_byte(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], 
             width = max(map(len, part))
             ids = torch.tensor([row + [pad] * (width - len(row)) for row in part], device=device)
             hidden, activations = forward_with_activations(model, ids)
-            logits = model.get_output_embeddings()(hidden).float()[:, :-1]
+            logits = logits_of(model, hidden).float()[:, :-1]
             real = ids[:, 1:] != pad
             losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             nats += losses[real.flatten()].double().sum().item()
             tokens += int(real.sum())
             for layer, activation in enumerate(activations):
-                active[layer] += (activation[:, 1:] > 0)[real].float().mean(dim=1).double().sum().cpu()
+                needed = active_neurons(kind, activation[:, 1:][real], norms[layer])
+                active[layer] += needed.float().mean(dim=1).double().sum().cpu()
     return {
         "bits_per_byte": nats / math.log(2) / n_bytes,
         "perplexity": math.exp(nats / tokens),
@@ -319,7 +326,12 @@ def _train(model: PreTrainedModel, sampler: RowSampler, config: PretrainConfig, 
         made = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         save_state(state_path, made | {"step": step, "elapsed": elapsed, "keys": _decisive(config)})
 
-    loss_function = torch.compile(training_loss) if config.compile else training_loss
+    blocks, kind = blocks_of(model), dims_of(model.config).activation
+
+    def loss_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return training_loss(model, blocks, kind, rows, config.l1 or 0.0)
+
+    loss_function = torch.compile(loss_of) if config.compile else loss_of
     model.train()
     shown = Progress("pretraining", config.steps, "step", step)
     first, began, saved_at, offset = step, time.monotonic(), time.monotonic(), elapsed
@@ -335,7 +347,7 @@ def _train(model: PreTrainedModel, sampler: RowSampler, config: PretrainConfig, 
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * factor
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss, entropy = loss_function(model, sampler(step), config.l1)
+            loss, entropy = loss_function(sampler(step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -367,6 +379,7 @@ def _decisive(config: PretrainConfig) -> dict[str, Any]:
 def _check_same_run(before: Any, now: dict[str, Any], path: Path) -> None:
     if not isinstance(before, dict):
         raise UserError(f"{path} was begun by an older version; delete it to start anew")
+    before = {"family": "opt"} | before  # an older version knew no other
     changed = next((key for key in now if before.get(key) != now[key]), None)
     if changed is not None:
         raise UserError(
@@ -383,6 +396,8 @@ def pretrain(config: PretrainConfig) -> Path:
     """
     if config.steps is None and config.seconds is None:
         raise UserError("say how long to train: --steps N or --seconds S")
+    if config.l1 is None:
+        config = dataclasses.replace(config, l1=default_l1(config.family))
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     device = resolve_device(config.device)
