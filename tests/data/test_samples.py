@@ -7,8 +7,10 @@ import pytest
 from conftest import make_text
 from small_runs import flags
 
+from dejavu_train import pipeline
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main
+from dejavu_train.config import RunConfig
 from dejavu_train.data.packed import pack
 from dejavu_train.data.samples import (
     CYCLE,
@@ -182,6 +184,17 @@ def test_the_engine_samples_as_transformers_does(tiny_opt):
     assert (greedy[0] == greedy[1]).all() and greedy.shape == (2, 8)
 
 
+@pytest.mark.parametrize(("rows", "writer"), [(32, "engine"), (33, "transformers")])
+def test_rows_that_an_engine_has_not_are_written_by_transformers(tiny_opt, monkeypatch, rows, writer):
+    """As on a GPU, of which only the name is asked."""
+    import torch
+
+    monkeypatch.setattr(pipeline, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(pipeline, "load_opt", lambda *args: load_opt(str(tiny_opt)))
+    monkeypatch.setattr("dejavu_train.engine.decode.DecodeEngine", lambda model, options: options)
+    assert pipeline.open_writer(RunConfig(model=str(tiny_opt)), rows, 16)[1] == writer
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -190,7 +203,7 @@ def test_the_engine_samples_as_transformers_does(tiny_opt):
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
-        ({"batch_size": 33}, "at most 32"),
+        ({"batch_size": 5000}, "at most 4,096"),
         ({"seed": -1}, "seed"),
     ],
 )
