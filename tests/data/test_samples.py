@@ -27,6 +27,7 @@ from dejavu_train.data.text import SampleConfig, TextSource
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.families import dims_of
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
 from dejavu_train.pipeline import engine_writer
 
@@ -192,6 +193,9 @@ def test_rows_that_an_engine_has_not_are_written_by_transformers(tiny_opt, monke
     monkeypatch.setattr(pipeline, "resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(pipeline, "load_opt", lambda *args: load_opt(str(tiny_opt)))
     monkeypatch.setattr("dejavu_train.engine.decode.DecodeEngine", lambda model, options: options)
+    monkeypatch.setattr(
+        "dejavu_train.kernels.common.checks.HEAD_DIMS", (dims_of(load_opt(str(tiny_opt)).config).head_dim,)
+    )
     assert pipeline.open_writer(RunConfig(model=str(tiny_opt)), rows, 16)[1] == writer
 
 
