@@ -6,6 +6,7 @@
 # make tables  the tables of README.md and docs/ from committed rows
 # make release  says what a release says, fails where something is missing, then make test
 # make tag     make release, then the annotated tag of the version in pyproject.toml
+# make wheels  dejavu-train and dejavu-opt-mini, to be installed without a clone, in build/wheels
 # make docs    the pages of docs/ as a site, with the API from docstrings: build/docs/index.html
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
@@ -19,7 +20,7 @@ OLDEST_TRITON = build/triton-3.6.0
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
-.PHONY: demo train infer bundle report test test-long lint tables release tag docs clean
+.PHONY: demo train infer bundle report test test-long lint tables release tag wheels docs clean
 
 demo: train infer
 
@@ -65,6 +66,10 @@ release: .venv/dev
 
 tag: release
 	.venv/bin/python -m benchmarks.release --tag
+
+wheels: | .venv/bin/python
+	$(PIP) setuptools
+	.venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels . packages/opt-mini
 
 docs: .venv/docs
 	.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs

@@ -11,6 +11,7 @@ from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Site, Target, UnitKey
 from dejavu_train.models.config_values import read_values
+from dejavu_train.models.installed import installed
 from dejavu_train.models.weight_format import stored_format
 from dejavu_train.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
 
@@ -191,6 +192,9 @@ class RunConfig:
     trainer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"devices": 1})
     """Arguments of the Lightning Trainer: --trainer.NAME VALUE, classes as class_path and init_args. --trainer.help
     lists them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", installed(self.model))
 
     def predictor(self, target: Target) -> PredictorConfig:
         return self.mlp if target == Target.MLP else self.heads

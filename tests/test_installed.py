@@ -1,9 +1,13 @@
-"""What an installation holds: the package alone, with real files for its links, beside Hugging Face's `kernels`."""
+"""What an installation holds: the package alone, with real files for its links, beside Hugging Face's `kernels`.
+
+With the distribution of opt-mini it generates in an empty folder, without a clone.
+"""
 
 import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -12,7 +16,9 @@ from conftest import REPOSITORY
 
 pytest.importorskip("setuptools")
 BUILD = "import setuptools.build_meta as b, sys; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
-TAKEN = ("LICENSE", "README.md", "configs", "dejavu_train", "kernels", "pyproject.toml")
+TAKEN = (
+    "LICENSE", "README.md", "checkpoints/opt-mini", "configs", "dejavu_train", "kernels", "packages", "pyproject.toml"
+)  # fmt: skip
 BOTH = """
 import pathlib, sys
 for name in sys.argv[2:]:
@@ -57,6 +63,66 @@ def installed(clone, tmp_path_factory):
     with zipfile.ZipFile(built("wheel", unpacked, folder)) as wheel:
         wheel.extractall(site)
     return site
+
+
+@pytest.fixture(scope="module")
+def environment(clone, tmp_path_factory):
+    """Both wheels, installed by pip into a folder, which goes before the packages that are there."""
+    folder = tmp_path_factory.mktemp("environment")
+    wheels = [built("wheel", place, folder) for place in (clone, clone / "packages" / "opt-mini")]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target"]
+    subprocess.run([*command, folder / "site", *wheels], check=True, timeout=120)
+    return folder / "site"
+
+
+def in_an_empty_folder(environment, folder, *command):
+    paths = os.environ | {"PYTHONPATH": str(environment), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=folder, env=paths, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_two_wheels_write_text_in_an_empty_folder(environment, tmp_path):
+    """A bundle is named as in a clone. Results go below the empty folder, not into the installation."""
+    before = {path: path.stat().st_mtime_ns for path in (environment / "dejavu_opt_mini").rglob("*.*")}
+    command = [environment / "bin" / "dejavu", "infer", "--bundle", "checkpoints/opt-mini/bundle", "--new_tokens=4"]
+    command += ["--tokens=0", "--timing=false", "--backend=gather", "--generate", "The function returns"]
+    (tmp_path / "checkpoints" / "opt-mini").mkdir(parents=True)  # of earlier results: no model's folder
+    done = in_an_empty_folder(environment, tmp_path, *command)
+    assert done.returncode == 0 and done.stdout.startswith("The function returns a"), done.stderr
+    assert (tmp_path / "checkpoints" / "opt-mini" / "results.json").is_file()
+    assert before == {path: path.stat().st_mtime_ns for path in (environment / "dejavu_opt_mini").rglob("*.*")}
+    assert str(environment) in (tmp_path / "checkpoints" / "opt-mini" / "results.json").read_text()
+
+
+def test_python_has_the_folders_of_the_installed_model(environment, tmp_path):
+    code = """
+from dejavu_opt_mini import BUNDLE, MODEL
+from dejavu_train.models.installed import installed
+assert (installed("checkpoints/opt-mini"), installed("checkpoints/opt-mini/bundle")) == (MODEL, BUNDLE)
+for name in ("checkpoints/opt-mini/nothing", "checkpoints/other", "checkpoints", "opt-mini", "facebook/opt-125m", ""):
+    assert installed(name) == name
+import pathlib
+pathlib.Path("checkpoints/opt-mini").mkdir(parents=True)
+assert installed("checkpoints/opt-mini") == MODEL
+pathlib.Path("checkpoints/opt-mini/config.json").write_text("mine")
+assert installed("checkpoints/opt-mini") != MODEL and installed("checkpoints/opt-mini/bundle") != BUNDLE
+"""
+    assert in_an_empty_folder(environment, tmp_path, sys.executable, "-c", code).returncode == 0
+
+
+def test_without_the_model_a_line_says_what_brings_it(installed, tmp_path):
+    command = [sys.executable, "-m", "dejavu_train", "infer", "--bundle", "checkpoints/opt-mini/bundle"]
+    done = in_an_empty_folder(installed, tmp_path, *command)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: there is no bundle folder checkpoints/opt-mini/bundle;")
+    assert "the package dejavu-opt-mini brings checkpoints/opt-mini" in done.stderr
+
+
+def test_both_distributions_have_one_version():
+    files = (REPOSITORY / "pyproject.toml", REPOSITORY / "packages" / "opt-mini" / "pyproject.toml")
+    versions = {tomllib.loads(file.read_text())["project"]["version"] for file in files}
+    assert len(versions) == 1
 
 
 @pytest.fixture(scope="module")

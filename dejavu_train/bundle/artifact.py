@@ -30,6 +30,7 @@ from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import fetch, looks_local
+from dejavu_train.models.installed import hint
 from dejavu_train.models.opt import has_hash, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
@@ -306,7 +307,7 @@ class Bundle:
         folder = Path(name)
         if not folder.is_dir():
             if looks_local(str(name)):
-                raise UserError(f"there is no bundle folder {name}; python train.py makes one")
+                raise UserError(f"there is no bundle folder {name}; python train.py makes one{hint(str(name))}")
             folder = fetch(str(name), [METADATA, TENSORS], "cannot fetch the bundle", {"revision": revision, **hub})
         where = f"the bundle {name}"
         metadata = read_json(folder / METADATA, f"{where}: {METADATA}")

@@ -8,6 +8,7 @@ from typing import Any
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json
 from dejavu_train.models.hub import looks_local
+from dejavu_train.models.installed import hint
 from dejavu_train.models.stored import read_header
 
 METADATA = "bundle.json"
@@ -70,7 +71,7 @@ def check_bundle(name: str) -> None:
     folder = Path(name)
     if not folder.is_dir():
         if looks_local(name):
-            raise UserError(f"there is no bundle folder {name}; python train.py makes one")
+            raise UserError(f"there is no bundle folder {name}; python train.py makes one{hint(name)}")
         return
     absent = [part for part in BUNDLE_FILES if not (folder / part).is_file()]
     if absent:

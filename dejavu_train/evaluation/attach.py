@@ -49,7 +49,7 @@ def attach(found: Mapping[str, Any], record: Record, wandb_too: bool = True) -> 
                 writer.add_scalar(name, value)
         said.append(board["folder"])
     if run is not None and wandb_too and has_package("wandb"):
-        with start_wandb(run["project"], record.path.parent.parent, "--bundle", run) as started:
+        with start_wandb(run["project"], record.path.parent.parent, run) as started:
             started.log(numbers)
         said.append(f"the run {run['id']} of Weights & Biases")
     logger.info("added the numbers to %s", ", ".join(said))

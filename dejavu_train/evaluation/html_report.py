@@ -255,19 +255,18 @@ def log_to_wandb(
     pictures += [results.folder / "paper" / "fig7.png", *drawn]
     shown = {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()}
     if before is not None and before["project"] == project:
-        run = start_wandb(project, record.path.parent.parent, "--wandb", before)
+        run = start_wandb(project, record.path.parent.parent, before)
     else:
-        run = start_wandb(project, results.folder, "--wandb", {"config": results.found.get("config")})
+        run = start_wandb(project, results.folder, {"config": results.found.get("config")})
     run.log(dict(numbers or {}) | tables | shown)
     run.finish()
 
 
-def start_wandb(project: str, folder: Path, flag: str, about: Mapping[str, Any]) -> Any:
+def start_wandb(project: str, folder: Path, about: Mapping[str, Any]) -> Any:
     """A run of Weights & Biases. One whose id ``about`` holds goes on.
 
     Args:
         folder: where it lies as long as it is not uploaded.
-        flag: to blame.
         about: arguments of ``wandb.init``.
     Raises:
         UserError: it has no key and is not offline.
@@ -279,7 +278,7 @@ def start_wandb(project: str, folder: Path, flag: str, about: Mapping[str, Any])
     try:
         return wandb.init(**known | {"project": project, "dir": str(folder)})
     except wandb.errors.UsageError as error:
-        raise UserError(f"{flag}: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
+        raise UserError(f"--wandb: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
 
 
 class _Parser(argparse.ArgumentParser):

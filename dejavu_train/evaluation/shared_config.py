@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from dejavu_train.bundle.folder import beside, named_model
 from dejavu_train.data.text import TextSource
+from dejavu_train.models.installed import installed
 
 TextSet = Literal["train", "calibration", "val", "test"]
 
@@ -28,10 +29,11 @@ class ModelConfig:
     """Type of the weights."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            object.__setattr__(self, "model", named_model(self.bundle))
         if not self.output and self.bundle:
             object.__setattr__(self, "output", beside(self.bundle, self.RESULTS))
+        if self.bundle:
+            object.__setattr__(self, "bundle", installed(self.bundle))
+        object.__setattr__(self, "model", installed(self.model) or named_model(self.bundle))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError, first_line
+from dejavu_train.models.installed import CHECKPOINTS, hint
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "predictors/*")  # with a tokenizer and a bundle beside the model
 KEYWORDS = ("revision", "cache_dir", "token", "local_files_only", "force_download")  # as in transformers
@@ -15,7 +16,7 @@ KEYWORDS = ("revision", "cache_dir", "token", "local_files_only", "force_downloa
 
 def looks_local(name: str) -> bool:
     """Whether a name can only be meant as a path. Every other one is OWNER/NAME on the hub unless it is a folder."""
-    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.is_dir()
+    return name.startswith((".", "/", "~", f"{CHECKPOINTS}/")) or name.count("/") != 1 or Path(name).parent.is_dir()
 
 
 def in_hub_cache(folder: Path) -> bool:
@@ -65,7 +66,9 @@ def model_folder(name: str, subfolder: str = "", **hub: Any) -> Path:
     elif folder.exists():
         raise UserError(f"the model {name} is a file; give the folder that holds its config.json")
     elif looks_local(name):
-        raise UserError(f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m")
+        raise UserError(
+            f"there is no model folder {name}; give a folder or a hub id such as facebook/opt-125m{hint(name)}"
+        )
     else:
         folder = fetch(name, within(subfolder, SMALL_FILES), "cannot fetch the config of", hub) / subfolder
     if not (folder / "config.json").is_file():

@@ -6,6 +6,7 @@ from typing import Literal
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.models.installed import installed
 from dejavu_train.ranges import COUNT, NUMBER, SEED, Range, check_ranges
 
 LEAST_PER_INPUT = 10  # calibration tokens; fewer leave second moments that say little
@@ -51,6 +52,9 @@ class QuantizeConfig:
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0
     """Of the choice of calibration text."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", installed(self.model))
 
     def check(self, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value out of range, or one that the model does not allow."""

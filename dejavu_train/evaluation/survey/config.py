@@ -7,6 +7,7 @@ from dejavu_train.data.text import INSTALLED
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import name_texts
 from dejavu_train.evaluation.shared_config import TextOptions
+from dejavu_train.models.installed import installed
 from dejavu_train.ranges import COUNT, SEED, SHARE, Range, check_ranges
 
 
@@ -44,6 +45,7 @@ class SurveyConfig(TextOptions):
         if not self.output:
             name = Path(self.model).stem if self.model.endswith(".gguf") else Path(self.model).name
             object.__setattr__(self, "output", str(Path("checkpoints/survey") / name))
+        object.__setattr__(self, "model", installed(self.model))
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
