@@ -205,7 +205,7 @@ class Layer:
         self.mlp = MlpWeights(Linear(self.w, self.bias), Linear(self.w, self.out_bias))
         self.gated = dataclasses.replace(self.mlp, gate=self.mlp.up, hidden=Hidden("silu"))
         self.heads = Selection(h, 1, *(torch.empty(h, dtype=torch.int32) for _ in range(3)))
-        self.listed, self.partials = pack.PackedSelection.empty(self.n, "cpu"), partial_sums(d, "cpu")
+        self.listed, self.partials = pack.PackedSelection.empty(self.n, "cpu"), partial_sums(d, self.x.device)
         self.bits = Selection.empty(self.n, "cpu", selection_block(d, 1))
 
     def predictor(self, weights: PredictorWeights, alone: bool = False) -> Predictor:
