@@ -14,12 +14,11 @@ import torch
 
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES
 from dejavu_train.config import RunConfig
-from dejavu_train.data.collect import record_batch
+from dejavu_train.data.recording import Batch, HeadReference, record_batch
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
 from dejavu_train.models.config_values import read_values
-from dejavu_train.models.hooks import output_gram
 from dejavu_train.models.opt import random_model, resolve_device, torch_dtype
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.lit_predictor import LitPredictor
@@ -126,10 +125,9 @@ def _recorded_block(
     values.pop("quantization_config", None)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         model = random_model(values).to(torch_dtype(config.collect.dtype)).eval()
-    gram = output_gram(blocks_of(model)[0].out.weight.detach(), shape.n_kv_heads)
-    mean = torch.zeros(shape.n_kv_heads, shape.group_dim, device=device)
-    windows = [Window(0, np.full(length, 3)) for _ in range(rows)]
-    return lambda: record_batch(model, windows, config.collect, [mean], [gram], _Nowhere(), 0)
+    heads = {0: HeadReference.of(blocks_of(model)[0], torch.zeros(shape.n_kv_heads, shape.group_dim))}
+    batch = Batch.of([Window(0, np.full(length, 3)) for _ in range(rows)])
+    return lambda: record_batch(model, batch, config.collect, heads, _Nowhere(), 0)
 
 
 def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from dejavu_train.files import sha256_file
 _NOT_KEYS = {
     "trainer": ("devices", "strategy", "logger", "accelerator", "num_nodes", "enable_progress_bar"),
     "data": ("num_workers",),
-    "collect": ("device", "device_map", "batch_size", "dtype"),
+    "collect": ("device", "device_map", "batch_size", "dtype", "by_layers"),
     "text": ("cache",),
 }
 # What is chosen from calibration curves, not what they are measured with.

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
+from dejavu_train.errors import UserError
 from dejavu_train.ranges import COUNT, NUMBER, Range, check_ranges
 
 Storage = Literal["float16", "bfloat16"]
@@ -39,12 +40,19 @@ class CollectConfig:
     """auto, cpu, cuda or cuda:N."""
     device_map: str | None = None
     """As in transformers (for instance auto) for a model larger than one GPU. Needs accelerate."""
+    by_layers: bool = False
+    """Run a layer over all windows before the next one is read, for a model larger than the device's memory. The states
+    between two layers lie on the disk, in the activations folder, until the last layer is done."""
 
     def __post_init__(self) -> None:
         least = Range(2, COUNT.most)  # </s> and a token
         tokens = dict.fromkeys(("window", "train_tokens", "val_tokens", "calibration_tokens", "shard_tokens"), least)
         others = dict.fromkeys(("windows_per_document", "batch_size", "mean_tokens"), COUNT)
         check_ranges(self, "collect.", tokens | others)
+        if self.by_layers and self.device_map is not None:
+            raise UserError(
+                f"collect.by_layers runs on one device, got collect.device_map {self.device_map}; leave it out"
+            )
 
     def budget(self, set_name: str) -> int | None:
         return getattr(self, f"{set_name}_tokens")
@@ -52,7 +60,7 @@ class CollectConfig:
     def request(self, seed: int) -> dict[str, Any]:
         """What decides which rows are recorded. How the model runs (batch, dtype, device) is left out."""
         values = dataclasses.asdict(self)
-        for name in ("batch_size", "dtype", "device", "device_map"):
+        for name in ("batch_size", "dtype", "device", "device_map", "by_layers"):
             values.pop(name)
         return {**values, "seed": seed}
 

@@ -17,6 +17,7 @@ from dejavu_train.data.shards import (
     MANIFEST,
     SCHEMA,
     STATISTICS,
+    WEIGHTS,
     ActivationManifest,
     ShardEntry,
     check_digest,
@@ -221,7 +222,7 @@ def write_statistics(
         sum(check_shard(shard_path(activations, layer, e.index), manifest, layer, e) for e in manifest.shards) / total
         for layer in range(shape.n_layers)
     ]
-    names = [MANIFEST, *(f"{layer_folder('', layer)}/weights.safetensors" for layer in range(shape.n_layers))]
+    names = [MANIFEST, *(f"{layer_folder('', layer)}/{WEIGHTS}" for layer in range(shape.n_layers))]
     names += [str(shard_path("", layer, e.index)) for layer in range(shape.n_layers) for e in manifest.shards]
     files = {name: sha256_file(Path(activations) / name) for name in names}
     for name, digest in (known or {}).items():

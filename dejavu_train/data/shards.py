@@ -18,8 +18,9 @@ Chunks are whole rows, about 1 MB of a hidden state, the same rows in every data
 import contextlib
 import dataclasses
 import errno
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -37,7 +38,7 @@ from dejavu_train.families.block import activate_
 from dejavu_train.families.dims import Activation
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, system_error, write_json
 
-MANIFEST, STATISTICS = "manifest.json", "statistics.json"
+MANIFEST, STATISTICS, WEIGHTS = "manifest.json", "statistics.json", "weights.safetensors"
 SCHEMA = 2  # 1 had other names of the sets
 CHUNK_BYTES = 1 << 20
 SETS = ("train", "val", "calibration")  # the sets that are collected; test is only ever scored
@@ -197,19 +198,26 @@ def unpack_bits(packed: Tensor, n_units: int) -> Tensor:
 
 
 class ShardWriter:
-    """Writes one shard of every layer at once. Leaving the context without an error completes it."""
+    """Writes one shard of some layers at once. Leaving the context without an error completes it.
 
-    def __init__(self, folder: str | Path, manifest: ActivationManifest, entry: ShardEntry) -> None:
+    Args:
+        layers: None means all.
+    """
+
+    def __init__(
+        self, folder: str | Path, manifest: ActivationManifest, entry: ShardEntry, layers: Iterable[int] | None = None
+    ) -> None:
         self._folder, self._manifest, self._entry = Path(folder), manifest, entry
         self._stack = contextlib.ExitStack()
-        self._files: list[h5py.File] = []
-        self._active = [0] * manifest.shape.n_layers
-        self._rows = [0] * manifest.shape.n_layers
+        self._files: dict[int, h5py.File] = {}
+        layers = range(manifest.shape.n_layers) if layers is None else layers
+        self._active = dict.fromkeys(layers, 0)
+        self._rows = dict.fromkeys(self._active, 0)
 
     def __enter__(self) -> "ShardWriter":
         shape, entry = self._manifest.shape, self._entry
         with contextlib.ExitStack() as opening:
-            for layer in range(shape.n_layers):
+            for layer in self._active:
                 path = opening.enter_context(replacing(shard_path(self._folder, layer, entry.index)))
                 file = opening.enter_context(open_shard(path, "w"))
                 file.attrs.update(self._attributes(layer))
@@ -217,13 +225,13 @@ class ShardWriter:
                     rows = min(chunk_rows(shape.d_model), entry.tokens)
                     tail = () if width is None else (width,)
                     file.create_dataset(name, (entry.tokens, *tail), dtype, chunks=(rows, *tail))
-                self._files.append(file)
+                self._files[layer] = file
             self._stack = opening.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
-            for layer, file in enumerate(self._files):
+            for layer, file in self._files.items():
                 assert self._rows[layer] == self._entry.tokens, f"layer {layer}: {self._rows[layer]} rows"
                 file.attrs["active"] = self._active[layer]
         self._stack.__exit__(kind, error, trace)
@@ -267,7 +275,8 @@ class ShardWriter:
 
 
 _STORED = {"up_weight": "fc1_weight", "up_bias": "fc1_bias", "down_norm": "fc2_norm"}  # names in the file, where others
-_LABELS, _THRESHOLD = "activation", "threshold"  # in the file's metadata: what a neuron's label comes from, else relu
+# In the file's metadata: what a neuron's label comes from, else relu.
+_ABOUT, _LABELS, _THRESHOLD = "about", "activation", "threshold"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,9 +341,9 @@ class LayerWeights:
             if name in tensors:
                 tensors[name] = tensors[name].to(storage)
         about = {"model": weight_hash}
-        if self.activation != Activation.RELU:
-            about |= {_LABELS: self.activation, _THRESHOLD: repr(self.threshold)}
-        with replacing(layer_folder(activations, layer) / "weights.safetensors") as path:
+        if self.activation != Activation.RELU:  # one entry: several would stand in another order in each file
+            about = {_ABOUT: json.dumps({**about, _LABELS: self.activation, _THRESHOLD: self.threshold})}
+        with replacing(layer_folder(activations, layer) / WEIGHTS) as path:
             save_file(tensors, path, about)
 
     @classmethod
@@ -344,10 +353,11 @@ class LayerWeights:
         Raises:
             UserError: missing, damaged, or of another model.
         """
-        path = layer_folder(activations, layer) / "weights.safetensors"
+        path = layer_folder(activations, layer) / WEIGHTS
         try:
             with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
+                about: dict[str, Any] = file.metadata() or {}
+                about |= json.loads(about.pop(_ABOUT, "{}"))
                 if about.get("model") != weight_hash:
                     raise UserError(f"{path} is of another model than the shards beside it; {COLLECT_AGAIN}")
                 check_digest(activations, path)
@@ -356,5 +366,7 @@ class LayerWeights:
                 tensors = {name: file.get_tensor(_STORED.get(name, name)).float() for name in names}
                 kinds: dict[str, Any] = {"activation": Activation(about.get(_LABELS, "relu"))}
                 return cls(**tensors, **kinds, threshold=float(about.get(_THRESHOLD, 0)))
-        except (OSError, SafetensorError) as error:
+        except UserError:
+            raise
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
             refuse_unreadable(error, path, f"{path} is missing or damaged")

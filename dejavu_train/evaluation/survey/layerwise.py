@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dejavu_train.errors import UserError
+from dejavu_train.models.layer_exchange import LayerExchange, first
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -31,7 +32,7 @@ class LayerRunner:
         self.model, self.device = model, device
         self.layers: Any = model.get_submodule(layers)
         self.arguments: dict[int, list[Arguments]] = {}  # by the number of rows
-        self._tuples: bool | None = None
+        self._exchange = LayerExchange(model, self.layers)
         inside = {id(tensor) for each in self.layers for tensor in (*each.parameters(), *each.buffers())}
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in inside:
@@ -65,7 +66,7 @@ class LayerRunner:
 
         def call(hidden: Tensor) -> Tensor:
             args, kwargs = self.arguments[len(hidden)][number]
-            return _first(used(hidden, *args, **kwargs))
+            return first(used(hidden, *args, **kwargs))
 
         yield used, call
 
@@ -76,74 +77,30 @@ class LayerRunner:
         def replay(number: int, given: Tensor) -> Tensor:
             return hidden if number == last else given
 
-        with self._exchanged(lambda number, own, given, args, kwargs: replay(number, given)):
+        with self._exchange.exchanged(lambda number, own, given, args, kwargs: replay(number, given)):
             made: Tensor = self.model(input_ids=ids.to(self.device), use_cache=False).logits
         return made.float()
 
     def _collect(self, ids: Tensor) -> tuple[Tensor, list[Arguments]]:
         """What the first layer reads for (S, T), and what every layer gets besides."""
         arguments: list[Arguments] = []
-        first: list[Tensor] = []
+        hidden: list[Tensor] = []
 
         def note(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             if number == 0:
-                first.append(given.detach().clone())
+                hidden.append(given.detach().clone())
             arguments.append((args, kwargs))
             return given
 
-        if self._tuples is None:
-            self._tuples = self._gives_tuples(ids[:1])
-        with self._exchanged(note):
-            self.model.base_model(input_ids=ids, use_cache=False)
-        return first[0], arguments
+        self._exchange.ask_first(ids[:1], self._run_copy)
+        with self._exchange.exchanged(note):
+            self._exchange.run(ids)
+        return hidden[0], arguments
 
-    def _gives_tuples(self, ids: Tensor) -> bool:
-        """Whether layers give a tuple. Runs the first of them once."""
-        found: list[Any] = []
-
-        def run(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not found:
-                layer = copy.deepcopy(self.layers[0]).to(self.device, torch.float32)
-                layer.__dict__.pop("forward", None)
-                found.append(layer(given, *args, **kwargs))
-            raise _Found
-
-        try:
-            with self._exchanged(run):
-                self.model.base_model(input_ids=ids, use_cache=False)
-        except _Found:
-            pass
-        return isinstance(found[0], tuple)
-
-    @contextmanager
-    def _exchanged(self, act: Callable[..., Any]) -> Iterator[None]:
-        """Within the context layers give what ``act(number, layer, hidden, args, kwargs)`` gives."""
-
-        def forward_of(number: int, own: Any) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                kwargs = dict(kwargs)
-                given, *rest = args if args else (kwargs.pop("hidden_states"),)
-                made = act(number, own, given, tuple(rest), kwargs)
-                return (made, *[None] * 4) if self._tuples else made
-
-            return forward
-
-        try:
-            for number, own in enumerate(self.layers):
-                own.forward = forward_of(number, own)
-            yield
-        finally:
-            for own in self.layers:
-                own.__dict__.pop("forward", None)
-
-
-class _Found(Exception):
-    """Leaves a forward pass whose rest nobody needs."""
-
-
-def _first(output: Any) -> Tensor:
-    made: Tensor = output[0] if isinstance(output, tuple) else output
-    return made
+    def _run_copy(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = copy.deepcopy(own).to(self.device, torch.float32)
+        layer.__dict__.pop("forward", None)
+        return layer(*args, **kwargs)
 
 
 def _equal(a: Any, b: Any) -> bool:

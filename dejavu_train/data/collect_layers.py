@@ -1,0 +1,288 @@
+"""Collects by layers: each layer runs over all windows before the next one is read. So weights are read once.
+
+The states between two layers, the stream, lie in two files beside the shards. A layer reads one and writes the other,
+and a small file says which layer is next, so a killed run goes on with the layer in which it was. Each batch is the one
+that the whole model would see, so the shards are the same.
+
+    activations/stream/state.json   what the stream belongs to, and the next layer
+    activations/stream/even.bin     (rows, d_model) in the model's dtype, read by even layers. odd.bin: by odd ones
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.recording import (
+    Batch,
+    HeadReference,
+    MeanHeads,
+    WriterThread,
+    batches,
+    record_batch,
+    windows_of_means,
+)
+from dejavu_train.data.shards import (
+    WEIGHTS,
+    ActivationManifest,
+    LayerWeights,
+    ShardEntry,
+    ShardWriter,
+    layer_folder,
+    shard_path,
+)
+from dejavu_train.data.untrained import probes_of, warn_of_logits
+from dejavu_train.data.windows import Window
+from dejavu_train.families import blocks_of
+from dejavu_train.files import read_json, write_json
+from dejavu_train.models.config_values import quant_method
+from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.models.layer_exchange import Enough, LayerExchange, first, own_forward, placed
+from dejavu_train.models.opt import torch_dtype
+from dejavu_train.progress import Progress
+
+STREAM, STATE = "stream", "state.json"
+PlannedShards = Sequence[tuple[ShardEntry, list[Window]]]
+
+
+@dataclass(frozen=True)
+class StreamKey:
+    """What a stream belongs to. Another run begins with the first layer."""
+
+    weight_hash: str
+    shards: list[int]
+    rows: int
+    d_model: int
+    dtype: str
+    batch_size: int
+
+    @property
+    def file_bytes(self) -> int:
+        return self.rows * self.d_model * torch_dtype(self.dtype).itemsize
+
+
+class Stream:
+    """The states of all rows in front of layer ``next``, and behind it as far as it has run."""
+
+    def __init__(self, folder: Path, key: StreamKey) -> None:
+        self._folder, self._key = folder / STREAM, key
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.next = self._stored_layer()
+        self._tensors: dict[int, Tensor] = {}
+        for parity in (0, 1):
+            path = str(self._path(parity))
+            flat = torch.from_file(path, shared=True, size=key.rows * key.d_model, dtype=torch_dtype(key.dtype))
+            self._tensors[parity] = flat.view(key.rows, key.d_model)
+
+    def read(self, start: int, rows: int) -> Tensor:
+        """(rows, d_model), what layer ``next`` reads."""
+        return self._tensors[self.next % 2][start : start + rows]
+
+    def write(self, start: int, states: Tensor) -> None:
+        """What layer ``next`` gives for rows from ``start`` on."""
+        self._tensors[(self.next + 1) % 2][start : start + len(states)] = states
+
+    def advance(self) -> None:
+        """Layer ``next`` is done for all rows."""
+        self.next += 1
+        write_json(self._folder / STATE, {**asdict(self._key), "next": self.next})
+
+    def remove(self) -> None:
+        self._tensors.clear()
+        shutil.rmtree(self._folder)
+
+    def _path(self, parity: int) -> Path:
+        return self._folder / ("odd.bin" if parity else "even.bin")
+
+    def _stored_layer(self) -> int:
+        path = self._folder / STATE
+        if not path.is_file():
+            return 0
+        stored = read_json(path, "the state of the stream")
+        layer = stored.pop("next", 0)
+        whole = all(
+            self._path(parity).is_file() and self._path(parity).stat().st_size == self._key.file_bytes
+            for parity in (0, 1)
+        )
+        return int(layer) if whole and stored == asdict(self._key) else 0
+
+
+class LayerWalk:
+    """Runs batches through one layer at a time of a model whose layers lie on the CPU.
+
+    Args:
+        stream: where each batch has its rows.
+        device: to which everything around the layers is moved.
+        dtype: in which the model runs. None leaves each tensor in its own.
+    """
+
+    def __init__(self, model: Any, stream: Stream, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.model, self.stream, self.device, self.dtype = model, stream, device, dtype
+        self.layers = decoder_layers(model)
+        self._exchange = LayerExchange(model, self.layers)
+        inside = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
+        for tensor in model.parameters():
+            if id(tensor) not in inside:
+                tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+        for tensor in model.buffers():
+            if id(tensor) not in inside:
+                tensor.data = tensor.data.to(device)
+
+    def ask_first(self, ids: Tensor) -> None:
+        with placed(self.layers[0], self.device, self.dtype), torch.inference_mode():
+            self._exchange.ask_first(ids.to(self.device), own_forward)
+
+    @contextlib.contextmanager
+    def layer(self) -> Iterator[Callable[[Batch, int], Callable[[Tensor, Tensor], None]]]:
+        """The next layer on the device. Gives a function that makes the pass of a batch whose rows begin at ``start``:
+        it reads the stream and writes it."""
+        with placed(self.layers[self.stream.next], self.device, self.dtype):
+            yield self._pass_of
+        self.stream.advance()
+
+    def _pass_of(self, batch: Batch, start: int) -> Callable[[Tensor, Tensor], None]:
+        stream = self.stream
+
+        def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if number > stream.next:
+                raise Enough
+            hidden = self._padded(batch, start) if number == 0 and stream.next > 0 else given
+            if number < stream.next:
+                return hidden
+            made = own_forward(own, hidden, *args, **kwargs)
+            stream.write(start, first(made)[batch.real.to(self.device)].cpu())
+            return made
+
+        def run(ids: Tensor, mask: Tensor) -> None:
+            with self._exchange.exchanged(act):
+                self._exchange.run(ids, mask)
+
+        return run
+
+    def logits(self, batch: Batch, start: int) -> Tensor:
+        """(B, T, V) behind the last layer, once all have run."""
+
+        def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._padded(batch, start) if number == 0 else given
+
+        with self._exchange.exchanged(act), torch.inference_mode():
+            made: Tensor = self.model(input_ids=batch.ids.to(self.device), use_cache=False).logits
+        return made
+
+    def _padded(self, batch: Batch, start: int) -> Tensor:
+        """(B, T, d) with zeros at padding, of which no token sees anything."""
+        states = self.stream.read(start, batch.rows).to(self.device)
+        padded = states.new_zeros((*batch.real.shape, states.shape[1]))
+        padded[batch.real.to(self.device)] = states
+        return padded
+
+
+def stream_bytes(manifest: ActivationManifest, tokens: int, config: CollectConfig) -> int:
+    """Of both files, for ``tokens`` recorded tokens."""
+    rows = tokens + (config.mean_tokens if config.head_criterion == "from_mean" else 0)
+    return 2 * rows * manifest.shape.d_model * torch_dtype(config.dtype).itemsize
+
+
+def collect_by_layers(
+    model: Any,
+    manifest: ActivationManifest,
+    shards: PlannedShards,
+    missing: Collection[ShardEntry],
+    config: CollectConfig,
+    activations: Path,
+    device: torch.device,
+) -> None:
+    """Record the missing shards, a layer after the other.
+
+    Args:
+        model: on the CPU, as its weights are stored.
+        device: where a layer runs.
+    """
+    planned = [window for _, windows in shards for window in windows]
+    averaged = list(batches(windows_of_means(planned, config), 1))
+    probes = probes_of([window.ids for window in planned if len(window.ids) > 1])
+    judged = [Batch.of([Window(0, ids)]) for ids in probes]
+    to_do = [(entry, list(batches(windows, config.batch_size))) for entry, windows in shards if entry in missing]
+    rows = sum(batch.rows for batch in (*averaged, *judged)) + sum(entry.tokens for entry, _ in to_do)
+    key = StreamKey(
+        manifest.weight_hash, [entry.index for entry, _ in to_do], rows, manifest.shape.d_model, config.dtype,
+        config.batch_size,
+    )  # fmt: skip
+    stream = Stream(activations, key)
+    n_layers, coded = manifest.shape.n_layers, quant_method(model.config.to_dict()) is not None
+    walk = LayerWalk(model, stream, device, None if coded else torch_dtype(config.dtype))
+    walk.ask_first(to_do[0][1][0].ids[:1])
+    with Progress("collecting", rows * n_layers, "row", rows * stream.next) as progress:
+        while stream.next < n_layers:
+            _collect_layer(walk, manifest, averaged, judged, to_do, config, activations, progress)
+    starts = _starts(judged, sum(batch.rows for batch in averaged))
+    warn_of_logits(manifest.shape.vocab_size, probes, (walk.logits(*each) for each in zip(judged, starts, strict=True)))
+    stream.remove()
+
+
+def _collect_layer(
+    walk: LayerWalk,
+    manifest: ActivationManifest,
+    averaged: Sequence[Batch],
+    judged: Sequence[Batch],
+    to_do: Sequence[tuple[ShardEntry, list[Batch]]],
+    config: CollectConfig,
+    activations: Path,
+    progress: Progress,
+) -> None:
+    """The next layer over all rows: those of heads' means, those that judge the model, and the shards."""
+    layer, block = walk.stream.next, blocks_of(walk.model)[walk.stream.next]
+    means, device, start = MeanHeads(manifest.shape, [layer]), walk.device, 0
+    with walk.layer() as pass_of, torch.inference_mode():
+        with means.watching(walk.model):
+            for batch in averaged:
+                pass_of(batch, start)(batch.ids.to(device), batch.real.long().to(device))
+                start += batch.rows
+                means.tokens += batch.rows
+        if not (layer_folder(activations, layer) / WEIGHTS).is_file():
+            save_layer_weights(activations, manifest, layer, block, means.means()[layer])
+        mean = LayerWeights.load(activations, layer, manifest.weight_hash).head_mean
+        heads = {layer: HeadReference.of(block, mean)}
+        for batch in judged:
+            pass_of(batch, start)(batch.ids.to(device), batch.real.long().to(device))
+            start += batch.rows
+        progress.update(start)
+        for entry, batches_of in to_do:
+            with contextlib.ExitStack() as stack:
+                thread = None
+                if not shard_path(activations, layer, entry.index).is_file():
+                    writer = stack.enter_context(ShardWriter(activations, manifest, entry, [layer]))
+                    thread = stack.enter_context(WriterThread(writer))
+                row = 0
+                for batch in batches_of:
+                    run = pass_of(batch, start + row)
+                    if thread is None:
+                        run(batch.ids.to(device), batch.real.long().to(device))
+                    else:
+                        record_batch(walk.model, batch, config, heads, thread, row, run)
+                    row += batch.rows
+                    progress.update(batch.rows)
+            start += row
+
+
+def save_layer_weights(
+    activations: Path, manifest: ActivationManifest, layer: int, block: Any, head_mean: Tensor
+) -> None:
+    """Save what losses need of a layer."""
+    weights = LayerWeights.of(block, manifest.shape, head_mean)
+    weights.save(activations, layer, manifest.weight_hash, block.up.weight.dtype)
+
+
+def _starts(batches_of: Sequence[Batch], start: int) -> list[int]:
+    """The first row of each batch."""
+    starts = []
+    for batch in batches_of:
+        starts.append(start)
+        start += batch.rows
+    return starts

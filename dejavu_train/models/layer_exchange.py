@@ -1,0 +1,103 @@
+"""Lets the layers of a model run one at a time, in the model's own forward pass.
+
+Masks, positions and what else a model hands to its layers come from the model itself, so any family runs. Layers that
+are not wanted hand on what they are given, and their weights are not read.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Act = Callable[[int, Any, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+"""``act(number, layer, hidden, args, kwargs)`` gives what the layer gives."""
+
+
+class Enough(Exception):
+    """Leaves a forward pass whose rest nobody needs."""
+
+
+class LayerExchange:
+    """Exchanges what the layers of a model do.
+
+    Args:
+        layers: of ``model``, in order.
+        tuples: whether a layer gives a tuple, the hidden states first. None asks the first layer when that matters.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[nn.Module], tuples: bool | None = None) -> None:
+        self.model, self.layers, self._tuples = model, layers, tuples
+
+    @contextmanager
+    def exchanged(self, act: Act) -> Iterator[None]:
+        """Within the context each layer gives what ``act`` says. Where that is a tensor, others see its usual form."""
+
+        def forward_of(number: int, own: Any) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                kwargs = dict(kwargs)
+                given, *rest = args if args else (kwargs.pop("hidden_states"),)
+                made = act(number, own, given, tuple(rest), kwargs)
+                return (made, *[None] * 4) if self._tuples and isinstance(made, Tensor) else made
+
+            return forward
+
+        try:
+            for number, own in enumerate(self.layers):
+                own.forward = forward_of(number, own)
+            yield
+        finally:
+            for own in self.layers:
+                own.__dict__.pop("forward", None)
+
+    def ask_first(self, ids: Tensor, run: Callable[..., Any] | None = None) -> None:
+        """Learn whether layers give a tuple, where that is not known. Runs the first of them once, for ids (S, T).
+
+        Args:
+            run: called with the layer, its hidden states and its other arguments, in the place of the layer.
+        """
+        if self._tuples is not None:
+            return
+        found: list[Any] = []
+
+        def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found.append((run or own_forward)(own, given, *args, **kwargs))
+            raise Enough
+
+        with self.exchanged(act):
+            self.run(ids)
+        self._tuples = isinstance(found[0], tuple)
+
+    def run(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        """A forward pass without logits, which may end early."""
+        try:
+            self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+        except Enough:
+            pass
+
+
+def own_forward(own: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a layer gives that is exchanged, by its class. Its hooks do not run again."""
+    return type(own).forward(own, *args, **kwargs)
+
+
+def first(output: Any) -> Tensor:
+    """The hidden states in what a layer gives."""
+    made: Tensor = output[0] if isinstance(output, tuple) else output
+    return made
+
+
+@contextmanager
+def placed(layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within the context the layer's weights lie on the device, numbers among them in dtype. Buffers keep theirs."""
+    tensors = [*layer.parameters(), *layer.buffers()]
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            wanted = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
+            tensor.data = tensor.data.to(device, wanted)
+        yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data

@@ -1,0 +1,69 @@
+"""Collecting by layers: the same files as with the whole model, and a killed run goes on in its layer."""
+
+import pytest
+from family_models import CASES, save_family
+from small_runs import COLLECT
+
+from dejavu_train.data import collect_layers
+from dejavu_train.data.collect import collect
+from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.shards import file_digests
+from dejavu_train.data.text import TextSource
+from dejavu_train.errors import UserError
+
+
+def made(model, text_file, folder, **settings):
+    config = CollectConfig(**COLLECT | {"mean_tokens": 300} | settings)
+    collect(str(model), TextSource(source=str(text_file)), config, folder)
+    return file_digests(folder)
+
+
+def test_files_are_the_same(tiny_opt, text_file, tmp_path):
+    whole = made(tiny_opt, text_file, tmp_path / "whole")
+    assert len(whole) > 6
+    assert made(tiny_opt, text_file, tmp_path / "layers", by_layers=True) == whole
+    assert not (tmp_path / "layers" / collect_layers.STREAM).exists()
+
+
+def test_a_killed_run_goes_on_in_its_layer(tiny_opt, text_file, tmp_path, monkeypatch):
+    whole, folder, ran = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers", []
+    collect_layer, record = collect_layers._collect_layer, collect_layers.record_batch
+
+    def watched(walk, *rest):
+        ran.append(walk.stream.next)
+        collect_layer(walk, *rest)
+
+    def killed(*arguments):
+        if ran[-1] == 1 and len(ran) == 2:
+            raise KeyboardInterrupt
+        record(*arguments)
+
+    monkeypatch.setattr(collect_layers, "_collect_layer", watched)
+    monkeypatch.setattr(collect_layers, "record_batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made(tiny_opt, text_file, folder, by_layers=True)
+    assert made(tiny_opt, text_file, folder, by_layers=True) == whole
+    assert ran == [0, 1, 1]
+
+
+def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path):
+    whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "whole"
+    kept = folder / "layer_01" / "shard_0000.h5"
+    before = kept.stat().st_mtime_ns
+    (folder / "layer_01" / "shard_0001.h5").unlink()
+    assert made(tiny_opt, text_file, folder, by_layers=True) == whole
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_a_device_map_is_another_way():
+    with pytest.raises(UserError, match="runs on one device"):
+        CollectConfig(by_layers=True, device_map="auto")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "galactica"])
+def test_every_family_runs_by_layers(name, text_file, tmp_path):
+    """With an own dtype, and fewer tokens: two shards of two layers."""
+    model = save_family(name, tmp_path / "model")
+    fewer = {"train_tokens": 500, "val_tokens": 200, "calibration_tokens": 200, "dtype": "bfloat16"}
+    whole = made(model, text_file, tmp_path / "whole", **fewer)
+    assert made(model, text_file, tmp_path / "layers", by_layers=True, **fewer) == whole
