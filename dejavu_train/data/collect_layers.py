@@ -1,7 +1,7 @@
 """Collects by layers: each layer runs over all windows before the next one is read. So weights are read once.
 
-The states between two layers, the stream, lie in two files beside the shards. A layer reads one and writes the other,
-and a small file says which layer is next, so a killed run goes on with the layer in which it was. Each batch is the one
+The states between two layers, the stream, lie in two files beside the shards. A layer reads one and writes the other.
+A small file says which layer is next, so a killed run goes on with the layer in which it was. Each batch is the one
 that the whole model would see, so the shards are the same.
 
     activations/stream/state.json   what the stream belongs to, and the next layer
