@@ -40,10 +40,14 @@ STD = 0.02
 
 
 def random_weights(
-    shape: ModelDims, active_share: float, packed: bool = False, packed_head: bool = False
+    shape: ModelDims,
+    active_share: float,
+    packed: bool = False,
+    packed_head: bool = False,
+    device: str = "cuda",
 ) -> DecodeWeights:
     """Random weights, of 4 bits where `packed`, whose neurons are active with a probability, selected or not."""
-    weights = DecodeWeights.random(shape, torch.float16, "cuda", std=STD, packed=packed, packed_head=packed_head)
+    weights = DecodeWeights.random(shape, torch.float16, device, std=STD, packed=packed, packed_head=packed_head)
     # A LayerNorm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
     shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
     for layer in weights.layers:
@@ -59,6 +63,7 @@ def random_predictors(
     lookahead: int = 0,
     dtype: str = "float16",
     heads_ahead: int = 0,
+    device: str = "cuda",
 ) -> dict[tuple[int, str], TargetPredictor]:
     """Predictors of both targets, none for a density of 1. Thresholds are set later, see `set_thresholds`.
 
@@ -67,13 +72,13 @@ def random_predictors(
         lookahead: halves between the MLP's site and fc1. heads_ahead: between the heads' site and q/k/v.
         dtype: of the MLP predictors: float16, or int8 or int4 with a scale a row.
     """
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.empty(*size, dtype=torch.float16, device="cuda").normal_(0, STD, generator=generator)
+        return torch.empty(*size, dtype=torch.float16, device=device).normal_(0, STD, generator=generator)
 
     result = {}
-    none = torch.empty(1, 1, dtype=torch.float16, device="cuda")
+    none = torch.empty(1, 1, dtype=torch.float16, device=device)
     for layer, (target, density) in itertools.product(
         range(shape.n_layers), (("mlp", mlp_density), ("heads", head_density))
     ):
@@ -85,14 +90,14 @@ def random_predictors(
         if target == "heads":
             folded = normal(n, shape.d_model)
         else:
-            pair = PredictorWeights(normal(rank, shape.d_model), normal(n, rank), torch.zeros(n, device="cuda"))
+            pair = PredictorWeights(normal(rank, shape.d_model), normal(n, rank), torch.zeros(n, device=device))
             if dtype == "int4":
                 pair = nibbles(pair)
             elif dtype != "float16":
                 pair = pair.quantized(torch.int8)
         result[layer, target] = TargetPredictor(
-            layer, target, Site.at(half), pair, torch.zeros(1, device="cuda"), None,
-            folded, torch.zeros(n, device="cuda"), density,
+            layer, target, Site.at(half), pair, torch.zeros(1, device=device), None,
+            folded, torch.zeros(n, device=device), density,
         )  # fmt: skip
     return result
 

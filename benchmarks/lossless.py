@@ -16,7 +16,6 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,17 @@ import torch
 
 from benchmarks.cpu_decode import cpu_name, random_predictors, random_weights
 from benchmarks.decode_problem import SHAPES
+from benchmarks.lossless_rows import DECODINGS, TEXTS, added, columns_of, read_prompts
 from benchmarks.rows import append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.engine.cpu import CpuEngine, Sampling, arrays
 from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.lossless import SLOTS, CpuPair
 from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.lossless import Acceptance, Pair, Verified
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.opt import load_opt
 
-TEXTS = ("installed-docs", "installed-readmes", "installed-code", "installed-licences")
-DECODINGS = {"greedy": Sampling(), "0.7": Sampling(0.7), "1.0": Sampling(1.0)}
 COLUMNS = (
     "date commit cpu threads clock model what way decoding text length forced prompts tokens seconds "
     "tokens_per_second ratio acceptance mean_length saved differ note sources"
@@ -140,25 +137,6 @@ class Ways:
         return engine.state.tokens[0, n : n + new].tolist(), Acceptance(new - 1, new - 1, seconds=seconds)
 
 
-def read_prompts(model: str, length: int, count: int, texts: Sequence[str] = TEXTS) -> Iterator[tuple[str, list[int]]]:
-    """(text, ids) of the beginnings of held-out documents, of all texts in turn."""
-    tokenizer = load_tokenizer(model)
-    documents = {}
-    for name in texts:
-        documents[name] = iter(load_sets(TextSource(name), model)[0]["test"])
-    found = 0
-    while found < count and documents:
-        for name in list(documents):
-            document = next(documents[name], None)
-            if document is None:
-                del documents[name]
-                continue
-            ids = [2, *tokenizer(document.text[: 20 * length], add_special_tokens=False)["input_ids"]][:length]
-            if len(ids) == length and found < count:
-                found += 1
-                yield name, ids
-
-
 def conditions(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """What stands in every row."""
     return {
@@ -169,23 +147,6 @@ def conditions(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "prompts": args.prompts,
         "clock": "cpu" if args.cpu_time else "wall",
     }
-
-
-def added(parts: Sequence[Acceptance]) -> Acceptance:
-    """Sums of what was counted."""
-    names = Acceptance.__dataclass_fields__
-    return Acceptance(**{name: sum(getattr(part, name) for part in parts) for name in names})
-
-
-def columns_of(found: Acceptance, base: Acceptance) -> dict[str, Any]:
-    """The measured columns of a way, beside the dense engine's."""
-    report = found.report()
-    row: dict[str, Any] = {
-        name: report[name] for name in ("tokens", "tokens_per_second", "acceptance", "mean_length", "saved")
-    }
-    row["seconds"] = found.seconds
-    row["ratio"] = report["tokens_per_second"] / base.report()["tokens_per_second"]
-    return row
 
 
 def engines(args: argparse.Namespace, context: int) -> tuple[CpuEngine, CpuEngine]:

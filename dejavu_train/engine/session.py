@@ -155,17 +155,17 @@ class Session(ABC):
         lossless: bool | Draft,
     ) -> list[int]:
         """The new tokens of one prompt, see `Pair.generate`."""
-        draft = lossless if isinstance(lossless, Draft) else Draft()
-        new: list[int] = []
+        draft, held = lossless if isinstance(lossless, Draft) else Draft(), len(prompt)
 
         def show(start: int, stop: int) -> None:
-            verified = self.state.tokens[0, start:stop].tolist()
-            new.extend(verified)
-            if callback is not None:
-                for token in verified:
+            nonlocal held
+            held = stop
+            if callback is not None:  # else nobody waits for tokens before the last: a look at them takes time
+                for token in self.state.tokens[0, start:stop].tolist():
                     callback(0, token)
 
         self.acceptance = self.pair(draft).generate(prompt, total, sampler, least, stops, draft.length, show)
+        new: list[int] = self.state.tokens[0, len(prompt) : held].tolist()
         return new
 
     @in_turn
