@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
+from dejavu_train.bundle.measured import measured_rows
 from dejavu_train.bundle.spec import PredictorSpec, check_spec, tensor_name
-from dejavu_train.errors import UserError, first_line
+from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
 from dejavu_train.models.config_values import read_values, refuse_foreign
-from dejavu_train.models.hub import fetch, looks_local
+from dejavu_train.models.hub import check_repository, fetch, looks_local, push
 from dejavu_train.models.installed import hint
 from dejavu_train.models.opt import has_hash, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
@@ -257,20 +258,33 @@ class Bundle:
             )
         return digest.hexdigest()
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, results: str | Path | None = None) -> None:
         """Write ``bundle.json``, ``predictors.safetensors`` and the model card ``README.md`` into ``folder``.
+
+        ``results`` is a folder in which ``infer.py`` scored this bundle. The card has its rows.
 
         The card may be changed or removed afterwards: no digest covers it. The metadata is written last: a kill in
         between leaves a folder without ``bundle.json``, which is no bundle.
         """
-        self._write(Path(folder), model_reference(self.model, Path(folder)))
+        self._write(Path(folder), model_reference(self.model, Path(folder)), results)
 
-    def _write(self, folder: Path, model: str) -> None:
+    def card(self, model: str, results: str | Path | None = None, together: bool = False) -> str:
+        """The text of the model card, in which the model is called ``model``. ``together``: it lies beside the bundle.
+
+        Raises:
+            UserError: ``results`` of another bundle.
+        """
+        specs = [self.specs[key] for key in sorted(self.specs)]
+        rows = None if results is None else measured_rows(results, self.weight_hash, specs)
+        return card(model, self.weight_hash, self.shape, self.specs, self.metadata, rows, together)
+
+    def _write(self, folder: Path, model: str, results: str | Path | None = None) -> None:
         _check_parts(self, "this bundle")
+        text = self.card(model, results)
         (folder / METADATA).unlink(missing_ok=True)
         with replacing(folder / TENSORS) as temporary:
             save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, temporary)
-        write_text(folder / CARD, card(model, self.weight_hash, self.shape, self.specs, self.metadata))
+        write_text(folder / CARD, text)
         metadata: dict[str, Any] = {
             "schema": SCHEMA,
             "model": model,
@@ -365,7 +379,15 @@ class Bundle:
             bundle.predictor(*key)  # a class that its tensors do not fit is named now, not in the middle of a run
         return bundle
 
-    def push_to_hub(self, repo_id: str, private: bool = True, token: str | None = None, dry_run: bool = False) -> str:
+    def push_to_hub(
+        self,
+        repo_id: str,
+        private: bool = True,
+        token: str | None = None,
+        dry_run: bool = False,
+        revision: str | None = None,
+        results: str | Path | None = None,
+    ) -> str:
         """Upload what :meth:`save_pretrained` writes to a model repository of the Hugging Face hub, made if need be.
 
         Args:
@@ -373,36 +395,25 @@ class Bundle:
             private: of a new repository: only its owner sees it.
             token: of access. None: that of ``hf auth login`` or ``HF_TOKEN``.
             dry_run: touch no network. Return a line with the repository and one for each file with its bytes.
+            revision: branch to push to, which is there.
+            results: folder in which ``infer.py`` scored this bundle, for the card.
 
         Returns:
             the address of the commit, or what a dry run found.
 
         Raises:
-            UserError: a ``repo_id`` that cannot be one, no network, no access, or the hub refuses.
+            UserError: a ``repo_id`` that cannot be one, no network, no access, or the hub refuses. ``results`` of
+                another bundle.
         """
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError, HTTPError
-        from huggingface_hub.utils import validate_repo_id
-
-        try:
-            validate_repo_id(repo_id)
-        except HFValidationError as error:
-            raise UserError(f"{repo_id!r} is no repository of the hub ({first_line(error)}); give OWNER/NAME") from None
+        check_repository(repo_id)
         with tempfile.TemporaryDirectory() as folder:
-            self._write(Path(folder), published_name(self.model))
+            self._write(Path(folder), published_name(self.model), results)
             if dry_run:
                 files = [f"{path.name}: {path.stat().st_size:,} bytes" for path in sorted(Path(folder).iterdir())]
                 return "\n".join([f"{repo_id} ({'private' if private else 'public'} if it is new)", *files])
-            try:
-                api = HfApi(token=token)
-                api.create_repo(repo_id, private=private, exist_ok=True)
-                commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Add predictor bundle")
-                return str(commit)
-            except (HTTPError, OSError) as error:
-                raise UserError(
-                    f"cannot push the bundle to {repo_id}: {first_line(error)}; check the network, the token"
-                    " (hf auth login) and HF_HUB_OFFLINE, or save_pretrained it and upload the folder from elsewhere"
-                ) from None
+            message = "Add predictor bundle"
+            options = {"private": private, "token": token, "revision": revision, "commit_message": message}
+            return push(Path(folder), repo_id, "the bundle", **options)
 
 
 def _from_schema_1(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:

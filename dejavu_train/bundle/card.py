@@ -6,7 +6,7 @@ user's text. They stand in code spans or in JSON, where Markdown has no markup, 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dejavu_train.bundle.allocation import read_curve
@@ -39,6 +39,30 @@ predictors. On other text the selection may be worse. `infer.py --text` measures
 - Retained mass is the share of all units' contribution that the selected ones carry.
 - A cascade's recall and retained mass are those of both stages.
 """
+_TOGETHER = """# A model with predictors of its contextual sparsity
+
+The model lies here as its own class left it, and in the folder `predictors` a bundle: for every layer a small network,
+the predictor, that reads the input of a block. It says which MLP neurons and attention heads matter for this token.
+Only their weights are read.
+"""
+_MEASURED = """## Measured
+
+By `infer.py` on held-out documents, with every token sparse. The increase of perplexity is over the dense model, with
+the standard error of a paired bootstrap over documents.
+"""
+_LOADING_TOGETHER = """## Loading
+
+```python
+import dejavu_train  # so that transformers knows this class
+from transformers import AutoModelForCausalLM, pipeline
+
+model = AutoModelForCausalLM.from_pretrained("MODEL"{classes})
+write = pipeline("text-generation", model="MODEL")
+```
+
+MODEL is this folder or its id on the hub. Without `dejavu_train` the dense class of transformers reads it as the dense
+model.
+"""
 _LOADING = """## Loading
 
 MODEL is the model above, on disk or on the hub, and BUNDLE this folder or its id on the hub. Other weights than those
@@ -58,9 +82,20 @@ python infer.py --model MODEL --bundle BUNDLE --output results --text heldout.tx
 
 
 def card(
-    model: str, weight_hash: str, shape: ModelDims, specs: Mapping[UnitKey, PredictorSpec], metadata: Mapping[str, Any]
+    model: str,
+    weight_hash: str,
+    shape: ModelDims,
+    specs: Mapping[UnitKey, PredictorSpec],
+    metadata: Mapping[str, Any],
+    measured: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    together: bool = False,
 ) -> str:
-    """The README.md of a bundle with these parts, as :class:`Bundle` has them."""
+    """The README.md of a bundle with these parts, as :class:`Bundle` has them.
+
+    Args:
+        measured: rows by title, headings first, as :func:`dejavu_train.bundle.measured.measured_rows` gives them.
+        together: of a folder that holds the model, and the bundle in its folder ``predictors``.
+    """
     classes = sorted({spec.class_path for spec in specs.values() if spec.class_path is not None})
     facts = {
         "model": code(model),
@@ -74,17 +109,28 @@ def card(
     stage = metadata.get("stage")
     settings = stage.get("keys", {}) if isinstance(stage, dict) else {}
     parts = [
-        _FRONT_MATTER + _INTRODUCTION,
+        _FRONT_MATTER + (_TOGETHER if together else _INTRODUCTION),
         "\n".join(f"- {name}: {value}" for name, value in facts.items()) + "\n",
+        *([_MEASURED, *(_markdown(rows) for rows in measured.values())] if measured else []),
         _FIGURES,
         _table(specs),
         *([f"## Settings of the calibration\n\n```json\n{json.dumps(settings, indent=1)}\n```\n"] if settings else []),
-        _LOADING.format(
+        (_LOADING_TOGETHER if together else _LOADING).format(
             classes=", predictor_class=CLASS" if classes else "",
             flag=" --predictor.class_path PACKAGE.CLASS" if classes else "",
         ),
     ]
     return "\n".join(parts)
+
+
+def tagged(text: str, tags: Sequence[str]) -> str:
+    """A card with more tags in its front matter.
+
+    >>> tagged(_FRONT_MATTER, ["mine"]).splitlines()[4:]
+    ['- contextual-sparsity', '- "mine"', '---']
+    """
+    lines = "".join(f"- {json.dumps(tag)}\n" for tag in tags)
+    return text.replace("- contextual-sparsity\n", f"- contextual-sparsity\n{lines}", 1)
 
 
 def code(text: str) -> str:
@@ -114,7 +160,7 @@ def _text(text: Any) -> str:
 
 def _table(specs: Mapping[UnitKey, PredictorSpec]) -> str:
     columns = ("layer", "target", "kind", "rank", "dtype", "reads", "candidates", "selected", "recall", "retained mass")
-    rows = [columns, ("---",) * len(columns)]
+    rows = [columns]
     for layer, target in sorted(specs, key=lambda key: (TARGETS.index(key[1]), key[0])):
         spec = specs[UnitKey(layer, target)]
         cascade = spec.kind == "cascade" and not spec.dense
@@ -128,4 +174,11 @@ def _table(specs: Mapping[UnitKey, PredictorSpec]) -> str:
         )  # fmt: skip
         rank = "" if spec.kind == "custom" else str(spec.rank)
         rows.append((str(layer), target, spec.kind, rank, spec.dtype, f"{spec.site} {spec.site_layer}", *quality))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return _markdown(rows)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a table, headings first. Cells stay on one line, in one cell."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"

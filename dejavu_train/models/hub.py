@@ -45,6 +45,46 @@ def fetch(name: str, patterns: Iterable[str], failure: str, hub: Mapping[str, An
         raise UserError(f"{failure} {name}: {first_line(error)}") from None
 
 
+def check_repository(repo_id: str) -> None:
+    """Raise :class:`UserError` for a name that no repository of the hub can have."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{repo_id!r} is no repository of the hub ({first_line(error)}); give OWNER/NAME") from None
+
+
+def push(folder: Path, repo_id: str, what: str, **options: Any) -> str:
+    """Upload a folder to a model repository of the hub, made if need be. Files of the repository stay but those.
+
+    Args:
+        repo_id: ``OWNER/NAME``, or ``NAME`` for the owner of the token.
+        what: it is, for messages.
+        options: ``private`` and ``token``, and of ``HfApi.upload_folder``.
+
+    Returns:
+        the address of the commit.
+
+    Raises:
+        UserError: no network, no access, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    private, given = options.pop("private", None), {key: each for key, each in options.items() if each is not None}
+    try:
+        api = HfApi(token=given.pop("token", None))
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, **given))
+    except (HTTPError, OSError) as error:
+        raise UserError(
+            f"cannot push {what} to {repo_id}: {first_line(error)}; check the network, the token"
+            " (hf auth login) and HF_HUB_OFFLINE, or save_pretrained it and upload the folder from elsewhere"
+        ) from None
+
+
 def within(subfolder: str, files: Iterable[str]) -> list[str]:
     """The names or patterns of files of a subfolder, as the repository has them."""
     return [f"{subfolder.strip('/')}/{file}" if subfolder else file for file in files]
@@ -71,6 +111,11 @@ def model_folder(name: str, subfolder: str = "", **hub: Any) -> Path:
         )
     else:
         folder = fetch(name, within(subfolder, SMALL_FILES), "cannot fetch the config of", hub) / subfolder
+        if not (folder / "config.json").is_file():  # where the hub refuses, its client gives what the cache has
+            raise UserError(
+                f"cannot fetch the config of {name}: the hub has no config.json there, or refuses it; check the name,"
+                " the token (hf auth login) and the network"
+            )
     if not (folder / "config.json").is_file():
         raise UserError(f"the model folder {folder} has no config.json; give a folder written by save_pretrained")
     return folder

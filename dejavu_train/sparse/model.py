@@ -16,7 +16,7 @@ one for each row. ``"prompt"`` is a dense prompt and sparse generation, as in th
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -59,11 +59,9 @@ from dejavu_train.sparse.inputs import (
 )
 from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
 from dejavu_train.sparse.runtime import Runtime, Settings, check_bundle_of, check_lossless
-from dejavu_train.sparse.saving import save_together
+from dejavu_train.sparse.saving import UPLOADS, push_together, save_together
 
 logger = logging.getLogger(__name__)
-
-_UPLOADS = ("repo_id", "commit_message", "private", "token", "create_pr", "revision", "commit_description", "tags")
 
 if TYPE_CHECKING:
 
@@ -198,12 +196,33 @@ class SparseCausalLM(_Dense):
         """
         if not is_main_process:
             return
-        uploads = {key: kwargs.pop(key) for key in _UPLOADS if key in kwargs}
+        uploads = {key: kwargs.pop(key) for key in ("repo_id", "results", "tags", *UPLOADS) if key in kwargs}
         assert self.dense_class is not None
         dense = adopt(self.dense_class, self)
         save_together(dense, self.bundle, Path(save_directory), type(self).__name__, **kwargs)
         if push_to_hub:
             self.push_to_hub(uploads.pop("repo_id", Path(save_directory).name), **uploads)
+
+    def push_to_hub(  # type: ignore[override]
+        self, repo_id: str, *, results: str | Path | None = None, tags: Sequence[str] = (), **options: Any
+    ) -> str:
+        """Upload what :meth:`save_pretrained` writes, with a model card, to a repository of the hub, made if need be.
+
+        Args:
+            repo_id: ``OWNER/NAME``, or ``NAME`` for the owner of the token.
+            results: folder in which ``infer.py`` scored this bundle, for the card.
+            tags: more tags of the card.
+            options: ``private``, ``token``, ``revision`` (a branch), ``create_pr``, ``commit_message``,
+                ``commit_description`` and ``max_shard_size``, as in transformers.
+
+        Returns:
+            the address of the commit.
+
+        Raises:
+            UserError: as :meth:`save_pretrained`. A ``repo_id`` that cannot be one, no network, no access, or the hub
+                refuses. ``results`` of another bundle.
+        """
+        return push_together(self, repo_id, results, tags or (), options)
 
     def extra_repr(self) -> str:
         """The backend and the bundle, in a line of the model's repr."""

@@ -10,21 +10,25 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.artifact import CARD, Bundle
+from dejavu_train.bundle.card import tagged
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.base import SAVED_TOGETHER, dense_type
-from dejavu_train.files import read_json, share, write_json
+from dejavu_train.files import read_json, share, write_json, write_text
+from dejavu_train.models.hub import check_repository, push
 from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.stored import INDEX, SINGLE, check_weights, shards
 from dejavu_train.signals import deferred
 
+UPLOADS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")  # of push_to_hub
 _SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")
 
 
@@ -60,6 +64,28 @@ def save_together(dense: PreTrainedModel, bundle: Bundle, folder: Path, architec
         if new:
             with contextlib.suppress(OSError):  # nothing was written
                 folder.rmdir()
+
+
+def push_together(
+    model: Any, repo_id: str, results: str | Path | None, tags: Sequence[str], options: Mapping[str, Any]
+) -> str:
+    """Upload a sparse model, its bundle and a card. As ``SparseCausalLM.push_to_hub``.
+
+    Raises:
+        UserError: as there, and an option that nobody knows.
+    """
+    check_repository(repo_id)
+    for name in options:
+        if name not in (*UPLOADS, "max_shard_size"):
+            raise UserError(
+                f"push_to_hub takes no {name}; it takes results, tags, max_shard_size, {', '.join(UPLOADS)}"
+            )
+    text = tagged(model.bundle.card(repo_id, results, together=True), tags)
+    given = {"commit_message": f"Upload {type(model).__name__}"} | dict(options)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size=given.pop("max_shard_size", "50GB"))
+        write_text(Path(folder) / CARD, text)
+        return push(Path(folder), repo_id, "the model", **given)
 
 
 def weight_names(folder: Path) -> set[str]:

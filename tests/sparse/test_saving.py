@@ -11,7 +11,6 @@ import torch
 from bundles import make_bundle
 from safetensors.torch import load_file
 from transformers import OPTForCausalLM
-from transformers.utils import PushToHubMixin
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.bundle.artifact import METADATA
@@ -157,28 +156,29 @@ def test_pushed_together(folder, model, monkeypatch, tmp_path):
     """What is uploaded is whole, and names no folder of this machine."""
     calls = []
 
-    def upload(self, working_dir, repo_id, **options):
-        files = content(Path(working_dir))
-        calls.append((repo_id, set(files)))
-        assert not any(str(tmp_path.parent).encode() in held or working_dir.encode() in held for held in files.values())
-        Bundle.from_pretrained(Path(working_dir) / "predictors").check_model(working_dir)
+    class Api:
+        def __init__(self, token=None):
+            self.token = token
 
-    class Card:
-        def save(self, path):
-            pass
+        def create_repo(self, repo_id, private, exist_ok):
+            calls.append((repo_id, private, self.token))
 
-    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", upload)
-    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: Card())
-    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda *_, **__: Api())
-    model.push_to_hub("me/joint")
+        def upload_folder(self, repo_id, folder_path, **options):
+            files = content(folder_path)
+            calls.append((repo_id, set(files), options))
+            named = (str(tmp_path.parent).encode(), str(folder_path).encode())
+            assert not any(name in held for held in files.values() for name in named)
+            Bundle.from_pretrained(folder_path / "predictors").check_model(str(folder_path))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    model.push_to_hub("me/joint", token="a", revision="older", max_shard_size="60KB")
     model.save_pretrained(folder, push_to_hub=True, repo_id="me/again", private=True)
-    assert [call[0] for call in calls] == ["me/joint", "me/again"]
-    assert {SINGLE, "config.json", f"predictors/{METADATA}", "predictors/predictors.safetensors"} <= calls[0][1]
-
-
-class Api:
-    def create_repo(self, repo_id, **_):
-        return type("Url", (), {"repo_id": repo_id})
+    assert calls[0] == ("me/joint", None, "a") and calls[2] == ("me/again", True, None)
+    assert calls[1][2] == {"revision": "older", "commit_message": "Upload SparseOPTForCausalLM"}
+    assert {INDEX, "config.json", "README.md", f"predictors/{METADATA}", "predictors/predictors.safetensors"} <= calls[
+        1
+    ][1]
+    assert SINGLE in calls[3][1]
 
 
 def test_what_stands_in_a_place_is_refused_before_anything_changes(folder, model):
