@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Small models of every family by one recipe, and what their predictors lose: the rows of docs/results/families/*.csv
-#   bash benchmarks/families.sh OUTPUT_FOLDER        on GPUS (4) GPUs in LIMIT (560) seconds
-#   TRY=1 bash benchmarks/families.sh OUTPUT_FOLDER  all of it on a CPU with tiny sizes
+#   bash benchmarks/families.sh OUTPUT_FOLDER 14m      five models on GPUS (4) GPUs in LIMIT (560) seconds
+#   bash benchmarks/families.sh OUTPUT_FOLDER 100m     four larger ones, one seed
+#   TRY=1 bash benchmarks/families.sh OUTPUT_FOLDER    all of it on a CPU with tiny sizes
 # Each of MODELS pretrains on the same text with the same steps, all side by side. Then it writes text, and predictors of
 # each of SEEDS learn on it by the same settings, with and without look-ahead (AHEAD: seeds of that). They have no second
 # stage, which a gated MLP cannot have. A row is written for each of DENSITIES and TEXTS as soon as it is scored. DATA (.data) holds the texts that `python -m benchmarks.texts
@@ -9,7 +10,7 @@
 # OUTPUT_FOLDER gets rows.csv, models.jsonl and logs.tar.xz, renewed every minute and at the end. At the end of LIMIT what
 # still runs is stopped.
 set -u
-out=$1
+out=$1 size=${2:-14m}
 try=${TRY:-}
 pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
 began=$SECONDS
@@ -18,11 +19,11 @@ export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 
 export HF_HUB_DISABLE_PROGRESS_BARS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true RAYON_NUM_THREADS=$(pick 6 1)
 export TORCHINDUCTOR_COMPILE_THREADS=6
 export limit=${LIMIT:-$(pick 560 3000)} gpus=${GPUS:-4} rows=$work/rows
-# FAMILY-SIZE:GPU. A model's predictors are trained where it was.
-models=${MODELS:-"opt-14m:0 llama-relu-14m:0 llama-drelu-14m:0 arcee-14m:1 bloom-14m:1 opt-100m:2 arcee-100m:2
-  llama-relu-100m:3 bloom-100m:3"}
+# FAMILY-SIZE:GPU. The predictors of seed 0 are trained where the model was, those of seed 1 a GPU further on.
+models=${MODELS:-"opt-$size:0 arcee-$size:1 llama-relu-$size:2 bloom-$size:3"}
+if [ -z "${MODELS:-}" ] && [ "$size" = 14m ]; then models="$models llama-drelu-14m:3"; fi
 export seeds_14m=${SEEDS:-0 1 2} seeds_100m=${SEEDS_100M:-0} ahead=${AHEAD:-0}
-export steps_14m=${STEPS:-$(pick 1500 3)} steps_100m=${STEPS_100M:-$(pick 1300 3)} seconds=${PRETRAIN_SECONDS:-$(pick 190 60)}
+export steps_14m=${STEPS:-$(pick 2200 3)} steps_100m=${STEPS_100M:-$(pick 2000 3)} seconds=${PRETRAIN_SECONDS:-$(pick 180 60)}
 densities=${DENSITIES:-0.05/1,0.08/1,0.1/1,0.15/1,0.2/1,0.3/1,0.5/1,0.7/1,0.2/0.85,1/0.85,1/0.5,0.7/0.5}
 texts=${TEXTS:-docs,books,general,wikitext,readmes,code,licences,lambada}
 mkdir -p "$out" "$rows" "$work/models"
@@ -30,7 +31,7 @@ if [ -e "$data.tar" ]; then
   data=$work/data
   mkdir -p "$data" && tar -xf "${DATA:-.data}.tar" -C "$data"
 fi
-common="--data $data --texts $texts --tokens $(pick "${TOKENS:-40000}" 600) --cache $work/text"
+common="--data $data --texts $texts --tokens $(pick "${TOKENS:-30000}" 600) --cache $work/text"
 common="$common --calibrate.cascade=null --trainer.accelerator=$(pick gpu cpu) --text.sample.batch_size=$(pick 256 16)"
 export common="$common $(pick "" "--mlp.steps=10 --heads.steps=10 --calibrate.sensitivity_tokens=1024")"
 export device=$(pick cuda cpu) compile=$(pick true false) densities
@@ -104,12 +105,17 @@ one() {  # FAMILY-SIZE:GPU
   local size=${name##*-} chosen
   local seeds=seeds_$size seed
   IFS=, read -ra chosen <<< "${CUDA_VISIBLE_DEVICES:-}"
-  if [ -z "$try" ]; then export CUDA_VISIBLE_DEVICES=${chosen[$((gpu % gpus))]:-$((gpu % gpus))}; fi
+  place() {  # NUMBER: of the GPU for what follows
+    if [ -z "$try" ]; then export CUDA_VISIBLE_DEVICES=${chosen[$(($1 % gpus))]:-$(($1 % gpus))}; fi
+  }
+  place "$gpu"
   [ -e "$work/models/$name/config.json" ] || pretrain "$name" "${name%-*}" "$size" || return 1
   for seed in ${!seeds}; do
+    place "$((gpu + seed))"
     if [ -n "$try" ]; then study "$name" "$size" "$seed" ""; else study "$name" "$size" "$seed" "" & fi
   done
-  for seed in $ahead; do  # heads are left alone: neurons' predictors read what stands half a layer earlier
+  for seed in $ahead; do  # heads are left alone: the predictors of neurons read what stands half a layer earlier
+    place "$((gpu + seed))"
     if [ -z "$try" ]; then sleep 5; fi  # the text of this seed is written once
     study "$name" "$size" "$seed" lookahead --mlp.lookahead=1 --heads.enabled=false --calibrate.head_density=1.0 &
     if [ -n "$try" ]; then wait; fi
@@ -118,9 +124,9 @@ one() {  # FAMILY-SIZE:GPU
 }
 
 ticker() { while sleep 60; do pack; done; }
-ticker &
+ticker > /dev/null 2>&1 &  # its sleep holds no pipe of this script
 ticks=$!
-trap 'kill $ticks; pack' EXIT
+trap 'kill $ticks; wait $ticks 2> /dev/null; pack' EXIT
 jobs_=""
 for model in $models; do
   one "$model" &
