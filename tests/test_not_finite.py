@@ -90,7 +90,7 @@ def overflowing(tiny_opt, name, threads=1):
             "MLP": model.down_bias[1],
             "attention": engine.selectors.out_bias[1],
             "embedding": model.positions[5:],
-            "LM head": model.norms[-1, 1],
+            "LM head": model.norms[-2, 1],
             "neurons": model.up_bias[1],
         }[name][:] = math.nan if name == "neurons" else 3e38
 

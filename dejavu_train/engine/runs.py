@@ -1,6 +1,9 @@
 """What each engine runs beside an OPT: values of the fields of `ModelDims`. Loads no torch."""
 
-from dejavu_train.families.dims import Runs
+from dejavu_train.families.dims import SILENT, SMOOTH, Runs
 
 GPU: Runs = {}
-CPU: Runs = {}
+CPU: Runs = dict.fromkeys(
+    ("n_kv_heads", "norm", "positions", "gated", "rotary_share", "threshold", "embedding_norm", "qk_norm", "logit_cap",
+     "post_norm", "embedding_dim")
+) | {"activation": (*SILENT, *SMOOTH)}  # fmt: skip

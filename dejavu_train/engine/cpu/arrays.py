@@ -1,6 +1,7 @@
 """The arrays of the CPU engine, in the groups in which compiled code receives them.
 
     L layers   T context   V vocabulary   d model width   f neurons   h heads   e head width
+    g units of attention: heads of K and V, each with the c = h / g query heads that share it
     D = d in whole chunks of CHUNK columns   B batch rows   N threads
     P predictors   R the largest rank   C layers with a second stage
 
@@ -23,7 +24,7 @@ from dejavu_train.engine.cpu.groups import Group
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.families import ModelDims
 
-QKV, OUT, MLP_UP, MLP_DOWN = range(4)  # parts of a layer, columns of Model.first
+QKV, OUT, MLP_UP, MLP_DOWN, MLP_IN = range(5)  # parts of a layer, columns of Model.first
 HEADS, MLP = range(2)  # targets, columns of Selectors.at
 FLOAT32, FLOAT16, INT8, INT4 = range(4)  # how a predictor is stored
 KIND, RANK, UNITS, RELU, TOP_K, DOWN, UP, DOWN_SCALE, UP_SCALE, BIAS = range(10)  # columns of Selectors.spec
@@ -33,16 +34,27 @@ LINE = 64  # bytes; what two threads write again and again never lies on one cac
 PADDED = LINE // 4  # elements between the parts of two threads
 GREEDY, TEMPERATURE, TOP_P, TOP_K_MODE = range(4)  # sampling modes
 LEVELS = 32767  # of an operand: int16
+RELU_KIND, RELU2_KIND, GELU_KIND, GELU_TANH_KIND = range(4)  # Model.activation
+NEVER, BEFORE, BEHIND = range(3)  # Model.head_norm: where norms of q and k stand, seen from their rotation
 
 
 class Model(Group):
-    """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32. first (L, 4): first row of each part.
+    """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32. first (L, 5): first row of each part.
 
-    Rows of q, k and v: (first[QKV] + (3 head + part) e + i), with q, k and v as parts from 0 on. norms (2 L + 1, 2, d):
-    weight and bias of the LayerNorms in order of use. positions (T + 2, d) as OPT stores them. Of fp32 rows the LM head
-    exists a second time as screen (V, D) int8 with screen_scale (V, ceil(D / WIDEST_GROUP)). screen_error (V, 2) is
-    what an int8 logit is off by at most. Its first number is for each unit of the norm of x, the second for each unit
-    of its levels. out_scale (L, h, D) fp32 of codes of a 4-bit model, else (0, h, D).
+    Rows of q, k and v: first[QKV] + (c + 2) e unit, then the unit's c e rows of q, e of k, e of v. first[MLP_IN]: of
+    what is activated first, the gate, or up where there is none. in_bias (L, f) is its bias. positions (T + 2, d) as
+    OPT stores them, (0, d) of others. Of fp32 rows the LM head exists a second time as screen (V, D) int8 with
+    screen_scale (V, ceil(D / WIDEST_GROUP)). screen_error (V, 2) is what an int8 logit is off by at most. Its first
+    number is for each unit of the norm of x, the second for each unit of its levels. out_scale (L, h, D) fp32 of codes
+    of a 4-bit model, else (0, h, D).
+
+    norms (2 L + 2, 2, d): weight and bias of the norms in order of use, the last that of the embedding. What there is:
+    post_norm (behind the halves), final_norm, embedding_norm. centred: x less its mean, as LayerNorm has it.
+
+    turns (T, 2, r / 2): cosines and sines that turn q and k, (0, 2, 0) of others. head_norms (L, 2, 2, e): weight and
+    bias of the norms of q and k, those of q times their scaling. slopes (h): of ALiBi, else 0. q_scaling: of q where
+    nothing norms it. activation: its kind. threshold: what a neuron must exceed. gated, activates_up: as `BlockParts`.
+    logit_cap: 0 = none.
     """
 
     rows: np.ndarray
@@ -56,13 +68,29 @@ class Model(Group):
     screen_scale: np.ndarray
     screen_error: np.ndarray
     vocab: int
-    n_heads: int
+    kv_group: int
     norms: np.ndarray
     eps: float
+    centred: int
+    post_norm: int
+    final_norm: int
+    embedding_norm: int
     qkv_bias: np.ndarray
     up_bias: np.ndarray
+    in_bias: np.ndarray
     down_bias: np.ndarray
     positions: np.ndarray
+    turns: np.ndarray
+    head_norm: int
+    head_norms: np.ndarray
+    head_eps: float
+    slopes: np.ndarray
+    q_scaling: float
+    activation: int
+    threshold: float
+    gated: int
+    activates_up: int
+    logit_cap: float
 
     def __init__(self, **fields: np.ndarray | int | float) -> None:
         super().__init__("Model", **fields)
@@ -110,8 +138,8 @@ class State(Group):
     samples (B): see ``advance``. fault (B): 0, or the position before which numbers were first not finite. fault_site
     (B): the half that they came from, as `normalise` counts, 0 = the LM head.
 
-    Per sequence: tokens (S, T) int32, nll (S, T) fp32, keys (L, S, h, e, T), values (L, S, h, T, e) fp32. attn_in
-    (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T). watermark (L, S, h): K and V are valid
+    Per sequence: tokens (S, T) int32, nll (S, T) fp32, keys (L, S, g, e, T), values (L, S, g, T, e) fp32. attn_in
+    (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T). watermark (L, S, g): K and V are valid
     below.
     """
 
@@ -151,9 +179,10 @@ class State(Group):
 class Scratch(Group):
     """What each thread has, with gaps at the end of its part. x, normed (N, B, D) fp32, operand (N, B, D) and
     operand_unit (N, B) of normed. levels (N, B, D) int16, level_unit, level_sum (N, B). partial (2, N, B, D), scores
-    (N, max(T, h)), mask, heads (N, h). units, unit_rows, found, found_rows (N, f). A list of row numbers (N, .) int32,
-    with results or factors of each (N, B, .) fp32. best_token and faulty (N, B), counts and bytes_read (N, 4). What all
-    share: hidden (P, B, R), q and heads_out (B, d), unit_logits (B, f), logits (B, V), residual (B, d), ones (B).
+    (N, max(T, g, e)), mask, heads (N, g). units, unit_rows, found, found_rows (N, f). A list of row numbers (N, .)
+    int32, with results or factors of each (N, B, .) fp32, and a second of them where MLPs are gated. best_token and
+    faulty (N, B), counts and bytes_read (N, 4). What all share: hidden (P, B, R), q and heads_out (B, h e), unit_logits
+    (B, f), logits (B, V), residual (B, d), ones (B).
     """
 
     x: np.ndarray
@@ -173,6 +202,7 @@ class Scratch(Group):
     found_rows: np.ndarray
     numbers: np.ndarray
     results: np.ndarray
+    second: np.ndarray
     best_token: np.ndarray
     faulty: np.ndarray
     counts: np.ndarray
@@ -212,7 +242,7 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
         n_kept: layers with sparse heads. operand: fp32 or int16.
         of: a state of one sequence, which all rows are rows of. None = each row is a sequence of its own.
     """
-    n_layers, h, e = shape.n_layers, shape.n_heads, shape.head_dim
+    n_layers, g, e = shape.n_layers, shape.n_kv_heads, shape.head_dim
     n_sequences = batch if of is None else 1
 
     def ints(*size: int) -> np.ndarray:
@@ -228,9 +258,9 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
             tokens=np.zeros((batch, context), np.int32),
             nll=floats(batch, context),
             stops=ints(8) - 1,
-            keys=floats(n_layers, batch, h, e, context),
-            values=floats(n_layers, batch, h, context, e),
-            watermark=ints(n_layers, batch, h),
+            keys=floats(n_layers, batch, g, e, context),
+            values=floats(n_layers, batch, g, context, e),
+            watermark=ints(n_layers, batch, g),
         )
     )
     return State(
@@ -248,7 +278,7 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
         seed=ints(batch),
         fault=ints(batch),
         fault_site=ints(batch),
-        attn_in=np.zeros((n_kept, n_sequences, context, padded(h * e)), operand),
+        attn_in=np.zeros((n_kept, n_sequences, context, padded(shape.d_model)), operand),
         attn_unit=floats(n_kept, n_sequences, context) + 1,
     )
 
@@ -257,7 +287,8 @@ def new_scratch(
     shape: ModelDims, batch: int, context: int, n_threads: int, selectors: Selectors, operand: type
 ) -> Scratch:
     """Scratch of one engine. operand: fp32 or int16."""
-    d, f, h, vocab = shape.d_model, shape.d_ffn, shape.n_heads, shape.vocab_size
+    d, f, g, vocab = shape.d_model, shape.d_ffn, shape.n_kv_heads, shape.vocab_size
+    wide = shape.n_heads * shape.head_dim
     rank = max([1, *selectors.spec[:, RANK].tolist()])
 
     def floats(*size: int) -> np.ndarray:
@@ -267,7 +298,7 @@ def new_scratch(
         return aligned(size, np.int64)
 
     vectors = (n_threads, batch + 1, padded(d))  # the last is a gap
-    listed = max(f, 3 * d, -(-vocab // n_threads)) + PADDED
+    listed = max(f, wide + 2 * g * shape.head_dim, -(-vocab // n_threads)) + PADDED
     normed = floats(*vectors)
     return Scratch(
         x=floats(*vectors),
@@ -277,23 +308,24 @@ def new_scratch(
         levels=aligned(vectors, np.int16),
         level_unit=floats(n_threads, PADDED),
         level_sum=ints(n_threads, PADDED),
-        scores=floats(n_threads, max(context, h) + PADDED),
+        scores=floats(n_threads, max(context, g, shape.head_dim) + PADDED),
         partial=floats(2, *vectors),
-        mask=ints(n_threads, h + PADDED),
-        heads=ints(n_threads, h + PADDED),
+        mask=ints(n_threads, g + PADDED),
+        heads=ints(n_threads, g + PADDED),
         units=ints(n_threads, f + PADDED),
         unit_rows=ints(n_threads, f + PADDED),
         found=ints(n_threads, f + PADDED),
         found_rows=ints(n_threads, f + PADDED),
         numbers=aligned((n_threads, listed), np.int32),
         results=floats(n_threads, batch, listed),
+        second=floats(n_threads, batch, (f if shape.gated else 0) + PADDED),
         best_token=ints(n_threads, PADDED),
         faulty=ints(n_threads, PADDED),
         counts=ints(n_threads, PADDED),
         bytes_read=ints(n_threads, PADDED),
         hidden=floats(max(1, len(selectors.spec)), batch, rank),
-        q=floats(batch, d),
-        heads_out=floats(batch, d),
+        q=floats(batch, wide),
+        heads_out=floats(batch, wide),
         unit_logits=floats(batch, f),
         logits=floats(batch, vocab),
         residual=floats(batch, d),

@@ -1,11 +1,24 @@
-"""Compiled attention of one token: q, k, v of the selected heads, the missing K and V before, the output projection."""
+"""Compiled attention of one token: q, k, v of the selected units, the missing K and V before, the output projection.
+
+A unit is a head of K and V with the query heads that share it. What norms or turns queries and keys reads whole heads,
+whose rows several threads may have multiplied. So it is a phase of its own (`compare_heads`), of models that need it.
+"""
 
 import numpy as np
 
-from dejavu_train.engine.cpu.arrays import DONE, KV, OUT, QKV, WEIGHTS
+from dejavu_train.engine.cpu.arrays import BEFORE, BEHIND, DONE, KV, NEVER, OUT, QKV, WEIGHTS
 from dejavu_train.engine.cpu.row_kernels import ROWS, dot_four
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import SUMS, add_list, copy, dot_rows, exp_negative, move_product
+from dejavu_train.engine.cpu.vector_ops import (
+    SUMS,
+    add_list,
+    copy,
+    dot_rows,
+    exp_negative,
+    layer_norm,
+    move_product,
+    turn,
+)
 
 
 @compiled()
@@ -16,64 +29,117 @@ def row_bytes(model):
 
 
 @compiled()
-def project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads):
-    """q of the selected heads into work.q, k and v into the caches, for this position and those where they are missing.
+def project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads):
+    """q of the selected units into work.q, k and v into the caches, for this position and those where they are missing.
 
-    A head that is selected again finds K and V missing from its watermark on. They are computed from the kept
+    A unit that is selected again finds K and V missing from its watermark on. They are computed from the kept
     attn_in of those positions, four rows of weights by four, so that the weights are still read once.
     """
-    e = state.keys.shape[3]
+    of_q = model.kv_group * state.keys.shape[3]
+    of_unit = of_q + 2 * state.keys.shape[3]
     first, kept = model.first[layer, QKV], selectors.kept[layer]
     mask, heads, numbers = work.mask[thread], work.heads[thread], work.numbers[thread]
-    start, stop = n_heads * 3 * e * thread // n_threads, n_heads * 3 * e * (thread + 1) // n_threads
+    start, stop = n_units * of_unit * thread // n_threads, n_units * of_unit * (thread + 1) // n_threads
     n = stop - start
     for i in range(n):
         at = start + i
-        numbers[i] = first + heads[at // (3 * e)] * 3 * e + at % (3 * e)
+        numbers[i] = first + heads[at // of_unit] * of_unit + at % of_unit
     i = 0
     while i < n:
-        head, inside = heads[(start + i) // (3 * e)], (start + i) % (3 * e)
-        count = min(ROWS, n - i, 3 * e - inside)  # of one head
+        unit, inside = heads[(start + i) // of_unit], (start + i) % of_unit
+        count = min(ROWS, n - i, of_unit - inside)  # of one unit
         for b in range(state.row_state.shape[0]):
-            if not mask[head] >> b & 1:
+            if not mask[unit] >> b & 1:
                 continue
             position, own, results = state.position[b], state.sequence[b], work.results[thread, b]
-            none_missing = kept < 0 or inside + count <= e  # rows of q alone
-            skipped = max(0, e - inside)  # q of an earlier position
-            for p in range(position if none_missing else state.watermark[layer, own, head], position):
-                operand, unit = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
-                dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, unit, results)
-                put_qkv(model, state, work, layer, b, head, inside + skipped, p, results[i + skipped : i + count])
+            none_missing = inside + count <= of_q  # rows of q alone
+            skipped = max(0, of_q - inside)  # q of an earlier position
+            for p in range(position if none_missing else first_missing(selectors, state, layer, b, unit), position):
+                operand, scale = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
+                dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, scale, results)
+                put_qkv(model, state, work, layer, b, unit, inside + skipped, p, results[i + skipped : i + count])
         dot_rows(
             model.rows, model.scales, model.group, numbers, i, n, work.operand[thread], work.operand_unit[thread],
-            mask[head], work.results[thread],
+            mask[unit], work.results[thread],
         )  # fmt: skip
         for b in range(state.row_state.shape[0]):
-            if mask[head] >> b & 1:
+            if mask[unit] >> b & 1:
                 mine = work.results[thread, b, i : i + count]
-                put_qkv(model, state, work, layer, b, head, inside, state.position[b], mine)
+                put_qkv(model, state, work, layer, b, unit, inside, state.position[b], mine)
         i += count
     work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
 
 
 @compiled()
-def put_qkv(model, state, work, layer, b, head, inside, position, products):
-    """Products with the rows of a head from number ``inside`` on, of 3 e, where they belong, biases added."""
+def first_missing(selectors, state, layer, b, unit):
+    """The first position of batch row b at which a unit lacks K and V, its own where nothing was skipped."""
+    if selectors.kept[layer] < 0:
+        return state.position[b]
+    return state.watermark[layer, state.sequence[b], unit]
+
+
+@compiled()
+def put_qkv(model, state, work, layer, b, unit, inside, position, products):
+    """Products with the rows of a unit from number ``inside`` on where they belong, biases added."""
     e, own = state.keys.shape[3], state.sequence[b]
+    of_q = model.kv_group * e
     for r in range(products.shape[0]):
-        part, k = (inside + r) // e, (inside + r) % e
-        value = products[r] + model.qkv_bias[layer, head * 3 * e + inside + r]
-        if part == 0:
-            work.q[b, head * e + k] = value * (np.float32(1) / np.sqrt(np.float32(e)))
-        elif part == 1:
-            state.keys[layer, own, head, k, position] = value
+        at = inside + r
+        value = products[r] + model.qkv_bias[layer, unit * (of_q + 2 * e) + at]
+        if at < of_q:
+            work.q[b, unit * of_q + at] = value * np.float32(model.q_scaling)
+        elif at < of_q + e:
+            state.keys[layer, own, unit, at - of_q, position] = value
         else:
-            state.values[layer, own, head, position, k] = value
+            state.values[layer, own, unit, position, at - of_q - e] = value
+
+
+@compiled()
+def heads_change(model):
+    """Whether queries and keys are normed or turned before they are compared."""
+    return model.head_norm != NEVER or model.turns.shape[0] > 0
+
+
+@compiled()
+def compared(model, layer, part, position, x):
+    """q (part 0) or k (1) of one head (e,) as attention compares it, in place."""
+    weight, bias = model.head_norms[layer, part, 0], model.head_norms[layer, part, 1]
+    if model.head_norm == BEFORE:
+        layer_norm(x, weight, bias, model.head_eps, model.centred, x)
+    if model.turns.shape[0]:
+        turn(x, model.turns[position, 0], model.turns[position, 1])
+    if model.head_norm == BEHIND:
+        layer_norm(x, weight, bias, model.head_eps, model.centred, x)
+
+
+@compiled()
+def compare_heads(model, selectors, state, work, layer, n_units, thread, n_threads):
+    """Norm and turn what `project_qkv` left of the selected units: a query or key head is one thread's."""
+    e, counted = state.keys.shape[3], 0
+    for i in range(n_units):
+        unit = work.heads[thread, i]
+        for b in range(state.row_state.shape[0]):
+            if not work.mask[thread, unit] >> b & 1:
+                continue
+            for head in range(unit * model.kv_group, (unit + 1) * model.kv_group):
+                counted += 1
+                if counted % n_threads == thread:
+                    compared(model, layer, 0, state.position[b], work.q[b, head * e : (head + 1) * e])
+            counted += 1
+            if counted % n_threads != thread:
+                continue
+            keys, key = state.keys[layer, state.sequence[b], unit], work.scores[thread, :e]
+            for p in range(first_missing(selectors, state, layer, b, unit), state.position[b] + 1):
+                for k in range(e):
+                    key[k] = keys[k, p]
+                compared(model, layer, 1, p, key)
+                for k in range(e):
+                    keys[k, p] = key[k]
 
 
 @compiled()
 def keep_input(selectors, state, work, layer):
-    """Keep attn_in of this position, from which a head's K and V are computed when it is next selected."""
+    """Keep attn_in of this position, from which a unit's K and V are computed when it is next selected."""
     kept = selectors.kept[layer]
     for b in range(state.row_state.shape[0]):
         if kept >= 0 and state.row_state[b] != DONE:
@@ -82,22 +148,25 @@ def keep_input(selectors, state, work, layer):
 
 
 @compiled()
-def raise_watermarks(state, work, layer, n_heads):
-    """K and V of the selected heads are valid up to this position. One thread says so when all have computed theirs."""
-    for i in range(n_heads):
-        head = work.heads[0, i]
+def raise_watermarks(state, work, layer, n_units):
+    """K and V of the selected units are valid up to this position. One thread says so when all have computed theirs."""
+    for i in range(n_units):
+        unit = work.heads[0, i]
         for b in range(state.row_state.shape[0]):
-            if work.mask[0, head] >> b & 1:
-                state.watermark[layer, state.sequence[b], head] = state.position[b] + 1
+            if work.mask[0, unit] >> b & 1:
+                state.watermark[layer, state.sequence[b], unit] = state.position[b] + 1
 
 
 @compiled(fastmath=SUMS)
-def attend_one(q, keys, values, n, scores, mean, out):
-    """Softmax attention of q (e,) over n columns of keys (e, T) and rows of values (T, e), less mean (e,), into out."""
+def attend_one(q, keys, values, n, slope, scores, mean, out):
+    """Softmax attention of q (e,) over n columns of keys (e, T) and rows of values (T, e), less mean (e,), into out.
+
+    A key loses ``slope`` of its score for each position that it stands before the last.
+    """
     e = q.shape[0]
     scores = scores[:n]
     for p in range(n):
-        scores[p] = 0
+        scores[p] = slope * np.float32(p + 1 - n)
     for k in range(e // 2):
         even, odd, from_even, from_odd = q[2 * k], q[2 * k + 1], keys[2 * k], keys[2 * k + 1]
         for p in range(n):
@@ -125,41 +194,44 @@ def attend_one(q, keys, values, n, scores, mean, out):
 
 
 @compiled()
-def attend(selectors, state, work, layer, n_heads, thread, n_threads):
-    """Attention of the selected heads into work.heads_out, less the mean that stands in for a skipped head."""
+def attend(model, selectors, state, work, layer, n_units, thread, n_threads):
+    """Attention of the selected units into work.heads_out, less the mean that stands in for a skipped head."""
     e = state.keys.shape[3]
     turn = 0
-    for i in range(n_heads):
-        head = work.heads[thread, i]
-        for b in range(state.row_state.shape[0]):
-            own = state.sequence[b]
-            if work.mask[thread, head] >> b & 1:
-                turn += own == b  # rows of one sequence share what a thread has read
-                if turn % n_threads == thread:
-                    n = state.position[b] + 1
-                    attend_one(
-                        work.q[b, head * e : (head + 1) * e], state.keys[layer, own, head],
-                        state.values[layer, own, head], n, work.scores[thread], selectors.means[layer, head],
-                        work.heads_out[b, head * e : (head + 1) * e],
-                    )  # fmt: skip
-                    work.bytes_read[thread, KV] += 8 * n * e
+    for i in range(n_units):
+        unit = work.heads[thread, i]
+        for head in range(unit * model.kv_group, (unit + 1) * model.kv_group):
+            for b in range(state.row_state.shape[0]):
+                own = state.sequence[b]
+                if work.mask[thread, unit] >> b & 1:
+                    turn += own == b  # rows of one sequence share what a thread has read
+                    if turn % n_threads == thread:
+                        n = state.position[b] + 1
+                        attend_one(
+                            work.q[b, head * e : (head + 1) * e], state.keys[layer, own, unit],
+                            state.values[layer, own, unit], n, model.slopes[head], work.scores[thread],
+                            selectors.means[layer, head], work.heads_out[b, head * e : (head + 1) * e],
+                        )  # fmt: skip
+                        if head % model.kv_group == 0:
+                            work.bytes_read[thread, KV] += 8 * n * e
 
 
 @compiled()
-def project_out(model, state, work, layer, n_heads, thread, n_threads):
-    """This thread's share of the output projection's sum over the selected heads, into work.partial[0]."""
+def project_out(model, state, work, layer, n_units, thread, n_threads):
+    """This thread's share of the output projection's sum over the selected units, into work.partial[0]."""
     e, batch = state.keys.shape[3], state.row_state.shape[0]
+    of_unit = model.kv_group * e
     numbers, factors = work.numbers[thread], work.results[thread]
     work.partial[0, thread] = 0
-    start, stop = n_heads * e * thread // n_threads, n_heads * e * (thread + 1) // n_threads
+    start, stop = n_units * of_unit * thread // n_threads, n_units * of_unit * (thread + 1) // n_threads
     live = 0
     for at in range(start, stop):
-        head = work.heads[thread, at // e]
-        unit, bits = head * e + at % e, work.mask[thread, head]
+        unit = work.heads[thread, at // of_unit]
+        column, bits = unit * of_unit + at % of_unit, work.mask[thread, unit]
         live |= bits
-        numbers[at - start] = model.first[layer, OUT] + unit
+        numbers[at - start] = model.first[layer, OUT] + column
         for b in range(batch):
-            factors[b, at - start] = work.heads_out[b, unit] if bits >> b & 1 else np.float32(0)
+            factors[b, at - start] = work.heads_out[b, column] if bits >> b & 1 else np.float32(0)
     n = stop - start
     work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
     # Where each head scales its sum, one head after the other; else all of them at once.
@@ -170,8 +242,9 @@ def project_out(model, state, work, layer, n_heads, thread, n_threads):
     while i < n:
         end, head = n, 0
         if scaled:
-            head = work.heads[thread, (start + i) // e]
-            end, live = min(n, i + e - (start + i) % e), work.mask[thread, head]
+            column = numbers[i] - model.first[layer, OUT]
+            head = column // e
+            end, live = min(n, i + e - column % e), work.mask[thread, column // of_unit]
         add_list(out, model.rows, model.scales, model.group, numbers, factors, i, end, live)
         if scaled:
             for b in range(batch):

@@ -176,7 +176,7 @@ def make_selectors(
     all_means, out_bias = np.zeros((n_layers, h, e), np.float32), weights.out_bias.copy()
     for layer, mean in (means or {}).items():
         if kept[layer] >= 0:
-            all_means[layer] = mean.numpy()
+            all_means[layer] = mean.view(h, e).numpy()
             out_bias[layer] += (mean.flatten() @ weights.out_projection(layer)).numpy()
     fine = np.full(n_layers, -1, np.int64)
     tested = sorted(layer for layer in cascades or {} if at[layer, MLP] >= 0)

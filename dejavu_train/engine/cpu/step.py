@@ -1,12 +1,13 @@
-"""One decoding step of a whole OPT in compiled code, run by every thread of a team at once.
+"""One decoding step of a whole model in compiled code, run by every thread of a team at once.
 
 Phases of a layer, with a barrier behind each:
 
-    the head predictor's first half | q, k, v | attention | output projection |
+    the head predictor's first half | q, k, v | norms and rotation of q and k | attention | output projection |
     the neuron predictor's first half | its second half and the second stage | up and down
 
-A dense layer has no predictors to run, else it is the same code. The residual stream x is private: every thread adds
-up the same partial sums.
+A dense layer has no predictors to run, and a model may have nothing that norms or turns queries and keys. Else it is
+the same code. What a family computes are numbers in `arrays.Model`: one compilation is for all families. The residual
+stream x is private: every thread adds up the same partial sums.
 """
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy as np
 from dejavu_train.engine.cpu.arrays import DONE, GREEDY, HEADS, LEVELS, LM_HEAD, MLP, SPARSE
 from dejavu_train.engine.cpu.attention import (
     attend,
+    compare_heads,
+    heads_change,
     keep_input,
     project_out,
     project_qkv,
@@ -25,7 +28,7 @@ from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu.sampling import advance, bar_stops, head_needed, largest_of, not_finite
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled
-from dejavu_train.engine.cpu.vector_ops import add, add_list, copy, dot_list, layer_norm, norm, round_to_levels
+from dejavu_train.engine.cpu.vector_ops import add, add_list, cap, copy, dot_list, layer_norm, norm, round_to_levels
 from dejavu_train.families.opt import POSITIONS_OFFSET
 
 N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sends the other threads home
@@ -33,27 +36,44 @@ N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sen
 
 @compiled()
 def embed(model, state, work, thread):
-    """Token and position embedding into this thread's x."""
+    """What the first layer reads into this thread's x: the token's row, its position's where positions are learned."""
     numbers, factors = work.numbers[thread], work.results[thread]
     factors[:, 0] = 1
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
             position = state.position[b]
-            copy(work.x[thread, b], model.positions[position + POSITIONS_OFFSET])
+            if model.positions.shape[0]:
+                copy(work.x[thread, b], model.positions[position + POSITIONS_OFFSET])
+            else:
+                work.x[thread, b] = 0
             numbers[0] = model.embedding + state.tokens[state.sequence[b], position]
             add_list(work.x[thread], model.rows, model.scales, model.group, numbers, factors, 0, 1, 1 << b)
+            if model.embedding_norm:
+                norm_in_place(model, work.x[thread, b], 2 * model.first.shape[0] + 1)
+
+
+@compiled()
+def norm_in_place(model, x, number):
+    """Norm ``number`` of x (D,), in its place."""
+    layer_norm(x, model.norms[number, 0], model.norms[number, 1], model.eps, model.centred, x)
 
 
 @compiled()
 def normalise(model, state, work, number, thread):
-    """LayerNorm ``number`` of x into this thread's normed, and the operand of it.
+    """Norm ``number`` of x, or x where none stands there, into this thread's normed, and the operand of it.
 
     Where x is not finite, the row's fault becomes the next position and fault_site the number plus 1, the first time.
     """
     weight, bias = model.norms[number, 0], model.norms[number, 1]
+    here = not model.post_norm if number < 2 * model.first.shape[0] else model.final_norm != 0
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
-            squares = layer_norm(work.x[thread, b], weight, bias, model.eps, work.normed[thread, b])
+            x, out = work.x[thread, b], work.normed[thread, b]
+            if here:
+                squares = layer_norm(x, weight, bias, model.eps, model.centred, out)
+            else:
+                copy(out, x)
+                squares = norm(x)
             if thread == 0 and not np.isfinite(squares) and state.fault[b] == 0 and state.position[b] >= 0:
                 state.fault[b], state.fault_site[b] = state.position[b] + 1, number + 1
             if model.rows.itemsize == 1:
@@ -62,13 +82,16 @@ def normalise(model, state, work, number, thread):
 
 
 @compiled()
-def add_partials(state, work, half, bias, thread, n_threads):
-    """x += bias + what all threads summed. Every thread in the same order."""
+def add_partials(model, state, work, number, bias, thread, n_threads):
+    """x += bias + what all threads summed, in the same order in every thread. Norm ``number`` may stand behind it."""
+    half = number % 2
     for b in range(state.row_state.shape[0]):
         if state.row_state[b] != DONE:
             add(work.x[thread, b], bias)
             for other in range(n_threads):
                 add(work.x[thread, b], work.partial[half, other, b])
+            if model.post_norm:
+                norm_in_place(model, work.x[thread, b], number)
 
 
 @compiled()
@@ -86,16 +109,19 @@ def attention_half(model, selectors, state, work, control, layer, any_sparse, th
     if any_sparse and selectors.sites[2 * layer + 1] > selectors.sites[2 * layer]:
         predict_down(model, selectors, state, work, 2 * layer, thread, n_threads)
         barrier(control, n_threads)
-    n_heads = select_heads(selectors, state, work, selectors.at[layer, HEADS], thread)
-    project_qkv(model, selectors, state, work, layer, n_heads, thread, n_threads)
+    n_units = select_heads(selectors, state, work, selectors.at[layer, HEADS], thread)
+    project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads)
     barrier(control, n_threads)
+    if heads_change(model):
+        compare_heads(model, selectors, state, work, layer, n_units, thread, n_threads)
+        barrier(control, n_threads)
     if thread == 0:
-        raise_watermarks(state, work, layer, n_heads)
-    attend(selectors, state, work, layer, n_heads, thread, n_threads)
+        raise_watermarks(state, work, layer, n_units)
+    attend(model, selectors, state, work, layer, n_units, thread, n_threads)
     barrier(control, n_threads)
-    project_out(model, state, work, layer, n_heads, thread, n_threads)
+    project_out(model, state, work, layer, n_units, thread, n_threads)
     barrier(control, n_threads)
-    add_partials(state, work, 0, selectors.out_bias[layer], thread, n_threads)
+    add_partials(model, state, work, 2 * layer, selectors.out_bias[layer], thread, n_threads)
 
 
 @compiled()
@@ -114,7 +140,7 @@ def mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, 
         n = take_all(model, work, live_rows(state), thread, n_threads)
     listed_neurons(model, selectors, work, layer, n, live_rows(state), thread)
     barrier(control, n_threads)
-    add_partials(state, work, 1, model.down_bias[layer], thread, n_threads)
+    add_partials(model, state, work, 2 * layer + 1, model.down_bias[layer], thread, n_threads)
 
 
 @compiled()
@@ -128,6 +154,8 @@ def all_logits(model, state, work, start, stop, thread):
     for b in range(state.row_state.shape[0]):
         if live >> b & 1:
             work.faulty[thread, b] = not_finite(results[b, :n])
+            if model.logit_cap:
+                cap(results[b, :n], model.logit_cap)
             bar_stops(state, b, start, results[b, :n])
             copy(work.logits[b, start:stop], results[b, :n])
             work.best_token[thread, b] = start + largest_of(results[b, :n])
@@ -194,7 +222,7 @@ def residual_stream(model, selectors, state, work, control, given, thread, n_thr
 def head(model, state, work, control, mode, score, thread, n_threads):
     """Logits of x, or the largest of them, where a row needs them."""
     if head_needed(state, score):
-        normalise(model, state, work, model.norms.shape[0] - 1, thread)
+        normalise(model, state, work, 2 * model.first.shape[0], thread)
         start, stop = model.vocab * thread // n_threads, model.vocab * (thread + 1) // n_threads
         if model.rows.itemsize == 4 and mode == GREEDY and not score:
             likeliest_tokens(model, state, work, start, stop, thread)

@@ -1,4 +1,4 @@
-"""Compiled sums over rows of weights and vectors: products with a list of rows, LayerNorm, and exp.
+"""Compiled sums over rows of weights and vectors: products with a list of rows, norms, rotation, and exp.
 
 Plain loops that LLVM turns into vector instructions: sums may be reordered (``SUMS``), which is what lets it.
 """
@@ -200,13 +200,16 @@ def half_value(bits):
 
 
 @compiled(fastmath=SUMS)
-def layer_norm(x, weight, bias, eps, out):
-    """x -> out, fp32, both at least as long as weight (d,). Returns the sum of squares around x's mean."""
+def layer_norm(x, weight, bias, eps, centred, out):
+    """x -> out, fp32, both at least as long as weight (d,). Returns the sum of squares around x's mean, or around 0.
+
+    ``centred``: LayerNorm, else RMSNorm. Out may be x.
+    """
     d = weight.shape[0]
     total = np.float32(0)
     for j in range(d):
         total += x[j]
-    mean = total / np.float32(d)
+    mean = total / np.float32(d) if centred else np.float32(0)
     squares = np.float32(0)
     for j in range(d):
         squares += (x[j] - mean) * (x[j] - mean)
@@ -223,6 +226,16 @@ def norm(x):
     for j in range(x.shape[0]):
         squares += x[j] * x[j]
     return np.sqrt(squares)
+
+
+@compiled()
+def turn(x, cosines, sines):
+    """Turn the first r of x (e,), in place, by angles with these cosines and sines (r / 2)."""
+    half = cosines.shape[0]
+    for k in range(half):
+        low, high = x[k], x[half + k]
+        x[k] = low * cosines[k] - high * sines[k]
+        x[half + k] = high * cosines[k] + low * sines[k]
 
 
 @compiled()
@@ -268,3 +281,18 @@ def exp_negative(x):
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1)
     return p * float_from_bits((np.int32(k) + np.int32(127)) << np.int32(23))
+
+
+@compiled()
+def tanh(x):
+    """Hyperbolic tangent of an fp32 x, off by some 1e-7 at most."""
+    power = exp_negative(np.float32(-2) * abs(x))
+    size = (np.float32(1) - power) / (np.float32(1) + power)
+    return -size if x < np.float32(0) else size
+
+
+@compiled()
+def cap(values, most):
+    """most * tanh(values / most) of values (n,), in place."""
+    for i in range(values.shape[0]):
+        values[i] = np.float32(most) * tanh(values[i] / np.float32(most))

@@ -1,4 +1,4 @@
-"""Reads an OPT model, writes the arrays of the CPU engine: every unit's weights as rows of one array, fp32 or int8.
+"""Reads a model, writes the arrays of the CPU engine: every unit's weights as rows of one array, fp32 or int8.
 
 int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of down or of the output
 projection is a neuron's or a head's output, not an output dimension. So what is selected has scales of its own.
@@ -15,24 +15,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from dejavu_train.engine import runs
-from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_UP, OUT, QKV, Model, padded
+from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV, Model, padded
+from dejavu_train.engine.cpu.layout import SMALL, new_model
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.engine.plan import cpu_format
 from dejavu_train.engine.planned import Formats
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of, family_of
-from dejavu_train.families.opt import POSITIONS_OFFSET
-from dejavu_train.families.plain import NotPlain, plain_block, plain_linear, plain_table
-from dejavu_train.families.read import check_read
+from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
+from dejavu_train.families.block import alibi_slopes
+from dejavu_train.families.dims import Positions
+from dejavu_train.families.plain import NotPlain, plain_block
+from dejavu_train.families.read import Ends, ReadNorm, check_read, read_ends, read_norm, read_turns
 from dejavu_train.machine import free_memory
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
 
-STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
 ROWS_AT_ONCE = 4096
+ROTARY_BASE = 10_000.0  # of random weights
 SUMMED = 3e-5  # of the norms of x and a row: more than two orders of summing up a product in fp32 differ by
 
 
@@ -59,72 +60,91 @@ class CpuWeights:
         """Copy the weights of a Hugging Face model on the CPU.
 
         Args:
-            model: pre-norm OPT, of any floating dtype.
+            model: of any family, of any floating dtype.
             stored: ``float32``. ``int8``: weights rounded to 8 bits. ``codes`` of a 4-bit model, exact but for
-                embeddings and LM head, unless the head is codes too. LayerNorms, biases and positions are fp32. None =
+                embeddings and LM head, unless the head is codes too. Norms, biases and positions are fp32. None =
                 codes where the model has them in groups of whole chunks, else fp32.
             group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP. For codes it divides the model's
             group, whose scales then stand there more than once. None = CHUNK. Not of fp32.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
-            UserError: not a pre-norm ReLU OPT, or a format that does not exist, or not for this model. Weights that are
-                not finite, by layer.
+            UserError: a format that does not exist, or not for this model. Weights that are not finite, by layer.
         """
         shape = check_read(model, runs.CPU)
-        family, blocks = family_of(model), blocks_of(model)
-        tokens, learned = family.embeddings(model)
+        blocks, ends = blocks_of(model), read_ends(model)
         stored, note = how_stored(model, stored)
-        head, embedding = plain_linear("lm_head", model.get_output_embeddings()), plain_table("embed_tokens", tokens)
-        positions = plain_table("embed_positions", learned, OPTLearnedPositionalEmbedding)
-        coded_head = isinstance(head, CodedLinear)
-        tied = not coded_head and head.weight.data_ptr() == embedding.data_ptr()
         own = blocks[0].up.layout.sizes.group if stored == "codes" else 0
         if group is not None and own % group:
             raise UserError(f"group must divide the model's groups of {own} columns, got {group}; or leave group out")
-        norms = [norm for block in blocks for norm in (block.norm_attn, block.norm_mlp)] + [family.final_norm(model)]
-        eps = norms[0].eps
-        if any(norm.eps != eps for norm in norms):
-            raise NotPlain("the model", "has LayerNorms of several eps, and the CPU engine one for all")
-        weights = replace(_empty(shape, stored, group, tied, eps), note=note)
-        for i, norm in enumerate(norms):  # without learned parameters they are one and zero
-            weights.model.norms[i, 0] = 1.0 if norm.weight is None else _array(norm.weight)
-            weights.model.norms[i, 1] = 0.0 if norm.bias is None else _array(norm.bias)
-        weights.check_finite(weights.model.lm_head, weights.model.norms[-1])
-        weights.model.positions[:] = _array(positions)
-        weights.put(weights.model.embedding, embedding)
-        if coded_head and stored == "codes":
-            weights.put_codes(weights.model.lm_head, head.rows)
-        elif not tied:
-            weights.put(weights.model.lm_head, head.weight)
-        weights.screen()
-        h = shape.n_heads
+        norms = [_norm(norm, shape) for each in blocks for norm in (each.norm_attn, each.norm_mlp)]
+        norms += [each or ReadNorm(None, None, norms[0].eps) for each in (ends.final_norm, ends.embedding_norm)]
+        head_norms = [_norm(norm, shape) for each in blocks for norm in (each.norm_q, each.norm_k) if norm is not None]
+        empty = new_model(
+            shape, stored, group, tied=_tied(ends), eps=_one_eps(norms), head_eps=_one_eps(head_norms),
+            final_norm=ends.final_norm is not None,
+        )  # fmt: skip
+        weights = cls(shape, empty, np.zeros((shape.n_layers, shape.d_model), np.float32), note)
+        for place, norm in zip(empty.norms, norms, strict=True):
+            _put_norm(place, norm)
+        for place, norm in zip(empty.head_norms.reshape(-1, 2, shape.head_dim), head_norms, strict=False):
+            _put_norm(place, norm)
+        empty.head_norms[:, 0] *= shape.head_dim**-0.5
+        if (turns := read_turns(blocks[0], shape, shape.max_positions)) is not None:
+            empty.turns[:] = _array(turns)
+        if blocks[0].slopes is not None:
+            empty.slopes[:] = _array(blocks[0].slopes)
+        weights.put_ends(ends, stored)
         for i, whole in enumerate(blocks):
-            block, first = plain_block(whole), weights.model.first[i]
-            parts = (block.q, block.k, block.v)
-            if stored == "codes":
-                weights.put_coded_layer(i, block)
-            else:
-                weights.put(first[QKV], _by_head([part.weight for part in parts], h))
-                weights.put(first[OUT], block.out.weight.T)
-                weights.put(first[MLP_UP], block.up.weight)
-                weights.put(first[MLP_DOWN], block.down.weight.T)
-            biases = [_bias(part).reshape(h, -1) for part in parts]
-            weights.model.qkv_bias[i] = np.stack(biases, axis=1).ravel()
-            weights.out_bias[i] = _bias(block.out)
-            weights.model.up_bias[i], weights.model.down_bias[i] = _bias(block.up), _bias(block.down)
-            small = (weights.model.qkv_bias, weights.out_bias, weights.model.up_bias, weights.model.down_bias)
-            weights.check_finite(int(first[QKV]), *(each[i] for each in small), weights.model.norms[2 * i : 2 * i + 2])
+            weights.put_layer(i, plain_block(whole), stored)
             if release:
                 for tensor in (*whole.whole.parameters(), *whole.whole.buffers()):
                     tensor.data = torch.empty(0, dtype=tensor.dtype)
         return weights
+
+    def put_ends(self, ends: Ends, stored: str) -> None:
+        """Store the tables. Maps between two widths are multiplied into them."""
+        model = self.model
+        self.check_finite(model.lm_head, model.norms[-2:])
+        if ends.positions is not None:
+            model.positions[:] = _array(ends.positions)
+        into, out = ends.project_in, ends.project_out
+        self.put(model.embedding, ends.tokens if into is None else (ends.tokens.float() @ into.weight.float().T))
+        if isinstance(ends.head, CodedLinear) and stored == "codes":
+            self.put_codes(model.lm_head, ends.head.rows)
+        elif model.lm_head != model.embedding:
+            head = ends.head.weight
+            self.put(model.lm_head, head if out is None else head.float() @ out.weight.float())
+        self.screen()
+
+    def put_layer(self, number: int, block: BlockParts, stored: str) -> None:
+        """Store a decoder layer."""
+        model, g = self.model, self.shape.n_kv_heads
+        first, parts = model.first[number], (block.q, block.k, block.v)
+        if stored == "codes":
+            self.put_coded_layer(number, block)
+        else:
+            self.put(first[QKV], _by_unit([part.weight for part in parts], g))
+            self.put(first[OUT], block.out.weight.T)
+            self.put(first[MLP_UP], block.up.weight)
+            self.put(first[MLP_DOWN], block.down.weight.T)
+            if block.gate is not None:
+                self.put(first[MLP_IN], block.gate.weight)
+        model.qkv_bias[number] = _by_unit([torch.from_numpy(_bias(part))[:, None] for part in parts], g)[:, 0]
+        self.out_bias[number] = _bias(block.out)
+        model.up_bias[number], model.down_bias[number] = _bias(block.up), _bias(block.down)
+        if block.gate is not None:
+            model.in_bias[number] = _bias(block.gate)
+        biases = (model.qkv_bias, self.out_bias, model.up_bias, model.in_bias, model.down_bias)
+        norms = model.norms[2 * number : 2 * number + 2], model.head_norms[number]
+        self.check_finite(int(first[QKV]), *(each[number] for each in biases), *norms)
 
     @staticmethod
     def needed(model: Any) -> int:
         """Bytes, to within a tenth, that `from_model` takes if asked for no format."""
         shape, head = dims_of(model.config), model.get_output_embeddings()
         tied = not isinstance(head, CodedLinear) and bool(model.config.tie_word_embeddings)
-        rows = shape.n_layers * (4 * shape.d_model + 2 * shape.d_ffn) + shape.vocab_size * (1 if tied else 2)
+        tied = tied and shape.embedding_dim == shape.d_model
+        rows = shape.n_layers * shape.layer_weights // shape.d_model + shape.vocab_size * (1 if tied else 2)
         if how_stored(model, None)[0] == "codes":
             return rows * padded(shape.d_model)
         return (4 * rows + shape.vocab_size) * padded(shape.d_model)
@@ -134,9 +154,15 @@ class CpuWeights:
         cls, shape: ModelDims, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
     ) -> "CpuWeights":
         """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing. Codes have 8 bits."""
-        weights = _empty(shape, stored, group, True, 1e-5)
+        empty = new_model(shape, stored, group, tied=True, eps=1e-5, head_eps=1e-5, final_norm=not shape.post_norm)
+        weights = cls(shape, empty, np.zeros((shape.n_layers, shape.d_model), np.float32))
         generator = torch.Generator().manual_seed(seed)
-        weights.model.norms[:, 0] = 1
+        weights.model.norms[:, 0], weights.model.head_norms[..., 0, :] = 1, 1
+        half = weights.model.turns.shape[2]
+        angles = np.outer(np.arange(len(weights.model.turns)), ROTARY_BASE ** -(np.arange(half) / max(1, half)))
+        weights.model.turns[:] = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        if shape.positions is Positions.ALIBI:
+            weights.model.slopes[:] = alibi_slopes(shape.n_heads).numpy()
         for start in range(0, len(weights.model.rows), ROWS_AT_ONCE):
             n = min(ROWS_AT_ONCE, len(weights.model.rows) - start)
             weights.put(start, torch.empty(n, shape.d_model).normal_(0, std, generator=generator))
@@ -157,10 +183,10 @@ class CpuWeights:
             raise UserError("draft_weights=int8 is for fp32 weights, and these are in 8 bits already; leave it out")
         check_memory(self.model.rows.size, "weights of the draft in 8 bits")
         tied = self.model.lm_head == self.model.embedding
-        copy = _empty(self.shape, "int8", None, tied, self.model.eps)
-        for name in ("norms", "qkv_bias", "up_bias", "down_bias", "positions"):
+        numbers = {name: getattr(self.model, name) for name in ("eps", "head_eps", "final_norm")}
+        copy = replace(self, model=new_model(self.shape, "int8", None, tied=tied, **numbers), note="")
+        for name in SMALL:
             getattr(copy.model, name)[:] = getattr(self.model, name)
-        copy.out_bias[:] = self.out_bias
         for start in range(0, len(copy.model.rows), ROWS_AT_ONCE):
             copy.put(start, self.rows(start, min(ROWS_AT_ONCE, len(copy.model.rows) - start)))
         return copy
@@ -194,10 +220,12 @@ class CpuWeights:
 
     def put_coded_layer(self, number: int, block: BlockParts) -> None:
         """Store a decoder layer of `CodedLinear`. The output projection is turned: a row is a column of a head."""
-        h, d, e = self.shape.n_heads, self.shape.d_model, self.shape.head_dim
+        h, g, d, e = self.shape.n_heads, self.shape.n_kv_heads, self.shape.d_model, self.shape.head_dim
         first, parts = self.model.first[number], [part.rows for part in (block.q, block.k, block.v)]
-        words, scales = (_by_head([getattr(part, name) for part in parts], h) for name in ("words", "scales"))
+        words, scales = (_by_unit([getattr(part, name) for part in parts], g) for name in ("words", "scales"))
         self.put_codes(first[QKV], Int4Rows(words, scales))
+        if block.gate is not None:
+            self.put_codes(first[MLP_IN], block.gate.rows)
         self.put_codes(first[MLP_UP], block.up.rows)
         self.put_codes(first[MLP_DOWN], block.down.rows)
         out, columns = block.out.rows, slice(int(first[OUT]), int(first[OUT]) + h * e)
@@ -307,48 +335,35 @@ def check_memory(needed: int, what: str) -> None:
         )
 
 
-def _by_head(parts: list[Tensor], h: int) -> Tensor:
-    """q, k and v, (h e, .) each, as (3 h e, .): a head's rows of all three stand together."""
-    return torch.stack([part.view(h, -1, part.shape[1]) for part in parts], 1).flatten(0, 2)
+def _by_unit(parts: list[Tensor], g: int) -> Tensor:
+    """q (h e, .), k and v (g e, .) as ((h + 2 g) e, .): the rows of all three of a unit stand together."""
+    return torch.cat([part.unflatten(0, (g, -1)) for part in parts], 1).flatten(0, 1)
 
 
-def _empty(shape: ModelDims, stored: str, group: int | None, tied: bool, eps: float) -> CpuWeights:
-    if stored not in STORED:
-        raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
-    if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % CHUNK):
-        raise UserError(
-            f"group must be a multiple of {CHUNK} up to {WIDEST_GROUP}, of weights stored in int8; got {group} of"
-            f" {stored}"
-        )
-    d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
-    columns = padded(d)
-    group = columns if stored == "float32" else min(group or CHUNK, columns)
-    per_layer = 4 * d + 2 * f
-    first = np.array([0, 3 * d, 4 * d, 4 * d + f]) + per_layer * np.arange(n_layers)[:, None]
-    assert (QKV, OUT, MLP_UP, MLP_DOWN) == (0, 1, 2, 3)
-    embedding = per_layer * n_layers
-    n_rows = embedding + vocab * (1 if tied else 2)
-    model = Model(
-        rows=np.empty((n_rows, columns), STORED[stored]),
-        scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
-        out_scale=np.ones((n_layers if stored == "codes" else 0, shape.n_heads, columns), np.float32),
-        group=group,
-        first=first.astype(np.int64),
-        embedding=embedding,
-        lm_head=embedding if tied else embedding + vocab,
-        screen=np.zeros((vocab if stored == "float32" else 1, columns), np.int8),
-        screen_scale=np.ones((vocab if stored == "float32" else 1, math.ceil(columns / WIDEST_GROUP)), np.float32),
-        screen_error=np.zeros((vocab if stored == "float32" else 1, 2), np.float32),
-        vocab=vocab,
-        n_heads=shape.n_heads,
-        norms=np.zeros((2 * n_layers + 1, 2, d), np.float32),
-        eps=eps,
-        qkv_bias=np.zeros((n_layers, 3 * d), np.float32),
-        up_bias=np.zeros((n_layers, f), np.float32),
-        down_bias=np.zeros((n_layers, d), np.float32),
-        positions=np.zeros((shape.max_positions + POSITIONS_OFFSET, d), np.float32),
-    )
-    return CpuWeights(shape, model, np.zeros((n_layers, d), np.float32))
+def _tied(ends: Ends) -> bool:
+    """Whether the LM head is the embedding, as the layers read and write them."""
+    if isinstance(ends.head, CodedLinear) or ends.project_in is not None or ends.project_out is not None:
+        return False
+    tied: bool = ends.head.weight.data_ptr() == ends.tokens.data_ptr()
+    return tied
+
+
+def _norm(norm: Any, shape: ModelDims) -> ReadNorm:
+    return read_norm("a norm", norm, shape.norm)
+
+
+def _put_norm(place: np.ndarray, norm: ReadNorm) -> None:
+    """Weight and bias into place (2, n). Without learned parameters they are one and zero."""
+    place[0] = 1.0 if norm.weight is None else _array(norm.weight)
+    place[1] = 0.0 if norm.bias is None else _array(norm.bias)
+
+
+def _one_eps(norms: list[ReadNorm]) -> float:
+    """What all these norms have as eps. Raises NotPlain where they have several."""
+    found = {norm.eps for norm in norms} or {0.0}
+    if len(found) > 1:
+        raise NotPlain("the model", "has norms of several eps, and the CPU engine one for all")
+    return found.pop()
 
 
 def _array(tensor: Tensor) -> np.ndarray:

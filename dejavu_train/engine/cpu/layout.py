@@ -1,0 +1,110 @@
+"""Where the rows of a model lie, and its numbers: `arrays.Model` of the sizes and kinds of any family."""
+
+import math
+
+import numpy as np
+
+from dejavu_train.engine.cpu.arrays import (
+    BEFORE,
+    BEHIND,
+    GELU_KIND,
+    GELU_TANH_KIND,
+    MLP_DOWN,
+    MLP_IN,
+    MLP_UP,
+    NEVER,
+    OUT,
+    QKV,
+    RELU2_KIND,
+    RELU_KIND,
+    Model,
+    padded,
+)
+from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
+from dejavu_train.engine.cpu_limits import CHUNK
+from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
+from dejavu_train.families.dims import Activation, Norm, Positions, QkNorm
+from dejavu_train.families.opt import POSITIONS_OFFSET
+
+STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
+SMALL = (
+    "norms", "qkv_bias", "up_bias", "in_bias", "down_bias", "positions", "turns", "head_norms", "slopes",
+)  # fmt: skip
+"""The arrays of `arrays.Model` that are no matrix. They are fp32 in every format."""
+ACTIVATIONS = {
+    Activation.RELU: RELU_KIND, Activation.FATRELU: RELU_KIND, Activation.DRELU: RELU_KIND,
+    Activation.RELU2: RELU2_KIND, Activation.GELU: GELU_KIND, Activation.GELU_TANH: GELU_TANH_KIND,
+}  # fmt: skip
+HEAD_NORMS = {QkNorm.NONE: NEVER, QkNorm.BEFORE: BEFORE, QkNorm.BEHIND: BEHIND}
+CENTRED = (Norm.LAYER_NORM, Norm.LAYER_NORM_1P)
+
+
+def new_model(
+    shape: ModelDims, stored: str, group: int | None, *, tied: bool, eps: float, head_eps: float, final_norm: bool
+) -> Model:
+    """The arrays of a model of these sizes, and the numbers that say what its layers compute.
+
+    Args:
+        stored: one of ``STORED``. group: columns that share a scale, None = CHUNK.
+        tied: the LM head is the embedding. eps, head_eps: of the norms, and of those of queries and keys.
+        final_norm: there is one.
+    Raises:
+        UserError: a format or a group that does not exist.
+    """
+    if stored not in STORED:
+        raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
+    if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % CHUNK):
+        raise UserError(
+            f"group must be a multiple of {CHUNK} up to {WIDEST_GROUP}, of weights stored in int8; got {group} of"
+            f" {stored}"
+        )
+    d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
+    h, e, columns = shape.n_heads, shape.head_dim, padded(d)
+    group = columns if stored == "float32" else min(group or CHUNK, columns)
+    qkv, per_layer = (h + 2 * shape.n_kv_heads) * e, shape.layer_weights // d
+    out, up = qkv + h * e, qkv + h * e + f
+    first = np.array([0, qkv, out, up, up + f if shape.gated else out]) + per_layer * np.arange(n_layers)[:, None]
+    assert (QKV, OUT, MLP_UP, MLP_DOWN, MLP_IN) == (0, 1, 2, 3, 4)
+    embedding = per_layer * n_layers
+    n_rows = embedding + vocab * (1 if tied else 2)
+    learned = shape.max_positions + POSITIONS_OFFSET if shape.positions is Positions.LEARNED else 0
+    turned = shape.max_positions if shape.positions is Positions.ROTARY else 0
+    half = int(shape.rotary_share * e) // 2 if turned else 0
+    head_norm, up_bias = HEAD_NORMS[shape.qk_norm], np.zeros((n_layers, f), np.float32)
+    return Model(
+        rows=np.empty((n_rows, columns), STORED[stored]),
+        scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
+        out_scale=np.ones((n_layers if stored == "codes" else 0, shape.n_heads, columns), np.float32),
+        group=group,
+        first=first.astype(np.int64),
+        embedding=embedding,
+        lm_head=embedding if tied else embedding + vocab,
+        screen=np.zeros((vocab if stored == "float32" else 1, columns), np.int8),
+        screen_scale=np.ones((vocab if stored == "float32" else 1, math.ceil(columns / WIDEST_GROUP)), np.float32),
+        screen_error=np.zeros((vocab if stored == "float32" else 1, 2), np.float32),
+        vocab=vocab,
+        kv_group=shape.kv_group,
+        norms=np.zeros((2 * n_layers + 2, 2, d), np.float32),
+        eps=eps,
+        centred=int(shape.norm in CENTRED),
+        post_norm=int(shape.post_norm),
+        final_norm=int(final_norm),
+        embedding_norm=int(shape.embedding_norm),
+        qkv_bias=np.zeros((n_layers, qkv), np.float32),
+        up_bias=up_bias,
+        in_bias=np.zeros((n_layers, f), np.float32) if shape.gated else up_bias,
+        down_bias=np.zeros((n_layers, d), np.float32),
+        positions=np.zeros((learned, d), np.float32),
+        turns=np.zeros((turned, 2, half), np.float32),
+        head_norm=head_norm,
+        head_norms=np.zeros((n_layers, 2, 2, e), np.float32),
+        head_eps=head_eps,
+        slopes=np.zeros(h, np.float32),
+        q_scaling=e**-0.5 if head_norm == NEVER else 1.0,
+        activation=ACTIVATIONS[shape.activation],
+        threshold=float(shape.threshold),
+        gated=int(shape.gated),
+        activates_up=int(shape.activation is Activation.DRELU),
+        logit_cap=float(shape.logit_cap),
+    )
