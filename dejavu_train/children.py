@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from dejavu_train import signals
 
@@ -36,6 +37,24 @@ def forget_launcher() -> None:
         del os.environ[name]
 
 
+def start_child(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start a process that ends with us. output: of what it says, None shares ours."""
+    known = {**environment, PARENT: str(os.getpid())}
+    return subprocess.Popen(command, env=known, start_new_session=True, stdout=output, stderr=output)
+
+
+def stop_child(child: "subprocess.Popen[bytes]") -> None:
+    """End a process and its own children, which have a minute to save."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(child.pid, signal.SIGTERM)
+        child.wait(END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run a process and its own children to their end. They end with us.
 
@@ -43,16 +62,11 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> None:
         SystemExit: with its code, where that is not 0.
         Interrupted: it was ended by a signal.
     """
-    child = subprocess.Popen(command, env={**environment, PARENT: str(os.getpid())}, start_new_session=True)
+    child = start_child(command, environment)
     try:
         code = child.wait()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(child.pid, signal.SIGTERM)
-            child.wait(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        stop_child(child)
         raise
     number = -code if code < 0 else code - 128
     if number in signals.HEARD:

@@ -29,7 +29,7 @@ def with_saved(arguments: Sequence[str]) -> list[str]:
     """The arguments, behind the configuration of the run in ``--output`` where they name that folder and decide nothing
     of what is made."""
     names = {argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--")}
-    if "output" not in names or not names <= {"output", "layers", "targets"}:
+    if "output" not in names or not names <= {"output", "layers", "targets", "jobs"}:
         return list(arguments)
     path = saved_config(parse_config(arguments).output)
     if path is None:

@@ -153,7 +153,7 @@ class RunConfig:
         "model", "output", "text.source", "collect.train_tokens", "mlp.rank", "mlp.density", "mlp.steps",
         "calibrate.mlp_density", "calibrate.head_density", "calibrate.dtype", "trainer",
     )  # fmt: skip
-    GROUPS = {"run": ("Of this invocation", ("revision", "bundle", "verify", "seed", "layers", "targets"))}
+    GROUPS = {"run": ("Of this invocation", ("revision", "bundle", "verify", "seed", "layers", "targets", "jobs"))}
 
     model: str = "checkpoints/opt-mini"
     """Folder or hub id of a model of a family that there is."""
@@ -171,6 +171,8 @@ class RunConfig:
     """Layers that this invocation trains, as 0-5 or 0,2,4. null: all."""
     targets: str = "mlp,heads"
     """Targets that this invocation trains."""
+    jobs: str | int = 1
+    """Processes that train on this host. auto: one for each GPU."""
     text: TextSource = dataclasses.field(default_factory=TextSource)
     """Where text comes from."""
     collect: CollectConfig = dataclasses.field(default_factory=CollectConfig)
@@ -203,6 +205,7 @@ class RunConfig:
         """Raise :class:`UserError` for a value that does not fit the model."""
         check_ranges(self, "", {"seed": SEED})
         parse_layers(self.layers, shape.n_layers)
+        self._check_jobs()
         for target in parse_targets(self.targets):
             if not self.predictor(target).enabled and self.targets == target:
                 raise UserError(f"--targets {target} asks for predictors that {target}.enabled: false leaves out")
@@ -288,6 +291,16 @@ class RunConfig:
             raise UserError(
                 f"calibrate.budget {self.calibrate.budget} cannot be met: the predictors alone read {least:.4g} bytes;"
                 " raise the budget, or choose a lower rank or calibrate.dtype int4"
+            )
+
+    def _check_jobs(self) -> None:
+        text = str(self.jobs)
+        if text != "auto" and not (text.isdigit() and 1 <= int(text) <= 1024):
+            raise UserError(f"--jobs must be auto or a number from 1 to 1024, got {text}")
+        if text != "1" and str(self.trainer.get("devices", 1)) != "1":
+            raise UserError(
+                f"--jobs {text} trains each predictor on one device, got trainer.devices {self.trainer['devices']};"
+                " leave out one of the two"
             )
 
     def all_jobs(self, n_layers: int) -> list[UnitKey]:

@@ -1,7 +1,8 @@
 """Walks from text to bundle and does whatever is missing: collect, train all (layer, target), tune, calibrate, bundle.
 
 Several invocations may share one output folder, each with its own ``--layers``. Collecting happens once under a lock,
-and every job has a lock. Whoever finishes the last job calibrates and bundles.
+and every job has a lock. ``--jobs`` starts workers on this host (crew.py). Whoever finishes the last job calibrates and
+bundles.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dejavu_train.bundle.spec import GOOD_MASS
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
+from dejavu_train.crew import count_workers, train_together
 from dejavu_train.data.collect import LoadSets, check_same_text, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shard_reader import ShardReader, active_densities
@@ -111,20 +113,12 @@ def _run(
         config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
     )
     say_what_density_holds(resolved, activations)
-    experiment = Experiment(config)
-    began = time.monotonic()
-    for number, job in enumerate(own, 1):
-        title = f"[{number}/{len(own)}] layer {job[0]} {job[1]}"
-        if is_finished(output, job, stages[job[1]]):
-            logger.info("%s: trained before", title)
-            continue
-        before = stored_stage(job_folder(output, job)) if has_predictor(output, job) else None
-        again = f" anew, {stages[job[1]].difference(before)}" if before else ""
-        logger.info("%s: training%s", title, again)
-        if not run_job(resolved, job, title, stages[job[1]]):
-            logger.info("%s: another process is training it", title)
-        elif own == jobs:
-            experiment.log_job(job)
+    experiment, began = Experiment(config), time.monotonic()
+    on_finished = experiment.log_job if own == jobs else _forget
+    workers = count_workers(config, sum(not is_finished(output, job, stages[job.target]) for job in own))
+    if workers > 1:
+        train_together(config, own, stages, workers, on_finished)
+    _train(resolved, stages, own, on_finished)
     logger.info("trained in %.0f s", time.monotonic() - began)
 
     open_jobs = [job for job in jobs if not is_finished(output, job, stages[job[1]])]
@@ -142,6 +136,42 @@ def _run(
                 logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, calibrated)
             experiment.close(finish(config, output, jobs, stage), jobs)
     print(f"bundle: {folder}")
+
+
+def work(config: RunConfig) -> None:
+    """Train what is open of a run whose activations are there. See :mod:`dejavu_train.crew`.
+
+    Raises:
+        UserError: as :func:`run`.
+    """
+    given = config
+    config, shape = checked(config)
+    stages: dict[str, Stage] = {target: train_stage(config, target) for target in TARGETS}
+    with claimed_folder(config, given) as resolved:
+        _train(resolved, stages, config.own_jobs(shape.n_layers), _forget)
+
+
+def _train(
+    resolved: RunConfig, stages: Mapping[str, Stage], own: Sequence[UnitKey], on_finished: Callable[[UnitKey], None]
+) -> None:
+    """Train one after another what nobody else is training."""
+    output = Path(resolved.output)
+    for number, job in enumerate(own, 1):
+        title = f"[{number}/{len(own)}] layer {job[0]} {job[1]}"
+        if is_finished(output, job, stages[job[1]]):
+            logger.info("%s: trained before", title)
+            continue
+        before = stored_stage(job_folder(output, job)) if has_predictor(output, job) else None
+        again = f" anew, {stages[job[1]].difference(before)}" if before else ""
+        logger.info("%s: training%s", title, again)
+        if run_job(resolved, job, title, stages[job[1]]):
+            on_finished(job)
+        else:
+            logger.info("%s: another process is training it", title)
+
+
+def _forget(job: UnitKey) -> None:
+    """An invocation that trains a part leaves the loggers to the one that writes the bundle."""
 
 
 def say_what_density_holds(config: RunConfig, activations: Path) -> None:
