@@ -66,7 +66,7 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "screen": {"programs": (1, 2, 3, 4), "rows": (2, 4, 8, 16), "warps": (2, 4, 8)},
     "select": {"warps": (2, 4, 8)},
     "sums": {"stripe": (8, 16, 32, 64), "chunk": (16, 32, 64, 128), "warps": (1, 2, 4, 8)},
-    "tokens_int4": {"programs": (1, 2, 3), "warps": (2, 4, 8), "pairs": (3, 6, 9, 16, 18), "ahead": (2, 3, 5)},
+    "tokens_int4": {"programs": (2, 3, 4), "warps": (2, 4), "tiles": (1, 2, 3, 4), "ahead": (2, 3, 4, 5)},
     "up_batch": {"programs": (1, 2, 3), "block": (64, 128), "rows": (32, 64), "stages": (3, 4, 5, 6)},
     "wide": {"rows": (2, 4, 8, 16), "chunk": (512, 1024, 2048), "warps": (2, 4, 8)},
 }

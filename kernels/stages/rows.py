@@ -26,7 +26,8 @@ from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix
 from dejavu_train.kernels.stages.int4_rows import Int4Form, pairs_ahead, row_queue_bytes
-from dejavu_train.kernels.stages.int4_walks import ListWalk, TokenSource, TokenWalk, UnitWalk
+from dejavu_train.kernels.stages.int4_tokens import TokenSource, TokenWalk, pairs_a_turn, turns_of
+from dejavu_train.kernels.stages.int4_walks import UnitWalk
 from dejavu_train.kernels.stages.listed import constants
 from dejavu_train.kernels.stages.number_rows import NumberWalk
 from dejavu_train.kernels.stages.sink import Sink
@@ -66,13 +67,13 @@ class Int4RowSettings(Settings, stage="rows_int4"):
 
 @dataclass(frozen=True)
 class TokenSettings(Settings, stage="tokens_int4"):
-    """programs: per multiprocessor. warps: of one. pairs: of units that a warp takes in one pass over the rows, and
-    ahead: that its queue has room for, both at most. A thread of four warps holds tokens / 2 * 8 pairs of x for two
-    units. form: of the rows of a matrix, of "heads" or of a "list"."""
+    """programs: per multiprocessor. warps: of one. tiles: of sixteen rows that share what is read of the tokens, and
+    ahead: pairs of units that a warp's queue has room for, both at most. form: of the rows of a matrix, of "heads" or
+    of a "list"."""
 
     programs: int
     warps: int
-    pairs: int
+    tiles: int
     ahead: int
 
     @property
@@ -148,22 +149,16 @@ def launch_tokens(
     form = "list" if listed[0] is not None else "heads" if segments > 1 else "rows"
     settings = settings or TokenSettings.find(weight.format, x.device, d=d, tokens=tokens, form=form)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
-    vector = unit_vector(words, group)
-    slot = line_slot_bytes(lanes, vector)
-    every = pairs_of_a_warp(words, vector, settings.warps, segments)
-    passes = triton.cdiv(every, settings.pairs)
-    pairs = triton.cdiv(every, passes)
-    ahead = min(settings.ahead, MOST_BYTES // slot, pairs)
+    slot = line_slot_bytes(lanes, unit_vector(words, group))
     programs = min(n_sms(x.device) * settings.programs, triton.cdiv(n, 16))
-    scratch = None
-    if passes > 1:
-        tiles = programs * triton.cdiv(triton.cdiv(n, programs), 16)
-        scratch = torch.empty(tiles, lanes, 4, dtype=torch.float32, device=x.device)
+    most = triton.cdiv(triton.cdiv(n, 16), programs)  # tiles of a program
+    tiles = triton.cdiv(most, triton.cdiv(most, settings.tiles))
+    block = tiles * pairs_a_turn(tokens) * turns_of(words, group, settings.warps, tokens, segments)
+    ahead = min(settings.ahead, MOST_BYTES // slot, block)
     require(ahead > 0, f"{settings}: no pair of units, or one of {slot} bytes, where a queue has {MOST_BYTES}")
     room = even_room(settings.programs, d, settings.programs > 1 and use_pdl(pdl, x.device), ahead * slot)
-    rows = Int4Form(words, group, lanes, pairs, ahead, n % 16 == 0, listed[0] is not None, tokens, segments, room=room)
-    source, walk = TokenSource(batch, scratch, *listed), TokenWalk if listed[0] is None else ListWalk
+    how = TokenWalk(words, group, lanes, tokens, tiles, ahead, segments, n % 16 == 0, listed[0] is not None, room)
     launch_walk(
-        programs, x.view(torch.int32), None, weight.parts(), sink, source, n, walk(rows, passes), pdl,
+        programs, x.view(torch.int32), None, weight.parts(), sink, TokenSource(batch, *listed), n, how, pdl,
         num_warps=settings.warps, maxnreg=settings.registers,
     )  # fmt: skip

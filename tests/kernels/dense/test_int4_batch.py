@@ -143,10 +143,10 @@ def test_a_fault_stays_with_its_token(device):
     assert bool(got[1][chosen].isnan().all()) and bool((got[1][~chosen] == 0).all())
 
 
-@pytest.mark.parametrize(("warps", "pairs"), [(1, 8), (2, 1), (4, 2)])
-def test_programs_of_several_warps_and_passes(device, warps, pairs):
-    """Units are shared out, some warps and the last pass have fewer. The queue wraps around."""
-    settings = TokenSettings(1, warps, pairs, 3)
+@pytest.mark.parametrize(("warps", "tiles"), [(1, 3), (2, 1), (4, 2)])
+def test_programs_of_several_warps_and_blocks(device, warps, tiles):
+    """Units are shared out, some warps and the last block have fewer. The queue wraps around."""
+    settings = TokenSettings(1, warps, tiles, 3)
     x, weight = inputs(device, 4, 1920), random_rows(device, 24, 1920)
     got = int4_linear(x, weight, settings=settings)
     want = int4_linear_reference(x.double(), weight, None, "none")
@@ -155,10 +155,10 @@ def test_programs_of_several_warps_and_passes(device, warps, pairs):
     assert_listed(listed_case(device, 40, 1920, 128, 8, 0.6), settings)
 
 
-@pytest.mark.parametrize(("tokens", "pairs"), [(2, 4), (4, 2), (8, 2)])
-def test_queues_in_assembly(device, queues_in_assembly, tokens, pairs):
-    """Slots that are asked for anew, in one pass and from one to the next, lines of two rows and of two heads."""
-    settings = TokenSettings(1, 2, pairs, 2)
+@pytest.mark.parametrize(("tokens", "tiles"), [(2, 1), (4, 3), (8, 2)])
+def test_queues_in_assembly(device, queues_in_assembly, tokens, tiles):
+    """Slots that are asked for anew, in one block and from one to the next, lines of two rows and of two heads."""
+    settings = TokenSettings(1, 2, tiles, 2)
     x, weight = inputs(device, tokens, 1280), random_rows(device, 50, 1280)
     got = int4_linear(x, weight, settings=settings)
     want = int4_linear_reference(x.double(), weight, None, "none")
