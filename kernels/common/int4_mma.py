@@ -117,6 +117,91 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     return sums
 
 
+RAISED_UNIT = tl.constexpr(2.0**-20)  # what sums of raised codes times x are multiplied by
+
+
+def _raised_asm(vector: int) -> str:
+    """PTX: $0..$3 = the last two operands, of both rows, plus sums of `vector` words of two rows with their x."""
+    text = "{ .reg .b32 rest, p<4>, r<4>; .reg .f32 zero, low<4>; mov.b32 zero, 0;"
+    last = 4 + 6 * vector
+    for v in range(vector):
+        for pairs, word in (("p", f"${4 + v}"), ("r", f"${4 + vector + v}")):
+            text += f"shr.u32 rest, {word}, 8;"
+            text += f"and.b32 {pairs}0, {word}, 0x000F000F; and.b32 {pairs}1, {word}, 0x00F000F0;"
+            text += f"and.b32 {pairs}2, rest, 0x000F000F; and.b32 {pairs}3, rest, 0x00F000F0;"
+        for k, sums, begin in (
+            (0, "low0, low1, low2, low3", "zero, zero, zero, zero"),
+            (1, "$0, $1, $2, $3", f"${last}, ${last + 1}, ${last}, ${last + 1}"),
+        ):
+            b = 4 + 2 * vector + 4 * v + k
+            text += f"{MMA} {{{sums}}}, {{p{k}, r{k}, p{k + 2}, r{k + 2}}}, {{${b}, ${b + 2}}}, "
+            text += f"{{{sums if v else begin}}};"
+    for k in range(4):
+        text += f"fma.rn.f32 ${k}, low{k}, 0f41800000, ${k};"  # 16
+    return text + "}"
+
+
+def _offset_asm(vector: int) -> str:
+    """PTX: $0, $1 = the sums of 4 `vector` pairs of x of the inputs 2 t and 2 t + 1, times minus 8 RAISED_UNIT."""
+    text = "{ .reg .b32 one; .reg .f32 zero, other<2>; mov.b32 one, 0x3C003C00; mov.b32 zero, 0;"
+    for k in range(2 * vector):
+        before = "$0, $1, other0, other1" if k else "zero, zero, zero, zero"
+        text += f"{MMA} {{$0, $1, other0, other1}}, {{one, one, one, one}}, {{${2 + 2 * k}, ${3 + 2 * k}}}, {{{before}}};"
+    return text + "mul.rn.f32 $0, $0, 0fB7000000; mul.rn.f32 $1, $1, 0fB7000000; }"  # -2^-17
+
+
+RAISED1, RAISED2, RAISED4 = (tl.constexpr(_raised_asm(vector)) for vector in (1, 2, 4))
+RAISED1_OPERANDS, RAISED2_OPERANDS, RAISED4_OPERANDS = (
+    tl.constexpr(",".join(["=&f"] * 4 + ["r"] * (6 * vector) + ["f"] * 2)) for vector in (1, 2, 4)
+)
+OFFSET1, OFFSET2, OFFSET4 = (tl.constexpr(_offset_asm(vector)) for vector in (1, 2, 4))
+OFFSET1_OPERANDS, OFFSET2_OPERANDS, OFFSET4_OPERANDS = (
+    tl.constexpr(",".join(["=&f"] * 2 + ["r"] * (4 * vector))) for vector in (1, 2, 4)
+)
+
+
+@triton.jit
+def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """What `raised_mma` begins with, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
+    L: tl.constexpr = x[0].shape[0]
+    if ASM:
+        ASSEMBLED: tl.constexpr = OFFSET1 if V == 1 else OFFSET2 if V == 2 else OFFSET4
+        OPERANDS: tl.constexpr = OFFSET1_OPERANDS if V == 1 else OFFSET2_OPERANDS if V == 2 else OFFSET4_OPERANDS
+        sums = tl.inline_asm_elementwise(ASSEMBLED, OPERANDS, x, dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
+    else:
+        total = tl.zeros((L // 32, 8), tl.float32)
+        for v in tl.static_range(V):
+            numbers = halves_of(x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3])
+            total += tl.sum(tl.reshape(numbers, (L // 32, 8, 32)), 2)
+        every = tl.broadcast_to(total[:, None, :], (L // 32, 8, 8))
+        even, odd = tl.split(tl.reshape(every * (-8 * RAISED_UNIT), (L, 2)))
+        sums = (even, odd)
+    return sums
+
+
+@triton.jit
+def raised_mma(words, x, offset, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """RAISED_UNIT times `int4_mma`. offset: `raised_offset` of x."""
+    L: tl.constexpr = words[0].shape[0]
+    if ASM:
+        ASSEMBLED: tl.constexpr = RAISED1 if V == 1 else RAISED2 if V == 2 else RAISED4
+        OPERANDS: tl.constexpr = RAISED1_OPERANDS if V == 1 else RAISED2_OPERANDS if V == 2 else RAISED4_OPERANDS
+        sums = tl.inline_asm_elementwise(
+            ASSEMBLED, OPERANDS, words + x + offset, dtype=FOUR_FLOATS, is_pure=True, pack=1
+        )
+    else:
+        sums = ()
+        for row in tl.static_range(2):
+            total = tl.zeros((L // 32, 8, 8), tl.float32)
+            for v in tl.static_range(V):
+                codes = tl.reshape(codes_of(words[row * V + v]) + 8.0, (L // 32, 8, 1, 32))
+                numbers = halves_of(x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3])
+                total += tl.sum(codes * tl.reshape(numbers, (L // 32, 1, 8, 32)), 3)
+            even, odd = tl.split(tl.reshape(total * RAISED_UNIT, (L, 2)))
+            sums = sums + (even + offset[0], odd + offset[1])
+    return sums
+
+
 @triton.jit
 def from_lane(values, number, ASM: tl.constexpr = ASSEMBLY):
     """int32 or fp32 (L,): to all lanes of a warp what its lane `number` holds, a number of all or of each."""

@@ -25,10 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.int4_mma import (
+    RAISED_UNIT,
     from_lane,
     groups_of,
-    int4_mma,
     pairs_of_a_warp,
+    raised_mma,
+    raised_offset,
     scaled,
     segment_units,
     tile_sums,
@@ -36,7 +38,7 @@ from dejavu_train.kernels.common.int4_mma import (
     unit_vector,
     units_a_group,
 )
-from dejavu_train.kernels.common.int4_tiles import split_words
+from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, half_of, split_words
 from dejavu_train.kernels.common.lane_queue import (
     after_slot,
     as_it_comes,
@@ -74,14 +76,26 @@ def ends_with_row(words, group, warps, tokens, segments):
     return words % (4 * unit_vector(words, group)) == 0 and turns * pairs_a_turn(tokens) * warps * 2 == units
 
 
+@triton.constexpr_function
+def pairs_of_scales(words, group, tokens, segments):
+    """Whether the two units of a pair have scales side by side, which a lane reads at once."""
+    one_each = units_a_group(group, unit_vector(words, group)) == 1
+    return tokens == 8 and segments == 1 and one_each and groups_of(words, group) % 2 == 0
+
+
 @triton.jit
 def _unit_place(unit, n_rows, how: tl.constexpr):
     """(words from a row of the first segment to that row's unit, how many words the unit has)."""
     V: tl.constexpr = unit_vector(how.words, how.group)
     UNITS: tl.constexpr = segment_units(how.words, V)
-    word = unit % UNITS * (4 * V)
-    left = tl.where(unit < how.segments * UNITS, how.words - word, 0)
-    return unit // UNITS * (n_rows * how.words) + word, left
+    if how.segments == 1:
+        place = unit * (4 * V)
+        left = how.words - place
+    else:
+        word = unit % UNITS * (4 * V)
+        left = tl.where(unit < how.segments * UNITS, how.words - word, 0)
+        place = unit // UNITS * (n_rows * how.words) + word
+    return place, left
 
 
 @triton.jit
@@ -138,15 +152,19 @@ def _ask_later(
 
 @triton.jit
 def _tile_scales(scales, first, ids, end, turn, lane, how: tl.constexpr):
-    """A lane's scales of rows g and g + 8 of a tile, for the units of a turn whose products it has."""
+    """A lane's scales of rows g and g + 8 of a tile, for the units of a turn whose products it has, fp16.
+
+    Or where `pairs_of_scales`, those of both units of a pair, int32."""
     W: tl.constexpr = how.words
     V: tl.constexpr = unit_vector(W, how.group)
     T: tl.constexpr = how.tokens
     UNITS: tl.constexpr = segment_units(W, V)
     WARPS: tl.constexpr = how.lanes // 32
+    GROUPS: tl.constexpr = groups_of(W, how.group)
     INSIDE: tl.constexpr = ends_with_row(W, how.group, WARPS, T, how.segments) and not how.listed
+    PAIRED: tl.constexpr = pairs_of_scales(W, how.group, T, how.segments)
     found = ()
-    for k in tl.static_range(max(1, T // 4)):
+    for k in tl.static_range(1 if PAIRED else max(1, T // 4)):
         unit = unit_of(2 * turn * pairs_a_turn(T) + k + lane % 4 * 2 // T, lane // 32, WARPS)
         for half in tl.static_range(2):
             line = first + listed_row(lane, 4 + half)
@@ -154,14 +172,16 @@ def _tile_scales(scales, first, ids, end, turn, lane, how: tl.constexpr):
                 row = from_lane(ids, listed_row(lane, 4 + half))
             else:
                 row = tl.minimum(line, end - 1)  # sums of rows beyond the matrix are not stored
-            if how.segments == 1:
-                at = scales + row.to(tl.int64) * groups_of(W, how.group) + unit // units_a_group(how.group, V)
+            if PAIRED:
+                at = scales.to(tl.pointer_type(tl.int32), bitcast=True) + (row * (GROUPS // 2) + unit // 2)
+            elif how.segments == 1:
+                at = scales + (row * GROUPS + unit // units_a_group(how.group, V))
             else:
-                at = scales + (unit // UNITS * end + row).to(tl.int64)
+                at = scales + (unit // UNITS * end + row)
             if INSIDE:
                 found = found + (tl.load(at),)
             else:
-                found = found + (tl.load(at, mask=(line < end) & (unit < how.segments * UNITS), other=0.0),)
+                found = found + (tl.load(at, mask=(line < end) & (unit < how.segments * UNITS), other=0),)
     return found
 
 
@@ -171,7 +191,6 @@ def _token_planes(x, batch, turn, lane, how: tl.constexpr):
     pairs. Tokens from `batch` on are the last one again."""
     V: tl.constexpr = unit_vector(how.words, how.group)
     T: tl.constexpr = how.tokens
-    UNITS: tl.constexpr = segment_units(how.words, V)
     WARPS: tl.constexpr = how.lanes // 32
     INSIDE: tl.constexpr = ends_with_row(how.words, how.group, WARPS, T, how.segments)
     column = lane % 32 // 4
@@ -179,11 +198,10 @@ def _token_planes(x, batch, turn, lane, how: tl.constexpr):
     planes = ()
     for k in tl.static_range(max(1, T // 4)):
         unit = unit_of(2 * turn * pairs_a_turn(T) + k + column // T, lane // 32, WARPS)
-        word = unit % UNITS * (4 * V) + lane % 4 * V
-        there = (word < how.words) & (unit < how.segments * UNITS)
-        word += unit // UNITS * how.words
+        place, left = _unit_place(unit, 1, how)
+        there = lane % 4 * V < left
         for v in tl.static_range(V):
-            at = (row + 4 * (word + v))[:, None] + tl.arange(0, 4)[None, :]
+            at = (row + 4 * (place + lane % 4 * V + v))[:, None] + tl.arange(0, 4)[None, :]
             if INSIDE:
                 planes = planes + split_words(tl.load(at), 4)
             else:
@@ -192,19 +210,33 @@ def _token_planes(x, batch, turn, lane, how: tl.constexpr):
 
 
 @triton.jit
-def _add_pair(queue, slot, sums, s, x, number: tl.constexpr, lane, how: tl.constexpr):
-    """A tile's four sums plus the products of a turn's pair `number`, whose words are taken out of `slot`."""
+def _offsets(x, how: tl.constexpr):
+    """`raised_offset` of each 8 / T units of a turn."""
+    EACH: tl.constexpr = 4 * unit_vector(how.words, how.group)
+    found = ()
+    for k in tl.static_range(max(1, how.tokens // 4)):
+        found = found + raised_offset(x[EACH * k : EACH * k + EACH], EACH // 4)
+    return found
+
+
+@triton.jit
+def _add_pair(queue, slot, sums, s, x, offsets, number: tl.constexpr, lane, how: tl.constexpr):
+    """A tile's four sums plus RAISED_UNIT times the products of a turn's pair `number`, whose words lie in `slot`."""
     V: tl.constexpr = unit_vector(how.words, how.group)
     T: tl.constexpr = how.tokens
+    PAIRED: tl.constexpr = pairs_of_scales(how.words, how.group, T, how.segments)
     own = at_slot(queue, slot, line_slot_bytes(how.lanes, V))
     for odd in tl.static_range(2):
         w, own = take_unit(own, lane, 0, odd, V, how.ahead - 1)
         if T == 8:
-            part = int4_mma(w, x[4 * V * odd : 4 * V * odd + 4 * V], V)
-            sums = scaled(sums, part, s[2 * odd], s[2 * odd + 1])
+            part = raised_mma(w, x[4 * V * odd : 4 * V * odd + 4 * V], offsets[2 * odd : 2 * odd + 2], V)
+            if PAIRED:
+                sums = scaled(sums, part, half_of(s[0], odd), half_of(s[1], odd))
+            else:
+                sums = scaled(sums, part, s[2 * odd], s[2 * odd + 1])
         else:  # what lies in columns of other units counts nothing
             mine = lane % 4 * 2 // T == 2 * number + odd
-            sums = scaled(sums, int4_mma(w, x, V), tl.where(mine, s[0], 0.0), tl.where(mine, s[1], 0.0))
+            sums = scaled(sums, raised_mma(w, x, offsets, V), tl.where(mine, s[0], 0.0), tl.where(mine, s[1], 0.0))
     return after_slot(queue, own), sums
 
 
@@ -240,7 +272,7 @@ def _store_zeros(sink, batch, n_rows, TOKENS: tl.constexpr, BLOCK: tl.constexpr)
 def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
     T: tl.constexpr = how.tokens
     R: tl.constexpr = how.tiles
-    EACH: tl.constexpr = 2 * max(1, T // 4)  # scales of a tile
+    EACH: tl.constexpr = 4 if T == 8 and not pairs_of_scales(how.words, how.group, T, how.segments) else 2
     PAIRS: tl.constexpr = pairs_a_turn(T)  # of a turn
     TURNS: tl.constexpr = turns_of(how.words, how.group, how.lanes // 32, T, how.segments)
     lane = tl.arange(0, how.lanes)
@@ -281,6 +313,7 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
         for turn in range(0, as_it_comes(TURNS)):
             own_planes = planes
             own_s = s
+            offsets = _offsets(own_planes, how)
             is_last = turn + 1 == TURNS
             next_turn = tl.where(is_last, 0, turn + 1)
             planes = _token_planes(x, source.batch, next_turn, lane, how)
@@ -291,7 +324,10 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
                 s = s + _tile_scales(scales, tile, own_ids, end, next_turn, lane, how)
                 own = sums[:4]
                 for k in tl.static_range(PAIRS):
-                    queue, own = _add_pair(queue, slot, own, own_s[EACH * r : EACH * r + EACH], own_planes, k, lane, how)
+                    if not ASSEMBLY or first + r * step < end:  # the last block may have fewer tiles
+                        queue, own = _add_pair(
+                            queue, slot, own, own_s[EACH * r : EACH * r + EACH], own_planes, offsets, k, lane, how
+                        )
                     queue = _ask_later(
                         queue, slot, words, (first, next_first), (ids, next_ids), end, step, turn,
                         r * PAIRS + k + how.ahead, lane, how,
@@ -306,7 +342,8 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
             if how.listed:
                 lines = tl.load(source.ids + tl.minimum(entries, n_rows - 1), cache_modifier=".cg")
             ahead = sink.ahead(sink, lines, b, inside, stored, n_rows)
-            sink.put(sink, tile_sums(sums[4 * r : 4 * r + 4], how.lanes, T), ahead, lines, b, stored, n_rows)
+            values = tile_sums(sums[4 * r : 4 * r + 4], how.lanes, T) * (1 / RAISED_UNIT)
+            sink.put(sink, values, ahead, lines, b, stored, n_rows)
         ids = next_ids
 
 

@@ -155,6 +155,7 @@ def launch_tokens(
     tiles = triton.cdiv(most, triton.cdiv(most, settings.tiles))
     block = tiles * pairs_a_turn(tokens) * turns_of(words, group, settings.warps, tokens, segments)
     ahead = min(settings.ahead, MOST_BYTES // slot, block)
+    require(weight.words.numel() < 1 << 31, "a matrix has fewer than 2^31 words")
     require(ahead > 0, f"{settings}: no pair of units, or one of {slot} bytes, where a queue has {MOST_BYTES}")
     room = even_room(settings.programs, d, settings.programs > 1 and use_pdl(pdl, x.device), ahead * slot)
     how = TokenWalk(words, group, lanes, tokens, tiles, ahead, segments, n % 16 == 0, listed[0] is not None, room)
