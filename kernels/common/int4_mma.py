@@ -145,8 +145,9 @@ def _offset_asm(vector: int) -> str:
     """PTX: $0, $1 = the sums of 4 `vector` pairs of x of the inputs 2 t and 2 t + 1, times minus 8 RAISED_UNIT."""
     text = "{ .reg .b32 one; .reg .f32 zero, other<2>; mov.b32 one, 0x3C003C00; mov.b32 zero, 0;"
     for k in range(2 * vector):
+        b = 2 + k // 2 * 4 + k % 2  # pairs of registers as in `_raised_asm`
         before = "$0, $1, other0, other1" if k else "zero, zero, zero, zero"
-        text += f"{MMA} {{$0, $1, other0, other1}}, {{one, one, one, one}}, {{${2 + 2 * k}, ${3 + 2 * k}}}, {{{before}}};"
+        text += f"{MMA} {{$0, $1, other0, other1}}, {{one, one, one, one}}, {{${b}, ${b + 2}}}, {{{before}}};"
     return text + "mul.rn.f32 $0, $0, 0fB7000000; mul.rn.f32 $1, $1, 0fB7000000; }"  # -2^-17
 
 
