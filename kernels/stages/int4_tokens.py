@@ -3,14 +3,16 @@
     y[b, i] = sum_h sum_j code[h, i, j] scale[h, i, j // group] x[b, h 8 W + j]
 
 Segments h of W words a row each: a matrix has one, the output projection's head-major rows one a head. The warps of a
-program share out the columns, in pairs of units: two of a row, or of two segments. The products are those of `int4_mma`.
+program share out the columns, in pairs of units: two of a row, or of two segments. The products are those of
+`raised_mma`.
 
 T = 2, 4 or 8 tokens lie in the columns of B as 8 / T units side by side. Column n is token n % T of unit n // T. In C,
 lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8. Its columns 2 t and 2 t + 1 are two tokens of one unit.
 
-No register file holds eight tokens of 9216 columns. So a program walks over the columns once for each block of tiles: in
-a turn it has the tokens of max(1, 4 / T) pairs in registers, read out of the caches, and multiplies all tiles of the block
-with them. The sums of a block stay in registers. A turn is read, with its scales, while the turn before is multiplied.
+No register file holds eight tokens of 9216 columns. So a program walks over the columns once for each block of tiles.
+In a turn it has the tokens of max(1, 4 / T) pairs in registers, read out of the caches, and multiplies all tiles of the
+block with them. The sums of a block stay in registers. A turn is read, with its scales, while the turn before is
+multiplied.
 
 Words come through a queue in lines of 128 bytes (`lane_queue`), `ahead` pairs before they are taken: of the same turn,
 the next ones, or the next block's first. Those beyond the last row or column are not read. Turns are a loop that stays
@@ -242,7 +244,7 @@ def _add_pair(queue, slot, sums, s, x, offsets, number: tl.constexpr, lane, how:
 
 @triton.jit
 def _block_ids(source, first, n_rows, step, lane, how: tl.constexpr):
-    """Of a list: the ids of each tile's entries. Those beyond the count are old ones, in range. Else where tiles begin."""
+    """Of a list the ids of each tile's entries, beyond the count old ones, in range. Else where tiles begin."""
     found = ()
     for r in tl.static_range(how.tiles):
         if how.listed:

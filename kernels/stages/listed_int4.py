@@ -46,9 +46,7 @@ from dejavu_train.kernels.stages.int4_rows import (
     ask_first_rows,
     first_rows,
     int4_rows_step,
-    no_sums,
     pairs_ahead,
-    row_values,
     rows_of_list,
 )
 from dejavu_train.kernels.stages.listed import ListedLaunch, constants_key
@@ -268,10 +266,10 @@ def _int4_products(how: tl.constexpr, state, gate, up, n, ids, entry, end, last,
     own = tl.load(ids + tl.minimum(entries, last), cache_modifier=".cg")
     offsets = tl.load(first.bias + own).to(tl.float32)
     next_rows = rows_of_list(ids, entry + 16, end, last, lane)
-    sums, queue, slot, s = int4_rows_step(
-        queue, slot, no_sums(lane, how.form), s, n, first.parts[0], first.parts[1], rows, next_rows, 0, lane, how.form
+    values, queue, slot, s = int4_rows_step(
+        queue, slot, s, n, first.parts[0], first.parts[1], rows, next_rows, lane, how.form
     )
-    return (row_values(sums, how.form) + offsets,), (entries < end,), (queue, slot, s, next_rows, listed, held, own)
+    return (values + offsets,), (entries < end,), (queue, slot, s, next_rows, listed, held, own)
 
 
 @triton.jit
@@ -298,7 +296,7 @@ def _rows_held(how: tl.constexpr, listed, held, first, lane):
 def _times_up(how: tl.constexpr, queue, listed, held, up, n, act: tl.constexpr, lane):
     """(queue, list, how many it holds) of the list's values times up's products of their rows."""
     rows = _rows_held(how, listed, held, 0, lane)
-    queue, s = ask_first_rows(queue, up.parts[0], up.parts[1], rows, 0, lane, how.form)
+    queue, s = ask_first_rows(queue, up.parts[0], up.parts[1], rows, lane, how.form)
     slot = 0
     again = written_anew(listed)
     kept = 0
@@ -308,10 +306,10 @@ def _times_up(how: tl.constexpr, queue, listed, held, up, n, act: tl.constexpr, 
         own = tl.where(entries < held, own, 0)
         offsets = tl.load(up.bias + own).to(tl.float32)
         next_rows = _rows_held(how, listed, held, first + 16, lane)
-        sums, queue, slot, s = int4_rows_step(
-            queue, slot, no_sums(lane, how.form), s, n, up.parts[0], up.parts[1], rows, next_rows, 0, lane, how.form
+        products, queue, slot, s = int4_rows_step(
+            queue, slot, s, n, up.parts[0], up.parts[1], rows, next_rows, lane, how.form
         )
-        products = row_values(sums, how.form) + offsets
+        products += offsets
         if act.both:
             products = act.function(products, act.threshold)
         values = tl.where(entries < held, values * products, 0.0)

@@ -2,8 +2,8 @@
 
     v[b, i] = sum_j w[i, j] n[b, j]        one row: n = norm(x), x (1, d) fp32; tokens: n = x, (B, d) fp16
 
-A format is a walk over rows (`stages.number_rows`, `stages.int4_walks`). It is handed the norm (`common.layer_norm`)
-and the sink that takes the products (`stages.sink`). Sums in fp32, bitwise deterministic.
+A format is a walk over rows (`stages.number_rows`, `stages.int4_rows`, `stages.int4_tokens`). It is handed the norm
+(`common.layer_norm`) and the sink that takes the products (`stages.sink`). Sums in fp32, bitwise deterministic.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,8 @@ from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix
-from dejavu_train.kernels.stages.int4_rows import Int4Form, pairs_ahead, row_queue_bytes
+from dejavu_train.kernels.stages.int4_rows import Int4Form, UnitWalk, pairs_ahead, row_queue_bytes
 from dejavu_train.kernels.stages.int4_tokens import TokenSource, TokenWalk, pairs_a_turn, turns_of
-from dejavu_train.kernels.stages.int4_walks import UnitWalk
 from dejavu_train.kernels.stages.listed import constants
 from dejavu_train.kernels.stages.number_rows import NumberWalk
 from dejavu_train.kernels.stages.sink import Sink
