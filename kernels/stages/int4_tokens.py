@@ -3,20 +3,19 @@
     y[b, i] = sum_h sum_j code[h, i, j] scale[h, i, j // group] x[b, h 8 W + j]
 
 Segments h of W words a row each: a matrix has one, the output projection's head-major rows one a head. The warps of a
-program share out the columns, in pairs of units: two of a row, or of two segments. The products are those of
-`raised_mma`.
+program share out the columns, in pairs of units: two of a row, or of two segments. `raised_mma` multiplies them.
 
-T = 2, 4 or 8 tokens lie in the columns of B as 8 / T units side by side. Column n is token n % T of unit n // T. In C,
-lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8. Its columns 2 t and 2 t + 1 are two tokens of one unit.
+T tokens, a power of two, lie in the columns of B as 8 / T units side by side. Column n is token n % T of unit n // T.
+In C, lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8. Its columns 2 t and 2 t + 1 are two tokens of one unit.
 
 No register file holds eight tokens of 9216 columns. So a program walks over the columns once for each block of tiles.
-In a turn it has the tokens of max(1, 4 / T) pairs in registers, read out of the caches, and multiplies all tiles of the
-block with them. The sums of a block stay in registers. A turn is read, with its scales, while the turn before is
+In a turn the tokens of max(1, 4 / T) pairs come out of the caches into registers. All tiles of the block are multiplied
+with them. The sums of a block stay in registers. Tokens and scales of a turn are read while the turn before is
 multiplied.
 
-Words come through a queue in lines of 128 bytes (`lane_queue`), `ahead` pairs before they are taken: of the same turn,
-the next ones, or the next block's first. Those beyond the last row or column are not read. Turns are a loop that stays
-one: instructions that are too many to be kept take longer to come than words do. In plain torch:
+Words come through a queue in lines of 128 bytes (`lane_queue`), `ahead` pairs before they are taken. Behind the last
+turn these are the next block's. What lies beyond the last row or column is not read. Turns are a loop that stays one.
+Instructions that are too many to be kept take longer to come than words do. In plain torch:
 `kernels.dense.int4_batch.int4_by_head_reference`.
 """
 
@@ -189,8 +188,9 @@ def _tile_scales(scales, first, ids, end, turn, lane, how: tl.constexpr):
 
 @triton.jit
 def _token_planes(x, batch, turn, lane, how: tl.constexpr):
-    """4 V planes of fp16 pairs for each 8 / T units of a turn: a lane's part of x (B, segments 8 W), here its int32
-    pairs. Tokens from `batch` on are the last one again."""
+    """4 V planes of fp16 pairs for each 8 / T units of a turn: a lane's part of x.
+
+    x: (B, segments 8 W), here its int32 pairs. Tokens from `batch` on are the last one again."""
     V: tl.constexpr = unit_vector(how.words, how.group)
     T: tl.constexpr = how.tokens
     WARPS: tl.constexpr = how.lanes // 32
