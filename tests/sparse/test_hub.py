@@ -50,9 +50,9 @@ def logits(model):
 found = {}
 with torch.no_grad():
     sparse = SparseOPTForCausalLM.from_pretrained
-    found["ours"] = logits(sparse("me/joint", backend="gather", **options))
-    own = {"backend": "gather", "cache_dir": f"{cache}/auto"}  # without what was fetched by the line above
+    own = {"backend": "gather", "cache_dir": f"{cache}/auto"}  # first: the cache has nothing yet
     found["auto"] = logits(AutoModelForCausalLM.from_pretrained("me/joint", **own, **options))
+    found["ours"] = logits(sparse("me/joint", backend="gather", **options))
     found["elsewhere"] = logits(sparse("me/joint", backend="gather", cache_dir=cache, **options))
     found["apart"] = logits(sparse("me/dense", "me/bundle", "gather", **options))
     old = Bundle.from_pretrained("me/bundle", revision=f"{1:040x}", **options)
