@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dejavu_train.check import check, check_packages
 from dejavu_train.children import forget_launcher
 from dejavu_train.config import RunConfig
+from dejavu_train.experiments import flattened
 from dejavu_train.parser import parse, take_check
 from dejavu_train.run_folder import saved_config
+from dejavu_train.stages import difference_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +28,21 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
 
 
 def with_saved(arguments: Sequence[str]) -> list[str]:
-    """The arguments, behind the configuration of the run in ``--output`` where they name that folder and decide nothing
-    of what is made."""
+    """The arguments, behind the configuration of the run in ``--output`` where they name neither a configuration nor a
+    model: what else they give changes that run. A line says all keys that differ."""
     names = {argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--")}
-    if "output" not in names or not names <= {"output", "layers", "targets", "jobs"}:
+    if "output" not in names or names & {"config", "model", "help", "print_config"}:
         return list(arguments)
     path = saved_config(parse_config(arguments).output)
     if path is None:
         return list(arguments)
-    logger.info("going on with %s", path)
-    return ["--config", str(path), *arguments]
+    both = ["--config", str(path), *arguments]
+    before, now = (flattened(parse_config(given).to_json()) for given in (both[:2], both))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in keys if key not in ("output", "layers", "targets", "jobs")]
+    said = f" but that {difference_of(before, now, keys)}" if keys else ""
+    logger.info("going on with %s%s", path, said)
+    return both
 
 
 def set_up_logging() -> None:
@@ -57,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     only_check, arguments = take_check(arguments)
     set_up_logging()
     config = parse_config(with_saved(arguments))
-    check(config)
+    check(config, only_plan=only_check)
     if only_check:
         from dejavu_train.plan import print_plan  # imports torch and lightning, which takes seconds
 

@@ -25,7 +25,8 @@ from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.trainer import start_device
 
 TRIALS = 5
-TRIAL_FLOPS = {"cpu": 2e10, "cuda": 2e13}  # of one timed block: a second at most
+TRIAL_SECONDS = 3.0  # after which no further trial begins: a large model on a CPU
+TRIAL_FLOPS = {"cpu": 2e10, "cuda": 2e13}  # of one timed block or step: a second at most
 DISK_BYTES = 1.0e9  # that are written, or read and hashed, in a second
 JOB_SECONDS = 0.3  # until a fit's first step, and after its last
 STEP_SECONDS = 1.5e-3  # of Lightning, around a step
@@ -142,7 +143,8 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tup
         torch.zeros(shape.n_kv_heads, shape.group_dim),
     )
     module.init_predictor("small", weights.to(device))
-    rows = config.data.batch_size
+    most = int(TRIAL_FLOPS[device.type] / (6 * shape.d_model * shape.d_ffn))  # of contributions, forward and backward
+    rows = max(16, min(config.data.batch_size, most))
     held = torch.randn(4 * rows, shape.d_model, device=device).half()
     raw: dict[str, Any] = {"active": pack_bits(torch.rand(4 * rows, shape.d_ffn, device=device) < 0.1)}
     raw = raw if target == Target.MLP else {"contribution": torch.rand(4 * rows, n_units, device=device).half()}
@@ -161,7 +163,8 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tup
     def validate() -> None:
         module.score_batch(batch())
 
-    return timed(step, device), timed(validate, device)
+    share = config.data.batch_size / rows
+    return share * timed(step, device), share * timed(validate, device)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
@@ -173,4 +176,6 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return sorted(seconds[1:])[TRIALS // 2]
+        if sum(seconds) > TRIAL_SECONDS and len(seconds) > 1:
+            break
+    return sorted(seconds[1:])[len(seconds[1:]) // 2]

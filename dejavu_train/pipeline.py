@@ -76,14 +76,16 @@ def run(config: RunConfig) -> None:
         _run(config, resolved, stages, config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers))
 
 
-def checked(config: RunConfig) -> tuple[RunConfig, ModelDims]:
+def checked(config: RunConfig, only_plan: bool = False) -> tuple[RunConfig, ModelDims]:
     """The configuration with the trainer's arguments written out, and the model's sizes, after all checks before work.
 
+    Args:
+        only_plan: as in :func:`dejavu_train.check.check`.
     Raises:
         UserError: as :func:`dejavu_train.check.check`. A class, a logger or an argument of the trainer that cannot be.
             A device that is not there.
     """
-    shape = check(config)
+    shape = check(config, only_plan)
     resolve_device(config.collect.device)
     check_classes(config, shape)
     config = dataclasses.replace(config, trainer=resolved_arguments(config.trainer))

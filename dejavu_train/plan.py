@@ -30,7 +30,7 @@ def print_plan(config: RunConfig) -> None:
     Raises:
         UserError: as :func:`dejavu_train.pipeline.run` before any work.
     """
-    config, shape = checked(config)
+    config, shape = checked(config, only_plan=True)
     whole = calibrate_stage(config)
     config, _ = check_run_folder(config, whole)
     output = Path(config.output)

@@ -180,7 +180,39 @@ def test_a_run_goes_on_from_its_folder_alone(run, collected):
         pass
     assert parse_config(with_saved(alone)) == dataclasses.replace(config, layers=None)
     assert parse_config(with_saved([*alone, "--layers", "0"])) == dataclasses.replace(config, layers="0")
-    assert with_saved([*alone, "--seed=1"]) == [*alone, "--seed=1"]  # another run, and refused as one
+    for more in (["--model=other"], ["--config=other.yaml"], ["--help", "mlp"]):  # another run, described anew
+        assert with_saved([*alone, *more]) == [*alone, *more]
+
+
+def test_what_a_run_is_told_beside_its_folder_changes_it_and_is_said(run, collected, caplog):
+    caplog.set_level("INFO", logger="dejavu_train")
+    config = parse_config(run("--mlp.rank=8"))
+    alone = ["--output", str(collected.parent)]
+    with claimed_folder(config):
+        pass
+    changed = [*alone, "--calibrate.mlp_density=0.3", "--bundle=at-30", "--mlp.steps=7"]
+    calibrate, mlp = dataclasses.replace(config.calibrate, mlp_density=0.3), dataclasses.replace(config.mlp, steps=7)
+    assert parse_config(with_saved(changed)) == dataclasses.replace(
+        config, calibrate=calibrate, mlp=mlp, bundle="at-30"
+    )
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.endswith(
+        "config.yaml but that bundle was bundle and is at-30; mlp.steps was 80 and is 7;"
+        " calibrate.mlp_density was 0.4 and is 0.3"
+    )
+
+
+def test_a_model_of_which_only_the_config_is_here(run, tiny_opt, tmp_path, capsys, caplog):
+    caplog.set_level("INFO", logger="dejavu_train")
+    folder = tmp_path / "config-alone"
+    folder.mkdir()
+    shutil.copy(tiny_opt / "config.json", folder)
+    argv = [*run(), f"--model={folder}", f"--output={tmp_path / 'new'}"]
+    assert exit_on_user_error(main, [*argv, "--check"]) == 0
+    assert "has a config.json alone" in caplog.text and "no mistake was found" in capsys.readouterr().out
+    fails(capsys, argv, "has no *.safetensors")
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    fails(capsys, [*argv, "--check"], "model.safetensors")
 
 
 def test_a_run_of_an_earlier_version(run, capsys, collected):

@@ -180,7 +180,7 @@ def record_batch(
     def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
         kept = real.to(tensors["mlp_in"].device)
         activation = tensors["activation"][kept]
-        if not bool(torch.isfinite(activation.sum())):  # a NaN would pass for an active neuron
+        if not bool(torch.isfinite(activation.sum(dtype=torch.float32))):  # a NaN would pass for an active neuron
             _refuse_not_finite("the MLP's activation", layer, config.dtype)
         block, own = blocks[layer], heads[layer]
         if kind in SMOOTH:

@@ -112,6 +112,8 @@ def differences(runs: Sequence[Run]) -> Table:
         values = ["-" if each.get(key) is None else _short(each[key]) for each in settings]
         if len(set(values)) > 1:
             cells.append([key, *values])
+    if len(cells) > 1:  # what differs makes another bundle
+        cells = [row for row in cells if row[0] != "hash of the bundle"]
     table = [["setting", *(run.name for run in runs)], *cells]
     if len(runs) > max(3, len(cells)):
         table = [list(column) for column in zip(*table, strict=True)]
@@ -151,14 +153,11 @@ def _timed(rows: Sequence[Mapping[str, Any]], time: Mapping[str, Any] | None) ->
     if time is None:
         return None
     for row in rows:
-        asked = tuple(time.get(f"asked_{name}_density") for name in ("mlp", "head"))
-        if row.get("as_calibrated") if asked == (None, None) else asked == _asked(row):
-            return row
+        pairs = [(time.get(key), row[key]) for key in ("asked_mlp_density", "asked_head_density")]
+        if all(None in pair or math.isclose(*pair, rel_tol=0.01) for pair in pairs):  # means over the layers
+            if row.get("as_calibrated") or any(asked is not None for asked, _ in pairs):
+                return row
     return None
-
-
-def _asked(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    return row["asked_mlp_density"], row["asked_head_density"]
 
 
 def compared_table(rows: Sequence[Mapping[str, Any]]) -> Table:

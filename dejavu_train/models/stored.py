@@ -61,6 +61,15 @@ def check_folder(name: str, shape: ModelDims) -> None:
     _check_tokenizer(folder, shape)
 
 
+def has_config_alone(name: str) -> bool:
+    """Whether a model's folder has a config.json and no weights, index or tokenizer. Not so a hub id."""
+    folder = Path(name)
+    kinds = (".safetensors", ".bin", ".json")
+    return folder.is_dir() and {file.name for file in folder.iterdir() if file.suffix in kinds} <= {
+        "config.json", GENERATION,
+    }  # fmt: skip
+
+
 def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> None:
     """The weights' part of :func:`check_folder`, for the values of a config.json."""
     tensors: dict[str, Stored] = {}

@@ -11,11 +11,14 @@ import dejavu_train.data.collect as collect_module
 import dejavu_train.files as files
 from dejavu_train.data.collect import _say_shortfall, collect
 from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.recording import Batch, HeadReference, record_batch
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
 from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
+from dejavu_train.data.windows import Window
 from dejavu_train.errors import UserError
+from dejavu_train.families import blocks_of
 from dejavu_train.models.hooks import decoder_layers, head_contribution, record
 from dejavu_train.models.opt import load_opt, load_tokenizer
 
@@ -42,6 +45,26 @@ def test_rows_equal_an_unbatched_forward(tiny_opt, text_file):
         assert reader.read("position", start, stop).tolist() == list(range(len(window)))
         start = stop
     assert start == reader.rows
+
+
+def test_activations_whose_sum_is_above_float16_are_no_error(tiny_opt):
+    """A sum in their own type would be infinite for any large batch."""
+    model = load_opt(str(tiny_opt)).half()
+    layer = decoder_layers(model)[0]
+    torch.nn.init.constant_(layer.fc1.bias, 100.0)
+    batch = Batch.of([Window(0, np.arange(3, 35))])
+    heads = {0: HeadReference.of(blocks_of(model)[0], torch.zeros(4, 12))}
+    kept = []
+
+    class Writer:
+        def put(self, *given):
+            kept.append(given)
+
+    record_batch(model, batch, CollectConfig(dtype="float16"), heads, Writer(), 0)
+    assert len(kept) == 1 and kept[0][3] == 32 * 96
+    torch.nn.init.constant_(layer.fc1.bias, torch.inf)
+    with pytest.raises(UserError, match="the MLP's activation of layer 0 is not finite in float16"):
+        record_batch(model, batch, CollectConfig(dtype="float16"), heads, Writer(), 0)
 
 
 def test_a_heads_mean_is_over_the_first_train_tokens(tiny_opt, text_file):
