@@ -153,7 +153,7 @@ def _timed(rows: Sequence[Mapping[str, Any]], time: Mapping[str, Any] | None) ->
     if time is None:
         return None
     for row in rows:
-        pairs = [(time.get(key), row[key]) for key in ("asked_mlp_density", "asked_head_density")]
+        pairs: list[Any] = [(time.get(key), row[key]) for key in ("asked_mlp_density", "asked_head_density")]
         if all(None in pair or math.isclose(*pair, rel_tol=0.01) for pair in pairs):  # means over the layers
             if row.get("as_calibrated") or any(asked is not None for asked, _ in pairs):
                 return row
