@@ -39,7 +39,7 @@ from dejavu_train.kernels.common.int4_mma import (
     unit_vector,
     units_a_group,
 )
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, half_of, split_words
+from dejavu_train.kernels.common.int4_tiles import half_of, split_words
 from dejavu_train.kernels.common.lane_queue import (
     after_slot,
     as_it_comes,
@@ -222,24 +222,33 @@ def _offsets(x, how: tl.constexpr):
 
 
 @triton.jit
-def _add_pair(queue, slot, sums, s, x, offsets, number: tl.constexpr, lane, how: tl.constexpr):
-    """A tile's four sums plus RAISED_UNIT times the products of a turn's pair `number`, whose words lie in `slot`."""
+def _take_pair(queue, slot, lane, how: tl.constexpr):
+    """(the words of both units in `slot`, the queue)"""
+    V: tl.constexpr = unit_vector(how.words, how.group)
+    own = at_slot(queue, slot, line_slot_bytes(how.lanes, V))
+    first, own = take_unit(own, lane, 0, 0, V, how.ahead - 1)
+    second, own = take_unit(own, lane, 0, 1, V, how.ahead - 1)
+    return first + second, after_slot(queue, own)
+
+
+@triton.jit
+def _add_pair(sums, w, s, x, offsets, number: tl.constexpr, lane, how: tl.constexpr):
+    """A tile's four sums plus RAISED_UNIT times the products of a turn's pair `number`, whose words are `w`."""
     V: tl.constexpr = unit_vector(how.words, how.group)
     T: tl.constexpr = how.tokens
     PAIRED: tl.constexpr = pairs_of_scales(how.words, how.group, T, how.segments)
-    own = at_slot(queue, slot, line_slot_bytes(how.lanes, V))
     for odd in tl.static_range(2):
-        w, own = take_unit(own, lane, 0, odd, V, how.ahead - 1)
+        own = w[2 * V * odd : 2 * V * odd + 2 * V]
         if T == 8:
-            part = raised_mma(w, x[4 * V * odd : 4 * V * odd + 4 * V], offsets[2 * odd : 2 * odd + 2], V)
+            part = raised_mma(own, x[4 * V * odd : 4 * V * odd + 4 * V], offsets[2 * odd : 2 * odd + 2], V)
             if PAIRED:
                 sums = scaled(sums, part, half_of(s[0], odd), half_of(s[1], odd))
             else:
                 sums = scaled(sums, part, s[2 * odd], s[2 * odd + 1])
         else:  # what lies in columns of other units counts nothing
             mine = lane % 4 * 2 // T == 2 * number + odd
-            sums = scaled(sums, raised_mma(w, x, offsets, V), tl.where(mine, s[0], 0.0), tl.where(mine, s[1], 0.0))
-    return after_slot(queue, own), sums
+            sums = scaled(sums, raised_mma(own, x, offsets, V), tl.where(mine, s[0], 0.0), tl.where(mine, s[1], 0.0))
+    return sums
 
 
 @triton.jit
@@ -326,10 +335,9 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
                 s = s + _tile_scales(scales, tile, own_ids, end, next_turn, lane, how)
                 own = sums[:4]
                 for k in tl.static_range(PAIRS):
-                    if not ASSEMBLY or first + r * step < end:  # the last block may have fewer tiles
-                        queue, own = _add_pair(
-                            queue, slot, own, own_s[EACH * r : EACH * r + EACH], own_planes, offsets, k, lane, how
-                        )
+                    w, queue = _take_pair(queue, slot, lane, how)
+                    if first + r * step < end:  # the last block may have fewer tiles
+                        own = _add_pair(own, w, own_s[EACH * r : EACH * r + EACH], own_planes, offsets, k, lane, how)
                     queue = _ask_later(
                         queue, slot, words, (first, next_first), (ids, next_ids), end, step, turn,
                         r * PAIRS + k + how.ahead, lane, how,
