@@ -48,7 +48,8 @@ from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
 from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights
-from dejavu_train.kernels.verify import attend_slots
+from dejavu_train.kernels.verify import attend_slots, slot_products
+from dejavu_train.kernels.verify.slot_walk import ProductScratch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()
@@ -344,6 +345,7 @@ def int4_cases(d: int) -> Iterator[Case]:
             yield f"int4_qkv {d} {tokens}", partial(int4_batch.int4_qkv, *given, True)
             given = (rows, by_head, own.out_bias, residual, out)
             yield f"int4_by_head {d} {tokens}", partial(int4_batch.int4_by_head, *given, True)
+    yield from slot_cases(own, by_head, w)
 
 
 def further_cases(d: int) -> Iterator[Case]:
@@ -361,6 +363,10 @@ def further_cases(d: int) -> Iterator[Case]:
     room = attend_slots.SlotScratch.empty(h, d // h, own.cache.capacity, "cpu")
     given = (slots, one, one, torch.ones(attend_slots.SLOTS, dtype=torch.int32), torch.empty_like(slots), room)
     yield f"attend_slots {d}", partial(attend_slots.attend_slots, *given)
+    yield from slot_cases(own, half_rows(d, d), own.w)
+    stored = (halves(8, n), half_rows(d, n), own.out_bias, *torch.empty(2, 8, d))
+    products = ProductScratch.empty(d, "cpu")
+    yield f"slot_down {d}", partial(slot_products.slot_linear, *stored, products, pdl=True)
     yield f"pack {d}", partial(pack.pack, own.bits, own.listed, True)
     given = (own.hidden, half_rows(d, n), own.out_bias, x, own.y)
     yield f"dense_wide {d}", partial(dense_wide.dense_wide, *given, True)
@@ -373,6 +379,19 @@ def further_cases(d: int) -> Iterator[Case]:
         yield f"{name}up_batch {d}", partial(mlp_batch.up_batch, two, weights, own.bits, active, True)
     yield f"down_batch {d}", partial(mlp_batch.down_batch, active, own.mlp, *pair_of_rows, True)
     yield f"written_out {d}", partial(written_out, int4_rows(n, d), True)
+
+
+def slot_cases(own: Layer, out: Any, down: Any) -> Iterator[Case]:
+    """Products of eight slots. out, down: rows of the output projection, and of down as rows of neurons."""
+    d, n, h = own.d, own.n, own.h
+    x, y, positions = halves(8, d), halves(8, n), torch.ones(8, dtype=torch.int32)
+    numbers, room = torch.empty(2, 8, d), ProductScratch.empty(d, "cpu")
+    given = (x, own.qkv, positions, halves(8, h, d // h), own.every, room)
+    yield f"slot_qkv {d}", partial(slot_products.slot_qkv, *given, True)
+    yield f"slot_out {d}", partial(slot_products.slot_linear, x, out, own.out_bias, *numbers, room, pdl=True)
+    yield f"slot_hidden {d}", partial(slot_products.slot_hidden, x, own.mlp, y, room, True)
+    turned = (y, down, own.out_bias, *numbers, room, True)
+    yield f"slot_turned {d}", partial(slot_products.slot_linear, *turned, pdl=True)
 
 
 def position_cases(d: int) -> Iterator[Case]:

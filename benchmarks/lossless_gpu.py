@@ -170,7 +170,7 @@ class Ways:
             torch.cuda.empty_cache()
 
     def pair(self, step: DecodeStep) -> Measured:
-        return Measured(step, self.engine.weights, self.engine.begin, self.engine._kernels)
+        return Measured(step, self.engine.weights, self.engine.begin)
 
     def step(self, weights: DecodeWeights, predictors: dict[Any, Any]) -> DecodeStep:
         """Of other weights or predictors over the engine's state."""

@@ -65,6 +65,13 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "rows_int4": {"programs": (1, 2, 3, 4), "warps": (2, 4, 8), "ahead": (3, 5, 8), "fetched": (0, 144, 288)},
     "screen": {"programs": (1, 2, 3, 4), "rows": (2, 4, 8, 16), "warps": (2, 4, 8)},
     "select": {"warps": (2, 4, 8)},
+    "slots": {
+        "programs": (1, 2, 3),
+        "rows": (64, 128),
+        "block": (64, 128, 256),
+        "stages": (3, 4, 5),
+        "fetched": (0, 512, 1024),
+    },
     "sums": {"stripe": (8, 16, 32, 64), "chunk": (16, 32, 64, 128), "warps": (1, 2, 4, 8)},
     "tokens_int4": {"programs": (2, 3, 4), "warps": (2, 4), "tiles": (1, 2, 3, 4), "ahead": (2, 3, 4, 5)},
     "up_batch": {"programs": (1, 2, 3), "block": (64, 128), "rows": (32, 64), "stages": (3, 4, 5, 6)},

@@ -107,7 +107,6 @@ class DecodeEngine(Session):
         self.guard, self.predictors = guard, loaded
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard)
         self.state = self.core.state
-        self._kernels = options.ops == "triton"
         self.options = options
         self._pairs: dict[str | None, EnginePair] = {}
         super().__init__()
@@ -174,7 +173,7 @@ class DecodeEngine(Session):
         if draft.weights not in self._pairs:
             with self.core.on_device():
                 step = self.core if draft.weights is None else self._beside(draft.weights)
-                self._pairs[draft.weights] = EnginePair(step, self.weights, self.begin, self._kernels)
+                self._pairs[draft.weights] = EnginePair(step, self.weights, self.begin)
         return self._pairs[draft.weights]
 
     def _beside(self, asked: str) -> DecodeStep:

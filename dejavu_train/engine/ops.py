@@ -9,6 +9,7 @@ from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
+from dejavu_train.kernels.verify import attend_slots, slot_products
 
 
 class StepOps:
@@ -40,6 +41,10 @@ class StepOps:
     dense_add = staticmethod(dense_batch.dense_add)
     screened_head = staticmethod(screened_head.screened_head)
     advance = staticmethod(sampling.advance)
+    slot_qkv = staticmethod(slot_products.slot_qkv)
+    attend_slots = staticmethod(attend_slots.attend_slots)
+    slot_linear = staticmethod(slot_products.slot_linear)
+    slot_hidden = staticmethod(slot_products.slot_hidden)
 
 
 class TorchOps(StepOps):
@@ -71,6 +76,10 @@ class TorchOps(StepOps):
     dense_add = staticmethod(of_numbers(reference.dense_add))
     screened_head = staticmethod(of_numbers(screened_head.screened_head_reference))
     advance = staticmethod(of_numbers(sampling.advance_reference))
+    slot_qkv = staticmethod(of_numbers(slot_products.slot_qkv_reference))
+    attend_slots = staticmethod(of_numbers(attend_slots.attend_slots_reference))
+    slot_linear = staticmethod(of_numbers(slot_products.slot_linear_reference))
+    slot_hidden = staticmethod(of_numbers(slot_products.slot_hidden_reference))
 
 
 def operations(kind: str) -> StepOps:

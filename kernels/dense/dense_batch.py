@@ -53,7 +53,8 @@ class ProductWalk(NamedTuple):
         return constants_key(self)
 
 
-def _sunk(products: Tensor, sink: Sink, pdl: bool, unit: float = 1.0) -> None:
+def sink_products(products: Tensor, sink: Sink, pdl: bool, unit: float = 1.0) -> None:
+    """Products (B, n) that are there go where the sink says."""
     batch, n = products.shape
     how = ProductWalk(unit)
     launch_walk((batch, triton.cdiv(n, how.block)), products, None, (), sink, None, n, how, pdl, num_warps=4)
@@ -73,7 +74,7 @@ def qkv_batch(
         int4_qkv(_normalised(x, ln, torch.float16, pdl), weights, position, q, cache, pdl)
         return
     rows = dense_hidden(x, ln, weights.weight, None, "none", pdl)
-    _sunk(rows, QkvSink.of(q, cache, weights.bias, position), pdl)
+    sink_products(rows, QkvSink.of(q, cache, weights.bias, position), pdl)
 
 
 def dense_hidden(
@@ -127,4 +128,4 @@ def dense_add(
     numbers = numbers_of(weight, pdl)
     y = y.to(numbers.dtype)
     product = y @ numbers if transposed else F.linear(y, numbers)
-    _sunk(product, LinearSink(out, bias, residual), pdl, unit)
+    sink_products(product, LinearSink(out, bias, residual), pdl, unit)

@@ -80,6 +80,7 @@ def int4_fc2_reference(
     pdl: bool = False,
     unit: float = 1.0,
     settings: object = None,
+    every: bool = False,
 ) -> None:
     """Plain torch, any batch, in fp64 where h is."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
@@ -165,7 +166,7 @@ def _load_four(h, rows, live, SETS: tl.constexpr):
 def _int4_fc2_kernel(
     h, weight, scales, partials, n, n_own, batch, D: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr,
     AHEAD: tl.constexpr, TOKENS: tl.constexpr, SETS: tl.constexpr, ROUNDS: tl.constexpr, FETCHED: tl.constexpr,
-    ROOM: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    ROOM: tl.constexpr, UNIT: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The rows begin .. begin + n_own - 1; of the list, lane (g, t) has entries 16 u + 4 t .. 16 u + 4 t + 3 of unit u.
     W: tl.constexpr = D // 8
@@ -201,8 +202,10 @@ def _int4_fc2_kernel(
     for r in tl.static_range(ROUNDS):
         own = begin + (lane // 32 * ROUNDS + r) * 32 + lane % 32
         for k in tl.static_range(TOKENS * SETS):
-            from_token = h + tl.minimum(batch - 1, k).to(tl.int64) * n
-            live = tl.load(from_token + own, mask=own < end, other=0.0) != 0
+            live = own < end
+            if not EVERY:
+                from_token = h + tl.minimum(batch - 1, k).to(tl.int64) * n
+                live = tl.load(from_token + own, mask=live, other=0.0) != 0
             if k > 0:
                 live = live | wanted[r]
             wanted = wanted[:r] + (live,)
@@ -277,9 +280,10 @@ def int4_fc2(
     pdl: bool = False,
     unit: float = 1.0,
     settings: Int4Fc2Settings | None = None,
+    every: bool = False,
 ) -> None:
     """h (1, n) fp32, or (B, n) fp16 with B from 2 to 8. residual and out (B, d) fp32, weight (n, d). Bitwise
-    deterministic. h is stored times unit. See the module's docstring.
+    deterministic. h is stored times unit. every: no row is left out. See the module's docstring.
 
     Errors: shapes, dtypes, groups and batches that `takes_down` refuses, a CPU tensor.
     """
@@ -318,7 +322,7 @@ def int4_fc2(
     _int4_fc2_kernel[(stripes, splits)](
         h, rows.words, rows.scales, partials, n, n_own, batch, D=d, GROUP=rows.group, L=lanes, AHEAD=settings.ahead,
         TOKENS=tokens, SETS=sets, ROUNDS=list_rounds, FETCHED=settings.fetched if fetches_rows(out.device) else 0,
-        ROOM=even_room(settings.programs, d, pdl, needed), UNIT=unit, PDL=pdl, num_warps=settings.warps,
-        maxnreg=settings.registers, launch_pdl=pdl,
+        ROOM=even_room(settings.programs, d, pdl, needed), UNIT=unit, EVERY=every, PDL=pdl,
+        num_warps=settings.warps, maxnreg=settings.registers, launch_pdl=pdl,
     )  # fmt: skip
     add_partials(partials, splits, bias, residual, out, pdl)

@@ -32,7 +32,7 @@ def kept_unit(weights: MlpWeights, dtype: torch.dtype) -> float:
     return 2.0**-6 if weights.hidden.activation == "relu2" and narrow else 1.0
 
 
-def _passes(weights: MlpWeights, y: Tensor, row_bits: Tensor | None = None) -> list[tuple[Any, HiddenSink]]:
+def hidden_passes(weights: MlpWeights, y: Tensor, row_bits: Tensor | None = None) -> list[tuple[Any, HiddenSink]]:
     """The matrices in their order, with what becomes of their products."""
     form, unit = weights.hidden, tl.constexpr(kept_unit(weights, y.dtype))
     threshold, function = tl.constexpr(form.threshold), activation_of(form.activation, form.threshold)
@@ -58,7 +58,7 @@ def hidden_row(
     n, d = weights.up.weight.shape
     check_tensor("x", x, (1, d), (torch.float32,), x)
     check_tensor("out", out, (1, n), (torch.float32,), x)
-    for weight, sink in _passes(weights, out):
+    for weight, sink in hidden_passes(weights, out):
         check_rows("weight", weight, (n, d), x)
         launch_row(x, ln, weight, sink, n, pdl, settings)
 
@@ -87,6 +87,6 @@ def hidden_tokens(
         for name, tensor, size in (("ids", ids, n), ("count", count, 1), ("row_bits", row_bits, n)):
             check_tensor(name, tensor, (size,), (torch.int32,), x)
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    for weight, sink in _passes(weights, y, row_bits):
+    for weight, sink in hidden_passes(weights, y, row_bits):
         launch_tokens(x, check_int4("weight", weight, (n, d), x), sink, pdl, settings, (ids, count))
     return y

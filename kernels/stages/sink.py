@@ -85,7 +85,10 @@ def _put_qkv(sink, values, ahead, lines, b, stored, n_rows):
         values = turned(values, ahead[2:])
     row = lines % OF_HEAD
     head = b * (n_rows // OF_HEAD) + lines // OF_HEAD
-    slot = (head * sink.capacity + ahead[1]).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
+    own = head
+    if sink.one:
+        own = lines // OF_HEAD
+    slot = (own * sink.capacity + ahead[1]).to(tl.int64) * HEAD_DIM + row % HEAD_DIM
     tl.store(sink.q + head * OF_Q + row, values, mask=stored & (row < OF_Q))
     cache = tl.where(row < OF_Q + HEAD_DIM, sink.k_cache + slot, sink.v_cache + slot)
     tl.store(cache, values.to(sink.k_cache.dtype.element_ty), mask=stored & (row >= OF_Q))
@@ -120,7 +123,8 @@ class HiddenSink(NamedTuple):
 
 class QkvSink(NamedTuple):
     """q: (B, h * share, head_dim). k_cache, v_cache: (B, h, capacity, head_dim). position: (B). table: of a rotation,
-    or None. together: rows that are put at once, the two of a pair where there is a table."""
+    or None. together: rows that are put at once, the two of a pair where there is a table. one: the caches are those of
+    one sequence, and batch rows are positions of it."""
 
     q: Tensor
     k_cache: Tensor
@@ -132,13 +136,15 @@ class QkvSink(NamedTuple):
     head_dim: Any
     share: Any
     together: Any
+    one: Any
     ahead: Any = _qkv_ahead
     put: Any = _put_qkv
 
     @classmethod
     def of(cls, q: Tensor, cache: KvCache, bias: Tensor, position: Tensor) -> "QkvSink":
         table = None if cache.turning is None else cache.turning.fitting(cache.k)
-        constants = (q.shape[-1], q.shape[1] // cache.k.shape[1], 1 if table is None else 2)
+        one = len(cache.k) < len(q)
+        constants = (q.shape[-1], q.shape[1] // cache.k.shape[1], 1 if table is None else 2, one)
         return cls(q, cache.k, cache.v, bias, position, cache.capacity, table, *map(tl.constexpr, constants))
 
     @property

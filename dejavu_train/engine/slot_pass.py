@@ -1,0 +1,139 @@
+"""A dense pass over eight slots, none of which depends on the others: positions of one sequence, or of eight.
+
+Shapes never change: eight slots run, whatever number of them is live. Norms are a program a slot, products and
+attention are of `kernels.verify`. So what a slot gives is a function of its token, its position and the K and V before
+it. `check_slots_alone` looks at the products of one layer, because processors promise nothing of the kind.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dejavu_train.engine.ops import StepOps
+from dejavu_train.engine.weights import DecodeWeights, LayerWeights
+from dejavu_train.errors import UserError
+from dejavu_train.families.opt import POSITIONS_OFFSET
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.stages.hidden import kept_unit
+from dejavu_train.kernels.verify.attend_slots import SLOTS, SlotScratch
+from dejavu_train.kernels.verify.slot_walk import ProductScratch
+
+
+class SlotPass:
+    """The dense model over caches of one sequence, or of eight.
+
+    Args:
+        caches: of its layers. ops: kernels, or the same in plain torch.
+    Attributes:
+        logits: (8, V) fp32, of the last pass.
+    """
+
+    def __init__(self, weights: DecodeWeights, caches: Sequence[KvCache], ops: StepOps, pdl: bool) -> None:
+        self.weights, self.caches, self.ops, self.pdl = weights, caches, ops, pdl
+        shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
+        d, h, e = shape.d_model, shape.n_heads, shape.head_dim
+        self.products = ProductScratch.empty(d, device)
+        self.attention = SlotScratch.empty(h, e, caches[0].capacity, device, len(caches[0].k))
+        self.x = torch.zeros(2, SLOTS, d, device=device, dtype=torch.float32)
+        self.normed = torch.zeros(SLOTS, d, dtype=dtype, device=device)
+        self.q, self.mixed = torch.zeros(2, SLOTS, h, e, dtype=dtype, device=device)
+        self.hidden = torch.zeros(SLOTS, shape.d_ffn, dtype=dtype, device=device)
+        self.logits = torch.zeros(SLOTS, shape.vocab_size, device=device, dtype=torch.float32)
+
+    def run(self, tokens: Tensor, position: Tensor) -> None:
+        """tokens, position (8,) int32 -> logits. K and V are written at these positions.
+
+        Slots at one position of one sequence have one token, and write the same.
+        """
+        weights, ops, pdl = self.weights, self.ops, self.pdl
+        at = position.long()
+        x = weights.embedding[tokens.long()].float() + weights.positions[at + POSITIONS_OFFSET].float()
+        self.x[0].copy_(x)
+        for layer, cache in zip(weights.layers, self.caches, strict=True):
+            self._attend(layer, cache, position)
+            self._multiply(layer)
+        ops.layer_norm(self.x[0], weights.final_norm, self.normed, pdl=pdl)
+        ops.slot_linear(self.normed, weights.lm_head, None, self.logits, None, self.products, pdl=pdl)
+
+    def reset(self) -> None:
+        """Tickets are zero between passes, unless one was cut short."""
+        self.products.tickets.zero_()
+        self.attention.tickets.zero_()
+
+    def _attend(self, layer: LayerWeights, cache: KvCache, position: Tensor) -> None:
+        """x[1] = x[0] + what attention adds."""
+        ops, pdl = self.ops, self.pdl
+        ops.layer_norm(self.x[0], layer.norm1, self.normed, pdl=pdl)
+        ops.slot_qkv(self.normed, layer.qkv, position, self.q, cache, self.products, pdl=pdl)
+        ops.attend_slots(self.q, cache.k, cache.v, position, self.mixed, self.attention, pdl=pdl)
+        self._project(layer.out, self.mixed.flatten(1), self.x[1], self.x[0])
+
+    def _multiply(self, layer: LayerWeights) -> None:
+        """x[0] = x[1] + what the MLP adds."""
+        ops, pdl = self.ops, self.pdl
+        ops.layer_norm(self.x[1], layer.norm2, self.normed, pdl=pdl)
+        ops.slot_hidden(self.normed, layer.mlp, self.hidden, self.products, pdl=pdl)
+        unit = kept_unit(layer.mlp, self.hidden.dtype)
+        self._project(layer.down, self.hidden, self.x[0], self.x[1], layer.down_transposed or layer.packed, unit)
+
+    def _project(
+        self, linear: Linear, x: Tensor, out: Tensor, residual: Tensor, turned: bool = False,
+        unit: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.ops.slot_linear(x, linear.weight, linear.bias, out, residual, self.products, turned, unit, pdl=self.pdl)
+
+    @torch.no_grad()
+    def check_slots_alone(self) -> None:
+        """Make sure that a slot's products do not depend on the other slots', for each matrix of the first layer.
+
+        Raises:
+            UserError: they do, here.
+        """
+        layer, device, shape = self.weights.layers[0], self.x.device, self.weights.shape
+        room = torch.zeros(2, 1, shape.n_heads, SLOTS, shape.head_dim, dtype=self.normed.dtype, device=device)
+        cache = dataclasses.replace(self.caches[0], k=room[0], v=room[1], watermark=None, valid=None)
+
+        def qkv(x: Tensor, position: Tensor) -> Tensor:
+            self.ops.slot_qkv(x, layer.qkv, position, self.q, cache, self.products)
+            written = room[:, 0, :, position.long()].permute(2, 0, 1, 3)
+            return torch.cat((self.q.flatten(1), written.flatten(1)), dim=1)
+
+        def linear(weights: Linear, turned: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+            def run(x: Tensor, _position: Tensor) -> Tensor:
+                out = torch.zeros(2, SLOTS, shape.d_model, dtype=torch.float32, device=device)
+                self._project(weights, x, out[0], out[1], turned)
+                return out[0]
+
+            return run
+
+        def head(x: Tensor, _position: Tensor) -> Tensor:
+            self.ops.slot_linear(x, self.weights.lm_head, None, self.logits, None, self.products)
+            return self.logits.clone()
+
+        def up(x: Tensor, _position: Tensor) -> Tensor:
+            self.ops.slot_hidden(x, layer.mlp, self.hidden, self.products)
+            return self.hidden.clone()
+
+        products = {
+            "q/k/v": (qkv, shape.d_model),
+            "the output projection": (linear(layer.out), shape.n_heads * shape.head_dim),
+            "up": (up, shape.d_model),
+            "down": (linear(layer.down, layer.down_transposed or layer.packed), shape.d_ffn),
+            "the LM head": (head, shape.d_model),
+        }
+        generator = torch.Generator(device).manual_seed(0)
+        position = torch.arange(SLOTS, dtype=torch.int32, device=device)
+        for name, (product, columns) in products.items():
+            x = torch.randn(SLOTS, columns, device=device, generator=generator).to(self.normed.dtype)
+            together = product(x, position)
+            for i in range(SLOTS):
+                other, places, place = torch.full_like(x, float("nan")), position.roll(3), (i + 3) % SLOTS
+                other[place] = x[i]
+                if not torch.equal(product(other, places)[place], together[i]):
+                    raise UserError(
+                        f"lossless decoding cannot run here: a slot of {name} depends on its neighbours on this"
+                        " device; leave lossless out"
+                    )
