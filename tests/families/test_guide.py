@@ -1,0 +1,44 @@
+"""docs/guides/families.md as it stands there: a family of a program of its own, and how it is checked."""
+
+import re
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import REPOSITORY, save_tiny_tokenizer
+
+from dejavu_train.families import base
+from dejavu_train.models.config_values import read_dims
+from dejavu_train.models.stored import check_folder
+from dejavu_train.sparse.model import SparseCausalLM
+
+PAGE = (REPOSITORY / "docs" / "guides" / "families.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def guide(monkeypatch, capsys):
+    """What the page's code defines, its family registered for this test alone."""
+    monkeypatch.setattr(base, "_FAMILIES", dict(base._FAMILIES))
+    names: dict = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[:2]:
+        exec(code, names)
+    return names | {"printed": capsys.readouterr().out}
+
+
+def test_the_family_of_the_guide_is_as_transformers_has_it(guide):
+    assert float(re.search(r"tensor\((.*)\)", guide["printed"])[1]) < 1e-4
+    assert guide["neurons"].shape == (2, 12, 96)
+
+
+def test_the_family_of_the_guide_runs_sparsely(guide, tmp_path):
+    torch.manual_seed(0)
+    save_tiny_tokenizer(tmp_path)
+    guide["model"].save_pretrained(tmp_path)
+    check_folder(str(tmp_path), read_dims(str(tmp_path)))
+    bundle = make_bundle(tmp_path, means=True).at(0.4, 0.6)
+    ids, logits = guide["ids"], []
+    for backend in ("mask", "gather"):
+        model = SparseCausalLM.from_pretrained(str(tmp_path), bundle, backend=backend)
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
