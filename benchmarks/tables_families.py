@@ -73,14 +73,16 @@ def _title(model: str, rows: Iterable[Row]) -> str:
 def runs_table(root: Path) -> str:
     """What runs a model of each kind, and on which weights that was tried."""
     path = root / MODELS
-    made = [json.loads(line)["config"] for line in path.read_text().splitlines() if line.strip()]
+    made = (
+        [json.loads(line)["config"] for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
+    )
     table = []
     for kind, values in KINDS.items():
         dims = dims_of(values, kind)
         sizes = sorted({_split(c["output"])[1].upper() for c in made if c["family"] == TRAINED.get(kind)}, key=len)
-        weights = f"trained, {' and '.join(sizes)}" if sizes else "tiny random ones"
+        known = ["opt-mini"] * (kind == "OPT") + [f"{size} from below" for size in sizes]
         engines = ["no" if engine_refusal(dims, each) else "yes" for each in (runs.GPU, runs.CPU)]
-        table.append([kind, "yes", *engines, weights + ", opt-mini" * (kind == "OPT")])
+        table.append([kind, "yes", *engines, ", ".join(known) or "tiny random ones"])
     return markdown(["kind", "`mask`, `gather`", "engine of a GPU", "engine of a CPU", "weights"], table)
 
 
