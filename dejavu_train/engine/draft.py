@@ -1,6 +1,7 @@
 """What is asked of lossless decoding. Readable without torch."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from dejavu_train.errors import UserError
 
 MOST_DRAFTED = 7  # verified in eight slots with the token before them
 DRAFT_WEIGHTS = ("int4", "int8")
+SETTINGS = ("draft_length", "draft_weights")  # of `generate()`, in the order of `Draft`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,23 +37,47 @@ class Draft:
             )
 
     @classmethod
-    def taken_from(cls, keywords: dict[str, Any]) -> "Draft | None":
+    def taken_from(cls, keywords: dict[str, Any], default: Mapping[str, Any] | None = None) -> "Draft | None":
         """Take ``lossless``, ``draft_length`` and ``draft_weights`` out of the keywords of ``generate()``.
 
+        Args:
+            default: what a bundle asks for where ``lossless`` is left out, see `default_of`. None = nothing.
         Returns:
             None where decoding is not to be lossless.
         Raises:
             UserError: a value outside its range, or one of a draft without ``lossless``.
         """
-        lossless = keywords.pop("lossless", False)
-        given = {name: keywords.pop(name) for name in ("draft_length", "draft_weights") if name in keywords}
-        length, weights = given.get("draft_length"), given.get("draft_weights")
-        if not lossless and (length is not None or weights is not None):
-            raise UserError(f"{' and '.join(given)} is for lossless decoding; pass lossless=True, or leave it out")
-        return cls(length, weights) if lossless else None
+        lossless = keywords.pop("lossless", None)
+        given = {name: keywords.pop(name) for name in SETTINGS if name in keywords}
+        asked = {name: value for name, value in given.items() if value is not None}
+        if not (default is not None if lossless is None else lossless):
+            if asked:
+                raise UserError(f"{' and '.join(given)} is for lossless decoding; pass lossless=True, or leave it out")
+            return None
+        values = {**(default or {}), **asked}
+        return cls(*(values.get(name) for name in SETTINGS))
+
+
+def default_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a bundle's metadata ask of ``generate()`` under ``lossless``: settings of a draft, or None.
+
+    Raises:
+        UserError: anything but true, false, or an object with settings of a draft.
+    """
+    asked = metadata.get("lossless", False)
+    if isinstance(asked, bool):
+        return {} if asked else None
+    if not isinstance(asked, Mapping) or not set(asked) <= set(SETTINGS):
+        raise UserError(
+            f"the bundle's metadata ask for lossless {asked}; write true, false, or an object with"
+            f" {' and '.join(SETTINGS)}"
+        )
+    return asked
 
 
 def check_alone(rows: int) -> None:
     """Raise :class:`UserError` for more than one sequence."""
     if rows != 1:
-        raise UserError(f"lossless decoding is for one sequence at a time, got {rows}; give one prompt")
+        raise UserError(
+            f"lossless decoding is for one sequence at a time, got {rows}; give one prompt, or lossless=False"
+        )

@@ -113,8 +113,8 @@ class InferConfig(TextConfig):
     """What continues that prompt."""
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
-    lossless: bool = False
-    """The dense model's text, drafted sparsely and verified, on an engine."""
+    lossless: bool | None = None
+    """The dense model's text, drafted sparsely and verified, on an engine. null: as the bundle asks."""
     draft_length: int | None = None
     """Tokens of each draft, 0 to 7. null: chosen from what was accepted."""
     draft_weights: str | None = None
@@ -149,8 +149,8 @@ class InferConfig(TextConfig):
     @property
     def drafting(self) -> dict[str, Any]:
         """What ``generate()`` is told about drafts."""
-        given = {"draft_length": self.draft_length, "draft_weights": self.draft_weights}
-        return {"lossless": self.lossless} | {name: value for name, value in given.items() if value is not None}
+        given = {name: getattr(self, name) for name in ("lossless", "draft_length", "draft_weights")}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def name_texts(texts: Sequence[str]) -> dict[str, str]:

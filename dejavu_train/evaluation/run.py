@@ -288,7 +288,7 @@ def _generate(
     ids = ids.to(model.device)
     clock = Clock()
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1, "streamer": clock}
-    settings |= config.drafting if config.lossless else {}
+    settings |= config.drafting if isinstance(model, SparseCausalLM) else {}
     if config.backend == "dense":
         settings["logits_processor"] = [FiniteLogits(model)]
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
@@ -298,7 +298,7 @@ def _generate(
             used = f"{model.backend}, at {described(model.bundle)},"
         logger.info("%s generated %.1f tokens a second", used, clock.rate)
     watched = model.guard_report() if config.guard.every else None
-    accepted = model.lossless_report() if config.lossless else None
+    accepted = model.lossless_report() if isinstance(model, SparseCausalLM) else None
     return str(tokenizer.decode(out[0], skip_special_tokens=True)), watched, accepted
 
 

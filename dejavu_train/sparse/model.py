@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.engine.draft import Draft
+from dejavu_train.engine.draft import Draft, default_of
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of
 from dejavu_train.predictors.custom import PredictorClass
@@ -407,7 +407,8 @@ class SparseCausalLM(_Dense):
         maximum lengths. It takes padded batches of up to 32 rows, several sequences a row, streamers, and
         ``return_dict_in_generate`` (sequences only).
 
-        ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on an engine.
+        ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on an engine. None = as
+        ``lossless`` of the bundle's metadata says, which is false unless somebody put it there.
         ``draft_length``: 0 to 7 tokens, None = chosen. ``draft_weights``: the draft's are rounded, ``"int8"`` on a CPU
         and ``"int4"`` on a GPU, or those of a folder in 4 bits. :meth:`lossless_report` says what was accepted.
 
@@ -416,7 +417,7 @@ class SparseCausalLM(_Dense):
                 ``lossless`` for what no engine here verifies.
         """
         runtime, nested, start = self._runtime, call_of(self) is not None, self.sparse_from
-        draft = Draft.taken_from(kwargs)
+        draft = Draft.taken_from(kwargs, default_of(self.bundle.metadata))
         if draft is not None:
             check_lossless(runtime)
         settings = generation_config or self.generation_config

@@ -189,7 +189,9 @@ def check_lossless(runtime: Runtime) -> None:
     """Raise :class:`UserError` where decoding cannot be lossless: without an engine, or with a guard."""
     if runtime.engines is None:
         why = "" if runtime.refusal is None else f": {runtime.refusal.reason}"
-        raise UserError(f"lossless decoding needs an engine, and the backend is {runtime.backend}{why}")
+        raise UserError(
+            f"lossless decoding needs an engine, and the backend is {runtime.backend}{why}; or pass lossless=False"
+        )
     if runtime.guarded is not None:
         raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
 

@@ -192,6 +192,24 @@ def test_generation_stops_where_lm_eval_wants(tiny_opt, bundle, backend):
     assert cut == text[: text.index(letter)]
 
 
+def test_lossless_generation_is_the_dense_models(tiny_opt, bundle):
+    """Prompts of different lengths in one batch, which an engine continues in turn."""
+    asked = [
+        ("the model", {"until": [], "max_gen_toks": 12, "do_sample": False}),
+        ("the model reads a token", {"until": [], "max_gen_toks": 12, "do_sample": False}),
+    ]
+    lm = lm_of(tiny_opt, bundle, "cpu", "prompt", batch_size=2)
+    lm.lossless = True
+    texts = lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
+    assert lm.model.lossless_report()["drafted"] > 0
+    dense = DejavuLM(load_opt(str(tiny_opt)), load_tokenizer(str(tiny_opt)), batch_size=2)
+    assert texts == dense.generate_until(instances("generate_until", asked), disable_tqdm=True)
+    lm = lm_of(tiny_opt, bundle, "gather", "prompt")
+    lm.lossless = True
+    with pytest.raises(UserError, match="needs an engine"):
+        lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
+
+
 def test_the_registered_model_answers_and_its_answers_are_cached(tiny_opt, bundle_folder, data, tmp_path):
     assert get_model("dejavu") is DejavuLM
     arguments = f"pretrained={tiny_opt},predictors={bundle_folder},backend=mask,mlp_density=0.3,head_density=0.75"

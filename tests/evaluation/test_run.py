@@ -325,6 +325,7 @@ def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path)
             assert found["lossless"]["tokens"] == 12, "the first follows from the prompt"
             line = next(line for line in lines if line.startswith("lossless: "))
             assert f"{found['lossless']['acceptance']:.0%} of {found['lossless']['drafted']} drafted" in line
+            assert line in (tmp_path / "out" / "report.html").read_text()
         texts.append(lines[0])
     assert found.get("lossless") is None and len(set(texts)) == 1
 

@@ -244,6 +244,7 @@ def _continue(
     if decoding == "sampled":
         settings = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
     settings |= {"max_new_tokens": config.new_tokens, "eos_token_id": None, "pad_token_id": 1}
+    settings["lossless"] = False  # whatever the bundle asks for: sparse text is what is compared
     made = []
     for ids in prompts.split(config.batch):
         ids = ids.to(model.device)

@@ -18,6 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import simple_parse_args_string
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
@@ -48,6 +49,7 @@ class Asked:
         predictors: folder or hub id of a bundle. None: the folder ``predictors`` beside the model.
         backend: ``dense`` (no predictors), ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
         mlp_density, head_density: means over the layers. None: as the bundle was calibrated.
+        lossless: tasks that generate get the dense model's own text, drafted by an engine.
         sparse_from, batch_size, max_length: as of :class:`DejavuLM`.
         max_batch_size: given by lm-eval, without effect.
     """
@@ -59,6 +61,7 @@ class Asked:
     head_density: float | None = None
     sparse_from: str | int = "prompt"
     kv_policy: str = "backfill"
+    lossless: bool = False
     dtype: str = "float32"
     device: str | None = None
     revision: str | None = None
@@ -88,7 +91,7 @@ class DejavuLM(HFLM):
         max_length: int | None = None,
         identity: Mapping[str, Any] | None = None,
     ) -> None:
-        self.sparse_from = sparse_from
+        self.sparse_from, self.lossless = sparse_from, False
         self.encoded: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self.identity = dict(identity or {"model": model.name_or_path, "sparse_from": sparse_from})
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
@@ -120,7 +123,10 @@ class DejavuLM(HFLM):
             model = SparseCausalLM.from_pretrained(name, bundle, *settings, revision=revision)
             identity |= {target: bundle.mean_density(target) for target in bundle.targets}
             identity["bundle"] = bundle.digest()
-        return cls(model, tokenizer, asked.sparse_from, asked.batch_size, asked.max_length, identity)
+            identity |= {"lossless": True} if asked.lossless else {}
+        made = cls(model, tokenizer, asked.sparse_from, asked.batch_size, asked.max_length, identity)
+        made.lossless = asked.lossless and asked.backend != DENSE
+        return made
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Any = None) -> "DejavuLM":
@@ -235,14 +241,24 @@ class DejavuLM(HFLM):
         return [(i, (nats[n], wrong[n] == 0)) for n, i in enumerate(answered)]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """As HFLM. An engine goes on behind a stop string, which HFLM cuts off afterwards."""
+        """As HFLM. An engine goes on behind a stop string, which HFLM cuts off. Lossless rows come in turn."""
         if isinstance(self.model, SparseCausalLM):
             self.model.sparse_from = self.sparse_from
+            settings = {**settings, "lossless": self.lossless}
         else:
             settings = {**settings, "logits_processor": [FiniteLogits(self.model)]}
         if getattr(self.model, "backend", None) not in ENGINES:
             return super()._model_generate(context, max_length, stop, **settings)
         if not settings.get("do_sample"):
             settings = {**settings, "do_sample": False, "temperature": None}
-        pad = self.tokenizer.pad_token_id
-        return self.model.generate(input_ids=context, max_length=max_length, pad_token_id=pad, **settings)
+        settings |= {"pad_token_id": self.tokenizer.pad_token_id}
+        if not self.lossless:
+            return self.model.generate(input_ids=context, max_length=max_length, **settings)
+        shown = settings.pop("attention_mask", torch.ones_like(context)).bool()
+        new = max_length - context.shape[1]
+        rows = [
+            self.model.generate(input_ids=ids[mask][None], max_new_tokens=new, **settings)[0, int(mask.sum()) :]
+            for ids, mask in zip(context, shown, strict=True)
+        ]
+        behind = pad_sequence(rows, batch_first=True, padding_value=settings["pad_token_id"])
+        return torch.cat([context, behind.to(context)], dim=1)
