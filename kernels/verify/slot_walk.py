@@ -2,10 +2,10 @@
 
     v[i, r] = sum_j w[r, j] x[i, j]           w (n, d), or turned (d, n), x (8, d) in w's dtype
 
-Rows of the matrix are M of the tensor cores, its columns are K. Slots are N, each with a column of its own, so slots do
-not mix. A matrix of few rows is cut into SPLITS equal ranges of columns. The last program of a tile of rows to
-arrive adds what all have left, in the order of the columns. So a sum has one order, whatever slots are live. Until its
-input is there a program asks the L2 for the beginning of its rows.
+Rows of the matrix are M of the tensor cores, and columns of it are K there. Slots are N, each with a column of its own,
+so slots do not mix. A matrix of few rows is cut into SPLITS equal ranges of columns. The last program of a tile of rows
+to arrive adds what all have left, in the order of the columns. So a sum has one order, whatever slots are live. Until
+its input is there a program asks the L2 for the beginning of its rows.
 """
 
 from dataclasses import dataclass
