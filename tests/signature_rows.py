@@ -157,7 +157,7 @@ GENERATE = [
     Row("max_time", "ttgg", {"max_time": 60.0}),
     Row("min_length", "tttt", {"min_length": 10, "eos_token_id": 283}),
     Row("min_new_tokens", "tttt", {"min_new_tokens": 4, "eos_token_id": 283}),
-    Row("min_p", "ttgg", {"min_p": 0.9, **SAMPLE}),
+    Row("min_p", "tttt", {"min_p": 0.999999, **SAMPLE}),
     Row("no_repeat_ngram_size", "ttgg", {"no_repeat_ngram_size": 1}),
     Row("num_assistant_tokens", "ttgg", assisted(num_assistant_tokens=3)),
     Row("num_assistant_tokens_schedule", "ttgg", assisted(num_assistant_tokens_schedule="heuristic")),
@@ -174,11 +174,11 @@ GENERATE = [
     Row("prompt_lookup_num_tokens", "ttgg", {"prompt_lookup_num_tokens": 3}),
     Row("remove_invalid_values", "ttgg", {"remove_invalid_values": True}),
     Row("renormalize_logits", "ttgg", {"renormalize_logits": True, **SAMPLE}),
-    Row("repetition_penalty", "ttgg", {"repetition_penalty": 1.3}),
+    Row("repetition_penalty", "tttt", {"repetition_penalty": 1.3}),
     Row("return_dict_in_generate", "tttt", TUPLES, "the engines return sequences only"),
     Row("sequence_bias", "ttgg", {"sequence_bias": [[[50], 5.0]]}),
     Row("speculation_type", "ttgg", {"speculation_type": "none"}, "without effect on an OPT"),
-    Row("stop_strings", "ttgg", lambda case: {"stop_strings": ["a"], "tokenizer": case.tokenizer}),
+    Row("stop_strings", "tttt", lambda case: {"stop_strings": ["a"], "tokenizer": case.tokenizer}),
     Row("suppress_tokens", "ttgg", {"suppress_tokens": [283, 45]}),
     Row("target_lookbehind", "ttgg", assisted(target_lookbehind=5)),
     Row("temperature", "tttt", {"temperature": 1e-3, "top_k": 0, **SAMPLE}),
@@ -326,7 +326,7 @@ def loading() -> str:
 def page() -> str:
     """The whole of docs/reference/signatures.md."""
     parts = [
-        ("generate()", "`cpu` is the engine for `generate()` of up to 4 rows, `triton` that of up to 32.", GENERATE),
+        ("generate()", "`cpu` is the engine for `generate()` of up to 8 rows, `triton` that of up to 32.", GENERATE),
         (
             "forward()",
             "The engine `cpu` has no forward pass of its own. `triton` scores whole rows and returns no cache.",

@@ -496,7 +496,7 @@ def test_values_that_would_fail_late_are_refused_before_anything_is_written(run,
     [
         (["--wandb=a/b"], "--wandb 'a/b' cannot be a project's name: .*cannot contain"),
         (["--wandb="], "--wandb is empty"),
-        (["--timing_backends=cpu", "--batch=5"], "--timing_backends cpu times 1 to 4 rows at once, got --batch 5"),
+        (["--timing_backends=cpu", "--batch=9"], "--timing_backends cpu times 1 to 8 rows at once, got --batch 9"),
         (["--device_map=nonsense"], "--device_map must be one of auto, balanced"),
         (["--generation.prompt=5000"], "--generation: --prompt 5000 and --new_tokens 128 exceed the model's 512"),
     ],

@@ -18,7 +18,7 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.draft_weights import NAME, bytes_beside, draft_weights
 from dejavu_train.engine.facts import facts_of
-from dejavu_train.engine.inputs import MAX_BATCH, Sampling, check_rows, per_row
+from dejavu_train.engine.inputs import MAX_BATCH, Row, Sampling, check_rows, per_row
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
@@ -136,37 +136,77 @@ class DecodeEngine(Session):
     ) -> None:
         """See `Session.begin`. A row's last token is not run, so total may exceed the context by one."""
         check_rows(rows, [length - 1 for length in total], self.batch, self.context, self.shape)
+        self.open(stops)
+        first = least or [0] * len(rows)
+        given = zip(rows, total, sparse_from, prefilled, first, strict=True)
+        self._write(0, [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)])
+        self.core.tail(sampler.mode, score)
+
+    def open(self, stops: Sequence[int]) -> None:
+        """See `Session.open`."""
         self.core.reset()
-        state, n = self.state, len(rows)
-        known = torch.zeros(n, max(map(len, rows)), dtype=torch.int32)
+        self.state.stops[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
+
+    def place(self, b: int, row: Row) -> None:
+        """See `Session.place`. Raises UserError for an engine with a guard, whose thresholds all rows share."""
+        if self.guard is not None:
+            raise UserError("rows that join others have no guard; pass guard=None")
+        check_rows([row.tokens], [row.total - 1], self.batch, self.context, self.shape)
+        done, row_state = self.state.done.clone(), self.state.row_state.clone()
+        try:
+            self.state.done.fill_(1)
+            self._write(b, [row])
+            self.core.tail(row.sampling.mode, False)
+        finally:
+            done[b], row_state[b] = self.state.done[b], self.state.row_state[b]
+            self.state.done.copy_(done)
+            self.state.row_state.copy_(row_state)
+
+    def _write(self, first: int, rows: Sequence[Row]) -> None:
+        """Rows from number ``first`` on: their state, and the residual stream that the tail goes on from."""
+        state, n, prefilled = self.state, len(rows), [row.prefilled for row in rows]
+        own = slice(first, first + n)
+        known = torch.zeros(n, max(len(row.tokens) for row in rows), dtype=torch.int32)
+        seen = torch.zeros(n, self.shape.vocab_size, dtype=torch.int32)
         for b, row in enumerate(rows):
-            known[b, : len(row)] = torch.tensor(row, dtype=torch.int32)
-        state.tokens[:n, : known.shape[1]] = known.to(self.device)
+            known[b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
+            seen[b, list(row.tokens[: row.prefilled])] = 1
+        state.tokens[own, : known.shape[1]] = known.to(self.device)
+        if any(row.sampling.penalised for row in rows):
+            state.seen[own] = seen.to(self.device)
 
         def put(tensor: Tensor, values: Sequence[float]) -> None:
-            tensor[:n] = torch.tensor(values, dtype=tensor.dtype).to(self.device)
+            tensor[own] = torch.tensor(values, dtype=tensor.dtype).to(self.device)
 
-        put(state.known, [len(row) for row in rows])
-        put(state.least, least or [0] * n)
-        put(state.limit, total)
-        state.stops[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
-        put(state.sparse_from, sparse_from)
+        put(state.known, [len(row.tokens) for row in rows])
+        put(state.least, [row.least for row in rows])
+        put(state.limit, [row.total for row in rows])
+        put(state.sparse_from, [row.sparse_from for row in rows])
         put(state.done, [0] * n)
+        put(state.fault, [0] * n)
         put(state.position, [count - 1 for count in prefilled])
-        put(state.temperature, [sampler.temperature or 1.0] * n)
-        put(state.top_p, [sampler.top_p] * n)
-        put(state.top_k, [sampler.top_k] * n)
-        put(state.seed, [sampler.seed * MAX_BATCH + b for b in range(n)])
+        for tensor, name in (
+            (state.temperature, "temperature"),
+            (state.top_p, "top_p"),
+            (state.top_k, "top_k"),
+            (state.min_p, "min_p"),
+            (state.repetition, "repetition_penalty"),
+            (state.presence, "presence_penalty"),
+            (state.frequency, "frequency_penalty"),
+        ):
+            put(tensor, [getattr(row.sampling, name) for row in rows])
+        put(state.seed, [row.sampling.seed * MAX_BATCH + row.number for row in rows])
+        caches = self.core.caches
+        put(self.core.watermark.movedim(1, 0), torch.tensor(prefilled)[:, None, None].tolist())
+        for valid in (cache.valid for cache in caches if cache.valid is not None):
+            valid[own] = 0
+            for b, count in enumerate(prefilled):
+                valid[first + b, :, :count] = 1
         if max(prefilled) > 0:
-            caches = self.core.caches
-            self.core.x[-1, :n] = prefill(
-                self.weights, state.tokens[:n], prefilled, [cache.k for cache in caches], [cache.v for cache in caches]
-            )
-            put(self.core.watermark.movedim(1, 0), torch.tensor(prefilled)[:, None, None].tolist())
-            for valid in (cache.valid for cache in caches if cache.valid is not None):
-                for b in range(n):
-                    valid[b, :, : prefilled[b]] = 1
-        self.core.tail(sampler.mode, score)
+            self.core.x[-1, own] = prefill(
+                self.weights, state.tokens[own], prefilled, [cache.k[own] for cache in caches],
+                [cache.v[own] for cache in caches],
+            )  # fmt: skip
 
     def pair(self, draft: Draft) -> EnginePair:
         """See `Session.pair`."""
@@ -196,16 +236,20 @@ class DecodeEngine(Session):
             self.core.step(mode, score)
         return n
 
-    def look(self, n: int) -> tuple[list[int], bool]:
-        """One copy from the device. Raises UserError for logits that hold NaN. See `Session.look`."""
+    def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
+        """One copy from the device. See `Session.read`."""
         done, last, fault = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
+        faults = {}
         for b, position in enumerate(fault):
             if position:
                 what = f"the logits of row {b} for the token at position {position} hold NaN"
-                error = not_finite(what, self.weights.embedding.dtype)
-                error.tokens = self.state.tokens[b, :position].tolist()
-                raise error
-        return [position + 1 for position in last], all(done)
+                faults[b] = not_finite(what, self.weights.embedding.dtype)
+                faults[b].tokens = self.state.tokens[b, :position].tolist()
+        return [position + 1 for position in last], [bool(each) for each in done], faults
+
+    def end(self, b: int) -> None:
+        """See `Session.end`."""
+        self.state.done[b], self.state.row_state[b] = 1, 0
 
     @in_turn
     def logits(

@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.draft import Draft, check_alone
 from dejavu_train.engine.lossless import Acceptance
-from dejavu_train.engine.request import Request, check_arguments, read_request
+from dejavu_train.engine.request import Request, check_arguments, read_request, stop_strings
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported
 from dejavu_train.families import dims_of
@@ -131,6 +131,7 @@ class EnginePool(ABC):
         mask, limit = rest.get("attention_mask"), self.shape.max_positions
         with self.turn():
             request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, self.max_rows)
+            request = dataclasses.replace(request, ended=stop_strings(config, rest.get("tokenizer")))
             if draft is not None:
                 check_alone(len(request.prompts))
                 request = dataclasses.replace(request, sparse_from=None, draft=draft)
@@ -150,13 +151,24 @@ def run(engine: Any, request: Request) -> Tensor:
     stream = None
     if request.streamer is not None:
         stream = Stream(request.streamer, n, request.pad_token, request.stop_tokens)
+    held = [list(prompt) for prompt in request.prompts]
+
+    def hear(row: int, token: int) -> bool:
+        ended = False
+        if request.ended is not None:
+            held[row].append(token)
+            ended = bool(request.ended(torch.tensor([held[row]]), None))
+        if stream is not None:
+            stream.add(row, token, ended)
+        return ended
+
     rows = engine.generate(
         request.prompts,
         request.max_new_tokens,
         sampling=request.sampling,
         stop_tokens=request.stop_tokens,
         sparse_from=request.sparse_from,
-        callback=None if stream is None else stream.add,
+        callback=None if stream is None and request.ended is None else hear,
         min_new_tokens=request.min_new_tokens,
         lossless=request.draft or False,
     )
@@ -180,10 +192,10 @@ class Stream:
         self.waiting: list[list[int]] = [[] for _ in range(rows)]
         self.ended = [False] * rows
 
-    def add(self, row: int, token: int) -> None:
-        """A new token of a row. Rows may run ahead of others that have longer prompts."""
+    def add(self, row: int, token: int, ended: bool = False) -> None:
+        """A new token of a row. Rows may run ahead of others that have longer prompts. ended: it is the row's last."""
         self.waiting[row].append(token)
-        self.ended[row] = token in self.stop_tokens
+        self.ended[row] = ended or token in self.stop_tokens
         while any(self.waiting) and all(tokens or over for tokens, over in zip(self.waiting, self.ended, strict=True)):
             self._put()
 

@@ -20,6 +20,9 @@ class Sampling:
         temperature: 0 = greedy.
         top_p: below 1 = from the smallest set of most likely tokens whose probability reaches top_p.
         top_k: above 0 = from the top_k most likely tokens, before top_p.
+        min_p: above 0 = of what these leave, from tokens at least min_p times as likely as the likeliest.
+        repetition_penalty: a logit of a token that the row holds is divided by it if positive, else multiplied.
+        presence_penalty: taken from the logits of tokens that were generated. frequency_penalty: as often as they were.
         seed: 0 to 2^26 - 1. A row's random numbers follow from it, its number in the batch and the position.
     Raises:
         UserError: a value outside its range.
@@ -29,6 +32,10 @@ class Sampling:
     top_p: float = 1.0
     _: dataclasses.KW_ONLY
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -38,17 +45,50 @@ class Sampling:
             raise UserError(f"top_p must lie above 0 and at most at 1, got {self.top_p}")
         if self.top_k < 0:
             raise UserError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p must lie in 0 to 1 (0 = off), got {self.min_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UserError(f"repetition_penalty must be above 0 (1 = off), got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise UserError(f"{name} must be a number (0 = off), got {getattr(self, name)}")
         if not 0 <= self.seed < SEEDS:
             raise UserError(f"seed must lie in 0 to {SEEDS - 1}, got {self.seed}")
 
     @property
     def mode(self) -> str:
-        """greedy, temperature, top_p or top_k."""
+        """greedy, temperature, top_p or top_k. What these do not say is mixed, each row by its own numbers."""
+        if self.penalised or (self.temperature > 0 and self.min_p > 0):
+            return "mixed"
         if self.temperature == 0:
             return "greedy"
         if self.top_k > 0:
             return "top_k"
         return "top_p" if self.top_p < 1 else "temperature"
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a choice depends on what the row holds."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What a row of an engine begins with.
+
+    Attributes:
+        tokens: known ones. total: tokens at most, the known ones included.
+        sparse_from: first sparse position. prefilled: tokens that are run densely at once.
+        least: tokens before which no stop token is chosen. number: of the row among those of a call, for its noise.
+    """
+
+    tokens: Sequence[int]
+    total: int
+    sampling: Sampling
+    sparse_from: int
+    prefilled: int
+    least: int = 0
+    number: int = 0
 
 
 def check_length(length: int, context: int, shape: ModelDims) -> None:

@@ -175,14 +175,14 @@ class Pair(ABC):
 
         Args:
             total: tokens at most, the prompt included. length: of each draft, None = chosen.
-            show: called as (start, stop) when tokens of these positions are verified.
+            show: called as (start, stop) when tokens of these positions are verified. True where it wants no more.
         """
         acceptance, shown = Acceptance(), len(prompt)
         verified = self.begin(prompt, total, sampler, least, stops)
         while True:
-            show(shown, verified.held)
+            ended = show(shown, verified.held)
             shown = verified.held
-            if verified.done:
+            if verified.done or ended:
                 return acceptance
             # The last token is the dense model's own: a draft of it would be for nothing.
             drafted = min(self.pace.next() if length is None else length, total - shown - 1)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import MAX_STOPS, SEEDS, Sampling
@@ -15,6 +16,7 @@ from dejavu_train.errors import Unsupported, UserError
 # What a request may set. The rest of a GenerationConfig must be unset or neutral.
 HONOURED = frozenset(
     "max_length max_new_tokens min_length min_new_tokens do_sample temperature top_p top_k eos_token_id pad_token_id "
+    "min_p repetition_penalty stop_strings "
     "bos_token_id num_return_sequences use_cache return_dict_in_generate transformers_version".split()
 )
 SAMPLING_ONLY = frozenset("temperature top_p top_k min_p typical_p epsilon_cutoff eta_cutoff top_h".split())
@@ -32,6 +34,7 @@ class Request:
         max_new_tokens: at most, of each row. min_new_tokens: before which no stop token is chosen.
         sparse_from: first sparse position of each row. None = behind its prompt.
         streamer: of transformers, or None. draft: of lossless decoding, or None.
+        ended: of transformers, says of (1, T) token ids whether they end with a stop string. None without one.
     """
 
     prompts: list[list[int]]
@@ -43,6 +46,7 @@ class Request:
     sparse_from: list[int] | None
     streamer: Any
     draft: Draft | None = None
+    ended: Any = None
 
 
 def check_settings(config: GenerationConfig) -> None:
@@ -174,9 +178,24 @@ def read_request(
     )
 
 
+def stop_strings(config: GenerationConfig, tokenizer: Any) -> Any:
+    """What ends a row at a stop string, for `Request.ended`. None where there are none.
+
+    Raises:
+        UserError: no tokenizer.
+    """
+    strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings or ())
+    if not strings:
+        return None
+    if tokenizer is None:
+        raise UserError("stop_strings are looked for in text, so generate() needs tokenizer=...; pass it too")
+    return StopStringCriteria(tokenizer, strings)
+
+
 def _sampling(config: GenerationConfig) -> Sampling:
+    penalty = 1.0 if config.repetition_penalty is None else float(config.repetition_penalty)
     if not config.do_sample:
-        return Sampling()
+        return Sampling(repetition_penalty=penalty)
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     if temperature <= 0:
         raise UserError(f"temperature must be above 0 when sampling, got {temperature}; for greedy use do_sample=False")
@@ -187,7 +206,10 @@ def _sampling(config: GenerationConfig) -> Sampling:
             " stay on it"
         )
     # The seed comes from torch's generator, so torch.manual_seed makes a text repeatable.
-    return Sampling(temperature, top_p, top_k=int(config.top_k or 0), seed=int(torch.randint(SEEDS, ())))
+    return Sampling(
+        temperature, top_p, top_k=int(config.top_k or 0), min_p=float(config.min_p or 0), repetition_penalty=penalty,
+        seed=int(torch.randint(SEEDS, ())),
+    )  # fmt: skip
 
 
 def _pad_token(config: GenerationConfig, stops: Sequence[int]) -> int:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.draft import Draft, check_alone
-from dejavu_train.engine.inputs import Sampling, check_length, check_rows, per_row, read_continuation
+from dejavu_train.engine.inputs import Row, Sampling, check_length, check_rows, per_row, read_continuation
 from dejavu_train.engine.lossless import Acceptance, Pair
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.turns import Turns, in_turn
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 
-Callback = Callable[[int, int], None]
+Callback = Callable[[int, int], Any]
 
 
 class Session(ABC):
@@ -73,12 +73,39 @@ class Session(ABC):
         """Up to n tokens for every row that is not done, as many as pass between two looks. Returns how many."""
 
     @abstractmethod
+    def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
+        """Of the first n rows: how many tokens each holds, whether it is done, and by row what was not finite."""
+
     def look(self, n: int) -> tuple[list[int], bool]:
         """How many tokens each of the first n rows holds, and whether all of these rows are done.
 
         Raises:
             UserError: numbers that were not finite since `begin`.
         """
+        held, done, faults = self.read(n)
+        for error in faults.values():
+            raise error
+        return held, all(done)
+
+    def open(self, stops: Sequence[int]) -> None:
+        """Forget all rows. Others then come by `place`, between two steps. stops: at most 8 ids that end a row.
+
+        Raises:
+            UserError: an engine whose rows begin together.
+        """
+        raise UserError("rows of this engine begin together; use generate()")
+
+    def place(self, b: int, row: Row) -> None:
+        """Begin a row in the place of row b, and choose its next token. Other rows stay as they are.
+
+        Raises:
+            UserError: a row that does not fit.
+        """
+        raise UserError("rows of this engine begin together; use generate()")
+
+    @abstractmethod
+    def end(self, b: int) -> None:
+        """Row b is done."""
 
     def pair(self, draft: Draft) -> Pair:
         """A draft and its verification over this engine's state, for lossless decoding. Kept for later calls.
@@ -111,7 +138,8 @@ class Session(ABC):
             min_new_tokens: before so many new tokens no stop token is chosen.
             sparse_from: first sparse position of each row. None = after the prompt, as in the paper. 0 = everywhere.
             prompt_phase: "dense" = what lies before `sparse_from` at once. "steps" = token by token.
-            callback: called as (row, token) for each new token as soon as it exists. It cannot call this engine.
+            callback: called as (row, token) for each new token as soon as it exists. It cannot call this engine. Where
+                it returns True the row ends with this token.
             lossless: the text of the dense model, drafted sparsely. One prompt. ``acceptance`` says what was accepted.
         Raises:
             UserError: see the messages. Nothing is decoded then. Or numbers that are not finite, while decoding.
@@ -132,14 +160,17 @@ class Session(ABC):
             check_rows(prompts, asked.total, 1, self.context, self.shape)
             return [self._verified(prompts[0], asked.total[0], sampler, least[0], stop_tokens, callback, lossless)]
         self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least=least, stops=stop_tokens)
-        left, shown = asked.n_steps, list(asked.lengths)
+        left, shown, ended = asked.n_steps, list(asked.lengths), [False] * len(prompts)
         while True:
             held, done = self.look(len(prompts))
             if callback is not None:
                 for b, end in enumerate(held):
                     for token in self.state.tokens[b, shown[b] : end].tolist():
-                        callback(b, token)
+                        ended[b] = callback(b, token) is True
+                    if ended[b] and end > shown[b]:
+                        self.end(b)
                     shown[b] = max(shown[b], end)
+                done = done or all(ended)
             if done or left <= 0:
                 return [self.state.tokens[b, asked.lengths[b] : end].tolist() for b, end in enumerate(held)]
             left -= self.steps(left if callback is None else 1, sampler.mode)
@@ -156,13 +187,18 @@ class Session(ABC):
     ) -> list[int]:
         """The new tokens of one prompt, see `Pair.generate`."""
         draft, held = lossless if isinstance(lossless, Draft) else Draft(), len(prompt)
+        if sampler.penalised:
+            raise UserError("lossless decoding has no penalties, since a draft is judged all at once; leave them out")
 
-        def show(start: int, stop: int) -> None:
+        def show(start: int, stop: int) -> bool:
             nonlocal held
             held = stop
             if callback is not None:  # else nobody waits for tokens before the last: a look at them takes time
-                for token in self.state.tokens[0, start:stop].tolist():
-                    callback(0, token)
+                for at, token in enumerate(self.state.tokens[0, start:stop].tolist(), start + 1):
+                    if callback(0, token) is True:
+                        held = at
+                        return True
+            return False
 
         self.acceptance = self.pair(draft).generate(prompt, total, sampler, least, stops, draft.length, show)
         new: list[int] = self.state.tokens[0, len(prompt) : held].tolist()

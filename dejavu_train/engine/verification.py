@@ -26,7 +26,7 @@ from dejavu_train.kernels.verify.attend_slots import SLOTS
 from dejavu_train.models.finite import not_finite
 
 assert SLOTS == MOST_DRAFTED + 1
-SHARED = ("known", "least", "limit", "stops", "temperature", "top_p", "top_k", "seed")
+SHARED = ("known", "least", "limit", "stops", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class EnginePair(Pair):
@@ -48,7 +48,8 @@ class EnginePair(Pair):
         self.weights, device = dense, step.device
         self.dense = SlotPass(self.weights, step.caches, step.ops, step.work.pdl)
         self.dense.check_slots_alone()
-        self.slots = TokenState.empty(SLOTS, step.state.tokens.shape[1], device)
+        vocab = self.weights.shape.vocab_size
+        self.slots = TokenState.empty(SLOTS, step.state.tokens.shape[1], device, vocab=vocab)
         self.numbers = torch.arange(SLOTS, device=device)
         self.first = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(5, dtype=torch.int32, device=device)

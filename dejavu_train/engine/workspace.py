@@ -63,7 +63,7 @@ class Workspace:
             pdl=pdl,
             kv_policy=plan.kv_policy,
             # A column more than the context: scoring the last token of a full context chooses one beyond it.
-            state=TokenState.empty(batch, plan.context + 1, device) if state is None else state,
+            state=TokenState.empty(batch, plan.context + 1, device, vocab=dims.vocab_size) if state is None else state,
             carried=Carried(plan, dtype, device),
             ahead=torch.cuda.Stream(device) if plan.streams else None,
             q=torch.zeros(batch, h, hd, device=device, dtype=torch.float32),
@@ -80,7 +80,9 @@ class Workspace:
         batch, capacity = self.state.tokens.shape
         fresh = TokenState.empty(batch, capacity, self.state.tokens.device)
         for name, tensor in vars(fresh).items():
-            getattr(self.state, name).copy_(tensor)
+            if name != "seen":
+                getattr(self.state, name).copy_(tensor)
+        self.state.seen.zero_()
         self.carried.reset()
         self.attention.tickets.zero_()
         self.activations.tickets.zero_()

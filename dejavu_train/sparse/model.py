@@ -403,9 +403,9 @@ class SparseCausalLM(_Dense):
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As the dense model's.
 
-        ``triton`` does greedy decoding and sampling (temperature, top_k, top_p), with stop tokens, and minimum and
-        maximum lengths. It takes padded batches of up to 32 rows, several sequences a row, streamers, and
-        ``return_dict_in_generate`` (sequences only).
+        The engines do greedy decoding and sampling (temperature, top_k, top_p, min_p, repetition_penalty), with stop
+        tokens and stop_strings, minimum and maximum lengths. ``triton`` takes padded batches of up to 32 rows,
+        ``cpu`` of up to 8, several sequences a row, streamers, and ``return_dict_in_generate`` (sequences only).
 
         ``lossless=True``: the dense model's text, drafted sparsely and verified. One prompt, on an engine. None = as
         ``lossless`` of the bundle's metadata says, which is false unless somebody put it there.

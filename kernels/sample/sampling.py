@@ -5,15 +5,20 @@
     temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id)
     top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
     top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p
+    mixed:       each row by its own numbers: temperature 0 is greedy, top_k 0 and top_p 1 are off
+                 first penalties make tokens that the row holds less likely, see `penalised_reference`
+                 of what top-k and top-p leave, tokens of at least min_p times the largest probability stay
     before position `least` the tokens of `stops` are not chosen
     tokens[b, t+1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
 
 B rows, V tokens, d model dimension, T capacity. x, logits fp32, `tokens` (B, T) int32. Every piece of state is a device
 tensor. So one captured graph serves prompts, generation, scoring, any length and any seed. The state is position, known
 (tokens given), least (tokens at least), limit (tokens at most), done, sparse_from, row_state (B) int32. `stops` (K), -1
-= none. `temperature`, top_p (B) fp32. top_k, seed (B) int32. The tensor `nll` (B, T) fp32 receives -log p of known
-tokens when scoring. fault (B) int32 becomes the position of the first token whose logits held a NaN (0 = none), and the
-row ends there. The logits of position 0 are never looked at: nothing stands before it.
+= none. `temperature`, top_p, min_p, repetition, presence, frequency (B) fp32. top_k, seed (B) int32. seen (B, V) int32
+is twice as often as a token was generated, and 1 more where the prompt holds it. Mixed steps keep it. The tensor `nll`
+(B, T) fp32 receives -log p of known tokens when scoring. fault (B) int32 becomes the position of the first token whose
+logits held a NaN (0 = none), and the row ends there. The logits of position 0 are never looked at: nothing stands
+before it.
 
 One greedy row may do without logits. Its LM head (`kernels/dense/screened_head.py`) then leaves tokens with a logit
 each, NaN where any of its logits was one.
@@ -60,10 +65,17 @@ class TokenState:
     top_k: torch.Tensor
     seed: torch.Tensor
     fault: torch.Tensor
+    min_p: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    seen: torch.Tensor
 
     @classmethod
-    def empty(cls, batch: int, capacity: int, device: torch.device | str, n_stops: int = 8) -> "TokenState":
-        """All rows done at position 0."""
+    def empty(
+        cls, batch: int, capacity: int, device: torch.device | str, n_stops: int = 8, vocab: int = 0
+    ) -> "TokenState":
+        """All rows done at position 0. vocab: 0 = nothing is seen, and no step is mixed."""
 
         def ints(*shape: int, value: int = 0) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
@@ -84,6 +96,11 @@ class TokenState:
             top_k=ints(batch, value=1),
             seed=ints(batch),
             fault=ints(batch),
+            min_p=torch.zeros(batch, device=device, dtype=torch.float32),
+            repetition=torch.ones(batch, device=device, dtype=torch.float32),
+            presence=torch.zeros(batch, device=device, dtype=torch.float32),
+            frequency=torch.zeros(batch, device=device, dtype=torch.float32),
+            seen=ints(batch, vocab),
         )
 
 
@@ -135,6 +152,16 @@ def embed(
     )
 
 
+def penalised_reference(row: torch.Tensor, state: TokenState, b: int) -> torch.Tensor:
+    """Logits (V,) of row b: of seen tokens divided by repetition if positive, else multiplied.
+
+    From those that were generated presence is taken, and frequency as often as they were.
+    """
+    seen, scale = state.seen[b], state.repetition[b]
+    row = torch.where(seen > 0, torch.where(row < 0, row * scale, row / scale), row)
+    return row - torch.where(seen > 1, state.presence[b] + state.frequency[b] * (seen >> 1), 0.0)
+
+
 def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl=False, chosen=None) -> None:
     """Plain torch. Noise comes from torch's generator seeded by (seed, position): same distribution, other numbers."""
     batch, capacity = state.tokens.shape
@@ -150,23 +177,27 @@ def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl
         at = int(state.position[b]) + 1
         given = row = logits[b].float()
         bad = at > 0 and bool(row.isnan().any())
+        if mode == "mixed":
+            row = penalised_reference(row, state, b)
         if at < int(state.least[b]):
             row = row.clone()
             row[state.stops[state.stops >= 0].long()] = float("-inf")
         if at == 0 or bad:
             choice = 0
-        elif mode == "greedy":
+        elif mode == "greedy" or (mode == "mixed" and float(state.temperature[b]) == 0):
             choice = int((row == row.max()).nonzero()[0])
         else:
             row = row / state.temperature[b]
-            if mode == "top_k":
+            if mode == "top_k" or (mode == "mixed" and int(state.top_k[b]) > 0):
                 last = min(int(state.top_k[b]), len(row)) - 1
                 row = row.masked_fill(row < row.sort(descending=True).values[last], float("-inf"))
-            if mode in ("top_p", "top_k"):
+            if mode in ("top_p", "top_k") or (mode == "mixed" and float(state.top_p[b]) < 1):
                 order = torch.sort(row, descending=True, stable=True)
                 mass = order.values.softmax(-1).cumsum(-1)
                 last = int((mass < state.top_p[b]).sum().clamp(max=len(row) - 1))
                 row = row.masked_fill(row < order.values[last], float("-inf"))
+            if mode == "mixed" and float(state.min_p[b]) > 0:
+                row = row.masked_fill(row < row.max() + state.min_p[b].log(), float("-inf"))
             generator = torch.Generator(row.device).manual_seed(int(state.seed[b]) * capacity + at)
             noise = -torch.log(
                 -torch.log(torch.rand(len(row), generator=generator, device=row.device, dtype=torch.float32))
@@ -177,6 +208,8 @@ def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl
         if known and score:
             state.nll[b, at] = given.logsumexp(-1) - given[token]
         state.tokens[b, at] = token
+        if mode == "mixed":
+            state.seen[b, token] = state.seen[b, token] | 1 if known else state.seen[b, token] + 2
         stop = not known and bool((state.stops == token).any())
         if bad:
             state.fault[b] = at
@@ -190,6 +223,47 @@ def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl
 def _larger(a, b):
     """The larger number, or a NaN where either is one."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _noisy(
+    scaled, top, ids, inside, b, at, temperature, top_p, top_k, min_p, seed, n_vocab, V_TILE: tl.constexpr,
+    MODE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile, of row b, of which top is the largest, filtered and with the noise of (seed, at, id)."""
+    scaled = (scaled - top) / tl.load(temperature + b)
+    if MODE >= 3:
+        # The largest cut-off above which top_k tokens still stand, by bisection on the logit.
+        number = tl.load(top_k + b)
+        if MODE == 4:
+            number = tl.where(number > 0, number, n_vocab)
+        low = -88.0
+        high = 1e-6
+        for _ in range(STEPS):
+            middle = (low + high) * 0.5
+            enough = tl.sum((scaled >= middle).to(tl.int32), 0) >= number
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        scaled = tl.where(scaled >= low, scaled, float("-inf"))
+    if MODE >= 2:
+        # The same for the kept probability, which must reach top_p.
+        weight = tl.where(inside, tl.exp(scaled), 0.0)
+        mass = tl.load(top_p + b) * tl.sum(weight)
+        if MODE == 4:  # without top-k and top-p as the mode temperature, which sums nothing up
+            mass = tl.where((tl.load(top_p + b) < 1.0) | (tl.load(top_k + b) > 0), mass, float("inf"))
+        low = -88.0
+        high = 1e-6
+        for _ in range(STEPS):
+            middle = (low + high) * 0.5
+            enough = tl.sum(tl.where(scaled >= middle, weight, 0.0)) >= mass
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        scaled = tl.where(scaled >= low, scaled, float("-inf"))
+    if MODE == 4:
+        scaled = tl.where(scaled >= tl.log(tl.load(min_p + b)), scaled, float("-inf"))
+    uniform = tl.rand(tl.load(seed + b), at * V_TILE + ids)
+    noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
+    return tl.where(inside, scaled + noise, float("-inf"))
 
 
 @triton.jit
@@ -211,6 +285,11 @@ def _advance_kernel(
     seed,
     fault,
     chosen,
+    min_p,
+    repetition,
+    presence,
+    frequency,
+    seen,
     capacity,
     n_row,
     n_vocab,
@@ -244,38 +323,28 @@ def _advance_kernel(
         bad = (best != best) & (at > 0)
         scaled = row
         top = best
+        if MODE == 4:
+            times = tl.load(seen + b.to(tl.int64) * n_vocab + ids, mask=inside, other=0)
+            scale = tl.load(repetition + b)
+            scaled = tl.where(times > 0, tl.where(row < 0, row * scale, row / scale), row)
+            taken = tl.load(presence + b) + tl.load(frequency + b) * (times >> 1).to(tl.float32)
+            scaled = tl.where(times > 1, scaled - taken, scaled)
+            top = tl.max(scaled, 0)
         if at < first_stop:
             for i in tl.static_range(N_STOPS):
                 scaled = tl.where(ids == tl.load(stops + i), float("-inf"), scaled)
             top = tl.max(scaled, 0)
-        if MODE > 0:
-            scaled = (scaled - top) / tl.load(temperature + b)
-            if MODE == 3:
-                # The largest cut-off above which top_k tokens still stand, by bisection on the logit.
-                number = tl.load(top_k + b)
-                low = -88.0
-                high = 1e-6
-                for _ in range(STEPS):
-                    middle = (low + high) * 0.5
-                    enough = tl.sum((scaled >= middle).to(tl.int32), 0) >= number
-                    low = tl.where(enough, middle, low)
-                    high = tl.where(enough, high, middle)
-                scaled = tl.where(scaled >= low, scaled, float("-inf"))
-            if MODE >= 2:
-                # The same for the kept probability, which must reach top_p.
-                weight = tl.where(inside, tl.exp(scaled), 0.0)
-                mass = tl.load(top_p + b) * tl.sum(weight)
-                low = -88.0
-                high = 1e-6
-                for _ in range(STEPS):
-                    middle = (low + high) * 0.5
-                    enough = tl.sum(tl.where(scaled >= middle, weight, 0.0)) >= mass
-                    low = tl.where(enough, middle, low)
-                    high = tl.where(enough, high, middle)
-                scaled = tl.where(scaled >= low, scaled, float("-inf"))
-            uniform = tl.rand(tl.load(seed + b), at * V_TILE + ids)
-            noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
-            scaled = tl.where(inside, scaled + noise, float("-inf"))
+        if MODE == 4:
+            if tl.load(temperature + b) > 0:
+                scaled = _noisy(
+                    scaled, top, ids, inside, b, at, temperature, top_p, top_k, min_p, seed, n_vocab, V_TILE, MODE,
+                    STEPS,
+                )  # fmt: skip
+                top = tl.max(scaled, 0)
+        elif MODE > 0:
+            scaled = _noisy(
+                scaled, top, ids, inside, b, at, temperature, top_p, top_k, None, seed, n_vocab, V_TILE, MODE, STEPS,
+            )  # fmt: skip
             top = tl.max(scaled, 0)
         choice = tl.min(tl.where(scaled == top, ids, n_vocab), 0)
         choice = tl.minimum(choice, n_vocab - 1)
@@ -285,6 +354,10 @@ def _advance_kernel(
                 target = tl.sum(tl.where(ids == token, row, 0.0))
                 tl.store(nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
         tl.store(tokens + b * capacity + at, token)
+        if MODE == 4:
+            counted = seen + b.to(tl.int64) * n_vocab + token
+            before = tl.load(counted)
+            tl.store(counted, tl.where(given, before | 1, before + 2))
         stop = 0
         for i in tl.static_range(N_STOPS):
             stop |= (tl.load(stops + i) == token).to(tl.int32)
@@ -305,9 +378,11 @@ def advance(
     pdl: bool = False,
     chosen: Chosen | None = None,
 ) -> None:
-    """Choose the next token of every row that is not done and move it on. mode: greedy, temperature, top_p or top_k.
+    """Choose the next token of every row that is not done and move it on.
 
-    chosen: of a greedy row, which then needs no logits.
+    Args:
+        mode: greedy, temperature, top_p, top_k or mixed.
+        chosen: of a greedy row, which then needs no logits.
     """
     check_device("logits", logits)
     batch, n_vocab = logits.shape
@@ -315,9 +390,12 @@ def advance(
     if chosen is not None:
         require(batch == 1 and mode == "greedy" and not score, "candidates are for one row, greedy, without scores")
         check_shape("chosen.ids", chosen.ids, chosen.values.numel())
-    modes = {"greedy": 0, "temperature": 1, "top_p": 2, "top_k": 3}
+    modes = {"greedy": 0, "temperature": 1, "top_p": 2, "top_k": 3, "mixed": 4}
     if mode not in modes:
         raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(modes)}")
+    mixed = (state.min_p, state.repetition, state.presence, state.frequency, state.seen)
+    if mode == "mixed":
+        check_shape("seen", state.seen, batch, n_vocab)
     pdl = use_pdl(pdl, logits.device)
     n_row = n_vocab if chosen is None else chosen.values.numel()
     tile = triton.next_power_of_2(n_row)
@@ -340,6 +418,7 @@ def advance(
         state.seed,
         state.fault,
         None if chosen is None else chosen.ids,
+        *(mixed if mode == "mixed" else (None,) * len(mixed)),
         state.tokens.shape[1],
         n_row,
         n_vocab,

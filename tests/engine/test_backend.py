@@ -184,12 +184,11 @@ def test_a_text_generation_pipeline(folder, bundle, caplog):
 
 REFUSED = [
     ({"num_beams": 3}, "num_beams=3"),
-    ({"repetition_penalty": 1.3}, "repetition_penalty=1.3"),
     ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
     ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
     ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor"),
-    ({"do_sample": True, "min_p": 0.1}, "min_p=0.1"),
+    ({"do_sample": True, "typical_p": 0.1}, "typical_p=0.1"),
     ({"eos_token_id": list(range(4, 13))}, "at most 8 stop tokens, got 9"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
 ]

@@ -66,7 +66,7 @@ def test_what_the_engine_cannot_do_runs_through_gather_or_is_refused(models, cap
     for changes, remedy in (
         ({"num_beams": 2}, "pass num_beams=1"),
         ({"no_repeat_ngram_size": 2}, "leave no_repeat_ngram_size out|pass no_repeat_ngram_size=0"),
-        ({"num_return_sequences": 3, "do_sample": True}, "at most 4 rows at once, got 9; pass 4 at a time"),
+        ({"num_return_sequences": 3, "do_sample": True}, "at most 8 rows at once, got 9; pass 8 at a time"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "leave prefix_allowed_tokens_fn out"),
         ({"eos_token_id": list(range(3, 20))}, "at most 8 stop tokens, got 17; pass so many of them in eos_token_id"),
     ):

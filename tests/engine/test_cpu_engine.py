@@ -281,7 +281,7 @@ def test_greedy_takes_the_largest_fp32_logit_though_int8_screens(tiny_opt):
 def test_refusals_name_the_remedy(tiny_opt):
     model = load_opt(str(tiny_opt))
     weights = CpuWeights.from_model(model)
-    for options in ({"batch": 5}, {"threads": 0}, {"context": 513}):
+    for options in ({"batch": 9}, {"threads": 0}, {"context": 513}):
         with pytest.raises(UserError):
             CpuEngine(weights, **options)
     with pytest.raises(UserError, match="float32 or int8"):

@@ -50,10 +50,12 @@ class Counting(Session):
             self._next()
         return n
 
-    def look(self, n):
-        if 0 <= self.fault < max(self.held):
-            raise UserError("not finite")
-        return self.held[:n], all(map(self._over, range(n)))
+    def read(self, n):
+        faults = {0: UserError("not finite")} if 0 <= self.fault < max(self.held) else {}
+        return self.held[:n], [self._over(b) for b in range(n)], faults
+
+    def end(self, b):
+        self.total[b] = self.held[b]
 
 
 def test_rows_end_at_their_own_stop_token_or_limit():
@@ -99,3 +101,16 @@ def test_a_callback_cannot_call_its_engine(call):
     with pytest.raises(UserError, match="build another engine"):
         engine.generate([[5]], 2, callback=lambda *_: call(engine))
     assert engine.generate([[5]], 2) == [[6, 7]], "the turn was given back"
+
+
+def test_a_callback_ends_its_row_and_an_engine_without_joining_says_so():
+    engine, heard = Counting(), []
+
+    def hear(row, token):
+        heard.append((row, token))
+        return row == 0 and token == 6
+
+    assert engine.generate([[4], [20, 21]], 4, stop_tokens=(), callback=hear) == [[5, 6], [22, 23, 24, 25]]
+    assert [token for row, token in heard if row == 0] == [5, 6]
+    with pytest.raises(UserError, match="rows of this engine begin together"):
+        engine.open(())

@@ -9,7 +9,7 @@ ROWS, VOCABULARY = 4, 50
 
 
 def state_of(device, **values) -> TokenState:
-    state = TokenState.empty(ROWS, 12, device)
+    state = TokenState.empty(ROWS, 12, device, vocab=VOCABULARY)
     state.done.zero_()
     for name, value in {"position": 4, "known": 3, "limit": 12, **values}.items():
         getattr(state, name).copy_(torch.as_tensor(value))
@@ -63,3 +63,58 @@ def test_top_k_then_top_p(device, top_k, top_p):
         assert seen[b] <= set(order.indices[b, :number].tolist())
         assert int(order.indices[b, 0]) in seen[b]
     assert any(len(each) > 1 for each in seen)
+
+
+PENALTIES = {"repetition": [1.0, 1.5, 1.0, 3.0], "presence": [0.0, 0.0, 2.0, 1.0], "frequency": [0.0, 0.5, 0.0, 1.0]}
+
+
+def test_greedy_rows_of_a_mixed_step_take_penalties_as_the_reference(device):
+    logits, seen = logits_of(device), torch.zeros(ROWS, VOCABULARY, dtype=torch.int32)
+    best = logits.topk(3, dim=1).indices.cpu()
+    for b in range(ROWS):
+        seen[b, best[b]] = torch.tensor([2 * b, 1, 3], dtype=torch.int32)
+    made = []
+    for step in (advance, advance_reference):
+        state = state_of(device, temperature=[0.0] * ROWS, seen=seen, known=[3, 3, 3, 9], **PENALTIES)
+        for _ in range(2):
+            step(logits, state, "mixed")
+        made.append(state)
+    for name, tensor in vars(made[0]).items():
+        torch.testing.assert_close(tensor, getattr(made[1], name), msg=name)
+    chosen = made[0].tokens[:3, 5].tolist()
+    assert chosen[0] == int(best[0, 0]) and chosen[2] != int(best[2, 0]), "of row 2 presence is taken"
+    row, token = logits[1].cpu().clone(), best[1].tolist()  # by hand: generated once, prompt alone, both
+    for at, times in zip(token, (1, 0, 1), strict=True):
+        row[at] = (row[at] / 1.5 if row[at] > 0 else row[at] * 1.5) - 0.5 * times
+    assert chosen[1] == int(row.argmax())
+    assert int(made[0].seen[0, chosen[0]]) == 4 and int(made[0].seen[3, 0]) == 1, "twice generated, and given"
+
+
+def test_a_row_of_a_mixed_step_draws_what_it_draws_in_its_own_mode(device):
+    logits = logits_of(device)
+    own = {"temperature": (1.5, 0, 1.0), "top_p": (1.0, 0, 0.7), "top_k": (2.0, 5, 0.9), "greedy": (0.0, 0, 1.0)}
+    numbers = dict(zip(("temperature", "top_k", "top_p"), zip(*own.values(), strict=True), strict=True))
+    for seed in range(6):
+        seeds = [ROWS * seed + b for b in range(ROWS)]
+        together = state_of(device, seed=seeds, **numbers)
+        advance(logits, together, "mixed")
+        for b, mode in enumerate(own):
+            alone = state_of(device, seed=seeds, **numbers)
+            advance(logits, alone, mode)
+            assert int(alone.tokens[b, 5]) == int(together.tokens[b, 5]), mode
+
+
+def test_min_p_leaves_what_is_likely_enough(device):
+    logits = logits_of(device)
+    likely = logits.softmax(1)
+    for step in (advance, advance_reference):
+        seen = [set() for _ in range(ROWS)]
+        for seed in range(12):
+            seeds = [4 * seed + b for b in range(ROWS)]
+            state = state_of(device, temperature=[1.0] * ROWS, top_k=[0] * ROWS, min_p=[0.3] * ROWS, seed=seeds)
+            step(logits, state, "mixed")
+            for b in range(ROWS):
+                seen[b].add(int(state.tokens[b, 5]))
+        for b in range(ROWS):
+            assert all(likely[b, token] >= 0.29 * likely[b].max() for token in seen[b])
+        assert any(len(each) > 1 for each in seen)

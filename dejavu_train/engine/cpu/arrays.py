@@ -32,7 +32,7 @@ WEIGHTS, PREDICTORS, LM_HEAD, KV = range(4)  # columns of Scratch.bytes_read
 DONE, SPARSE, DENSE = range(3)  # State.row_state
 LINE = 64  # bytes; what two threads write again and again never lies on one cache line
 PADDED = LINE // 4  # elements between the parts of two threads
-GREEDY, TEMPERATURE, TOP_P, TOP_K_MODE = range(4)  # sampling modes
+GREEDY, SAMPLED = range(2)  # greedy rows alone, or each row as its numbers say
 LEVELS = 32767  # of an operand: int16
 RELU_KIND, RELU2_KIND, GELU_KIND, GELU_TANH_KIND = range(4)  # Model.activation
 NEVER, BEFORE, BEHIND = range(3)  # Model.head_norm: where norms of q and k stand, seen from their rotation
@@ -138,9 +138,9 @@ class State(Group):
     samples (B): see ``advance``. fault (B): 0, or the position before which numbers were first not finite. fault_site
     (B): the half that they came from, as `normalise` counts, 0 = the LM head.
 
-    Per sequence: tokens (S, T) int32, nll (S, T) fp32, keys (L, S, g, e, T), values (L, S, g, T, e) fp32. attn_in
-    (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T). watermark (L, S, g): K and V are valid
-    below.
+    Per sequence: tokens (S, T) int32, nll (S, T) fp32, seen (S, V) int32, see `penalise`. Caches: keys (L, S, g, e, T),
+    values (L, S, g, T, e) fp32. attn_in (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T).
+    watermark (L, S, g): K and V are valid below.
     """
 
     sequence: np.ndarray
@@ -156,7 +156,12 @@ class State(Group):
     temperature: np.ndarray
     top_p: np.ndarray
     top_k: np.ndarray
+    min_p: np.ndarray
+    repetition: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
     seed: np.ndarray
+    seen: np.ndarray
     fault: np.ndarray
     fault_site: np.ndarray
     keys: np.ndarray
@@ -171,9 +176,9 @@ class State(Group):
     def clear(self) -> None:
         """Forget all rows. Caches keep their content, which no watermark and no position reaches."""
         zero = (self.position, self.known, self.least, self.limit, self.sparse_from, self.fault, self.fault_site)
-        for array in (*zero, self.watermark):
+        for array in (*zero, self.watermark, self.min_p, self.presence, self.frequency):
             array[:] = 0
-        self.row_state[:], self.stops[:] = DONE, -1
+        self.row_state[:], self.stops[:], self.repetition[:] = DONE, -1, 1
 
 
 class Scratch(Group):
@@ -232,7 +237,7 @@ def aligned(size: tuple[int, ...], dtype: type) -> np.ndarray:
     return memory[start : start + n_bytes].view(dtype).reshape(size)
 
 
-SHARED = ("tokens", "nll", "stops", "keys", "values", "watermark")
+SHARED = ("tokens", "seen", "nll", "stops", "keys", "values", "watermark")
 
 
 def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: type, of: State | None = None) -> State:
@@ -256,6 +261,7 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
         if of is not None
         else dict(
             tokens=np.zeros((batch, context), np.int32),
+            seen=np.zeros((batch, shape.vocab_size), np.int32),
             nll=floats(batch, context),
             stops=ints(8) - 1,
             keys=floats(n_layers, batch, g, e, context),
@@ -275,6 +281,10 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
         temperature=floats(batch) + 1,
         top_p=floats(batch) + 1,
         top_k=ints(batch),
+        min_p=floats(batch),
+        repetition=floats(batch) + 1,
+        presence=floats(batch),
+        frequency=floats(batch),
         seed=ints(batch),
         fault=ints(batch),
         fault_site=ints(batch),

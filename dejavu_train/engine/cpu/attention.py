@@ -224,6 +224,14 @@ def project_out(model, state, work, layer, n_units, thread, n_threads):
     numbers, factors = work.numbers[thread], work.results[thread]
     work.partial[0, thread] = 0
     start, stop = n_units * of_unit * thread // n_threads, n_units * of_unit * (thread + 1) // n_threads
+    if batch > 1:  # by the number of a column, so that the order of a row's sum does not follow from other rows
+        whole = state.keys.shape[2] * of_unit
+        first, last = whole * thread // n_threads, whole * (thread + 1) // n_threads
+        start, stop = 0, 0
+        for i in range(n_units):
+            at = work.heads[thread, i] * of_unit
+            start += min(max(first - at, 0), of_unit)
+            stop += min(max(last - at, 0), of_unit)
     live = 0
     for at in range(start, stop):
         unit = work.heads[thread, at // of_unit]

@@ -19,9 +19,9 @@ from dejavu_train.engine.cpu.selectors import Rules, read_rules
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.cpu.threads import SUPPORTED
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.engine.cpu_limits import MAX_BATCH
+from dejavu_train.engine.cpu_limits import row_seed
 from dejavu_train.engine.draft import Draft
-from dejavu_train.engine.inputs import Sampling, check_rows
+from dejavu_train.engine.inputs import Row, Sampling, check_rows
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine
@@ -49,7 +49,7 @@ class CpuEngine(Session):
         model: a Hugging Face model, or `CpuWeights`, which several engines may share.
         bundle: a `Bundle`, a list of `CpuPredictor`, or the `rules` of an engine with the same weights. None: a
             dense engine.
-        batch: rows, at most 4. Fewer prompts may be given.
+        batch: rows, at most 8. Fewer prompts may be given.
         context: tokens a row can hold, prompt included. None = the model's limit.
         stored: float32, int8 or codes, how weights are kept. A given `CpuWeights` keeps its own. None = the codes of a
             4-bit model where they fit, else float32.
@@ -135,13 +135,14 @@ class CpuEngine(Session):
         self._seconds_per_step = max((time.perf_counter() - started) / n, 1e-6)
         return n
 
-    def look(self, n: int) -> tuple[list[int], bool]:
-        """Raises UserError for numbers that are not finite, by layer. See `Session.look`."""
+    def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
+        """What is not finite is named by layer. See `Session.read`."""
         state = self.state
-        if state.fault.any():
-            b = int(state.fault.argmax())
-            raise fault(int(state.fault_site[b]) - 1, b, int(state.fault[b]) - 1)
-        return (state.position[:n] + 1).tolist(), bool((state.row_state[:n] == arrays.DONE).all())
+        faults = {
+            int(b): fault(int(state.fault_site[b]) - 1, int(b), int(state.fault[b]) - 1)
+            for b in state.fault[:n].nonzero()[0]
+        }
+        return (state.position[:n] + 1).tolist(), (state.row_state[:n] == arrays.DONE).tolist(), faults
 
     def begin(
         self,
@@ -157,23 +158,52 @@ class CpuEngine(Session):
     ) -> None:
         """See `Session.begin`."""
         check_rows(rows, total, self.batch, self.context, self.shape)
-        state, n = self.state, len(rows)
-        state.clear()
+        self.open(stops)
         for b, row in enumerate(rows):
-            state.tokens[b, : len(row)] = row
-            state.known[b], state.limit[b], state.sparse_from[b] = len(row), total[b], sparse_from[b]
-            state.least[b] = least[b] if least else 0
-            state.position[b] = prefilled[b] - 1
-            # Not done, so that the tail gives the row its next token; whether it is sparse is decided there.
-            state.row_state[b] = arrays.DENSE
-            state.seed[b] = sampler.seed * MAX_BATCH + b
-            if prefilled[b]:
-                self.scratch.residual[b] = prefill(self.weights, self.selectors, state, b, prefilled[b]).numpy()
-                state.watermark[:, b] = prefilled[b]
-        state.temperature[:n], state.top_p[:n] = sampler.temperature or 1.0, sampler.top_p
-        state.top_k[:n] = sampler.top_k
-        state.stops[: len(stops)] = list(stops)
+            first = least[b] if least else 0
+            self._write(b, Row(row, total[b], sampler, sparse_from[b], prefilled[b], first, b))
         self._team.call(1, sampler.mode, score, tail_only=True)
+
+    def open(self, stops: Sequence[int]) -> None:
+        """See `Session.open`."""
+        self.state.clear()
+        self.state.stops[: len(stops)] = list(stops)
+
+    def place(self, b: int, row: Row) -> None:
+        """See `Session.place`."""
+        check_rows([row.tokens], [row.total], self.batch, self.context, self.shape)
+        state = self.state
+        others = state.row_state.copy()
+        try:
+            state.row_state[:] = arrays.DONE
+            self._write(b, row)
+            self._team.call(1, row.sampling.mode, tail_only=True)
+        finally:
+            others[b] = state.row_state[b]
+            state.row_state[:] = others
+
+    def end(self, b: int) -> None:
+        """See `Session.end`."""
+        self.state.row_state[b] = arrays.DONE
+
+    def _write(self, b: int, row: Row) -> None:
+        """A row's state and the residual stream of its prefilled tokens, behind which the tail chooses the next."""
+        state, known, sampler = self.state, len(row.tokens), row.sampling
+        state.tokens[b, :known] = row.tokens
+        state.known[b], state.limit[b], state.sparse_from[b] = known, row.total, row.sparse_from
+        state.least[b], state.position[b] = row.least, row.prefilled - 1
+        state.fault[b] = state.fault_site[b] = 0
+        state.temperature[b], state.top_p[b], state.top_k[b] = sampler.temperature, sampler.top_p, sampler.top_k
+        state.min_p[b], state.repetition[b] = sampler.min_p, sampler.repetition_penalty
+        state.presence[b], state.frequency[b] = sampler.presence_penalty, sampler.frequency_penalty
+        state.seed[b] = row_seed(sampler.seed, row.number)
+        state.seen[b] = 0
+        state.seen[b, list(row.tokens[: row.prefilled])] = 1
+        state.watermark[:, b] = row.prefilled
+        if row.prefilled:
+            self.scratch.residual[b] = prefill(self.weights, self.selectors, state, b, row.prefilled).numpy()
+        # Not done, so that the tail gives the row its next token. Whether it is sparse is decided there.
+        state.row_state[b] = arrays.DENSE
 
     def pair(self, draft: Draft) -> CpuPair:
         """See `Session.pair`. Weights in 8 bits are made here, once for all engines with these weights."""

@@ -11,7 +11,7 @@ from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.cpu.verify import ACCEPTED, DRAFTED, FIRST
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.engine.cpu_limits import MAX_BATCH
+from dejavu_train.engine.cpu_limits import row_seed
 from dejavu_train.engine.draft import MOST_DRAFTED
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.lossless import Pace, Pair, Verified
@@ -59,8 +59,8 @@ class CpuPair(Pair):
         draft, n = self.draft_state, len(prompt)
         for state in (draft, self.slots):
             state.clear()
-            state.temperature[:], state.top_p[:] = sampler.temperature or 1.0, sampler.top_p
-            state.top_k[:], state.seed[:] = sampler.top_k, sampler.seed * MAX_BATCH
+            state.temperature[:], state.top_p[:], state.min_p[:] = sampler.temperature, sampler.top_p, sampler.min_p
+            state.top_k[:], state.seed[:] = sampler.top_k, row_seed(sampler.seed, 0)
             state.limit[:], state.least[:], state.sparse_from[:] = total, least, n
         draft.tokens[0, :n], draft.stops[: len(stops)] = prompt, list(stops)
         draft.position[0] = n - 1

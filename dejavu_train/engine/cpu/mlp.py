@@ -119,14 +119,20 @@ def take_all(model, work, live, thread, n_threads):
 
 @compiled()
 def take_share(model, work, thread, n_threads):
-    """List this thread's share of the neurons that all threads found, equal shares whoever found them.
+    """List this thread's share of the neurons that all threads found. Returns how many.
 
-    Returns how many. work.found and found_rows -> work.units and unit_rows.
+    Of one row equal shares, whoever found them. Of several rows what the thread itself found. So the order of a row's
+    sum does not follow from what other rows use. work.found and found_rows -> units and unit_rows.
     """
     total = 0
     for other in range(n_threads):
         total += work.counts[other, 0]
     start, stop = total * thread // n_threads, total * (thread + 1) // n_threads
+    if work.residual.shape[0] > 1:
+        start = 0
+        for other in range(thread):
+            start += work.counts[other, 0]
+        stop = start + work.counts[thread, 0]
     before, n = 0, 0
     for other in range(n_threads):
         count, segment = work.counts[other, 0], model.up_bias.shape[1] * other // n_threads

@@ -4,8 +4,10 @@ greedy:      the largest logit, ties to the lowest id.
 temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id).
 top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p.
 top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p.
+min-p:       of what these leave, tokens whose probability is at least min_p times the largest.
 
-Before position `least` the tokens of `stops` are not chosen.
+A temperature of 0 is greedy. Before all of it the logits of tokens that a row holds are made less likely: see
+`penalise`. Before position `least` the tokens of `stops` are not chosen.
 tokens[b, t + 1] = known there (a prompt, or teacher forcing) or chosen. position[b] = t + 1 while the row is not done.
 """
 
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dejavu_train.engine.cpu.arrays import DENSE, DONE, GREEDY, SPARSE, TEMPERATURE, TOP_K_MODE
+from dejavu_train.engine.cpu.arrays import DENSE, DONE, GREEDY, SPARSE
 from dejavu_train.engine.cpu.threads import bits_from_float, compiled, float_from_bits
 from dejavu_train.engine.cpu.vector_ops import SUMS, exp_negative
 
@@ -77,6 +79,26 @@ def bar_stops(state, b, start, logits):
 
 
 @compiled()
+def penalise(state, b, start, logits):
+    """Make tokens that row b holds less likely, in logits (n,), those of the tokens from ``start`` on.
+
+    seen: twice as often as the token was generated, and 1 where the prompt holds it.
+    """
+    repetition, presence, frequency = state.repetition[b], state.presence[b], state.frequency[b]
+    if repetition == np.float32(1) and presence == np.float32(0) and frequency == np.float32(0):
+        return
+    seen = state.seen[state.sequence[b]]
+    for i in range(logits.shape[0]):
+        times = seen[start + i]
+        if times > 0:
+            value = logits[i]
+            value = value * repetition if value < np.float32(0) else value / repetition
+            if times > 1:
+                value -= presence + frequency * np.float32(times >> 1)
+            logits[i] = value
+
+
+@compiled()
 def count_from(logits, cut):
     """How many logits (V,) are at least ``cut``."""
     count: Any = 0
@@ -118,17 +140,19 @@ def mixed(z):
 
 
 @compiled()
-def draw(logits, best, mode, temperature, top_p, top_k, seed, at):
+def draw(logits, best, state, b, at):
     """A random id from logits (V,), which are overwritten. Best is the largest.
 
     The id with the largest logit + Gumbel noise is the one with the smallest waiting time -log(1 - u) / weight. A time
     is at least u / weight, so that most ids need no logarithm. Two close distributions choose the same id mostly.
     """
-    total = to_weights(logits, best, top_k_cut(logits, best, top_k) if mode == TOP_K_MODE else LOWEST, temperature)
-    bits = np.int32(0)
-    if mode != TEMPERATURE and top_p < 1:
-        bits = top_p_bits(logits, total * np.float64(top_p))
-    start = mixed(mixed(np.uint64(seed)) + np.uint64(at))
+    top_k, top_p, min_p = state.top_k[b], state.top_p[b], state.min_p[b]
+    cut = top_k_cut(logits, best, top_k) if top_k > 0 else LOWEST
+    total = to_weights(logits, best, cut, state.temperature[b])
+    bits = bits_from_float(min_p)  # the weight of the likeliest token is 1
+    if top_p < 1:
+        bits = max(bits, top_p_bits(logits, total * np.float64(top_p)))
+    start = mixed(mixed(np.uint64(state.seed[b])) + np.uint64(at))
     soonest, chosen = np.inf, 0
     for i in range(logits.shape[0]):
         weight = np.float64(logits[i])
@@ -186,12 +210,9 @@ def choose(state, work, b, mode, n_threads):
     for thread in range(n_threads):
         token = work.best_token[thread, b]
         likeliest = token if logits[token] > logits[likeliest] else likeliest
-    if mode == GREEDY:
+    if mode == GREEDY or state.temperature[b] == np.float32(0):
         return np.int64(likeliest)
-    return np.int64(draw(
-        logits, logits[likeliest], mode, state.temperature[b], state.top_p[b], state.top_k[b], state.seed[b],
-        state.position[b] + 1,
-    ))  # fmt: skip
+    return np.int64(draw(logits, logits[likeliest], state, b, state.position[b] + 1))
 
 
 @compiled()
@@ -220,6 +241,7 @@ def advance(state, work, mode, score, n_threads):
         else:
             token = choose(state, work, b, mode, n_threads)
         state.tokens[own, at] = token
+        state.seen[own, token] = (state.seen[own, token] | 1) if known else state.seen[own, token] + 2
         state.position[b] = at
         if (is_stop(state, token) and not known) or state.fault[b] or at + 1 >= state.limit[b]:
             state.row_state[b] = DONE

@@ -25,7 +25,7 @@ from dejavu_train.engine.cpu.attention import (
 )
 from dejavu_train.engine.cpu.mlp import listed_neurons, take_all, take_share
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu.sampling import advance, bar_stops, head_needed, largest_of, not_finite
+from dejavu_train.engine.cpu.sampling import advance, bar_stops, head_needed, largest_of, not_finite, penalise
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled
 from dejavu_train.engine.cpu.vector_ops import add, add_list, cap, copy, dot_list, layer_norm, norm, round_to_levels
@@ -156,6 +156,7 @@ def all_logits(model, state, work, start, stop, thread):
             work.faulty[thread, b] = not_finite(results[b, :n])
             if model.logit_cap:
                 cap(results[b, :n], model.logit_cap)
+            penalise(state, b, start, results[b, :n])
             bar_stops(state, b, start, results[b, :n])
             copy(work.logits[b, start:stop], results[b, :n])
             work.best_token[thread, b] = start + largest_of(results[b, :n])

@@ -13,13 +13,6 @@ from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.threads import new_control
 from dejavu_train.errors import UserError
 
-MODES = {
-    "greedy": arrays.GREEDY,
-    "temperature": arrays.TEMPERATURE,
-    "top_p": arrays.TOP_P,
-    "top_k": arrays.TOP_K_MODE,
-}
-
 
 class Team:
     """The caller's thread and ``n_threads`` - 1 others, which wait for it.
@@ -61,7 +54,8 @@ class Team:
         with self._running:
             self.check_alive()  # closed by another thread while this one waited
             command = self.command
-            command[N_STEPS], command[MODE], command[SCORE], command[TAIL_ONLY] = n_steps, MODES[mode], score, tail_only
+            command[MODE] = arrays.GREEDY if mode == "greedy" else arrays.SAMPLED
+            command[N_STEPS], command[SCORE], command[TAIL_ONLY] = n_steps, score, tail_only
             self._entry(*self._arguments, 0, self.n_threads)
 
 
