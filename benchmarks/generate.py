@@ -3,8 +3,8 @@
 Random weights of a true shape in fp16, greedy, one H200 in about two minutes at 6.7B. The same tokens are generated
 three ways: by `generate()`, by the engine's own steps, and by the dense model through transformers' loop. `generate()`
 is timed at two lengths: their difference leaves out the prompt phase and the set-up. Peak memory is that of building
-the engine and generating, beside the weights, the caches and the predictors. Appends one JSON row to --out and prints
-it.
+the engine and generating, beside the weights, the caches and the predictors. A pipeline("text-generation") with all
+defaults is timed as well, of the dense model and of ours. Appends one JSON row to --out and prints it.
 
     python -m benchmarks.generate
     python -m benchmarks.generate --shape 2.7b --mlp-density 0.2 --head-density 0.85
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import OPTForCausalLM
+from transformers import OPTForCausalLM, pipeline
 
 from benchmarks.decode_hf import Clock, random_opt
 from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
@@ -31,10 +31,12 @@ from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.families import ModelDims
+from dejavu_train.models.opt import load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 STD = 0.02
 HEAD_RANK = 16
+TOKENIZER = "checkpoints/opt-mini"  # any: of a prompt for random weights
 EXTRA = 20  # steps while thresholds are set
 
 
@@ -94,6 +96,20 @@ def own_rate(engine: DecodeEngine, prompt: list[int], new_tokens: int) -> float:
     return statistics.median(step_times(engine.step, new_tokens - 6))
 
 
+def pipeline_ms(model: Any, calls: int) -> float:
+    """Median milliseconds a token of calls of a pipeline with all defaults. The first call is not counted."""
+    tokenizer, times = load_tokenizer(TOKENIZER), []
+    write = pipeline("text-generation", model, tokenizer=tokenizer)
+    for turn in range(calls + 1):
+        torch.manual_seed(turn)
+        began = time.perf_counter()
+        (made,) = write("The package was", return_tensors=True)
+        seconds_taken = time.perf_counter() - began
+        new = len(made["generated_token_ids"]) - len(tokenizer("The package was")["input_ids"])
+        times.append(1e3 * seconds_taken / new)
+    return statistics.median(times[1:])
+
+
 @torch.no_grad()
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All measurements of one shape."""
@@ -105,6 +121,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     clock = Clock()
     seconds(dense, ids, 4)
     dense.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **greedy(args.new_tokens))
+    dense_pipeline_ms = pipeline_ms(dense, args.repeats)
     weights = sum(parameter.nbytes for parameter in dense.parameters())
     bundle = random_bundle(
         shape, args.rank or RANKS[args.shape], args.mlp_density, args.head_density, "cuda"
@@ -126,6 +143,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     again = engine.generate(ids.tolist(), args.new_tokens, stop_tokens=())[0]
     assert whole[0][1][0, args.prompt :].tolist() == again, "generate() and the engine chose other tokens"
     caches, predictors = cache_bytes(engine), predictor_bytes(engine)
+    sparse_pipeline_ms = pipeline_ms(model, args.repeats)
     generate_ms = 1e3 * (long - short) / (args.new_tokens - 1)
     return {
         "first_call_s": first_call,
@@ -134,6 +152,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "engine_ms": engine_ms,
         "share_of_engine_rate": engine_ms / generate_ms,
         "transformers_dense_ms": statistics.median(clock.between()[10:]),
+        "pipeline_ms": sparse_pipeline_ms,
+        "pipeline_dense_ms": dense_pipeline_ms,
+        "pipeline_over_dense": dense_pipeline_ms / sparse_pipeline_ms,
         "peak_gb": peak / 1e9,
         "weights_gb": weights / 1e9,
         "caches_gb": caches / 1e9,

@@ -14,6 +14,7 @@ from dejavu_train.models.config_values import read_values
 from dejavu_train.models.installed import installed
 from dejavu_train.models.weight_format import stored_format
 from dejavu_train.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
+from dejavu_train.sizes import check_help
 
 LOSSES = ("paper", "pos_weight", "contribution", "listwise", "regression", "log_contribution")  # in predictors.losses
 
@@ -154,6 +155,7 @@ class RunConfig:
         "calibrate.mlp_density", "calibrate.head_density", "calibrate.dtype", "trainer",
     )  # fmt: skip
     GROUPS = {"run": ("Of this invocation", ("revision", "bundle", "verify", "seed", "layers", "targets", "jobs"))}
+    NOTES = {"check": ("--check, and what the configurations take: disk, GPU, hours", check_help)}
 
     model: str = "checkpoints/opt-mini"
     """Folder or hub id of a model of a family that there is."""

@@ -68,8 +68,8 @@ class _ConfigParser(Parser):
     """The parser of one dataclass, which knows the types of its fields.
 
     Besides fields a dataclass may have ``EXAMPLES``, lines to type, and ``COMMON``, the options that ``--help`` shows.
-    ``GROUPS`` holds a title and options by name, for ``--help NAME``. Sections are groups as well. Without ``COMMON``
-    all options are shown.
+    ``GROUPS`` holds a title and options by name, for ``--help NAME``. Sections are groups as well. ``NOTES`` holds a
+    title and what gives a text in place of options. Without ``COMMON`` all options are shown.
     """
 
     _action_groups: list[Any]
@@ -108,6 +108,7 @@ class _ConfigParser(Parser):
             UserError: there is no such group.
         """
         common, grouped = getattr(self.kind, "COMMON", ()), getattr(self.kind, "GROUPS", {})
+        notes = getattr(self.kind, "NOTES", {})
         titles = {"common": "common options", "options": "options"} | {
             name: title for name, (title, _) in grouped.items()
         }
@@ -126,8 +127,11 @@ class _ConfigParser(Parser):
         groups["common"].sort(key=lambda action: [*common, action.dest].index(action.dest))
         others = [name for name in groups if name not in ("common", "options") and groups[name]]
         for name in self.help_about:
-            if name not in (*others, "all"):
-                raise UserError(f"--help {name}: there is no such group of options; there are all, {', '.join(others)}")
+            if name not in (*others, *notes, "all"):
+                known = ", ".join((*others, *notes))
+                raise UserError(f"--help {name}: there is no such group of options; there are all, {known}")
+        if self.help_about and set(self.help_about) <= set(notes):
+            return "\n".join(notes[name][1]() for name in self.help_about)
         chosen = self.help_about or (["common", "options"] if common else ["all"])
         shown = [name for name in groups if name in chosen or "all" in chosen]
         kept, self._action_groups = self._action_groups, [_group(titles[name], groups[name]) for name in shown]
@@ -140,8 +144,9 @@ class _ConfigParser(Parser):
             lines = "\n".join(f"  {example}" for example in examples)
             text = text.replace("\n\ncommon options", f"\n\nexamples:\n{lines}\n\ncommon options", 1)
         if "all" not in chosen:
-            width = max(map(len, others)) + 2
-            listed_groups = [f"  {name:{width}}{titles[name]}" for name in others]
+            width = max(map(len, (*others, *notes))) + 2
+            about = {name: titles[name] for name in others} | {name: title for name, (title, _) in notes.items()}
+            listed_groups = [f"  {name:{width}}{title}" for name, title in about.items()]
             text += "\n".join(["\nmore options, with --help NAME or --help all:", *listed_groups, ""])
         return text
 

@@ -84,6 +84,28 @@ def print_plan(config: RunConfig) -> None:
     print("no mistake was found; the same command without --check begins")
 
 
+def disk_bytes(config: RunConfig, shape: ModelDims, on_gpu: bool | None = None) -> tuple[int, int]:
+    """Tokens and bytes of all activations where nothing is there yet. Of a text that must be read first, none."""
+    tokens = sum(filter(None, expected_tokens(config, on_gpu).values()))
+    return tokens, tokens * _row_bytes(config, shape) * shape.n_layers
+
+
+def whole_run(config: RunConfig, shape: ModelDims) -> dict[str, float]:
+    """Seconds of each stage where nothing is there yet. The device of the run is timed."""
+    estimate = Estimate.measure(config, shape)
+    tokens, n_bytes = disk_bytes(config, shape)
+    recorded = {name: count or 0 for name, count in expected_tokens(config).items()}
+    jobs = config.all_jobs(shape.n_layers)
+    numbers = {target: sum(job.target == target for job in jobs) for target in TARGETS}
+    return {
+        "text": estimate.sampling(tokens_to_sample(config)),
+        "collecting": estimate.collecting(tokens, n_bytes),
+        "training": sum(estimate.training(target, count, recorded) for target, count in numbers.items() if count),
+        "tuning": estimate.tuning(),
+        "calibrating": estimate.calibrating(recorded["calibration"]),
+    }
+
+
 def tokens_to_sample(config: RunConfig) -> int:
     """How many tokens of its own text the model has to write before. Those beside the model are there."""
     if config.text.source != SELF or (Path(config.model) / "samples.json").is_file():
@@ -91,14 +113,18 @@ def tokens_to_sample(config: RunConfig) -> int:
     return tokens_needed(config.text.sample, _budgets(config), _on_gpu(config))[0]
 
 
-def expected_tokens(config: RunConfig) -> dict[str, int | None]:
-    """How many tokens of each set will be recorded, about. None where only reading the text would tell."""
+def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, int | None]:
+    """How many tokens of each set will be recorded, about. None where only reading the text would tell.
+
+    ``on_gpu`` says whether the model writes its text on a GPU. None: as the run would.
+    """
+    on_gpu = _on_gpu(config) if on_gpu is None else on_gpu
     available: int | None = None
     shares = SHARES
     source = config.text.source
     if source == SELF:
         shares = {name: CYCLE.count(name) / len(CYCLE) for name in SHARES}
-        available = tokens_needed(config.text.sample, _budgets(config), _on_gpu(config))[0]
+        available = tokens_needed(config.text.sample, _budgets(config), on_gpu)[0]
         if (Path(config.model) / "samples.json").is_file():
             available = config.text.sample.tokens or SampleManifest.load(Path(config.model)).tokens
     elif isinstance(source, str) and Path(source).is_file():

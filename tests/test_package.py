@@ -37,7 +37,8 @@ def test_changelog_begins_with_the_version_that_stands_in_pyproject():
 def test_every_file_beside_the_modules_is_installed_with_them():
     taken = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     folders = [REPOSITORY / package.replace(".", "/") for package in taken]
-    installed = {path for folder, names in zip(folders, taken.values(), strict=True) for path in folder.glob(names[0])}
+    given = zip(folders, taken.values(), strict=True)
+    installed = {path for folder, names in given for name in names for path in folder.glob(name)}
     beside = set((REPOSITORY / "dejavu_train").rglob("*.*"))
     # rglob does not follow links: those to the kernels' rooms and to the configurations.
     rooms = (REPOSITORY / "dejavu_train" / "kernels").iterdir()

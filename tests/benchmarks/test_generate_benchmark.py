@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from benchmarks import generate
 from benchmarks.decode_hf import random_opt
 from benchmarks.decode_problem import measured, set_thresholds, start
 from benchmarks.generate import cache_bytes, greedy, predictor_bytes, random_bundle, set_active_share
 from dejavu_train.families import ModelDims
+from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 SHAPE = ModelDims(64, 256, 2, 4, 300, 64)
@@ -32,3 +34,12 @@ def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities()
     assert engine is model._runtime.engines.engine(1, 15), "one engine for both"
     assert cache_bytes(engine) == 2 * 3 * 64 * 64 * 4
     assert predictor_bytes(engine) > 2 * 4 * (8 * (64 + 256) + 4 * 64)
+
+
+def test_a_pipeline_is_timed_a_token(tiny_opt, monkeypatch):
+    model = load_opt(str(tiny_opt))
+    monkeypatch.setattr(generate, "TOKENIZER", str(tiny_opt))
+    calls = []
+    own = model.generate
+    monkeypatch.setattr(model, "generate", lambda *args, **given: calls.append(given) or own(*args, **given))
+    assert 0 < generate.pipeline_ms(model, 2) < 1000 and len(calls) == 3

@@ -1,0 +1,88 @@
+"""Writes what a run of each configuration takes, as `train.py --help check` prints it: disk, weights, hours.
+
+Disk and weights follow from the shape. Hours are reckoned as `train.py --check` reckons them: from a block and some
+training steps of that shape, timed on this device. Nothing is downloaded: a folder with a config.json alone is enough.
+
+    python -m benchmarks.check_sizes                    on a GPU, a minute or two
+    python -m benchmarks.check_sizes --no-time          disk and weights, with the hours that are there
+"""
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.decode_problem import SHAPES
+from benchmarks.rows import command_line, made_now
+from dejavu_train.cli import parse_config
+from dejavu_train.families import ModelDims
+from dejavu_train.files import write_json
+from dejavu_train.models.opt import resolve_device
+from dejavu_train.plan import disk_bytes, whole_run
+from dejavu_train.sizes import ROWS, read_rows
+
+logger = logging.getLogger(__name__)
+NAMES = ("1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
+SOURCES = ("dejavu_train/estimate.py", "dejavu_train/plan.py", "dejavu_train/training", "dejavu_train/calibration")
+
+
+def config_values(shape: ModelDims) -> dict[str, Any]:
+    """The config.json of an OPT of this shape."""
+    return {
+        "model_type": "opt", "architectures": ["OPTForCausalLM"], "hidden_size": shape.d_model,
+        "word_embed_proj_dim": shape.d_model, "ffn_dim": shape.d_ffn, "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads, "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions, "do_layer_norm_before": True, "activation_function": "relu",
+    }  # fmt: skip
+
+
+def weights(shape: ModelDims) -> int:
+    """How many a model of this shape has in its blocks and embeddings."""
+    return shape.layer_weights * shape.n_layers + (shape.vocab_size + shape.max_positions) * shape.d_model
+
+
+def row_of(name: str, time_it: bool) -> dict[str, Any]:
+    """What the configuration of an OPT takes. ``hours`` is None where nothing is timed."""
+    shape = SHAPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_values(shape)))
+        config = parse_config(
+            ["--config", f"configs/opt-{name}.yaml", "--model", folder, "--trainer.logger", "null", "--output", folder]
+        )
+        tokens, n_bytes = disk_bytes(config, shape, on_gpu=True)
+        row: dict[str, Any] = {"configuration": f"opt-{name}", "tokens": tokens, "disk_gb": round(n_bytes / 1e9, 1)}
+        row |= {"weights_gb": round(2 * weights(shape) / 1e9, 1), "hours": None, "device": None}
+        if time_it:
+            seconds = whole_run(config, shape)
+            device = resolve_device(config.collect.device)
+            row["hours"] = round(sum(seconds.values()) / 3600, 2)
+            row["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+            logger.info("%s: %s", name, {stage: round(spent, 1) for stage, spent in seconds.items()})
+    return row
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--only", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--no-time", action="store_true", help="keep the hours that are there")
+    parser.add_argument("--out", type=Path, default=ROWS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    rows = {row["configuration"]: row for row in (read_rows(args.out) if args.out.is_file() else [])}
+    for name in args.only:
+        row = row_of(name, not args.no_time)
+        before = rows.get(row["configuration"], {})
+        if args.no_time:
+            row |= {key: before[key] for key in ("hours", "device", "date", "sources") if key in before}
+        else:
+            row |= {key: value for key, value in made_now(*SOURCES).items() if key in ("date", "sources")}
+        rows[row["configuration"]] = row
+    write_json(args.out, [rows[f"opt-{name}"] for name in NAMES if f"opt-{name}" in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
