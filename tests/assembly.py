@@ -48,7 +48,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     import dejavu_train.kernels.dense.int4_batch
     import dejavu_train.kernels.stages.mlp
     import dejavu_train.kernels.stages.qkv  # noqa: F401
-    from dejavu_train.kernels.common import int4_mma, int4_norm, lane_queue, launch, shared_rows
+    from dejavu_train.kernels.common import int4_mma, int4_neurons, int4_norm, lane_queue, launch, shared_rows
 
     state = carried_out(monkeypatch)
     # Called from Python, a function's tuples are not those that the interpreter makes of a kernel's.
@@ -75,6 +75,7 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
         ),
         (shared_rows, ("rows_list", "append_rows", "four_rows", "one_row", "written_anew")),
         (int4_mma, ("ask_words", "ask_inputs", "int4_tile")),
+        (int4_neurons, ("take_halves",)),
         (int4_norm, ("normalised_units",)),
     ):
         for name in names:

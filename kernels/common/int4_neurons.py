@@ -11,56 +11,30 @@ a word takes 7 instructions. For four words, four prmt put the codes of two neur
 sixteen masks make four operands, and four more instructions multiply. Without ASM there are twins in plain arithmetic.
 """
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs
+from dejavu_train.kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs, from_lane
 from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, MMA, codes_of, split_words
-
-
-def _unpacked(number: int, a: Sequence[str]) -> str:
-    """PTX: the four operands `a` of A of instruction `number` of a word each of four neurons, $16..$19, in x and y."""
-    if number % 2:
-        text = "shr.u32 x, x, 8; shr.u32 y, y, 8;"
-    else:
-        selector = ("0x5410", "0x7632")[number // 2]
-        text = f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
-    text += f"and.b32 {a[0]}, x, 0x000F000F; and.b32 {a[1]}, x, 0x00F000F0;"
-    return text + f"and.b32 {a[2]}, y, 0x000F000F; and.b32 {a[3]}, y, 0x00F000F0;"
+from dejavu_train.kernels.common.lane_queue import int32s, take
 
 
 def _products_asm() -> str:
     """PTX: $0..$15 = $22..$37 plus a word each of four neurons, $16..$19, times the factors $20 and $21."""
     text = "{ .reg .b32 x, y, p<4>;"
     for number in range(4):
-        text += _unpacked(number, ("p0", "p1", "p2", "p3"))
+        if number % 2:
+            text += "shr.u32 x, x, 8; shr.u32 y, y, 8;"
+        else:
+            selector = ("0x5410", "0x7632")[number // 2]
+            text += f"prmt.b32 x, $16, $17, {selector}; prmt.b32 y, $18, $19, {selector};"
+        text += "and.b32 p0, x, 0x000F000F; and.b32 p1, x, 0x00F000F0;"
+        text += "and.b32 p2, y, 0x000F000F; and.b32 p3, y, 0x00F000F0;"
         to, of = (", ".join(f"${start + 4 * number + i}" for i in range(4)) for start in (0, 22))
         text += f"{MMA} {{{to}}}, {{p0, p1, p2, p3}}, {{$20, $21}}, {{{of}}};"
     return text + "}"
 
 
-def _operands_asm() -> str:
-    """PTX: $0..$15 = the operands of A of a word each of four neurons, $16..$19."""
-    operands = (_unpacked(number, [f"${4 * number + i}" for i in range(4)]) for number in range(4))
-    return "{ .reg .b32 x, y;" + "".join(operands) + "}"
-
-
-def _multiply_asm() -> str:
-    """PTX: $0..$15 = $34..$49 plus the operands of A $16..$31 times the factors $32 and $33."""
-    text = ""
-    for first in range(0, 16, 4):
-        to, a, of = (", ".join(f"${start + first + i}" for i in range(4)) for start in (0, 16, 34))
-        text += f"{MMA} {{{to}}}, {{{a}}}, {{$32, $33}}, {{{of}}};"
-    return text
-
-
-OPERANDS = tl.constexpr(_operands_asm())
-OPERANDS_OPERANDS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 4))
-MULTIPLY = tl.constexpr(_multiply_asm())
-MULTIPLY_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 18 + ["f"] * 16))
-SIXTEEN_INTS = tl.constexpr((tl.int32,) * 16)
 PRODUCTS = tl.constexpr(_products_asm())
 # Outputs are written before the last input is read: "&".
 PRODUCTS_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 6 + ["f"] * 16))
@@ -84,6 +58,46 @@ def lane_places(lane):
     time."""
     t = lane % 4
     return lane // 32 * 32 + 8 * t + (lane % 32 // 4 + 2 * t) % 8
+
+
+HALVES_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 2))
+
+
+@triton.constexpr_function
+def _take_halves(lanes, slot, behind):
+    """PTX: `take` of slot `slot` with words of other lanes, the first half of them from $8 and the second from $9."""
+    text = f"cp.async.wait_group {behind}; bar.warp.sync 0xffffffff;"
+    for k in range(4):
+        place = (2 * slot + k // 2) * lanes * 16
+        text += f"ld.shared.v2.b32 {{${2 * k}, ${2 * k + 1}}}, [${8 + k % 2} + {place}];"
+    return text + "bar.warp.sync 0xffffffff;"
+
+
+@triton.jit
+def take_halves(queue, lane, SLOT: tl.constexpr, BEHIND: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """`lane_queue.take` of slots of four words, asked for with `lane_places`, with other words of the same neurons.
+
+    Of the 256 columns of a warp lane group g takes the words 2 g and 2 g + 1 of the first 128, then those of the
+    others."""
+    L: tl.constexpr = lane.shape[0]
+    g = lane % 32 // 4
+    if ASM:
+        of_first = (queue[0] + lane // 32 * 512) + (lane % 4 * 8 + (g // 2 + lane % 4 * 2) % 8) * 16 + g % 2 * 8
+        of_second = (queue[0] + lane // 32 * 512) + (lane % 4 * 8 + (4 + g // 2 + lane % 4 * 2) % 8) * 16 + g % 2 * 8
+        words = tl.inline_asm_elementwise(
+            _take_halves(L, SLOT, BEHIND), HALVES_OPERANDS, [of_first, of_second],
+            dtype=int32s(8), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        own, queue = take(queue, lane, SLOT, 4, BEHIND)
+        words = ()
+        for row in tl.static_range(2):
+            for half in tl.static_range(2):
+                source = (4 * half + g // 2) * 4 + lane % 4
+                for i in tl.static_range(2):
+                    low = from_lane(own[4 * row + i], source)
+                    words = words + (tl.where(g % 2 == 0, low, from_lane(own[4 * row + 2 + i], source)),)
+    return words, queue
 
 
 @triton.jit
@@ -132,24 +146,6 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
             for i in tl.static_range(4):
                 more = more + (acc[8 * s + 2 * i] + even[i] * nibble_unit(i),)
                 more = more + (acc[8 * s + 2 * i + 1] + odd[i] * nibble_unit(i),)
-    return more
-
-
-@triton.jit
-def fc2_products_of_sets(acc, words, factors, SETS: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """`fc2_products` with SETS columns of factors each, b0 and b1 in turn in `factors`, whose operands of A are made
-    once. Of `acc` 16 tiles a set."""
-    more = ()
-    if ASM:
-        a = tl.inline_asm_elementwise(OPERANDS, OPERANDS_OPERANDS, words, dtype=SIXTEEN_INTS, is_pure=True, pack=1)
-        for s in tl.static_range(SETS):
-            more = more + tl.inline_asm_elementwise(
-                MULTIPLY, MULTIPLY_OPERANDS, a + factors[2 * s : 2 * s + 2] + acc[16 * s : 16 * s + 16],
-                dtype=SIXTEEN_FLOATS, is_pure=True, pack=1,
-            )  # fmt: skip
-    else:
-        for s in tl.static_range(SETS):
-            more = more + fc2_products(acc[16 * s : 16 * s + 16], words, factors[2 * s], factors[2 * s + 1], ASM)
     return more
 
 

@@ -36,16 +36,17 @@ def word_vector(words: int) -> int:
 
 
 def tokens_at_once(batch: int) -> int:
-    """How many tokens share a set of columns of fc2: one, two or four."""
-    return 1 if batch == 1 else 2 if batch == 2 else 4
+    """How many columns fc2's kernel has for tokens, a power of two."""
+    return 1 if batch == 1 else 2 if batch == 2 else 4 if batch <= 4 else 8
 
 
 def takes_down(group: int, d: int, batch: int) -> bool:
     """Whether `int4_fc2` multiplies rows of d columns in such groups.
 
-    Lane groups of as many tokens as a set has share a scale, and scales lie in pairs.
+    As many lane groups as tokens share a scale, four at most, and scales lie in pairs.
     """
-    return 1 <= batch <= MOST_TOKENS and group % (32 * tokens_at_once(batch)) == 0 and d % (2 * group) == 0
+    shared = 32 * min(4, tokens_at_once(batch))
+    return 1 <= batch <= MOST_TOKENS and group % shared == 0 and d % (2 * group) == 0
 
 
 def selection_block(d: int, batch: int) -> int:

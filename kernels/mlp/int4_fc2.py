@@ -14,8 +14,9 @@ All its warps walk over the list together, a unit of sixteen rows at a time. So 
 lines. Lane (g, t) = (lane / 4, lane % 4) reads four words of each of the rows 4 t .. 4 t + 3 of a unit, the eight lanes
 of a row one line of 128 bytes. Columns that share a scale are at least those of T lane groups, where T is the number of
 tokens: one, two or four. Column n of B has the factors of token `n % T`, with the scale of the T lane groups from `n //
-T * T` on. Of C[g, n] those are meant where `n // T == g // T`. Five to eight tokens are two sets of columns of B and of
-sums, for which operands of A are made once. Words and scales of the next units are on their way in a queue of each lane
+T * T` on. Of C[g, n] those are meant where `n // T == g // T`. Eight tokens fill all columns. Then a lane takes half of
+its words from each 128 columns (`take_halves`), and each half has factors of its own. So a word is multiplied once,
+whatever the number of tokens. Words and scales of the next units are on their way in a queue of each lane
 (`lane_queue`). Programs that share columns add up in `add_partials`. Everything has a fixed order. In plain torch:
 `int4_fc2_reference`.
 
@@ -38,10 +39,10 @@ from dejavu_train.kernels.common.int4_neurons import (
     factor_pairs,
     factor_sums,
     fc2_products,
-    fc2_products_of_sets,
     lane_places,
     nibble_unit,
     store_four,
+    take_halves,
 )
 from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
 from dejavu_train.kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
@@ -152,20 +153,19 @@ def _ask_unit(
 
 
 @triton.jit
-def _load_four(h, rows, live, SETS: tl.constexpr):
-    """h of four rows for a lane's token of each set, whose rows `h` points to. Zero where the rows are not."""
+def _load_four(h, rows, live):
+    """h of four rows for a lane's token, whose rows `h` points to. Zero where the rows are not."""
+    at = _four_rows(h, rows, 1)
     found = ()
-    for s in tl.static_range(SETS):
-        at = _four_rows(h[s], rows, 1)
-        for j in tl.static_range(4):
-            found = found + (tl.load(at[j], mask=live[j], other=0.0),)
+    for j in tl.static_range(4):
+        found = found + (tl.load(at[j], mask=live[j], other=0.0),)
     return found
 
 
 @triton.jit(do_not_specialize=["n", "n_own"])
 def _int4_fc2_kernel(
     h, weight, scales, partials, n, n_own, batch, D: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr,
-    AHEAD: tl.constexpr, TOKENS: tl.constexpr, SETS: tl.constexpr, ROUNDS: tl.constexpr, FETCHED: tl.constexpr,
+    AHEAD: tl.constexpr, TOKENS: tl.constexpr, ROUNDS: tl.constexpr, FETCHED: tl.constexpr,
     ROOM: tl.constexpr, UNIT: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The rows begin .. begin + n_own - 1; of the list, lane (g, t) has entries 16 u + 4 t .. 16 u + 4 t + 3 of unit u.
@@ -173,6 +173,7 @@ def _int4_fc2_kernel(
     G: tl.constexpr = D // GROUP
     WHOLE: tl.constexpr = W % L == 0  # 32 words a warp
     QUEUE: tl.constexpr = queue_bytes(L, AHEAD)
+    HALVES: tl.constexpr = TOKENS // 8 + 1  # of a warp's columns, with factors of their own
     lane = tl.arange(0, L)
     g = lane % 32 // 4
     t = lane % 4
@@ -189,9 +190,11 @@ def _int4_fc2_kernel(
         own_scales = (scales + begin.to(tl.int64) * G + lane).to(tl.int64) & -16  # lane 0's
         asks = (lane < 1) & (tl.program_id(0) == 0) & (begin + FETCHED <= n)
         fetch_ahead(own_scales, asks, 2 * G * FETCHED)
-    column = stripe * (L // 32 * COLUMNS) + lane // 32 * COLUMNS + 32 * g
-    group = (column - g % TOKENS * 32) // GROUP
-    odd = group % 2
+    begin_columns = stripe * (L // 32 * COLUMNS) + lane // 32 * COLUMNS
+    column = begin_columns + 32 * g
+    groups = ((column - g % TOKENS * 32) // GROUP,)
+    if HALVES == 2:
+        groups = (begin_columns // GROUP, (begin_columns + COLUMNS // 2) // GROUP)
     inside = column < D
     queue = lane_queue(lane, max(ROOM, QUEUE + list_bytes(L, ROUNDS)))
     at = lane
@@ -201,7 +204,7 @@ def _int4_fc2_kernel(
     wanted = ()
     for r in tl.static_range(ROUNDS):
         own = begin + (lane // 32 * ROUNDS + r) * 32 + lane % 32
-        for k in tl.static_range(TOKENS * SETS):
+        for k in tl.static_range(TOKENS):
             live = own < end
             if not EVERY:
                 from_token = h + tl.minimum(batch - 1, k).to(tl.int64) * n
@@ -210,11 +213,9 @@ def _int4_fc2_kernel(
                 live = live | wanted[r]
             wanted = wanted[:r] + (live,)
     items, count = write_list(at, wanted, lane, ROUNDS)
-    of_tokens = ()
-    for s in tl.static_range(SETS):
-        of_tokens = of_tokens + (h + (tl.minimum(s * TOKENS + g % TOKENS, batch - 1).to(tl.int64) * n + begin),)
+    of_token = h + (tl.minimum(g % TOKENS, batch - 1).to(tl.int64) * n + begin)
     weight += begin.to(tl.int64) * W + column // 8
-    scales += begin.to(tl.int64) * G + group // 2 * 2
+    scales += begin.to(tl.int64) * G + groups[0] // 2 * 2
     four = t
     left = count - 4 * t
     coming = ()  # h of the units on their way
@@ -222,52 +223,57 @@ def _int4_fc2_kernel(
         queue, rows, live = _ask_unit(
             queue, weight, scales, items, four, left, place, inside, k, W, G, AHEAD, ROUNDS, WHOLE
         )
-        coming = coming + _load_four(of_tokens, rows, live, SETS)
+        coming = coming + _load_four(of_token, rows, live)
         four += 4
         left -= 16
     zero = tl.zeros((L,), tl.float32)
     acc = ()
     ones = ()
-    for _ in tl.static_range(64 * SETS):  # sixteen of each set for each word of a lane
+    for _ in tl.static_range(64):  # sixteen for each word of a lane
         acc = acc + (zero,)
-    for _ in tl.static_range(4 * SETS):
+    for _ in tl.static_range(4 * HALVES):
         ones = ones + (zero,)
     for _ in range(0, tl.max(count, 0), 16 * AHEAD):
         for k in tl.static_range(AHEAD):
-            w01, queue = take(queue, place, 2 * k, 4, AHEAD * ASKS - 1)
-            w23, queue = take(queue, place, 2 * k + 1, 4, AHEAD * ASKS - 2)
+            if HALVES == 1:
+                w01, queue = take(queue, place, 2 * k, 4, AHEAD * ASKS - 1)
+                w23, queue = take(queue, place, 2 * k + 1, 4, AHEAD * ASKS - 2)
+            else:
+                w01, queue = take_halves(queue, lane, 2 * k, AHEAD * ASKS - 1)
+                w23, queue = take_halves(queue, lane, 2 * k + 1, AHEAD * ASKS - 2)
             s01, queue = take(queue, place, 8 * AHEAD + 2 * k, 1, AHEAD * ASKS - 3)
             s23, queue = take(queue, place, 8 * AHEAD + 2 * k + 1, 1, AHEAD * ASKS - 4)
-            four_scales = (half_of(s01[0], odd), half_of(s01[1], odd), half_of(s23[0], odd), half_of(s23[1], odd))
             factors = ()
-            for s in tl.static_range(SETS):
-                factors = factors + factor_pairs(four_scales, coming[4 * s : 4 * s + 4])
-                ones = ones[4:] + factor_sums(ones[:4], factors[2 * s], factors[2 * s + 1])
+            for half in tl.static_range(HALVES):
+                odd = groups[half] % 2
+                s0, s1 = half_of(s01[0], odd), half_of(s01[1], odd)
+                factors = factors + factor_pairs((s0, s1, half_of(s23[0], odd), half_of(s23[1], odd)), coming[:4])
+                ones = ones[4:] + factor_sums(ones[:4], factors[2 * half], factors[2 * half + 1])
             for v in tl.static_range(4):
                 words = (w01[v], w01[4 + v], w23[v], w23[4 + v])
-                if SETS == 1:
-                    acc = acc[16:] + fc2_products(acc[:16], words, factors[0], factors[1])
-                else:
-                    acc = acc[16 * SETS :] + fc2_products_of_sets(acc[: 16 * SETS], words, factors, SETS)
+                b0 = factors[2 * (v * HALVES // 4)]
+                acc = acc[16:] + fc2_products(acc[:16], words, b0, factors[2 * (v * HALVES // 4) + 1])
             queue, rows, live = _ask_unit(
                 queue, weight, scales, items, four, left, place, inside, k, W, G, AHEAD, ROUNDS, WHOLE
             )
-            coming = coming[4 * SETS :] + _load_four(of_tokens, rows, live, SETS)
+            coming = coming[4:] + _load_four(of_token, rows, live)
             four += 4
             left -= 16
-    for s in tl.static_range(SETS):
-        for p in tl.static_range(2):  # of C[g, 2 t + p] a lane group's own columns of B
-            n_column = 2 * t + p
-            own_token = s * TOKENS + n_column % TOKENS
-            meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
-            numbers = ()
-            for k in tl.static_range(32):  # columns of a lane group
-                tile = acc[16 * (SETS * (k // 8) + s) + 8 * (k % 2) + k % 8 // 2 * 2 + p]
-                lowered = tile * (1 / nibble_unit(k % 8 // 2)) - ones[4 * s + p] * 8.0
-                numbers = numbers + (lowered * (1 / (FACTOR_UNIT * UNIT)),)
-            to = partials + (tl.program_id(1) * batch + own_token) * D + column
-            for k in tl.static_range(8):
-                store_four(to + 4 * k, numbers[4 * k : 4 * k + 4], meant & inside)
+    for p in tl.static_range(2):  # of C[g, 2 t + p] a lane group's own columns of B
+        n_column = 2 * t + p
+        own_token = n_column % TOKENS
+        meant = (n_column // TOKENS == g // TOKENS) & (own_token < batch)
+        numbers = ()
+        for k in tl.static_range(32):  # columns of a lane group
+            tile = acc[16 * (k // 8) + 8 * (k % 2) + k % 8 // 2 * 2 + p]
+            lowered = tile * (1 / nibble_unit(k % 8 // 2)) - ones[4 * (k * HALVES // 32) + p] * 8.0
+            numbers = numbers + (lowered * (1 / (FACTOR_UNIT * UNIT)),)
+        to = partials + (tl.program_id(1) * batch + own_token) * D
+        for k in tl.static_range(8):
+            at = column + 4 * k
+            if HALVES == 2:
+                at = begin_columns + k // 4 * (COLUMNS // 2) + 16 * g + k % 4 * 4
+            store_four(to + at, numbers[4 * k : 4 * k + 4], meant & inside)
 
 
 def int4_fc2(
@@ -299,13 +305,12 @@ def int4_fc2(
     tokens = tokens_at_once(batch)
     if not takes_down(rows.group, d, batch):
         raise ValueError(
-            f"groups of {rows.group} of {d} columns: expected an even number of multiples of {32 * tokens}"
+            f"groups of {rows.group} of {d} columns: expected an even number of multiples of {32 * min(4, tokens)}"
         )
     settings = settings or Int4Fc2Settings.find(weight.format, h.device, tokens=batch)
     lanes = 32 * settings.warps
     fetched_fit = 0 <= settings.fetched <= lanes and settings.fetched % 8 == 0
     require(fetched_fit, f"{settings.fetched} rows fetched, expected a multiple of 8, at most {lanes}, one a thread")
-    sets = triton.cdiv(batch, tokens)
     stripes = triton.cdiv(d, COLUMNS.value * settings.warps)
     # No program without rows to read ahead, none with more than its list should hold where partial sums have room.
     splits = min(settings.programs * n_sms(h.device) // stripes, triton.cdiv(n, 16 * settings.ahead))
@@ -321,7 +326,7 @@ def int4_fc2(
     needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)
     _int4_fc2_kernel[(stripes, splits)](
         h, rows.words, rows.scales, partials, n, n_own, batch, D=d, GROUP=rows.group, L=lanes, AHEAD=settings.ahead,
-        TOKENS=tokens, SETS=sets, ROUNDS=list_rounds, FETCHED=settings.fetched if fetches_rows(out.device) else 0,
+        TOKENS=tokens, ROUNDS=list_rounds, FETCHED=settings.fetched if fetches_rows(out.device) else 0,
         ROOM=even_room(settings.programs, d, pdl, needed), UNIT=unit, EVERY=every, PDL=pdl,
         num_warps=settings.warps, maxnreg=settings.registers, launch_pdl=pdl,
     )  # fmt: skip

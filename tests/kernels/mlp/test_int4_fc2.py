@@ -39,6 +39,7 @@ def check(device, n, d, group, batch, live=0.6, pdl=False, settings=None):
         (131, 640, 64, 2, 0.6, Int4Fc2Settings(4, 4, 2, 128, 0)),
         (67, 256, 128, 3, 0.05, None),
         (38, 512, 128, 7, 0.6, None),
+        (38, 1536, 384, 8, 0.6, Int4Fc2Settings(2, 2, 4, 168, 0)),  # halves of a warp with one scale and with two
     ],
 )
 def test_int4_fc2(device, n, d, group, batch, live, settings, monkeypatch):
