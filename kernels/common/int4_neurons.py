@@ -77,8 +77,7 @@ def _take_halves(lanes, slot, behind):
 def take_halves(queue, lane, SLOT: tl.constexpr, BEHIND: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """`lane_queue.take` of slots of four words, asked for with `lane_places`, with other words of the same neurons.
 
-    Of the 256 columns of a warp lane group g takes the words 2 g and 2 g + 1 of the first 128, then those of the
-    others."""
+    A warp has 256 columns. Of each half of them lane group g takes the words 2 g and 2 g + 1."""
     L: tl.constexpr = lane.shape[0]
     g = lane % 32 // 4
     if ASM:
