@@ -5,6 +5,7 @@ All ways write the same prompts in turns. Prompts are beginnings of held-out doc
     python -m benchmarks.lossless speed                 opt-mini with the demo's bundle: measured acceptance, and rivals
     python -m benchmarks.lossless forced --shape 1.3b   random weights of a true shape: acceptance is forced
     python -m benchmarks.lossless equal                 how many of many tokens differ from draft_length=0, and others
+    python -m benchmarks.lossless search                which density and which of --bundles is fastest, validation text
     python -m benchmarks.lossless cost [--shape 1.3b]   what verification of one to eight tokens costs, in dense steps
 
 With --cpu-time one thread's time on the processor is counted, on a machine that others use as well.
@@ -13,6 +14,7 @@ not matter for the time. Rows go to benchmarks/results/lossless.csv.
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -260,6 +262,35 @@ def measure_cost(args: argparse.Namespace) -> None:
             write_row(args, row | {"ratio": found / median["dense", 1]})
 
 
+def search(args: argparse.Namespace) -> None:
+    """Rows of every bundle and density on validation text, weights of the draft in 8 bits, and the fastest of them."""
+    weights, options = CpuWeights.from_model(load_opt(args.model)), {"context": args.prompt + args.new}
+    prompts = list(read_prompts(args.model, args.prompt, args.prompts, part="val"))
+    dense = CpuEngine(weights, threads=args.threads, **options)
+    found: dict[tuple[str, str], float] = {}
+    for name in args.bundles or [args.bundle]:
+        bundle = Bundle.from_pretrained(name)
+        for mlp, heads in itertools.product(args.mlp_densities, args.head_densities):
+            ways = Ways(dense, CpuEngine(weights, bundle.at(mlp, heads), threads=args.threads, **options))
+            ranks = {spec.rank for spec in bundle.specs.values() if spec.target == "mlp"}
+            target = bundle.metadata.get("calibrate_target", "perplexity")
+            note = f"{mlp:g} of the neurons, {heads:g} of the heads, rank {max(ranks)}, for {target}"
+            for decoding in args.decodings:
+                parts: dict[str, list[Acceptance]] = {"dense": [], "sparse, 8 bits": []}
+                for number, (_, prompt) in enumerate(prompts):
+                    sampling = Sampling(DECODINGS[decoding].temperature, seed=number)
+                    for way, counted in parts.items():
+                        accepted = ways.write(way, prompt, args.new, sampling)[1]
+                        counted += [accepted] if number else []  # lengths of drafts are found by then
+                columns = columns_of(added(parts["sparse, 8 bits"]), added(parts["dense"]))
+                row = conditions(args, Path(args.model).name) | {"what": "search", "way": "sparse, 8 bits"}
+                write_row(args, row | {"decoding": decoding, "note": note} | columns)
+                found[note, decoding] = columns["ratio"]
+    for decoding in args.decodings:
+        best = max((key for key in found if key[1] == decoding), key=lambda key: found[key])
+        print(f"fastest, {decoding}: {best[0]}, {found[best]:.3f} of the dense engine's tokens a second")
+
+
 def count_differences(args: argparse.Namespace) -> None:
     """Tokens of drafted texts that are not those of draft_length=0, of the one-row engine, and of transformers.
 
@@ -303,12 +334,15 @@ def write_row(args: argparse.Namespace, row: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("what", choices=["speed", "forced", "equal", "cost"])
+    parser.add_argument("what", choices=["speed", "forced", "equal", "search", "cost"])
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--shape", choices=("1.3b",), help="random weights of this shape, for forced")
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-density", type=float, default=1.0)
+    parser.add_argument("--bundles", nargs="+", help="of search, of the same model")
+    parser.add_argument("--mlp-densities", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3, 0.5], help="of search")
+    parser.add_argument("--head-densities", type=float, nargs="+", default=[0.75, 1.0], help="of search")
     parser.add_argument("--live-share", type=float, default=0.6, help="of a random shape's neurons")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.84, 0.9, 0.95])
     parser.add_argument("--decodings", nargs="+", default=["greedy", "0.7", "1.0"], choices=list(DECODINGS))
@@ -325,7 +359,10 @@ def main() -> int:
     if args.cpu_time:
         args.threads, Pair.clock = 1, staticmethod(time.process_time)
     torch.set_num_threads(args.threads)
-    parts = {"speed": measure_speed, "forced": measure_forced, "equal": count_differences, "cost": measure_cost}
+    parts = {
+        "speed": measure_speed, "forced": measure_forced, "equal": count_differences, "search": search,
+        "cost": measure_cost,
+    }  # fmt: skip
     parts[args.what](args)
     return 0
 

@@ -12,12 +12,14 @@ TEXTS = ("installed-docs", "installed-readmes", "installed-code", "installed-lic
 DECODINGS = {"greedy": Sampling(), "0.7": Sampling(0.7), "1.0": Sampling(1.0)}
 
 
-def read_prompts(model: str, length: int, count: int, texts: Sequence[str] = TEXTS) -> Iterator[tuple[str, list[int]]]:
+def read_prompts(
+    model: str, length: int, count: int, texts: Sequence[str] = TEXTS, part: str = "test"
+) -> Iterator[tuple[str, list[int]]]:
     """(text, ids) of the beginnings of held-out documents, of all texts in turn."""
     tokenizer = load_tokenizer(model)
     documents = {}
     for name in texts:
-        documents[name] = iter(load_sets(TextSource(name), model)[0]["test"])
+        documents[name] = iter(load_sets(TextSource(name), model)[0][part])
     found = 0
     while found < count and documents:
         for name in list(documents):
