@@ -8,6 +8,7 @@ A RUN is a folder with results.json. --output writes compare.csv, compare.md, an
 
 import argparse
 import csv
+import functools
 import io
 import logging
 import math
@@ -21,13 +22,13 @@ from dejavu_train.errors import UserError
 from dejavu_train.evaluation.figure import STYLES, pyplot, save
 from dejavu_train.evaluation.report import Table, densities_of, table
 from dejavu_train.evaluation.schema import read_current
-from dejavu_train.experiments import record_of
+from dejavu_train.experiments import Record, record_of
 from dejavu_train.files import read_json, write_text
 
 logger = logging.getLogger(__name__)
 QUALITY = ("mlp_candidates", "mlp_selected", "head_selected", "mlp_bytes", "mlp_recall", "mlp_retained_mass")
 _TIME = ("backend", "ms_per_token", "ms_p20", "ms_p80", "megabytes_per_token")
-COLUMNS = ("run", "text", "densities", "as_calibrated", *QUALITY, "increase", "increase_error", *_TIME)
+COLUMNS = ("run", "experiment", "text", "densities", "as_calibrated", *QUALITY, "increase", "increase_error", *_TIME)
 _PLACES = {"output", "bundle"}  # settings that always differ: where things lie
 
 
@@ -40,19 +41,28 @@ class Run:
     found: Mapping[str, Any]
 
     @property
+    def _bundle(self) -> Path:
+        return Path(str(self.found.get("bundle"))) / "bundle.json"
+
+    @functools.cached_property
+    def record(self) -> Record | None:
+        """The experiment that made the bundle, if it is still there."""
+        if not self._bundle.is_file():
+            return None
+        return record_of(self._bundle.parent, read_json(self._bundle, "the bundle").get("metadata", {}))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Of `infer`, and of calibration and training: as the experiment has them, else as the bundle tells them."""
         settings = {key: value for key, value in (self.found.get("config") or {}).items() if key not in _PLACES}
         for key in ("model", "bundle"):
             settings[f"hash of the {key}"] = (self.found.get("hashes") or {}).get(key)
-        bundle = Path(str(self.found.get("bundle"))) / "bundle.json"
-        if bundle.is_file():
-            stored = read_json(bundle, "the bundle")
+        if self.record is not None:
+            trained = {key: value for key, value in self.record.settings.items() if key not in _PLACES}
+            return {key: value for key, value in settings.items() if key not in trained} | trained
+        if self._bundle.is_file():
+            stored = read_json(self._bundle, "the bundle")
             metadata = stored.get("metadata", {})
-            record = record_of(bundle.parent, metadata)
-            if record is not None:
-                trained = {key: value for key, value in record.settings.items() if key not in _PLACES}
-                return {key: value for key, value in settings.items() if key not in trained} | trained
             for part in ("stage", "train", "collect"):
                 settings |= (metadata.get(part) or {}).get("keys", {})
             for target in stored.get("targets", ()):
@@ -136,7 +146,8 @@ def compared_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
             own = [row for row in run.rows() if row["text"] == text]
             time, timed = run.time(), _timed(own, run.time())
             for row in sorted(own, key=lambda row: row["mlp_bytes"]):
-                values = {"run": run.name, "text": text, "densities": densities_of(row)}
+                experiment = "" if run.record is None else run.record.id
+                values = {"run": run.name, "experiment": experiment, "text": text, "densities": densities_of(row)}
                 values |= {"as_calibrated": bool(row.get("as_calibrated"))}
                 values |= {key: row.get(key) for key in (*QUALITY, "increase", "increase_error")}
                 if time is not None and row is timed:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import jinja2
 
-from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.errors import UserError, exit_on_user_error, first_line
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.report import Table
@@ -269,7 +269,7 @@ def start_wandb(project: str, folder: Path, about: Mapping[str, Any]) -> Any:
         folder: where it lies as long as it is not uploaded.
         about: arguments of ``wandb.init``.
     Raises:
-        UserError: it has no key and is not offline.
+        UserError: it has no key or no network, and is not offline.
     """
     import wandb
 
@@ -277,8 +277,9 @@ def start_wandb(project: str, folder: Path, about: Mapping[str, Any]) -> Any:
     known |= {"resume": "allow"} if "id" in known else {"job_type": "infer"}
     try:
         return wandb.init(**known | {"project": project, "dir": str(folder)})
-    except wandb.errors.UsageError as error:
-        raise UserError(f"--wandb: {error} Or set WANDB_MODE=offline, which keeps the run on disk") from None
+    except wandb.Error as error:  # no key, or no network
+        said = first_line(error)
+        raise UserError(f"--wandb: {said} Or set WANDB_MODE=offline, which keeps the run on disk") from None
 
 
 class _Parser(argparse.ArgumentParser):

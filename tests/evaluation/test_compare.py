@@ -70,6 +70,8 @@ def test_many_runs_are_rows_and_lines_by_a_setting(tmp_path, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["run", "mlp.rank", "calibrate.mlp_density"] in lines
     assert ["rank-32/infer-0.1", "32", "0.1"] in lines
+    with open(tmp_path / "out" / "compare.csv") as file:
+        assert [row["experiment"] for row in csv.DictReader(file)] == ["0.1", "0.2", "0.1", "0.2"]
     picture = (tmp_path / "out" / "compare.svg").read_text()
     assert all(f"<!-- mlp.rank {rank} -->" in picture for rank in (8, 32)) and "infer-0.1" not in picture
     assert main(["compare", *folders, "--by", "seed"]) == 2
