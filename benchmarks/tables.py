@@ -42,6 +42,8 @@ FILES = (
 )
 CURVE = "docs/results/curve.png"
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
+LOSSLESS = "benchmarks/results/lossless.csv"
+LOSSLESS_WAYS = {"dense-cpu": "dense", "cpu": "sparse, 8 bits"}  # backend of the demo -> way of those rows
 GENERATE = "benchmarks/results/generate.jsonl"
 SAMPLES = "benchmarks/results/samples.csv"
 PEAK = "peak_without_caches_and_predictors_over_weights"
@@ -122,8 +124,16 @@ def opening_table(root: Path) -> str:
         cells = [RUNS[timed["backend"]], f"{100 * shown[0].get('mlp_selected', 1.0):.1f} %" if sparse else "all"]
         cells += [f"{row['perplexity']:.4g}" for row in shown]
         read = timed["megabytes_per_token"]
-        table.append([*cells, f"{timed['ms_per_token']['p50']:.3g}", f"{read:.3g}" if read else ""])
-    return markdown([*headings, "ms per token", "MB read per token"], table)
+        cells += [f"{timed['ms_per_token']['p50']:.3g}", f"{read:.3g}" if read else ""]
+        table.append([*cells, _lossless(root, LOSSLESS_WAYS.get(timed["backend"], ""))])
+    return markdown([*headings, "ms per token", "MB read per token", "lossless speed"], table)
+
+
+def _lossless(root: Path, way: str) -> str:
+    """How fast the last greedy texts of this way were, our dense engine = 1. "" for a way without rows."""
+    same = {"model": "opt-mini", "what": "speed", "decoding": "greedy", "text": "all", "way": way}
+    rows = [row for row in read_csv(root / LOSSLESS) if all(row[name] == value for name, value in same.items())]
+    return f"{float(rows[-1]['ratio']):.3g}" if rows else ""
 
 
 def _of(rows: Sequence[dict[str, Any]], text: str, mlp: float, heads: float) -> dict[str, Any]:
@@ -284,7 +294,7 @@ _DECODE, _INT4 = "`python -m benchmarks.decode` on a GPU", "`bash benchmarks/int
 _TEXTS = "`bash benchmarks/texts.sh {0} OUT.csv` on a GPU"
 _STUDY = "scripts of a study that has ended, see [past scripts](docs/notes/past-scripts.md)"
 MADE_BY = {  # table -> what makes its rows
-    "opening": "`make demo`",
+    "opening": "`make demo` and `python -m benchmarks.lossless speed`",
     "demo": "`make demo`, then `python -m benchmarks.tables --demo checkpoints/demo/results.json`",
     "speed": _DECODE,
     "cpu": "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
