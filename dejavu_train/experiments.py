@@ -35,6 +35,7 @@ class Record:
         stage: identity of the calibration that made the bundle.
         logged: names of the jobs that the loggers have.
         loggers: what finds a logger's run again, each with a ``kind``.
+        done: whether all that training measured is there.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Record:
     stage: str
     logged: list[str] = dataclasses.field(default_factory=list)
     loggers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    done: bool = False
 
     @classmethod
     def read(cls, path: Path) -> "Record | None":

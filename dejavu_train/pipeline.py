@@ -107,6 +107,8 @@ def _run(
         else:
             bundle.check_model(config.model, config.revision)
             check_same_text(bundle.metadata["text"], config.text, f"{folder} was made")
+            if (experiment := Experiment(config)).interrupted:
+                experiment.close(bundle, jobs)
             print(f"{folder} is complete; nothing to do")
             return
     full_hash = config.verify == "full"
@@ -136,6 +138,7 @@ def _run(
             trained, calibrated = resolved.mlp.density, config.calibrate.mlp_density
             if config.mlp.enabled and trained != calibrated and config.calibrate.budget is None:
                 logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, calibrated)
+            experiment.record.write()
             experiment.close(finish(config, output, jobs, stage), jobs)
     print(f"bundle: {folder}")
 

@@ -71,8 +71,13 @@ class Experiment:
                 each.finalize("success")
                 if callable(finish := getattr(each.experiment, "finish", None)):  # a run of wandb ends
                     finish()
-        self._loggers = None
+        self._loggers, self.record.done = None, True
         self.record.write()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an invocation that wrote the bundle ended before it had closed the experiment."""
+        return self.record.path.is_file() and not self.record.done
 
     def _opened(self) -> list[Any]:
         """The loggers, which have the settings first."""

@@ -98,6 +98,25 @@ def test_parts_of_the_layers_leave_the_run_to_the_last(tiny_opt, text_file, outp
     assert {"/".join(name.split("/")[:2]) for name in named(used) if name.startswith("layer_")} == JOBS
 
 
+def test_an_experiment_that_was_interrupted_behind_its_bundle_is_closed(tiny_opt, text_file, output, monkeypatch):
+    close = Experiment.close
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Experiment, "close", fail)
+    argv = flags(tiny_opt, text_file, output, *FEW, f"--trainer.logger={__name__}.Seen")
+    with pytest.raises(KeyboardInterrupt):
+        main(argv)
+    assert (output / "bundle" / "bundle.json").is_file() and not found_record(output).done
+    monkeypatch.setattr(Experiment, "close", close)
+    train(tiny_opt, text_file, output)
+    assert found_record(output).done and "mlp/retained_mass" in {name for name, _ in read(found_record(output))}
+    ended = len([each for each in Seen.made if each.ended])
+    train(tiny_opt, text_file, output)
+    assert ended == 1 == len([each for each in Seen.made if each.ended])
+
+
 def test_a_run_that_goes_on_logs_no_job_twice(tiny_opt, text_file, output):
     train(tiny_opt, text_file, output)
     argv = flags(tiny_opt, text_file, output, *FEW, f"--trainer.logger={__name__}.Seen")
