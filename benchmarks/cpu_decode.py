@@ -5,10 +5,14 @@ all rounds. One of them reads half a gigabyte in sequence. Its median is the rea
 with: on a shared host bandwidth changes twofold within seconds. Rows go to benchmarks/results/cpu_decode.csv with the
 processor's name. The engine counts megabytes a token: weights, predictors, K, V and LM head. With random shapes
 predictors really run, on thresholds at the quantiles of their logits. Biases of fc1 make the stated share of neurons
-active.
+active, which are those whose gate is above zero where MLPs are gated.
+
+With --cpu-time one thread's time on the processor is counted, on a machine that others use as well. Shapes of other
+families have no rivals: transformers would need four bytes a weight.
 
     python -m benchmarks.cpu_decode --model checkpoints/opt-mini --bundle checkpoints/demo/bundle
     python -m benchmarks.cpu_decode --shape 1.3b --rivals eager
+    python -m benchmarks.cpu_decode --shape afm-4.5b --stored int8 --head-densities 1
 """
 
 import argparse
@@ -33,12 +37,13 @@ from dejavu_train.engine.cpu.bandwidth import Reader
 from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.selectors import CpuPredictor
 from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.families.dims import Positions
 from dejavu_train.models.opt import load_opt
 
 WARM_UP = 2
 COLUMNS = (
     "date commit cpu threads bandwidth_gb_s model engine stored batch prompt mlp_selected head_selected active_share "
-    "steps p20_ms p50_ms p80_ms mb_per_token gb_s share_of_bandwidth note sources"
+    "steps p20_ms p50_ms p80_ms mb_per_token gb_s share_of_bandwidth note sources clock"
 ).split()
 
 
@@ -62,7 +67,7 @@ class Rival:
 def random_weights(shape: ModelDims, stored: str, group: int | None, active_share: float) -> CpuWeights:
     """Random weights whose neurons are active with this probability. See `decode_problem.random_weights`."""
     weights = CpuWeights.random(shape, stored, group, std=STD)
-    weights.model.up_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
+    weights.model.in_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
     return weights
 
 
@@ -130,15 +135,15 @@ def transformers_rival(model: Any, rows: list[list[int]], steps: int, compiled: 
     return Rival("transformers-compile" if compiled else "transformers-eager", step)
 
 
-def run_in_turns(rivals: list[Rival], rounds: int, steps: int) -> None:
+def run_in_turns(rivals: list[Rival], rounds: int, steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
     """``rounds`` times every rival takes ``steps`` steps, the first of each turn not counted: caches are another's."""
     for _ in range(rounds):
         for rival in rivals:
             for i in range(steps + 1):
-                started = time.perf_counter()
+                started = clock()
                 rival.step()
                 if i:
-                    rival.times.append(time.perf_counter() - started)
+                    rival.times.append(clock() - started)
                 if rival.engine is not None and (rival.engine.state.row_state == SPARSE).any():
                     note_densities(rival)
 
@@ -192,7 +197,7 @@ def cpu_name() -> str:
 def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list[tuple[str, CpuEngine]], float | str]:
     """Our rivals, dense and sparse, in every asked format. Sparse and dense share the weights."""
     engines: list[tuple[str, CpuEngine]] = []
-    options: dict[str, Any] = {"batch": args.batch, "context": context}
+    options: dict[str, Any] = {"batch": args.batch, "context": context, "threads": args.threads}
     for stored in args.stored:
         group = args.group if stored != "float32" else None
         if args.shape:
@@ -214,10 +219,10 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
-    parser.add_argument("--shape", choices=("1.3b", "2.7b"), help="random weights of this shape instead of a model")
+    parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
     parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8", "codes"])
     parser.add_argument("--group", type=int, help="columns that share a scale of int8 weights, or of codes")
-    parser.add_argument("--rivals", nargs="*", default=["eager", "compile"], choices=["eager", "compile"])
+    parser.add_argument("--rivals", nargs="*", choices=["eager", "compile"], help="default: both of an OPT, else none")
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
     parser.add_argument("--active-share", type=float, default=0.6, help="of a random shape's neurons")
@@ -227,15 +232,22 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, help="in each round; default: 5 of a random shape, 20 of a bundle")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_decode.csv"))
     args = parser.parse_args()
+    if args.rivals is None:
+        of_opt = not args.shape or SHAPES[args.shape].positions is Positions.LEARNED
+        args.rivals = ["eager", "compile"] if of_opt else []
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    args.threads = 1 if args.cpu_time else args.threads
     args.mlp_density = args.mlp_density or (0.1 if args.shape else 0.2)
     args.head_densities = args.head_densities or ([1.0, 0.5] if args.shape else [0.85])
     args.steps = args.steps or (5 if args.shape else 20)
-    torch.set_num_threads(usable_cores())
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     tokens = args.rounds * (args.steps + 1) + WARM_UP
-    reader = Reader()
+    reader = Reader(args.threads)
     shape, engines, active_share = our_engines(args, args.prompt + tokens + 1)
     rows = torch.randint(3, shape.vocab_size, (args.batch, args.prompt)).tolist()
     rivals = [Rival("read", reader.read, n_bytes=reader.n_bytes)]
@@ -254,14 +266,14 @@ def main() -> int:
         rivals.append(our_rival(name, engine, rows, tokens + 1))
         for _ in range(WARM_UP):
             engine.step()
-    run_in_turns(rivals, args.rounds, args.steps)
+    run_in_turns(rivals, args.rounds, args.steps, clock)
     bandwidth = reader.n_bytes / statistics.median(rivals[0].times) / 1e9
     conditions = {
-        **made_now("dejavu_train/engine/cpu"), "cpu": cpu_name(), "threads": usable_cores(),
+        **made_now("dejavu_train/engine/cpu"), "cpu": cpu_name(), "threads": args.threads,
         "bandwidth_gb_s": bandwidth, "model": args.shape or Path(args.model).name, "batch": args.batch,
-        "prompt": args.prompt, "active_share": active_share,
+        "prompt": args.prompt, "active_share": active_share, "clock": "cpu" if args.cpu_time else "wall",
     }  # fmt: skip
-    print(f"{conditions['cpu']}, {usable_cores()} threads, reads {bandwidth:.1f} GB/s")
+    print(f"{conditions['cpu']}, {args.threads} threads, reads {bandwidth:.1f} GB/s")
     for rival in rivals:
         row = conditions | row_of(rival, args.batch, bandwidth, tokens)
         append_row(args.out, five_digits(row), COLUMNS)

@@ -15,6 +15,7 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
 from dejavu_train.families import ModelDims, Site
+from dejavu_train.families.dims import Activation, Norm, Positions
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 from dejavu_train.kernels.stages.select import predict_reference
@@ -27,9 +28,30 @@ SHAPES = {
     "30b": ModelDims(7168, 28672, 48, 56, 50272, 2048),
     "66b": ModelDims(9216, 36864, 64, 72, 50272, 2048),
     "175b": ModelDims(12288, 49152, 96, 96, 50272, 2048),
-}
+    # Of other families, with as many positions as cells need.
+    "afm-4.5b": ModelDims(
+        2560, 18432, 36, 20, 128004, 2048, 128, 4, Norm.RMS_NORM, Positions.ROTARY, Activation.RELU2, biases=False
+    ),
+    "prosparse-7b": ModelDims(
+        4096, 11008, 32, 32, 32000, 2048, norm=Norm.RMS_NORM, positions=Positions.ROTARY,
+        activation=Activation.FATRELU, gated=True, biases=False, threshold=0.01,
+    ),
+    "minitron-8b": ModelDims(
+        4096, 16384, 32, 48, 256000, 2048, 128, 8, Norm.LAYER_NORM_1P, Positions.ROTARY, Activation.RELU2,
+        biases=False, rotary_share=0.5,
+    ),
+    "nemotron-4-15b": ModelDims(
+        6144, 24576, 32, 48, 256000, 2048, 128, 8, Norm.LAYER_NORM_1P, Positions.ROTARY, Activation.RELU2,
+        biases=False, rotary_share=0.5,
+    ),
+    "bloom-7b1": ModelDims(
+        4096, 16384, 30, 32, 250880, 2048, positions=Positions.ALIBI, activation=Activation.GELU_TANH,
+        embedding_norm=True,
+    ),
+}  # fmt: skip
 # 4 % of the dense MLP's bytes.
 RANKS = {"1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576, "175b": 768}
+RANKS |= {"afm-4.5b": 160, "prosparse-7b": 256, "minitron-8b": 256, "nemotron-4-15b": 384, "bloom-7b1": 256}
 # Share of the neurons that a batch selects together for a recall of 0.99, means over the layers (Polar Sparsity).
 UNION = {
     "6.7b": {2: 0.153, 4: 0.206, 8: 0.29, 16: 0.398, 32: 0.517},

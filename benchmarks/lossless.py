@@ -82,7 +82,7 @@ def half_of(weights: CpuWeights) -> CpuWeights:
     model, n = weights.model, weights.shape.n_layers // 2
     fields = {name: getattr(model, name) for name in arrays.Model.__annotations__}
     fields["first"] = model.first[:n].copy()
-    fields["norms"] = torch.from_numpy(model.norms)[[*range(2 * n), -1]].numpy()
+    fields["norms"] = torch.from_numpy(model.norms)[[*range(2 * n), -2, -1]].numpy()
     return CpuWeights(weights.shape, arrays.Model(**fields), weights.out_bias)
 
 
