@@ -5,10 +5,11 @@ import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
 from decode_helpers import random_opt
-from four_bit_models import four_bits
+from family_models import save_family
+from four_bit_models import four_bits, layouts_of, round_matrices
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
-from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_UP, QKV
+from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, QKV
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
@@ -70,6 +71,33 @@ def test_codes_are_kept_exactly(d_model, n_heads, group):
             assert torch.equal(qkv[:, part].flatten(0, 1), linear.weight)
     assert torch.equal(weights.rows(weights.model.lm_head, VOCAB), model.lm_head.weight)
     assert weights.model.rows[: weights.model.embedding].min() >= -8
+
+
+@pytest.mark.parametrize("name", ["arcee", "drelu"])
+def test_codes_of_shared_heads_and_gates_are_kept_exactly(name, tmp_path):
+    """Scores equal those of fp32 rows of the same values, but for inputs of 16 bits."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    folder = save_family(name, tmp_path, **sizes)
+    bundle, model = make_bundle(folder, means=True).at(0.4, 0.6), load_opt(str(folder))
+    for layer in model.model.layers:
+        round_matrices(layer, layouts_of(layer, 4))
+    coded_rows, exact = CpuWeights.from_model(model), CpuWeights.from_model(model, "float32")
+    layer, first = model.model.layers[1], coded_rows.model.first[1]
+    entered = layer.mlp.gate_proj if hasattr(layer.mlp, "gate_proj") else layer.mlp.up_proj
+    assert torch.equal(coded_rows.rows(first[MLP_IN], 96), entered.weight)
+    assert torch.equal(coded_rows.out_projection(1), layer.self_attn.o_proj.weight.T)
+    unit = coded_rows.rows(first[QKV], 2 * 4 * 32).view(2, 4, 32, 128)  # two of q, k, v
+    attention = layer.self_attn
+    for part, linear in (
+        (unit[:, :2], attention.q_proj),
+        (unit[:, 2], attention.k_proj),
+        (unit[:, 3], attention.v_proj),
+    ):
+        assert torch.equal(part.reshape(-1, 128), linear.weight)
+    for start in range(coded_rows.model.embedding, len(coded_rows.model.rows)):
+        exact.model.rows[start, :128] = coded_rows.rows(start, 1)[0].numpy()
+    found, expected = (CpuEngine(each, bundle, threads=2).score([tokens(60)])[0] for each in (coded_rows, exact))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("mlp_density", "cascade"), [(1.0, False), (0.3, False), (0.3, True)])
