@@ -25,6 +25,7 @@ from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
 from dejavu_train.bundle.measured import measured_rows
+from dejavu_train.bundle.schema_1 import from_schema_1
 from dejavu_train.bundle.spec import PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
@@ -347,7 +348,7 @@ class Bundle:
         try:
             if metadata["schema"] == 1:
                 logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
-                metadata, tensors = _from_schema_1(metadata, tensors)
+                metadata, tensors = from_schema_1(metadata, tensors)
             specs = [PredictorSpec(**spec) for spec in metadata["predictors"]]
             shape = ModelDims.from_stored(metadata["shape"])
             bundle = cls(
@@ -414,16 +415,6 @@ class Bundle:
             message = "Add predictor bundle"
             options = {"private": private, "token": token, "revision": revision, "commit_message": message}
             return push(Path(folder), repo_id, "the bundle", **options)
-
-
-def _from_schema_1(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Schema 1 had other names for the same things."""
-    specs = [
-        {"stage2_retained_mass" if name == "passes" else name: value for name, value in spec.items()}
-        for spec in metadata["entries"]
-    ]
-    renamed = {re.sub(r"\.bar$", ".stage2_threshold", name): tensor for name, tensor in tensors.items()}
-    return metadata | {"predictors": specs, "metadata": metadata["facts"]}, renamed
 
 
 def _check_parts(bundle: Bundle, where: str) -> None:
