@@ -104,13 +104,21 @@ class Ways:
         self.pairs["draft_length=0"] = own, 0
         self.pairs["sparse"] = own, None
         self.pairs["sparse, 8 bits"] = pair(pair_class, self.weights.rounded, sparse.selectors), None
+        for alone, _ in self.pairs.values():
+            alone.copied = None
         self.sparse, self._pair = sparse, pair
 
     def add_rivals(self) -> None:
         """Drafts of other kinds."""
-        self.pairs["dense, 8 bits"] = self._pair(CpuPair, self.weights.rounded, make_selectors(self.weights, [])), None
-        half = half_of(self.weights)
+        half, none = half_of(self.weights), make_selectors(self.weights, [])
+        self.pairs["dense, 8 bits"] = self._pair(CpuPair, self.weights.rounded, none), None
         self.pairs["half the layers"] = self._pair(CpuPair, half, make_selectors(half, [])), None
+        for name in ("dense, 8 bits", "half the layers"):
+            self.pairs[name][0].copied = None
+        self.pairs["sparse, 8 bits, and copies"] = (
+            self._pair(CpuPair, self.weights.rounded, self.sparse.selectors),
+            None,
+        )
         lookup = self._pair(Lookup, self.weights, self.sparse.selectors)
         self.pairs["prompt lookup"] = lookup, 7
 

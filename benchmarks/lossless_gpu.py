@@ -11,6 +11,7 @@ All ways share one set of fp16 weights and one engine. --weights int4 has a mode
     sparse             drafts by the model's own weights, neurons selected
     sparse, 4 bits     by weights of 4 bits, neurons selected. dense, 4 bits: all neurons
     half the layers    by the first half of them. prompt lookup: what stood behind the last three tokens before
+    ..., and copies    either, whatever pays more, as lossless decoding does where no length is asked for
 
 Forced: a cycle drafts and verifies as ever. Then a table says how many tokens count as accepted, and the sampler's
 choices are replaced on the device, which costs some launches more. What tokens are does not matter for the time. Every
@@ -53,6 +54,7 @@ from dejavu_train.models.opt import load_opt
 TINY = ModelDims(128, 512, 4, 4, 1000, 512)
 COINS = 4096
 WAYS = ("draft_length=0", "sparse", "sparse, 4 bits", "dense, 4 bits", "prompt lookup", "half the layers")
+COPYING = "sparse, 4 bits, and copies"  # of speed alone: what is copied has no forced acceptance
 OF_FLOATS = ("sparse, 4 bits", "dense, 4 bits")
 FIXED = {"draft_length=0": 0, "prompt lookup": MOST_DRAFTED}  # lengths of drafts that are not chosen
 COLUMNS = (
@@ -78,7 +80,7 @@ class Measured(EnginePair):
         self.coins, self.turn = (
             torch.zeros(n, dtype=torch.int64, device=device) for n in (COINS, 1)
         )  # accepted tokens of each cycle
-        self.pace = Pace(MOST_DRAFTED)
+        self.pace, self.copied = Pace(MOST_DRAFTED), None
 
     def force(self, share: float) -> None:
         """Accept each drafted token with this probability."""
@@ -158,7 +160,9 @@ class Ways:
         if way == "half the layers":
             return self.pair(self._half())
         coded = draft_weights(engine.weights, "int4")
-        return self.pair(self.step(coded, engine.predictors if way.startswith("sparse") else {}))
+        pair = self.pair(self.step(coded, engine.predictors if way.startswith("sparse") else {}))
+        pair.copied = Pace(MOST_DRAFTED) if way == COPYING else None
+        return pair
 
     def forget(self, way: str) -> None:
         """Give its memory back."""
@@ -356,7 +360,7 @@ def measure_speed(args: argparse.Namespace) -> None:
         counted: dict[tuple[str, str], list[Acceptance]] = {}
         for number, (text, prompt) in enumerate(prompts):
             sampling = dataclasses.replace(DECODINGS[decoding], seed=number)
-            for name in ["dense", *(args.ways or WAYS)]:
+            for name in ["dense", *(args.ways or (*WAYS, COPYING))]:
                 if name == "dense":
                     found = ways.write_densely(dense, prompt, args.new, sampling)
                 else:

@@ -19,6 +19,7 @@ from dejavu_train.engine.inputs import Sampling
 FORGET = 0.95  # of what was seen, with each cycle
 PROBE = 16, 256  # cycles without a draft before one is tried again, at first and at most
 FIRST = 0, 1, 3, 5, 7  # measured before others: with the token before them an even number, which fills tiles
+SAME = 3  # tokens that must have stood before, for what followed them to be a draft
 EXPLORE = 24  # cycles, after which a neighbouring length is tried
 
 
@@ -28,12 +29,14 @@ class Verified:
 
     Attributes:
         drafted, accepted: tokens. held: tokens of the sequence, all of them the dense model's. done: it has ended.
+        new: the last of them, which this cycle wrote.
     """
 
     drafted: int
     accepted: int
     held: int
     done: bool
+    new: Sequence[int] = ()
 
 
 @dataclasses.dataclass
@@ -42,6 +45,7 @@ class Acceptance:
 
     Attributes:
         tokens: written. cycles: passes of the dense model. drafting: cycles with a draft. seconds: of all cycles.
+        copied: drafted tokens that were copied from the text itself, and not by the sparse model.
     """
 
     tokens: int = 0
@@ -50,6 +54,7 @@ class Acceptance:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
+    copied: int = 0
 
     def add(self, verified: Verified, tokens: int, seconds: float) -> None:
         """Count a cycle that wrote so many tokens."""
@@ -69,6 +74,7 @@ class Acceptance:
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "copied": self.copied,
             "acceptance": self.rate,
             "mean_length": self.accepted / max(self.drafting, 1),
             "saved": 1 - self.cycles / self.tokens if self.tokens else 0.0,
@@ -112,11 +118,14 @@ class Pace:
         slope = (self.seconds[high] - self.seconds[low]) / (high - low)
         return self.seconds[low] + slope * (g - low)
 
+    def rate(self, g: int) -> float:
+        """Tokens a second with drafts of g tokens, by what is known."""
+        a = self.accepted / (self.accepted + self.rejected)
+        return sum(a**i for i in range(g + 1)) / self.expected(g)
+
     def best(self) -> int:
         """The length that pays most by what is known."""
-        a = self.accepted / (self.accepted + self.rejected)
-        rates = {g: sum(a**i for i in range(g + 1)) / self.expected(g) for g in range(self.most + 1)}
-        return max(rates, key=lambda g: rates[g])
+        return max(range(self.most + 1), key=self.rate)
 
     def next(self) -> int:
         """Tokens to draft now."""
@@ -139,15 +148,43 @@ class Pace:
         return min(2, self.most)
 
 
+class Copies:
+    """Drafts without a model: what followed the last tokens where they stood before in the text.
+
+    Args:
+        text: tokens so far.
+    """
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}  # where a token follows these, last
+        self.add(text)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Tokens that come behind."""
+        for token in tokens:
+            if len(self.text) >= SAME:
+                self._behind[tuple(self.text[-SAME:])] = len(self.text)
+            self.text.append(token)
+
+    def draft(self, most: int) -> list[int]:
+        """Up to so many tokens, none where the last ones are new."""
+        at = self._behind.get(tuple(self.text[-SAME:]))
+        return [] if at is None else self.text[at : at + most]
+
+
 class Pair(ABC):
     """A draft and its verification over one sequence.
 
     Attributes:
-        pace: keeps what it has learned between calls. clock: seconds by which lengths of drafts are judged.
+        pace: keeps what it has learned between calls. copied: the same of drafts that are copied, or None: none are.
+        clock: seconds by which lengths of drafts are judged.
     """
 
     pace: Pace
+    copied: Pace | None = None
     clock = staticmethod(time.perf_counter)
+    _asked = 0
 
     @abstractmethod
     def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
@@ -160,6 +197,21 @@ class Pair(ABC):
         Raises:
             UserError: numbers of the dense model that are not finite.
         """
+
+    @abstractmethod
+    def verify(self, given: Sequence[int], mode: str) -> Verified:
+        """A cycle whose tokens were drafted elsewhere, 0 to 7 of them. Raises as `cycle`."""
+
+    def _copy(self, copies: Copies, most: int) -> list[int]:
+        """A draft from the text, where that is faster than one of the sparse model by what is known."""
+        if self.copied is None or not self.pace.seconds:
+            return []
+        given = copies.draft(min(self.copied.most, most))
+        if not given or not self.copied.seconds:
+            return given
+        self._asked += 1
+        pays = self.copied.rate(len(given)) >= self.pace.rate(self.pace.best())
+        return given if pays or self._asked % EXPLORE == 0 else []
 
     def generate(
         self,
@@ -177,17 +229,22 @@ class Pair(ABC):
             total: tokens at most, the prompt included. length: of each draft, None = chosen.
             show: called as (start, stop) when tokens of these positions are verified. True where it wants no more.
         """
-        acceptance, shown = Acceptance(), len(prompt)
+        acceptance, shown, copies = Acceptance(), len(prompt), Copies(prompt)
         verified = self.begin(prompt, total, sampler, least, stops)
+        copies.add(verified.new)
         while True:
             ended = show(shown, verified.held)
             shown = verified.held
             if verified.done or ended:
                 return acceptance
             # The last token is the dense model's own: a draft of it would be for nothing.
-            drafted = min(self.pace.next() if length is None else length, total - shown - 1)
+            most, pace = total - shown - 1, self.pace
+            given = self._copy(copies, most) if length is None else []
+            drafted = 0 if given else min(pace.next() if length is None else length, most)
             started = self.clock()
-            verified = self.cycle(drafted, sampler.mode)
+            verified = self.verify(given, sampler.mode) if given else self.cycle(drafted, sampler.mode)
             seconds = self.clock() - started
             acceptance.add(verified, verified.held - shown, seconds)
-            self.pace.note(verified, seconds)
+            acceptance.copied += len(given)
+            copies.add(verified.new)
+            (self.copied if given and self.copied is not None else pace).note(verified, seconds)

@@ -52,7 +52,8 @@ class EnginePair(Pair):
         self.slots = TokenState.empty(SLOTS, step.state.tokens.shape[1], device, vocab=vocab)
         self.numbers = torch.arange(SLOTS, device=device)
         self.first = torch.zeros(1, dtype=torch.int32, device=device)
-        self.report = torch.zeros(5, dtype=torch.int32, device=device)
+        self.report = torch.zeros(6 + SLOTS, dtype=torch.int32, device=device)
+        self.copied = Pace(MOST_DRAFTED)
         self.pace = Pace(MOST_DRAFTED if step.plan.selecting or dense is not step.weights else 0)
 
     def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
@@ -65,28 +66,44 @@ class EnginePair(Pair):
             getattr(self.slots, name).copy_(getattr(state, name))
         self.slots.known.zero_()
         self.slots.limit.fill_(self.slots.tokens.shape[1] + 1)  # a row's end is decided where tokens are kept
-        held = torch.stack((state.done, state.position, state.fault))[:, 0].tolist()
-        return self._verified([0, 0, held[1], held[0], held[2]])
+        held = torch.stack((state.done, state.position, state.fault, state.tokens[:, n]))[:, 0].tolist()
+        return self._verified([0, 0, held[1], held[0], held[2], 1, held[3]])
 
     def cycle(self, drafted: int, mode: str) -> Verified:
         """See `Pair.cycle`."""
         self.step.replay(("cycle", drafted, mode), partial(self._run, drafted, mode))
         return self._verified(self.report.tolist())
 
+    def verify(self, given: Sequence[int], mode: str) -> Verified:
+        """See `Pair.verify`. The host writes these tokens."""
+        state, n = self.step.state, len(given)
+        self.first.copy_(state.position)
+        if n:
+            at = self.first + 1 + self.numbers[:n]
+            state.tokens[0].index_copy_(0, at, torch.tensor(given, dtype=torch.int32, device=at.device))
+            state.position.add_(n)
+        self.step.replay(("given", mode), partial(self._judge, mode))
+        return self._verified(self.report.tolist())
+
     def _verified(self, report: list[int]) -> Verified:
-        drafted, accepted, position, done, fault = report
+        drafted, accepted, position, done, fault, written, *choices = report
         if fault:
             what = f"the logits for the token at position {fault} hold NaN"
             error = not_finite(what, self.weights.embedding.dtype)
             error.tokens = self.step.state.tokens[0, :fault].tolist()
             raise error
-        return Verified(drafted, accepted, position + 1, bool(done))
+        return Verified(drafted, accepted, position + 1, bool(done), choices[:written])
 
     @torch.no_grad()
     def _run(self, drafted: int, mode: str) -> None:
         self.first.copy_(self.step.state.position)
         for _ in range(drafted):
             self.step.eager(mode, False)
+        self._judge(mode)
+
+    @torch.no_grad()
+    def _judge(self, mode: str) -> None:
+        """Verify the tokens between `first` and the position."""
         self._keep(self._choices(mode))
 
     def _choices(self, mode: str) -> Tensor:
@@ -119,4 +136,4 @@ class EnginePair(Pair):
         state.fault.copy_(self.slots.fault[last])
         self.step.watermark.copy_(position.expand_as(self.step.watermark))
         accepted = (same & written).sum(0, keepdim=True).int()
-        self.report.copy_(torch.cat((drafted, accepted, position, done, state.fault)))
+        self.report.copy_(torch.cat((drafted, accepted, position, done, state.fault, last + 1, choices)))

@@ -9,7 +9,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED, Draft
 from dejavu_train.engine.draft_weights import draft_weights, rounded_bytes
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.lossless import Acceptance, Pace, Verified
+from dejavu_train.engine.lossless import Acceptance, Copies, Pace, Verified
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
@@ -67,8 +67,10 @@ def test_nothing_behind_the_new_position_is_read(engine, weights):
         state.tokens[0, stop:] = 7
         shown.extend(state.tokens[0, start:stop].tolist())
 
-    pair.generate(prompt, 49, Sampling(), 0, (), 5, spoil)
-    assert shown == expected
+    for length in (5, None, None):
+        shown.clear()
+        pair.generate(prompt, 49, Sampling(), 0, (), length, spoil)
+        assert shown == expected
 
 
 def test_stop_tokens_and_limits_end_a_text_inside_a_draft(engine):
@@ -208,6 +210,29 @@ def test_drafts_are_as_long_as_pays():
             g = pace.next()
             pace.note(Verified(g, a * g, 0, False), 0.3 * g + 1.0)
     assert pace.best() == MOST_DRAFTED, "it finds back"
+
+
+def test_copies_are_what_followed_the_last_three_tokens():
+    copies = Copies([5, 6, 7, 8, 9, 5, 6])
+    assert copies.draft(3) == []
+    copies.add([7])
+    assert copies.draft(3) == [8, 9, 5] and copies.draft(9) == [8, 9, 5, 6, 7]
+    copies.add([1, 5, 6, 7])
+    assert copies.draft(2) == [1, 5], "the last place counts"
+    assert Copies([1, 2]).draft(3) == []
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_text_that_repeats_is_copied_and_is_the_dense_models(model, weights):
+    """The model repeats what it reads as soon as one token follows another always."""
+    engine = reference_engine(model, random_bundle(model))
+    (prompt,) = rows_of(9)
+    expected = engine.generate([prompt], 90, stop_tokens=(), lossless=Draft(0))[0]
+    assert len({tuple(expected[i : i + 4]) for i in range(60, 86)}) < 20, "greedy text of a random model goes round"
+    for _ in range(2):
+        assert engine.generate([prompt], 90, stop_tokens=(), lossless=Draft(None, weights))[0] == expected
+    found = engine.acceptance
+    assert 0 < found.copied <= found.drafted and found.report()["copied"] == found.copied
 
 
 def test_acceptance_is_counted():

@@ -190,7 +190,7 @@ def test_a_dense_engine_drafts_nothing_and_says_the_same(model):
     engine, prompt = CpuEngine(model, threads=2), tokens(12)
     expected = engine.generate([prompt], 20, stop_tokens=())
     assert engine.generate([prompt], 20, stop_tokens=(), lossless=True) == expected
-    assert engine.acceptance.drafted == 0
+    assert engine.acceptance.drafted == engine.acceptance.copied, "what is copied from the text needs no draft"
     assert engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(3, "int8")) == expected
     assert engine.acceptance.drafted > 0
 

@@ -51,6 +51,7 @@ class CpuPair(Pair):
         self.slot_scratch = arrays.new_scratch(shape, SLOTS, context, threads, self.rules, dense.operand)
         self.pace = Pace(MOST_DRAFTED if draft is not dense or (selectors.at >= 0).any() else 0)
         groups = (draft.model, selectors, self.draft_state, self.scratch, dense.model, self.rules)
+        self.copied = Pace(MOST_DRAFTED)
         choices = np.zeros(SLOTS, np.int64)
         self.team = Team(enter_cycle, (*groups, self.slots, self.slot_scratch, choices), threads)
 
@@ -72,7 +73,7 @@ class CpuPair(Pair):
         return self._call(drafted, mode)
 
     def verify(self, given: Sequence[int], mode: str) -> Verified:
-        """A cycle whose tokens were drafted elsewhere, 0 to 7 of them."""
+        """See `Pair.verify`."""
         state = self.draft_state
         first = int(state.position[0])
         state.tokens[0, first + 1 : first + 1 + len(given)] = given
@@ -85,5 +86,6 @@ class CpuPair(Pair):
         self.team.call(drafted, mode, tail_only=behind_prompt)
         if state.fault[0]:
             raise fault(int(state.fault_site[0]) - 1, 0, int(state.fault[0]) - 1)
-        done = bool(state.row_state[0] == arrays.DONE)
-        return Verified(int(command[DRAFTED]), int(command[ACCEPTED]), int(state.position[0]) + 1, done)
+        done, held = bool(state.row_state[0] == arrays.DONE), int(state.position[0]) + 1
+        new = state.tokens[0, command[FIRST] + 1 : held].tolist()
+        return Verified(int(command[DRAFTED]), int(command[ACCEPTED]), held, done, new)
