@@ -208,6 +208,8 @@ class DecodeEngine(Session):
                 [cache.v[own] for cache in caches],
             )  # fmt: skip
 
+    @torch.inference_mode(False)  # what it holds is written in later calls, which may be outside
+    @torch.no_grad()
     def pair(self, draft: Draft) -> EnginePair:
         """See `Session.pair`."""
         if draft.weights not in self._pairs:

@@ -155,6 +155,15 @@ def test_a_draft_that_is_not_finite_costs_speed_alone(model):
         engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(4, "int4"))
 
 
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_a_first_call_may_be_in_inference_mode(model, weights):
+    engine, (prompt,) = reference_engine(model, random_bundle(model)), rows_of(9)
+    expected = reference_engine(model).generate([prompt], 20, stop_tokens=())
+    with torch.inference_mode():
+        assert engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(3, weights)) == expected
+    assert engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(3, weights)) == expected
+
+
 def test_an_interrupt_leaves_an_engine_that_goes_on(engine):
     (prompt,), heard = rows_of(9), []
     expected = engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(0))
