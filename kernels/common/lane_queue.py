@@ -387,17 +387,20 @@ def emptied(queue, lane, ASM: tl.constexpr = ASSEMBLY):
 
 
 @triton.constexpr_function
-def _number(value):
-    """PTX: $0 = a number that the compiler does not see."""
-    return f"mov.u32 $0, {value}; // $1"
+def _number(value, short):
+    """PTX: $0 = a number that LLVM does not see, and where `short` the assembler neither: $1 may be 2^30 to it."""
+    return f"shr.u32 $0, $1, 30; add.u32 $0, $0, {value};" if short else f"mov.u32 $0, {value}; // $1"
 
 
 @triton.jit
-def as_it_comes(number: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """A constant that the compiler does not know, so that a loop up to it is not unrolled."""
+def as_it_comes(number: tl.constexpr, SHORT: tl.constexpr = False, ASM: tl.constexpr = ASSEMBLY):
+    """A constant that the compiler does not know, so that a loop up to it is not unrolled.
+
+    SHORT: the loop has so few instructions that the assembler would. Grids have fewer than 2^30 programs.
+    """
     if ASM:
         number = tl.inline_asm_elementwise(
-            _number(number), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
+            _number(number, SHORT), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
         )
     return number
 

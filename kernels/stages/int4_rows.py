@@ -2,7 +2,7 @@
 
     y[i] = sum_j code[i, j] scale[i, j // group] x[j]
 
-A program's warps share out the columns, in pairs of units. The products are those of `int4_mma`, where the token lies
+A program's warps share out the columns, in pairs of units. The products are those of `raised_mma`, where the token lies
 in the columns of B as eight units side by side. In registers, a lane holds the part of x that is its own. In C, lane
 (g, t) = (lane / 4, lane % 4) has rows g and g + 8. Its columns 2 t and 2 t + 1 are two units.
 
@@ -19,10 +19,12 @@ import triton.language as tl
 
 from dejavu_train.kernels.common.checks import require
 from dejavu_train.kernels.common.int4_mma import (
+    RAISED_UNIT,
     column_sums,
     groups_of,
-    int4_mma,
     pairs_of_a_warp,
+    raised_mma,
+    raised_offset,
     segment_units,
     unit_of,
     unit_vector,
@@ -188,13 +190,24 @@ def first_rows(words, scales, rows, lane, m: tl.constexpr):
 
 
 @triton.jit
-def _pair_step(queue, slot, sums, s, x, words, rows, next_rows, number, pair, lane, m: tl.constexpr):
+def with_offsets(planes, m: tl.constexpr):
+    """A lane's part of x, 4 V planes for each eight units, and behind them two numbers for each (`raised_offset`)."""
+    V: tl.constexpr = unit_vector(m.words, m.group)
+    BODIES: tl.constexpr = (m.pairs + 3) // 4
+    found = planes
+    for k in tl.static_range(BODIES):
+        found = found + raised_offset(planes[4 * V * k : 4 * V * k + 4 * V], V)
+    return found
+
+
+@triton.jit
+def _pair_step(queue, slot, sums, s, x, offset, words, rows, next_rows, number, pair, lane, m: tl.constexpr):
     """(queue, slot, sums) after pair `pair` of the row, the `number`th of those that share x and s."""
     V: tl.constexpr = unit_vector(m.words, m.group)
     own = at_slot(queue, slot, line_slot_bytes(m.lanes, V))
     for odd in tl.static_range(2):
         w, own = take_unit(own, lane, 0, odd, V, m.ahead - 1)
-        part = int4_mma(w, x, V)
+        part = raised_mma(w, x, offset, V)
         mine = lane % 4 == number
         sums = (
             tl.where(mine, sums[0] + part[odd] * s[odd * 2].to(tl.float32), sums[0]),
@@ -210,8 +223,8 @@ def _pair_step(queue, slot, sums, s, x, words, rows, next_rows, number, pair, la
 def int4_rows_step(queue, slot, s, x, words, scales, rows, next_rows, lane, m: tl.constexpr):
     """(products of `rows` (16,), queue, first slot, scales of `next_rows`).
 
-    queue, s: `first_rows` of `rows`, with the same constants, whose first slot is 0. x: `normalised_units` or
-    `unit_pairs`. As soon as a pair is taken, the one that comes m.ahead pairs later is asked for.
+    queue, s: `first_rows` of `rows`, with the same constants, whose first slot is 0. x: `with_offsets` of
+    `normalised_units` or `unit_pairs`. As soon as a pair is taken, the one that comes m.ahead pairs later is asked for.
 
     Pairs that share registers of x are a loop that stays one, from ROLLED_FROM pairs on and of listed rows.
     Instructions that a program reads once, or that are too many to be kept, take longer to come than words do. (66B's
@@ -220,6 +233,7 @@ def int4_rows_step(queue, slot, s, x, words, scales, rows, next_rows, lane, m: t
     """
     V: tl.constexpr = unit_vector(m.words, m.group)
     PAIRS: tl.constexpr = m.pairs
+    BODIES: tl.constexpr = (PAIRS + 3) // 4
     SHARE: tl.constexpr = 4  # pairs that share registers of x, and four scales
     LATE: tl.constexpr = PAIRS > SHARE  # the first products come sooner
     if PAIRS % m.ahead == 0:
@@ -232,19 +246,20 @@ def int4_rows_step(queue, slot, s, x, words, scales, rows, next_rows, lane, m: t
     for first in tl.static_range(0, PAIRS, SHARE):
         own_x = x[V * first : V * first + 4 * V]
         own_s = s[first : first + 4]
+        offset = x[4 * V * BODIES + first // 2 : 4 * V * BODIES + first // 2 + 2]
         if m.listed or PAIRS >= ROLLED_FROM:
-            for number in range(0, as_it_comes(min(SHARE, PAIRS - first))):
+            for number in range(0, as_it_comes(min(SHARE, PAIRS - first), True)):
                 queue, slot, sums = _pair_step(
-                    queue, slot, sums, own_s, own_x, words, rows, next_rows, number, first + number, lane, m
+                    queue, slot, sums, own_s, own_x, offset, words, rows, next_rows, number, first + number, lane, m
                 )
         else:
             for number in tl.static_range(min(SHARE, PAIRS - first)):
                 queue, slot, sums = _pair_step(
-                    queue, slot, sums, own_s, own_x, words, rows, next_rows, number, first + number, lane, m
+                    queue, slot, sums, own_s, own_x, offset, words, rows, next_rows, number, first + number, lane, m
                 )
         if LATE and first == 0:
             coming = row_scales(scales, next_rows, lane, m)
-    return column_sums(sums[0], sums[1], m.lanes), queue, slot, coming
+    return column_sums(sums[0], sums[1], m.lanes) * (1 / RAISED_UNIT), queue, slot, coming
 
 
 @triton.jit
@@ -256,6 +271,7 @@ def _walk_units(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr,
     norms = unit_norms(norm, lane, m.words, m.group)
     wait_for_predecessor(PDL)
     n, _, _ = normalised_units(x, norms, norm, lane, m.words, m.group)
+    n = with_offsets(n, m)
     step = tl.num_programs(0) * 16
     slot = 0
     for begin in range(tl.program_id(0) * 16, n_rows, step):

@@ -48,6 +48,7 @@ from dejavu_train.kernels.stages.int4_rows import (
     int4_rows_step,
     pairs_ahead,
     rows_of_list,
+    with_offsets,
 )
 from dejavu_train.kernels.stages.listed import ListedLaunch, constants_key
 
@@ -231,7 +232,7 @@ def _int4_share(how: tl.constexpr, number):
 
 @triton.jit
 def _int4_read_input(how: tl.constexpr, x, lane, CACHE: tl.constexpr = THROUGH_L1):
-    return unit_pairs(x, lane, how.words, how.group, CACHE)
+    return with_offsets(unit_pairs(x, lane, how.words, how.group, CACHE), how.form)
 
 
 @triton.jit
@@ -241,7 +242,8 @@ def _int4_read_norm(how: tl.constexpr, norm, lane):
 
 @triton.jit
 def _int4_normalise(how: tl.constexpr, x, norms, norm, lane):
-    return normalised_units(x, norms, norm, lane, how.words, how.group)
+    planes, mean, rstd = normalised_units(x, norms, norm, lane, how.words, how.group)
+    return with_offsets(planes, how.form), mean, rstd
 
 
 @triton.jit
