@@ -25,6 +25,7 @@ class Command:
 COMMANDS = {
     "train": Command("dejavu_train.cli", "text to bundle: collect, train, calibrate (train.py)", GOES_ON),
     "infer": Command("dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)"),
+    "serve": Command("dejavu_train.serving.command", "answer requests through OpenAI's protocol"),
     "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", NOTHING_KEPT),
     "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON),
     "survey": Command("dejavu_train.evaluation.survey.command", "tell what any model would gain, untrained", GOES_ON),

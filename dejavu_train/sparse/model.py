@@ -288,6 +288,19 @@ class SparseCausalLM(_Dense):
         """
         return self._runtime.describe(self, rows, tokens)
 
+    def engine_pool(self) -> Any:
+        """The engines behind :meth:`generate`, for whoever runs their rows himself.
+
+        Raises:
+            UserError: the backend has none.
+        """
+        runtime = self._runtime
+        if runtime.engines is None:
+            why = "" if runtime.refusal is None else f": {runtime.refusal.reason}"
+            raise UserError(f"this needs an engine, and the backend is {runtime.backend}{why}")
+        runtime.prepare(self)
+        return runtime.engines
+
     def guard_report(self) -> dict[str, Any] | None:
         """What the guard has measured since it was made or reset, see :meth:`GuardState.report`. None without one."""
         guarded = self._runtime.guarded

@@ -1,0 +1,52 @@
+"""The keys of ``dejavu serve``. Readable without torch."""
+
+import dataclasses
+from typing import Literal
+
+from dejavu_train.errors import UserError
+from dejavu_train.ranges import COUNT, Range, check_ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """A server for one model and bundle."""
+
+    model: str = "checkpoints/opt-mini"
+    """Folder or hub id of the model."""
+    revision: str | None = None
+    """Commit or tag of a hub model."""
+    bundle: str = "checkpoints/opt-mini/bundle"
+    """Folder or hub id of the predictors."""
+    name: str | None = None
+    """What clients call the model. null: as in model."""
+    backend: Literal["auto", "cpu", "triton"] = "auto"
+    """The engine. auto: that of the device."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str | None = None
+    """float32, float16 or bfloat16. null: float32 on a CPU, float16 on a GPU."""
+    rows: int = 8
+    """Texts that are written at once."""
+    context: int | None = None
+    """Tokens of a text, prompt included. null: the model's limit."""
+    queue: int = 64
+    """Texts that may wait. One more is answered with 429."""
+    lossless: bool = False
+    """Write the dense model's own text, one request at a time, drafted sparsely."""
+    host: str = "127.0.0.1"
+    """Address to listen at. 0.0.0.0 lets other machines in."""
+    port: int = 8000
+    """0 takes a free one, and the first line says which."""
+    api_key: str | None = None
+    """What clients must send as their key. null: the environment's DEJAVU_API_KEY, else no key."""
+    drain: int = 60
+    """Seconds that running requests have after SIGTERM."""
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a value out of range."""
+        ports = Range(0, 65535)
+        context = Range(2, COUNT.most)
+        ranges = {"rows": Range(1, 32), "context": context, "queue": Range(0, COUNT.most), "port": ports}
+        check_ranges(self, "--", ranges | {"drain": COUNT})
+        if self.api_key is not None and not self.api_key.strip():
+            raise UserError("--api_key is empty; give a key, or leave it out for none")

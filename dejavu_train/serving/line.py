@@ -1,0 +1,188 @@
+"""The line of texts that wait for an engine, and the thread that owns it.
+
+Between two steps texts leave that are done or wanted no longer, and others take their rows.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dejavu_train.engine.inputs import Row
+from dejavu_train.engine.rows import News
+from dejavu_train.errors import UserError
+from dejavu_train.serving.metrics import Metrics
+from dejavu_train.serving.text import Text
+
+BURST = 8  # steps between two looks at the line, at most
+
+
+class Full(Exception):
+    """No more texts may wait."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a text has got. finish: stop or length at its end. error: why it ended otherwise."""
+
+    text: str = ""
+    tokens: int = 0
+    finish: str | None = None
+    error: str | None = None
+    acceptance: float | None = None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A text that is wanted.
+
+    Attributes:
+        hear: called with each `Event`, by the thread of the engine.
+    """
+
+    row: Row
+    text: Text
+    hear: Callable[[Event], Any]
+    begun: float = field(default_factory=time.perf_counter)
+    wanted: bool = True
+
+
+class Line:
+    """Serves tickets with the rows of an engine, in the order in which they came.
+
+    Args:
+        rows: `engine.rows.Rows`, or what has its methods. stops: ids that end a text.
+        most: tickets that may wait. turn: held while the thread runs.
+    Attributes:
+        failure: what ended the thread, or None.
+    """
+
+    def __init__(
+        self, rows: Any, stops: Sequence[int], most: int, metrics: Metrics, turn: AbstractContextManager[Any]
+    ) -> None:
+        self.rows, self.stops, self.most, self.metrics = rows, frozenset(stops), most, metrics
+        self._turn, self._changed = turn, threading.Condition()
+        self._waiting: deque[Ticket] = deque()
+        self._served: dict[int, Ticket] = {}
+        self._closed = False
+        self.failure: BaseException | None = None
+        self.failed: Callable[[], Any] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="line", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End when the present step has ended. What still waits gets an error."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Queue tickets, all or none.
+
+        Raises:
+            Full: they would not all have a row or a place.
+        """
+        with self._changed:
+            room = self.most + self.rows.free - len(self._waiting)
+            if self._closed or len(tickets) > room:
+                self.metrics.add("requests_total", len(tickets), 'outcome="refused"')
+                raise Full
+            self._waiting.extend(tickets)
+            self._changed.notify()
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody wants these any longer. Their rows are free before the next step."""
+        with self._changed:
+            for ticket in tickets:
+                ticket.wanted = False
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            with self._turn:
+                while self._next():
+                    pass
+            self._end("the server is ending; ask again later")
+        except BaseException as error:
+            self.failure = error
+            self._end("the server has failed; ask again later")
+            self.failed()
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._closed = True
+            left = [*self._served.values(), *self._waiting]
+            self._served.clear()
+            self._waiting.clear()
+        for ticket in left:
+            self._finish(ticket, Event(error=why))
+
+    def _next(self) -> bool:
+        """One round: who leaves, who joins, a burst of steps. False when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._served)
+            if self._closed:
+                return False
+            unwanted = [b for b, ticket in self._served.items() if not ticket.wanted]
+            dropped = [ticket for ticket in self._waiting if not ticket.wanted]
+            for ticket in dropped:
+                self._waiting.remove(ticket)
+        for b in unwanted:
+            self.rows.leave(b)
+            dropped.append(self._served.pop(b))
+        self.metrics.add("requests_total", len(dropped), 'outcome="cancelled"')
+        while self.rows.free:
+            with self._changed:
+                if not self._waiting:
+                    break
+                ticket = self._waiting.popleft()
+            self._join(ticket)
+        for news in self.rows.step(BURST):
+            self._tell(news)
+        self.metrics.add("steps_total")
+        self.metrics.put("rows_active", self.rows.taken)
+        self.metrics.put("rows_waiting", len(self._waiting))
+        return True
+
+    def _join(self, ticket: Ticket) -> None:
+        try:
+            b = self.rows.join(ticket.row)
+        except UserError as error:
+            self._finish(ticket, Event(error=str(error)))
+            return
+        self.metrics.add("prompt_tokens_total", len(ticket.row.tokens))
+        self._served[b] = ticket
+
+    def _tell(self, news: News) -> None:
+        ticket = self._served[news.row]
+        if not ticket.text.tokens and news.tokens:
+            self.metrics.add("first_token_seconds_sum", time.perf_counter() - ticket.begun)
+            self.metrics.add("first_token_seconds_count")
+        before = ticket.text.tokens
+        text = ticket.text.add(news.tokens, news.done)
+        self.metrics.add("generated_tokens_total", ticket.text.tokens - before)
+        finish = None
+        if ticket.text.ended or (news.done and news.tokens and news.tokens[-1] in self.stops):
+            finish = "stop"
+        elif news.done:
+            finish = "length"
+        if ticket.text.ended and not news.done:
+            self.rows.leave(news.row)
+        error = None if news.error is None else str(news.error)
+        event = Event(text, ticket.text.tokens - before, finish, error, getattr(self.rows, "acceptance", None))
+        if finish is None:
+            ticket.hear(event)
+        else:
+            del self._served[news.row]
+            self._finish(ticket, event)
+
+    def _finish(self, ticket: Ticket, event: Event) -> None:
+        self.metrics.add("requests_total", 1, f'outcome="{"failed" if event.error else "done"}"')
+        ticket.hear(event)

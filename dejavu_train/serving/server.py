@@ -1,0 +1,74 @@
+"""A model, its engine, its line and its application together, and uvicorn around them."""
+
+import socket
+
+import torch
+import uvicorn
+from transformers.generation import GenerationConfig
+
+from dejavu_train.engine.request import token_list
+from dejavu_train.engine.rows import Rows
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.serving.app import make_app
+from dejavu_train.serving.config import ServeConfig
+from dejavu_train.serving.line import Line
+from dejavu_train.serving.lossless_rows import LosslessRows
+from dejavu_train.serving.metrics import Metrics
+from dejavu_train.serving.requests import Reader
+from dejavu_train.sparse.model import SparseCausalLM
+
+
+class Served:
+    """What is served, its line started.
+
+    Attributes:
+        forced: whether requests were cut off at the end.
+    Raises:
+        UserError: no such model or bundle, or no engine for it here.
+    """
+
+    def __init__(self, config: ServeConfig, key: str | None = None) -> None:
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() and config.backend != "cpu" else "cpu"
+        dtype = config.dtype or ("float32" if device == "cpu" else "float16")
+        self.model = SparseCausalLM.from_pretrained(
+            config.model, config.bundle, config.backend, "prompt", dtype=dtype, device=device, revision=config.revision
+        )
+        tokenizer, pool = load_tokenizer(config.model, config.revision), self.model.engine_pool()
+        if config.rows > pool.max_rows:
+            raise UserError(f"--rows must be at most {pool.max_rows} with this engine, got {config.rows}")
+        context = min(config.context or pool.shape.max_positions, pool.shape.max_positions)
+        self.name = config.name or config.model
+        settings: GenerationConfig = self.model.generation_config
+        stops = token_list(settings.eos_token_id)
+        with pool.turn():
+            engine = pool.engine(1 if config.lossless else config.rows, context)
+            rows = LosslessRows(engine, stops) if config.lossless else Rows(engine, stops)
+        self.about = f"{engine.batch} rows of {context} tokens" + (", lossless" if config.lossless else "")
+        self.line = Line(rows, stops, config.queue, Metrics(), pool.turn())
+        self.forced = False
+        bundle = self.model.bundle
+        density = {str(target.value): bundle.mean_density(target) for target in bundle.targets}
+        reader = Reader(tokenizer, context, pool.shape.vocab_size, config.lossless)
+        self.app = make_app(self.line, reader, self.name, density, key)
+        self.line.start()
+
+
+def run(served: Served, listening: socket.socket, drain: int) -> None:
+    """Answer until SIGTERM or SIGINT, or until the engine fails. Running requests have ``drain`` seconds to end."""
+    config = uvicorn.Config(
+        served.app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain, server_header=False
+    )
+    server = uvicorn.Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    served.line.failed = stop
+    try:
+        server.run(sockets=[listening])
+    finally:
+        served.forced = bool(served.line.rows.taken)
+        served.line.close()

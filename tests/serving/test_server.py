@@ -1,0 +1,234 @@
+"""The server as its clients see it: texts, streams, errors, a full queue, clients that leave."""
+
+import asyncio
+import concurrent.futures
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+from bundles import make_bundle
+from conftest import REPOSITORY
+from serving_helpers import NAME, Running
+from transformers import AutoTokenizer
+
+from benchmarks.serve import Load
+from dejavu_train.serving.text import Text
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+PROMPT = "the model reads a token"
+DRAWN = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "temperature": 1.3, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def stored_bundle(tiny_opt, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "bundle"
+    make_bundle(tiny_opt).at(0.3, 0.75).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tiny_opt, stored_bundle):
+    return Running(tiny_opt, stored_bundle, rows=4, queue=6, context=400)
+
+
+def test_a_greedy_text_is_that_of_generate(server, tiny_opt, stored_bundle):
+    found = server.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=20, temperature=0)
+    model = SparseOPTForCausalLM.from_pretrained(tiny_opt, stored_bundle, "cpu", sparse_from="prompt")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_opt)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    made = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+    assert found.choices[0].text == tokenizer.decode(made, skip_special_tokens=True)
+    usage = found.usage.model_dump()
+    assert usage["prompt_tokens"] == ids.shape[1] and usage["completion_tokens"] == len(made)
+    assert usage["density"]["mlp"] == pytest.approx(0.3, abs=0.05) and usage["acceptance"] is None
+
+
+def test_a_text_is_what_it_is_alone_also_as_a_stream(server):
+    client = server.client()
+    asked = [
+        DRAWN | {"seed": i, "top_p": 1 - 0.1 * (i % 3), "presence_penalty": 0.5 * (i % 2), "max_tokens": 12 + 7 * i}
+        for i in range(8)
+    ]
+    alone = [client.completions.create(**each).choices[0].text for each in asked]
+
+    def streamed(each):
+        chunks = client.completions.create(**each, stream=True, stream_options={"include_usage": True})
+        parts = list(chunks)
+        assert parts[-1].usage.completion_tokens <= each["max_tokens"] and parts[-2].choices[0].finish_reason
+        return "".join(part.choices[0].text for part in parts[:-1])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(streamed, asked)) == alone
+        assert [each.choices[0].text for each in pool.map(lambda a: client.completions.create(**a), asked)] == alone
+    assert len(set(alone)) == 8
+
+
+def test_choices_stops_and_prompts(server):
+    client = server.client()
+    several = client.completions.create(**DRAWN | {"n": 2, "prompt": [PROMPT, "a layer"]})
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    texts = [choice.text for choice in several.choices]
+    assert len(set(texts)) == 4 and texts[0] == client.completions.create(**DRAWN).choices[0].text
+    stop = texts[0][9:12]
+    ended = client.completions.create(**DRAWN | {"stop": [stop, "never"]}).choices[0]
+    assert ended.text == texts[0][: texts[0].index(stop)] and ended.finish_reason == "stop"
+    parts = list(client.completions.create(**DRAWN | {"stop": stop}, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == ended.text
+    ids = client.completions.create(**DRAWN | {"prompt": [2, 5, 9]})
+    assert ids.usage.prompt_tokens == 3 and client.models.list().data[0].id == NAME
+
+
+def test_text_holds_back_what_may_be_a_stop():
+    class Letters:
+        def decode(self, ids, **_):
+            return "".join(map(chr, ids)).replace("~", "\ufffd")
+
+    text = Text(Letters(), ["end", "dog"])
+    assert [text.add(list(map(ord, part))) for part in ("an e", "n", "xen", "d more")] == ["an ", "", "enx", ""]
+    assert text.ended and text.tokens == 9, "what came behind the stop is not counted"
+    text = Text(Letters())
+    assert [text.add([97, 126]), text.add([98], last=True)] == ["", "a\ufffdb"]
+    assert Text(Letters(), ["abc"]).add([97, 98], last=True) == "ab"
+
+
+MALFORMED = [
+    b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "tiny"}', b'{"prompt": "a"}',
+    *(
+        {"model": NAME, "prompt": "a"} | wrong
+        for wrong in (
+            {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"max_tokens": 1.5}, {"max_tokens": 10**9},
+            {"temperature": -1}, {"temperature": "hot"}, {"temperature": 3}, {"top_p": 0}, {"top_p": 2},
+            {"top_k": -1}, {"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": 9}, {"n": 0}, {"n": 1000},
+            {"n": True}, {"seed": "a"}, {"stop": ""}, {"stop": [""]}, {"stop": ["a"] * 9}, {"stop": 3},
+            {"stream": "yes"}, {"stream_options": 1}, {"prompt": []}, {"prompt": ""} | {"prompt": [[]]},
+            {"prompt": [-1]}, {"prompt": [10**9]}, {"prompt": [2**70]}, {"prompt": ["a", 1]}, {"prompt": None},
+            {"prompt": {}}, {"prompt": "a " * 500}, {"logprobs": 3}, {"echo": True}, {"best_of": 4},
+            {"suffix": "b"}, {"logit_bias": {}}, {"unknown": 1}, {"model": "other"}, {"model": None},
+        )
+    ),
+]  # fmt: skip
+
+
+def test_malformed_requests_get_an_error_of_openais_form(server):
+    rng, seen = random.Random(0), 0
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        whole = b'{"model": "tiny", "prompt": "abc", "max_tokens": 3, "stop": ["a"]}'
+        cut = [whole[: rng.randrange(1, len(whole) - 1)] for _ in range(50)]
+        for body in [*MALFORMED, *cut]:
+            given = {"json": body} if isinstance(body, dict) else {"content": body}
+            answer = client.post("/v1/completions", headers={"content-type": "application/json"}, **given)
+            error = answer.json()["error"]
+            assert answer.status_code in (400, 404) and error["type"] == "invalid_request_error", (body, error)
+            assert error["message"] and "\n" not in error["message"], body
+            seen += 1
+        chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
+        assert "no chat template" in client.post("/v1/chat/completions", json=chat).json()["error"]["message"]
+        assert client.get("/v1/nothing").status_code == 404 and client.get("/v1/completions").status_code == 405
+        large = client.post("/v1/completions", content=b"x" * (9 * 2**20))
+        assert large.status_code == 413 and "bytes" in large.json()["error"]["message"]
+        assert client.get("/health").json() == {"status": "ok"}
+    assert seen >= 98
+    with pytest.raises(openai.BadRequestError, match="do not fit the context of 400") as refused:
+        server.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=400)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_full_queue_is_told_and_who_leaves_makes_room(server):
+    client = server.client()
+    long = {"model": NAME, "prompt": PROMPT, "max_tokens": 380, "extra_body": {"min_tokens": 380}}
+    before, sampled = server.metric("requests_total"), DRAWN | {"max_tokens": 4}
+    streams = []
+    try:
+        with pytest.raises(openai.RateLimitError, match="too many texts wait"):
+            for _ in range(30):
+                streams.append(client.completions.create(**long, n=2, stream=True))
+    finally:
+        for stream in streams:
+            stream.close()
+    server.wait_for("rows_active", 0)
+    assert client.completions.create(**sampled).choices[0].finish_reason
+    assert server.metric('requests_total{outcome="cancelled"}') > 0 and server.metric("requests_total") > before
+
+
+def test_a_key_and_a_chat(tiny_opt, stored_bundle):
+    running = Running(tiny_opt, stored_bundle, rows=1, context=128, key="secret", lossless=True)
+    with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+        running.client().models.list()
+    client = running.client(api_key="secret")
+    tokenizer = running.served.app.state.reader.tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    asked = {"model": NAME, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 30, "temperature": 0}
+    found = client.chat.completions.create(**asked)
+    parts = list(client.chat.completions.create(**asked, stream=True))
+    assert "".join(part.choices[0].delta.content for part in parts) == found.choices[0].message.content
+    assert 0 <= found.usage.model_dump()["acceptance"] <= 1
+    with pytest.raises(openai.BadRequestError, match="lossless, which has no penalties"):
+        client.chat.completions.create(**asked, presence_penalty=1)
+    assert httpx.get(f"{running.url}/health").status_code == 200, "for whoever watches, without a key"
+
+
+def test_a_bug_in_the_thread_ends_the_server_with_errors(tiny_opt, stored_bundle):
+    running = Running(tiny_opt, stored_bundle, rows=1, context=128)
+
+    def break_down(n):
+        raise ZeroDivisionError("planted")
+
+    running.served.line.rows.step = break_down
+    with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
+        running.client().completions.create(**DRAWN)
+    assert isinstance(running.served.line.failure, ZeroDivisionError)
+
+
+def test_many_clients_for_some_seconds(server):
+    """Every request ends in a text or in an error of OpenAI's form, and nothing is left behind."""
+    load = Load(f"{server.url}/v1", NAME, most=40)
+    row = asyncio.run(load.run(64, 8))
+    assert {"text", "left", "queue full", "refused 400"} <= set(load.ends), row
+    assert not [end for end in load.ends if end.startswith(("lost", "strange", "refused 5"))], row
+    assert row["first_p99"] < 60 and load.ends["text"] > 20
+    server.wait_for("rows_active", 0)
+    server.wait_for("rows_waiting", 0)
+    assert server.served.line.rows.taken == 0 and not server.served.line._served
+
+
+def started(tiny_opt, stored_bundle):
+    command = [sys.executable, "-m", "dejavu_train", "serve", "--model", str(tiny_opt), "--bundle", str(stored_bundle)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        [*command, "--name", NAME, "--port", "0", "--rows", "4"], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    line = ""
+    while "serving tiny at " not in line:
+        line = process.stderr.readline()
+        assert line, process.wait()
+    return process, line.split(" at ")[1].split(",")[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signals(tiny_opt, stored_bundle, number):
+    """SIGTERM lets a text end that has begun. After SIGKILL a client has its error in five seconds."""
+    process, url = started(tiny_opt, stored_bundle)
+    try:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
+        asked = DRAWN | {"max_tokens": 400, "extra_body": {"min_tokens": 400}}
+        stream = iter(client.completions.create(**asked, stream=True))
+        next(stream)
+        process.send_signal(number)
+        sent = time.monotonic()
+        if number == signal.SIGTERM:
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+            assert process.wait(20) == 128 + number
+        else:
+            with pytest.raises((httpx.HTTPError, openai.APIConnectionError)):
+                list(stream)
+            assert time.monotonic() - sent < 5 and process.wait(5) == -number
+        with pytest.raises(openai.APIConnectionError):
+            client.completions.create(**DRAWN)
+    finally:
+        process.kill()
