@@ -13,7 +13,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.launch import n_sms, start_dependents_and_wait
 from dejavu_train.kernels.common.settings import Settings
 
-PER_MULTIPROCESSOR = 2  # rows of the scratch for partial sums, each of which is a program's
+PER_MULTIPROCESSOR = 4  # rows of the scratch for partial sums, which eight rows of a batch share
 FEWEST_MULTIPROCESSORS = 128  # that the scratch has room for: rows of a batch share it
 
 

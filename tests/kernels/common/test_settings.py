@@ -133,8 +133,8 @@ def test_a_row_compares_what_is_no_range():
     assert not Row({"policy": "always"}, {}).meets({"policy": "stale"})
 
 
-@pytest.mark.parametrize(("multiprocessors", "rows"), [(16, 256), (108, 256), (132, 264), (148, 296)])
-def test_scratch_has_two_rows_for_each_multiprocessor(monkeypatch, multiprocessors, rows):
+@pytest.mark.parametrize(("multiprocessors", "rows"), [(16, 512), (108, 512), (132, 528), (148, 592)])
+def test_scratch_has_four_rows_for_each_multiprocessor(monkeypatch, multiprocessors, rows):
     """And never fewer than small GPUs' batches share."""
     monkeypatch.setattr(partial_sums, "n_sms", lambda _: multiprocessors)
     assert partial_sums.most_splits(CPU) == len(partial_sums.partial_sums(1, CPU)) == rows
