@@ -26,6 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from benchmarks.compiled_steps import step_cases
 from benchmarks.rows import command_line
 from dejavu_train.kernels.attention import out_projection
 from dejavu_train.kernels.common import checks, launch, settings
@@ -430,6 +431,7 @@ def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
         yield from position_cases(d)
     for d in widths:
         yield from ((f"4 bits: {name}", call) for name, call in int4_cases(d))
+    yield from step_cases()
 
 
 def described(kernel: Any, most: int) -> str:
@@ -454,7 +456,7 @@ def main() -> int:
     parser.add_argument("--compare", metavar="JSON")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--capability", type=int, nargs="+", choices=sorted(GPUS), default=[90], help="90 = 9.0")
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, metavar="D")
+    parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS, metavar="D")
     args = parser.parse_args()
     texts: dict[str, str] = {}
     for capability in args.capability:

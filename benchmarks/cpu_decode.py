@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_hf import random_opt
+from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import SHAPES, STD
 from benchmarks.rows import append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
@@ -253,7 +253,7 @@ def main() -> int:
     rivals = [Rival("read", reader.read, n_bytes=reader.n_bytes)]
     theirs = None
     if {"eager", "compile"} & {*args.rivals}:
-        theirs = random_opt(shape, "cpu", torch.float32) if args.shape else load_opt(args.model)
+        theirs = random_model(args.shape, shape, "cpu", torch.float32) if args.shape else load_opt(args.model)
     for name in args.rivals:
         try:
             rival = transformers_rival(theirs, rows, tokens, name == "compile")

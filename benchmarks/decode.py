@@ -1,4 +1,4 @@
-"""Times one decoding step of OPT shapes with random weights: Hugging Face eager and compiled, our dense and sparse one.
+"""Times one decoding step of shapes with random weights: Hugging Face eager and compiled, our dense and sparse one.
 
 Writes rows to benchmarks/results/decode.csv as they come, so a run that is cut short loses nothing. No layer shares
 weights. Tokens are random and forced. The predictors really run. Their thresholds are set on the model's own
@@ -39,7 +39,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Run
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
-from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.int4_sizes import part_sizes
 
 EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
@@ -108,7 +108,7 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
     shape = SHAPES[name]
     try:
         if weights is None:
-            times = hugging_face(shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps)
+            times = hugging_face(name, shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps)
             return summary(times, cell.batch) | {"note": "generate(), second call; a host's loop, see p20 and p80"}
         row = run_engine(cell, name, weights, steps)
     except (torch.cuda.OutOfMemoryError, DoesNotFit):
@@ -124,9 +124,8 @@ def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, b
 
 def bytes_needed(shape: ModelDims, batch: int, positions: int, packed: bool = False) -> int:
     """Weights, K/V and kept inputs: what a cell that does not fit would take, scratch not counted."""
-    kept = 3 * shape.n_layers * batch * positions * shape.d_model
-    layer = 4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ffn
-    layer = sum(size.nbytes for size in row_sizes(shape).values()) if packed else 2 * layer
+    kept = shape.n_layers * batch * positions * (2 * shape.n_kv_heads * shape.head_dim + shape.d_model)
+    layer = sum(size.nbytes for size in part_sizes(shape).values()) if packed else 2 * shape.layer_weights
     return shape.n_layers * layer + 2 * (kept + (shape.vocab_size + shape.max_positions) * shape.d_model)
 
 

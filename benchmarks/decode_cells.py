@@ -9,6 +9,7 @@ from dejavu_train.kernels.common.limits import MOST_TOKENS
 
 ENGINES = ("dense", "sparse", "hf", "hf-compile")
 NOT_OPTIONS = ("engine", "batch", "prompt", "breakdown")
+FAMILIES = ("afm-4.5b", "prosparse-7b", "minitron-8b", "nemotron-4-15b", "bloom-7b1")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ def read_cells(text: str) -> list[Cell]:
 
 def required_cells(model: str) -> list[Cell]:
     """The cells that the committed table holds for one model. Sparse ones first, so that fc2 is laid out twice only."""
+    if model in FAMILIES:
+        both = [Cell("sparse", head_density=1.0, site=1), Cell("dense")]
+        kinds = ({}, {"screen": True}, {"weights": "int4", "predictors": "int4", "lm_head": "int4"})
+        return [Cell("hf-compile"), *(dataclasses.replace(cell, **kind) for kind in kinds for cell in both)]
     prompts = (128, 256, 512, 1024) if model in ("6.7b", "30b", "66b") else (128,)
     sparse = [Cell(prompt=prompt, breakdown=prompt == 256) for prompt in prompts]
     dense = [dataclasses.replace(cell, engine="dense") for cell in sparse]

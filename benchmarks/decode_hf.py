@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import ArceeConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig, NemotronConfig, OPTConfig
 from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.families import ModelDims
@@ -27,28 +27,43 @@ class Clock(BaseStreamer):
         return [1e3 * (b - a) for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
-def random_opt(shape: ModelDims, device: str = "cuda", dtype: torch.dtype = torch.float16) -> OPTForCausalLM:
-    """A model with the weights that transformers gives a new one."""
-    config = OPTConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.d_model, word_embed_proj_dim=shape.d_model,
-        ffn_dim=shape.d_ffn, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
-        max_position_embeddings=shape.max_positions, do_layer_norm_before=True,
-        dtype=str(dtype).removeprefix("torch."),
-    )  # fmt: skip
+def random_model(name: str, shape: ModelDims, device: str = "cuda", dtype: torch.dtype = torch.float16) -> Any:
+    """A model with the weights that transformers gives a new one. name: of a shape, of which family it is."""
+    sizes = {
+        "vocab_size": shape.vocab_size, "hidden_size": shape.d_model, "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads, "max_position_embeddings": shape.max_positions,
+        "dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+    more = {
+        "intermediate_size": shape.d_ffn, "num_key_value_heads": shape.n_kv_heads, "head_dim": shape.head_dim,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    kind = name.split("-")[0]
+    config: Any
+    if kind == "afm":
+        config = ArceeConfig(**sizes, **more)
+    elif kind in ("minitron", "nemotron"):
+        config = NemotronConfig(**sizes, **more, partial_rotary_factor=shape.rotary_share)
+    elif kind == "prosparse":
+        config = LlamaConfig(**sizes, **more, hidden_act="relu")
+    elif kind == "bloom":
+        config = BloomConfig(**sizes, n_layer=shape.n_layers, n_head=shape.n_heads)
+    else:
+        config = OPTConfig(**sizes, word_embed_proj_dim=shape.d_model, ffn_dim=shape.d_ffn, do_layer_norm_before=True)
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return OPTForCausalLM(config).eval()
+            return AutoModelForCausalLM.from_config(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def hugging_face(shape: ModelDims, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
+def hugging_face(name: str, shape: ModelDims, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
     """Milliseconds between tokens of transformers' generate(): a growing cache, or a static one, which it compiles.
 
     The second call is timed, so that compiling and recording graphs are over. Its first tokens are left out.
     """
-    model = random_opt(shape)
+    model = random_model(name, shape)
     ids = torch.randint(3, shape.vocab_size, (batch, prompt), device="cuda")
     options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the decoding benchmark runs: OPT shapes with random weights, predictors that really run, thresholds, counts.
+"""What the decoding benchmark runs: shapes with random weights, predictors that really run, thresholds, counts.
 
 Neurons are active with a stated probability: zero rows of fc2 are skipped, and random weights would decide how many.
 Thresholds are set on the model's own activations to stated densities of what the rows of a batch select together.
@@ -15,7 +15,7 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
 from dejavu_train.families import ModelDims, Site
-from dejavu_train.families.dims import Activation, Norm, Positions
+from dejavu_train.families.dims import SMOOTH, Activation, Norm, Positions
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 from dejavu_train.kernels.stages.select import predict_reference
@@ -62,18 +62,14 @@ STD = 0.02
 
 
 def random_weights(
-    shape: ModelDims,
-    active_share: float,
-    packed: bool = False,
-    packed_head: bool = False,
-    device: str = "cuda",
+    shape: ModelDims, active_share: float, packed: bool = False, packed_head: bool = False, device: str = "cuda"
 ) -> DecodeWeights:
     """Random weights, of 4 bits where `packed`, whose neurons are active with a probability, selected or not."""
     weights = DecodeWeights.random(shape, torch.float16, device, std=STD, packed=packed, packed_head=packed_head)
-    # A LayerNorm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
+    # A norm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
     shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
     for layer in weights.layers:
-        layer.up.bias.fill_(shift)
+        (layer.gate or layer.up).bias.fill_(shift + layer.hidden.threshold)
     return weights
 
 
@@ -168,7 +164,7 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
 def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
     """Densities and the active share over some eager steps, and the bytes that a step must read.
 
-    Rows of the union are read once. Of fc2 those that are active for a row that selects them. K and V of a head are
+    Rows of the union are read once. Of down those that are active for a row that selects them. K and V of a head are
     read for each row that selects it.
     """
     shape, size = engine.shape, engine.weights.embedding.element_size()
@@ -195,17 +191,21 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
                     total += sum(matrix.nbytes for matrix in read)
                 selected[target][0] += float(chosen[target].any(0).double().mean())
                 selected[target][1] += float(chosen[target].double().mean())
-            by_head = (layer.qkv.weight.nbytes + layer.out.weight.nbytes) / shape.n_heads
+            by_head = (layer.qkv.weight.nbytes + layer.out.weight.nbytes) / shape.n_kv_heads
             total += by_head * int(chosen["heads"].any(0).sum())
             total += 2 * shape.head_dim * size * float(chosen["heads"].sum(1).double() @ context)
             n = positive = int(chosen["mlp"].any(0).sum())
             if (number, "mlp") in engine.predictors:
                 x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.up.bias.dtype)
-                fc1 = layer.up.weight.dense(x.dtype)
-                active = torch.nn.functional.linear(x, fc1, layer.up.bias) > 0
-                positive = int((active & chosen["mlp"]).any(0).sum())
+                first = layer.gate or layer.up
+                active = torch.nn.functional.linear(x, first.weight.dense(x.dtype), first.bias) > layer.hidden.threshold
+                if shape.activation not in SMOOTH:  # of those every selected row counts
+                    positive = int((active & chosen["mlp"]).any(0).sum())
                 alive = [alive[0] + positive, alive[1] + n]
-            total += (n * layer.up.weight.nbytes + positive * layer.down.weight.nbytes) / shape.d_ffn
+            read = (n * layer.up.weight.nbytes + positive * layer.down.weight.nbytes) / shape.d_ffn
+            if layer.gate is not None:  # of up the rows whose gate is open
+                read += positive * layer.gate.weight.nbytes / shape.d_ffn
+            total += read
     steps = n_steps * shape.n_layers
     return {
         "mlp_union": selected["mlp"][0] / steps,

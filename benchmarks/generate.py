@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers import OPTForCausalLM, pipeline
 
-from benchmarks.decode_hf import Clock, random_opt
+from benchmarks.decode_hf import Clock, random_model
 from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
 from benchmarks.harness import step_times
 from benchmarks.rows import command_line, gpu_versions, made_now
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """All measurements of one shape."""
     shape = SHAPES[args.shape]
     torch.manual_seed(0)
-    dense = random_opt(shape)
+    dense = random_model(args.shape, shape)
     set_active_share(dense, args.active_share)
     ids = torch.randint(3, shape.vocab_size, (1, args.prompt), device="cuda")
     clock = Clock()

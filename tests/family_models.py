@@ -52,18 +52,24 @@ CASES = {
 }  # fmt: skip
 
 
-def save_family(name: str, folder: Path, **overrides) -> Path:
-    """Saves a model of a name of ``CASES``. overrides: of its configuration."""
-    save_tiny_tokenizer(folder)
+def random_family(name: str, **overrides):
+    """A model of a name of ``CASES``. overrides: of its configuration, those that it has."""
     config = CASES[name]
-    config = type(config).from_dict({**config.to_dict(), **overrides}) if overrides else config
+    known = config.to_dict()
+    config = type(config).from_dict({**known, **{key: value for key, value in overrides.items() if key in known}})
     torch.manual_seed(0)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
     with torch.no_grad():  # whatever is ones or zeros at first would hide what is left out
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name or "ln_f" in name:
+        for part, parameter in model.named_parameters():
+            if "norm" in part or "bias" in part or "ln_f" in part:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    return model
+
+
+def save_family(name: str, folder: Path, **overrides) -> Path:
+    """Saves that model, with a tokenizer."""
+    save_tiny_tokenizer(folder)
+    random_family(name, **overrides).save_pretrained(folder)
     return folder
 
 

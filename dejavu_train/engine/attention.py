@@ -17,7 +17,7 @@ from dejavu_train.kernels.stages.predictor import HeadPredictor, head_selection
 
 
 class Attention:
-    """Heads are selected, queries, keys and values made, heads mixed and projected.
+    """Heads are selected, queries, keys and values made, heads mixed and projected. Heads that share K and V are one.
 
     Args:
         heads, mlp: what selects heads and neurons, or None. late: where the MLP before makes the input.
@@ -39,6 +39,8 @@ class Attention:
         self.position, self.inputs = work.state.position, cache.attn_in
         if heads is not None:
             self.mean, self.selection = heads.predictor.mean, heads.selection
+            if self.mean is not None:  # of each unit, to that of each head
+                self.mean = self.mean.view(work.q.shape[1:])
             self.predictor = (
                 heads.folded().with_norm(weights.norm1)
                 if plan.place is Place.FOLDED
@@ -56,8 +58,8 @@ class Attention:
             assert mlp is not None
             self.neurons = mlp.in_use(weights.norm1 if late is None else None)
             if heads is None:
-                every = head_selection(work.q.shape[1], work.q.device)
-                every.set_mask(torch.ones(work.q.shape[:2], dtype=torch.bool, device=work.q.device))
+                every = head_selection(cache.k.shape[1], work.q.device)
+                every.set_mask(torch.ones(cache.k.shape[:2], dtype=torch.bool, device=work.q.device))
                 self.predictor = HeadPredictor(None, None, None, every)
 
     def select(self, x: Tensor) -> None:
@@ -90,6 +92,11 @@ class Attention:
                 weights.qkv, cache, self.predictor.selection, position, work.q, self.neurons, work.state.row_state,
                 policy=policy, pdl=work.pdl, late=self.late,
             )  # fmt: skip
+        if weights.head_norms is not None:
+            selected = self.selection if self.plan.run is Run.SELECTED else None
+            work.ops.norm_heads(
+                work.q, cache, selected, position, weights.head_norms, policy=work.kv_policy, pdl=work.pdl
+            )
 
     def attend(self) -> None:
         """Every head's output, and the list of neurons, where its predictor ran beside q/k/v."""

@@ -19,9 +19,9 @@ class GuardedAttention:
 
     def __init__(self, body: Attention, guard: GuardState, layer: int) -> None:
         self.body, self.guard, self.key = body, guard, UnitKey(layer, Target.HEADS)
-        n_heads, head_dim = body.work.q.shape[1:]
-        slices = body.weights.whole_out(torch.float32).unflatten(1, (n_heads, head_dim)).transpose(0, 1)
-        self.gram = slices.transpose(1, 2) @ slices  # (h, e, e): |W_h o|^2 = o' G o
+        self.units = body.cache.k.shape[1]  # heads, or groups of them that share K and V
+        slices = body.weights.whole_out(torch.float32).unflatten(1, (self.units, -1)).transpose(0, 1)
+        self.gram = slices.transpose(1, 2) @ slices  # (g, e, e): |W_g o|^2 = o' G o
 
     def select(self, x: Tensor) -> None:
         self.body.select(x)
@@ -40,7 +40,7 @@ class GuardedAttention:
         self.body.project_out(x, out)
         work = self.body.work
         # What attention leaves is each head's output, less the mean that stands in for it.
-        outputs = work.heads_out.float().view(len(x), *work.q.shape[1:]).transpose(0, 1)
+        outputs = work.heads_out.float().view(len(x), self.units, -1).transpose(0, 1)
         contribution = ((outputs @ self.gram) * outputs).sum(-1).clamp_min(0).sqrt().T
         self.guard.measure(self.key, work.state.row_state == 1, self.keep, self.keep, contribution)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.kernels.common.limits import MOST_TOKENS, TILE_ROWS, TILED_FROM
+from dejavu_train.kernels.common.positions import Rotary
 from dejavu_train.models.int4 import CodedLinear
 
 if TYPE_CHECKING:  # they load Triton, sizes do not
@@ -24,8 +25,9 @@ class DoesNotFit(UserError):
 
 def cache_bytes(shape: ModelDims, batch: int, context: int, size: int, sparse_layers: int) -> dict[str, int]:
     """K/V of all layers, and the inputs that layers of selected heads keep, of numbers of `size` bytes."""
-    row = batch * context * shape.d_model * size
-    return {"K/V": 2 * shape.n_layers * row, "kept inputs": sparse_layers * row}
+    row = batch * context * size
+    kept = shape.n_kv_heads * shape.head_dim
+    return {"K/V": 2 * shape.n_layers * kept * row, "kept inputs": sparse_layers * shape.d_model * row}
 
 
 def scratch_bytes(shape: ModelDims, batch: int, packed: bool, packed_head: bool = False) -> int:
@@ -63,7 +65,8 @@ def weight_bytes(model: Any, dtype: torch.dtype) -> int:
 def held_bytes(weights: "DecodeWeights", predictors: Mapping[Any, "TargetPredictor"]) -> dict[str, int]:
     """Weights, LM head and embeddings included, each once, and predictors."""
     each = [tensor for p in predictors.values() for tensor in _matrices(p)]
-    held = {t.data_ptr(): t.nbytes for t in (weights.embedding, weights.positions, *weights.tensors())}
+    placed = weights.placed.table if isinstance(weights.placed, Rotary) else weights.positions
+    held = {t.data_ptr(): t.nbytes for t in (weights.embedding, placed, *weights.tensors()) if t is not None}
     return {"weights": sum(held.values()), "predictors": sum(tensor.nbytes for tensor in each)}
 
 

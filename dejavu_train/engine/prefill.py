@@ -13,9 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
-from dejavu_train.families.block import forward_block
+from dejavu_train.families.block import alibi, forward_block, repeat_groups
 from dejavu_train.families.opt import POSITIONS_OFFSET
-from dejavu_train.kernels.common.layer_norm import layer_norm_reference
+from dejavu_train.kernels.common.activation import activation_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.positions import Alibi, Rotary, turned_reference
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.stages.hidden import kept_unit
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
 
@@ -28,7 +32,7 @@ def prefill(
 
     Args:
         tokens: (B, T) integers. counts: B numbers of tokens, 0 = nothing to do for this row.
-        k_cache, v_cache: per layer (>= B, h, T, head_dim). rows below B are written up to counts[b].
+        k_cache, v_cache: per layer (>= B, g, T, head_dim). rows below B are written up to counts[b].
     Returns:
         (B, d) fp32, the residual stream of each row's last token after the last layer (zeros where counts[b] is 0).
     """
@@ -49,34 +53,82 @@ def _run(
     k_cache: list[Tensor],
     v_cache: list[Tensor],
 ) -> Tensor:
-    longest = max(counts)
-    ids = tokens[rows, :longest].long()
-    x = weights.embedding[ids].float() + weights.positions[POSITIONS_OFFSET : POSITIONS_OFFSET + longest].float()
+    ids = tokens[rows, : max(counts)].long()
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+    bias = None
+    if isinstance(weights.placed, Alibi):
+        ahead = positions[0] > positions[0][:, None]
+        bias = alibi(weights.placed.slopes, positions, positions).masked_fill(ahead, -torch.inf)
 
     def attend(keys: Tensor, values: Tensor, _attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for j, (b, count) in enumerate(zip(rows, counts, strict=True)):
             keys[b, :, :count], values[b, :, :count] = k[j, :, :count], v[j, :, :count]
         # Rows are padded at their ends, where causal attention from real tokens never looks.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        k, v = repeat_groups(q, k, v)
+        if bias is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
 
+    x = embedded(weights, ids, positions)
     for layer, keys, values in zip(weights.layers, k_cache, v_cache, strict=True):
-        x = forward_block(dense_block(weights, layer), x, partial(attend, keys, values))[0]
+        x = forward_block(dense_block(weights, layer), x, partial(attend, keys, values), positions)[0]
     return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]
 
 
-def dense_block(weights: DecodeWeights, layer: LayerWeights) -> Any:
-    """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype."""
-    h, hd, dtype = weights.shape.n_heads, weights.shape.head_dim, weights.embedding.dtype
+def embedded(weights: DecodeWeights, ids: Tensor, positions: Tensor) -> Tensor:
+    """(..., d) fp32, what the first layer reads, of tokens ids (...) at positions (...)."""
+    x = weights.embedding[ids].float()
+    if weights.positions is not None:
+        x = x + weights.positions[positions + POSITIONS_OFFSET].float()
+    return x if weights.embedding_norm is None else layer_norm_reference(x, weights.embedding_norm)
 
-    def project(n: Tensor, _positions: Tensor | None) -> tuple[Tensor, ...]:
-        qkv = layer.qkv.weight.dense(dtype).view(3 * h * hd, -1)
-        heads = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, (h, 3, hd))
-        return tuple(heads[..., part, :].transpose(-2, -3) for part in range(3))
+
+def dense_block(weights: DecodeWeights, layer: LayerWeights) -> Any:
+    """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype.
+
+    Squares of 256 and more are no fp16 numbers: hidden values are stored times `kept_unit`.
+    """
+    dims, dtype = weights.shape, weights.embedding.dtype
+    share, unit = dims.kv_group, kept_unit(layer.mlp, dtype)
+    turns = weights.placed if isinstance(weights.placed, Rotary) else None
+
+    def compared(x: Tensor, norm: LayerNormWeights | None, positions: Tensor) -> Tensor:
+        """Queries or keys (B, h, T, e), in fp32 where they are turned, as the kernels turn them."""
+        if norm is not None:
+            x = layer_norm_reference(x, norm, torch.float32)
+        if turns is not None:
+            x = turned_reference(x.float(), turns, positions[:, None].expand(x.shape[:-1]))
+        return x.to(dtype)
+
+    def project(n: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        qkv = layer.qkv.weight.dense(dtype).flatten(0, 2)
+        # (B, g, r + 2, T, e)
+        rows = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, layer.qkv.bias.shape).movedim(-4, -2)
+        q, k, v = rows[:, :, :share].flatten(1, 2), rows[:, :, share], rows[:, :, share + 1]
+        norms = (None, None) if layer.head_norms is None else (layer.head_norms.q, layer.head_norms.k)
+        return compared(q, norms[0], positions), compared(k, norms[1], positions), v
+
+    def values(linear: Linear, n: Tensor, activation: str, scale: float = 1.0) -> Tensor:
+        x = F.linear(n, linear.weight.dense(dtype), linear.bias)
+        if activation == "relu" and not layer.hidden.threshold:
+            return x.relu_()
+        return (activation_reference(x.float(), activation, layer.hidden.threshold) * scale).to(dtype)
+
+    def neurons(n: Tensor) -> Tensor:
+        form = layer.hidden
+        if layer.gate is None:
+            return values(layer.up, n, form.activation, unit)
+        gate, up = (
+            values(layer.gate, n, form.activation, unit),
+            values(layer.up, n, form.activation if form.both else "none"),
+        )
+        return gate.mul_(up)
 
     def down(neurons: Tensor) -> Tensor:
         down = layer.down.weight.dense(dtype)
         product = neurons @ down if layer.down_transposed else F.linear(neurons, down)
-        return product.float() + layer.down.bias.float()
+        return product.float() / unit + layer.down.bias.float()
 
     return SimpleNamespace(
         norm_attn=lambda x: layer_norm_reference(x, layer.norm1, dtype),
@@ -84,6 +136,6 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights) -> Any:
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float(),
         norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
-        neurons=lambda n: F.linear(n, layer.up.weight.dense(dtype), layer.up.bias).relu_(),
+        neurons=neurons,
         down=down,
     )

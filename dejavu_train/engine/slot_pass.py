@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.ops import StepOps
+from dejavu_train.engine.prefill import embedded
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
-from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.hidden import kept_unit
@@ -34,6 +34,11 @@ class SlotPass:
     def __init__(self, weights: DecodeWeights, caches: Sequence[KvCache], ops: StepOps, pdl: bool) -> None:
         self.weights, self.caches, self.ops, self.pdl = weights, caches, ops, pdl
         shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
+        if weights.placed is not None or shape.kv_group > 1 or shape.logit_cap:
+            raise UserError(
+                "lossless decoding on a GPU verifies models with learned positions alone; leave lossless out, or pass"
+                " backend='cpu'"
+            )
         d, h, e = shape.d_model, shape.n_heads, shape.head_dim
         self.products = ProductScratch.empty(d, device)
         self.attention = SlotScratch.empty(h, e, caches[0].capacity, device, len(caches[0].k))
@@ -50,8 +55,7 @@ class SlotPass:
         """
         weights, ops, pdl = self.weights, self.ops, self.pdl
         at = position.long()
-        x = weights.embedding[tokens.long()].float() + weights.positions[at + POSITIONS_OFFSET].float()
-        self.x[0].copy_(x)
+        self.x[0].copy_(embedded(weights, tokens.long(), at))
         for layer, cache in zip(weights.layers, self.caches, strict=True):
             self._attend(layer, cache, position)
             self._multiply(layer)

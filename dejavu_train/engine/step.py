@@ -89,7 +89,7 @@ class DecodeStep:
             (head,) = weights.lm_head.parts()
             self.screen = ScreenedHead.of(head, weights.final_norm) if beside is None else beside.screen
         if beside is None:
-            self.watermark = torch.zeros(shape.n_layers, plan.batch, shape.n_heads, dtype=torch.int32, device=device)
+            self.watermark = torch.zeros(shape.n_layers, plan.batch, shape.n_kv_heads, dtype=torch.int32, device=device)
         else:
             self.watermark = beside.watermark
         chosen = {key: self._choose(key) for key in predictors}
@@ -120,7 +120,7 @@ class DecodeStep:
         """The selection of a (layer, target), and its predictor where that runs on its own."""
         predictor, device, half = self.predictors[key], self.device, self.plan.half(*key)
         if half.place in (Place.FOLDED, Place.BEFORE):
-            return TargetSelection(predictor, head_selection(self.shape.n_heads, device))
+            return TargetSelection(predictor, head_selection(self.shape.n_kv_heads, device))
         block = selection_block(self.shape.d_model, self.batch)
         selection = Selection.empty(self.shape.units(predictor.target), device, block)
         if half.place is Place.GRIDS:
@@ -139,7 +139,7 @@ class DecodeStep:
     def _cache(self, layer: int) -> KvCache:
         """A layer that computes K/V of all its heads needs no inputs, or its own position of those that are shared."""
         shape, batch, device = self.shape, self.batch, self.device
-        dtype, size = self.weights.embedding.dtype, (batch, shape.n_heads, self.context)
+        dtype, size = self.weights.embedding.dtype, (batch, shape.n_kv_heads, self.context)
         half = self.plan.half(layer, Target.HEADS)
         sparse = half.run is Run.SELECTED
         stale = sparse and self.plan.kv_policy == "stale"
@@ -156,6 +156,7 @@ class DecodeStep:
             attn_in=attn_in,
             watermark=self.watermark[layer] if sparse else None,
             valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
+            positions=self.weights.placed,
         )
 
     def _late_site(self, layer: int, chosen: Mapping[UnitKey, TargetSelection]) -> LateSite:
@@ -189,6 +190,8 @@ class DecodeStep:
                 self.ops.advance(self.logits, state, mode, score, pdl=pdl, chosen=self.screen.best)
                 return
             self.ops.dense_rows(self.x[-1], weights.final_norm, weights.lm_head, None, "none", self.logits, pdl=pdl)
+            if cap := self.shape.logit_cap:
+                self.logits.div_(cap).tanh_().mul_(cap)
             self.ops.advance(self.logits, state, mode, score, pdl=pdl)
 
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:
@@ -201,6 +204,8 @@ class DecodeStep:
         layers = self.layers if guard is None or self.measured is None else self.measured
         with self.on_device():
             self.ops.embed(self.state, weights.embedding, weights.positions, self.x[0], pdl=self.work.pdl)
+            if weights.embedding_norm is not None:
+                self.ops.layer_norm(self.x[0], weights.embedding_norm, self.x[0], pdl=self.work.pdl)
             for layer, x, between, out in zip(layers, self.x[::2], self.x[1::2], self.x[2::2], strict=False):
                 for predictor in layer.at_attention:
                     predictor.run(x)

@@ -43,23 +43,33 @@ class RowSizes:
         }
 
 
-def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
-    """Of a layer's six matrices, by the names of ``MATRICES``.
+def part_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
+    """Of a layer's matrices, by the names of ``BlockParts``: of any family.
 
     Raises:
-        UserError: a model that is no OPT, or a width that has no 4-bit form, by name.
+        UserError: a width that has no 4-bit form, by name.
     """
-    if (refusal := engine_refusal(shape, {})) is not None:
-        raise UserError(f"{name} has no 4-bit form: there are {refusal}; give weights of float16")
-    d, n, h, e = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
+    d, n, h, g, e = shape.d_model, shape.d_ffn, shape.n_heads, shape.n_kv_heads, shape.head_dim
     group = _group(d, name)
     if e % COLUMNS_PER_WORD:
         raise UserError(
             f"the heads of {name} are {e} wide: 4-bit rows of the output projection need a multiple of"
             f" {COLUMNS_PER_WORD}; give weights of float16"
         )
-    square, neurons = RowSizes(d, d, group), RowSizes(n, d, group)
-    return dict(zip(MATRICES, (square, square, square, RowSizes(h * d, e, e), neurons, neurons), strict=True))
+    query, key, neurons = RowSizes(h * e, d, group), RowSizes(g * e, d, group), RowSizes(n, d, group)
+    made = {"q": query, "k": key, "v": key, "out": RowSizes(h * d, e, e), "up": neurons, "down": neurons}
+    return made | {"gate": neurons} if shape.gated else made
+
+
+def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
+    """Of a layer's six matrices, by the names of ``MATRICES``.
+
+    Raises:
+        UserError: a model that is no OPT, or as :func:`part_sizes`.
+    """
+    if (refusal := engine_refusal(shape, {})) is not None:
+        raise UserError(f"{name} has no 4-bit form: there are {refusal}; give weights of float16")
+    return dict(zip(MATRICES, part_sizes(shape, name).values(), strict=True))
 
 
 def head_sizes(shape: ModelDims, kind: str, name: str = "this model") -> RowSizes | None:

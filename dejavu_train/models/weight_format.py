@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dejavu_train.families import ModelDims, Target, blocks_of
-from dejavu_train.families.opt import DOWN, OUT, QKV, UP
 from dejavu_train.models.config_values import INT4, quant_method
-from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.int4_sizes import part_sizes
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ class WeightFormat:
         if not self.coded:
             row = shape.d_model * self.bits / 8
             return UnitBytes((shape.rows_of(Target.MLP) - 1) * row, row, shape.rows_of(Target.HEADS) * row)
-        read = {part: replace(sizes, bits=self.bits).nbytes for part, sizes in row_sizes(shape).items()}
-        heads = sum(read[part] for part in (*QKV, OUT))
-        return UnitBytes(read[UP] / shape.d_ffn, read[DOWN] / shape.d_ffn, heads / shape.n_kv_heads)
+        read = {part: replace(sizes, bits=self.bits).nbytes for part, sizes in part_sizes(shape).items()}
+        heads, up = sum(read[part] for part in ("q", "k", "v", "out")), read["up"] + read.get("gate", 0)
+        return UnitBytes(up / shape.d_ffn, read["down"] / shape.d_ffn, heads / shape.n_kv_heads)
 
 
 FLOAT32, FLOAT16, BFLOAT16 = (

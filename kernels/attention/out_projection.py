@@ -1,8 +1,9 @@
 """The output projection over the selected heads: y[b, i] = residual[b, i] + bias[i] + sum_j w[i, j] mixed[b, j].
 
-j runs over the columns of the selected heads. mixed (B, h * head_dim) is zero elsewhere. Numbers are (d, h * head_dim)
-and take mixed in fp32 (`stages.columns`). 4-bit rows lie head by head, Int4Rows (h, d, head_dim) (`stages.int4_heads`).
-They take mixed in fp16, as attention rounds it. Every program reads it whole, and in fp32 that took twice the loads.
+j runs over the columns of the selected heads, or groups of heads. mixed (B, h * head_dim) is zero elsewhere. Numbers
+are (d, h * head_dim) and take mixed in fp32 (`stages.columns`). 4-bit rows lie head by head, Int4Rows (h, d, head_dim)
+(`stages.int4_heads`). They take mixed in fp16, as attention rounds it. Every program reads it whole, and in fp32 that
+took twice the loads.
 
 The attention kernel lets this one start before it has waited for q/k/v itself. What is older than q/k/v is read before
 the wait: selection, bias, residual. So a program's first columns are loaded while q/k/v ends and attention runs.
@@ -26,7 +27,7 @@ from dejavu_train.kernels.common.checks import (
 from dejavu_train.kernels.common.int4_numbers import written_out_by_output
 from dejavu_train.kernels.common.lane_queue import even_room
 from dejavu_train.kernels.common.launch import n_sms, use_pdl
-from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.common.limits import HEAD_DIMS, MOST_TOKENS
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
@@ -117,7 +118,8 @@ def project_heads(
         check_shape(name, tensor, batch, d)
     if weight.format is Format.INT4:
         n_heads = weight.shape[0]
-        require(selection is None or selection.n == n_heads, f"a selection of other heads than the weight's {n_heads}")
+        fits = selection is None or n_heads % selection.n == 0
+        require(fits, f"a selection of other heads than the weight's {n_heads}")
         _check_by_head(mixed, weight, bias)
     else:
         check_numbers("weight", weight, d, width)
@@ -136,6 +138,8 @@ def project_heads(
         if not isinstance(chosen, HeadRowSettings):
             raise ValueError("4-bit rows need HeadRowSettings")
         programs, walk = head_walk(weight, chosen, selection is None and use_pdl(pdl, out.device))
+        if selection is not None:
+            walk = walk._replace(share=n_heads // selection.n)
         launch_walk(
             programs, mixed.view(torch.int32), None, weight.parts(), sink, source, d, walk, pdl,
             num_warps=chosen.warps, maxnreg=chosen.registers,
@@ -153,7 +157,9 @@ def column_walk(settings: ProjectSettings, width: int, n_heads: int) -> tuple[Co
     """(how a program walks over so many columns of so many heads, its warps)."""
     sizes = width, width // n_heads, triton.next_power_of_2(n_heads), settings.rows
     if settings.stages:
-        return TileWalk(*sizes, triton.next_power_of_2(width // n_heads), settings.stages), settings.warps
+        head_dim = width // n_heads  # of a group of heads more columns than a step has
+        parts = next(n for n in range(1, head_dim + 1) if head_dim % n == 0 and head_dim // n <= HEAD_DIMS[-1])
+        return TileWalk(*sizes, triton.next_power_of_2(head_dim // parts), settings.stages, parts), settings.warps
     block = min(settings.width, triton.next_power_of_2(width))
     return ColumnWalk(*sizes, block), min(settings.warps, max(1, settings.rows * block // (32 * VECTOR.value)))
 

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dejavu_train.kernels.common.checks import require
 from dejavu_train.kernels.common.launch import sums_together
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
 from dejavu_train.kernels.formats.matrix import Matrix
 
 FIRST_UNIT = tl.constexpr(2.0**32)  # of the sum of z as a whole number: up to 2e9
@@ -44,6 +45,7 @@ class LateNorm:
 
 def late_sums(weight: Matrix, ln: LayerNormWeights) -> tuple[Tensor, Tensor]:
     """W gain and W shift of rows (h, ..., d): (h, ...) fp32 each. A head's rows at a time are written out."""
+    require(ln.kind is NormKind.LAYER_NORM, f"a LayerNorm may come late, got {ln.kind}")
     both = torch.stack(ln.folded, dim=1).float()
     parts = [weight[head].dense() @ both for head in range(weight.shape[0])]
     gains, shifts = torch.stack(parts).movedim(-1, 0).contiguous()

@@ -73,10 +73,11 @@ class LayerNormWeights:
 
     @property
     def folded(self) -> tuple[Tensor, Tensor]:
-        """(weight, bias) for products that are put right with the mean afterwards. Errors: another norm, or none."""
-        if self.kind is not NormKind.LAYER_NORM or self.weight is None or self.bias is None:
-            raise ValueError(f"expected a LayerNorm with weight and bias, whose mean is folded, got {self.kind}")
-        return self.weight, self.bias
+        """(weight, bias) for products that are put right with the mean afterwards. Errors: a weight that counts from 1,
+        or none."""
+        if self.kind is NormKind.LAYER_NORM_1P or self.weight is None:
+            raise ValueError(f"expected a norm with a weight that products can be put right with, got {self.kind}")
+        return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias
 
     def args(self) -> RowNorm:
         """What a kernel is handed."""

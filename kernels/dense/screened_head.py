@@ -1,6 +1,6 @@
 """The largest logit of an LM head without reading all of its numbers: a screen in int8, then the rows that can win.
 
-    n = LayerNorm(x), rounded to the head's dtype;  logit[v] = sum_j w[v, j] n[j];  wanted: the largest, lowest id first
+    n = norm(x), rounded to the head's dtype;  logit[v] = sum_j w[v, j] n[j];  wanted: the largest, lowest id first
 
 Beside its numbers the head has int8 codes c (V, d) of w', which is w with columns of one size: w[v, j] = w'[v, j] a[j],
 w' = scale c + e with a scale a row, and n' = n a takes what columns differ by. The screen multiplies codes by levels of
@@ -90,7 +90,7 @@ class Chosen:
 class ScreenedHead:
     """An LM head (V, d) with its screen.
 
-    ln: the LayerNorm before it. gain, shift (d,) fp32: of it, times a. words (V, d / 4) int32: four codes each. scales
+    ln: the norm before it. gain, shift (d,) fp32: of it, times a. words (V, d / 4) int32: four codes each. scales
     (V, 2) fp32: scale, and by how much a screened logit is off at most, as a share of |n'| + steps (|f| + tiny). tiny:
     the norm of what rounding n may lose below fp16's normal numbers, times a. upper (V,), lows (P,) fp32: scratch.
     best: what programs found.
@@ -195,8 +195,8 @@ def _piece(vector, j, c, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr):
-    """(high levels, low levels as words, t, |n'|, |f|) of n' = LayerNorm(x) with this gain and shift. Of |f| also what
+def _levels_of(x, norm, c, D: tl.constexpr, BLOCK: tl.constexpr):
+    """(high levels, low levels as words, t, |n'|, |f|) of n' = norm(x), with a gain and a shift. Of |f| also what
     fp32 may lose of n'. Gain and shift are loaded when they are needed: with all that else is in registers they would
     cost a multiprocessor one of its programs."""
     STEPS: tl.constexpr = (D // 4 + BLOCK - 1) // BLOCK
@@ -205,12 +205,12 @@ def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.
     for j in tl.static_range(STEPS):
         xs = xs + (_piece(x, j, c, D, BLOCK),)
         total += tl.sum(xs[j], 1)
-    mean = tl.sum(total, 0) / D
+    mean = norm.mean(tl.sum(total, 0), D)
     squares = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(STEPS):
         centred = tl.where((j * BLOCK + c)[:, None] < D // 4, xs[j] - mean, 0.0)
         squares += tl.sum(centred * centred, 1)
-    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + EPS)
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / D + norm.eps)
     n = ()
     largest = tl.zeros((BLOCK,), tl.float32)
     length = tl.zeros((BLOCK,), tl.float32)
@@ -219,7 +219,7 @@ def _levels_of(x, gain, shift, c, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.
     for j in tl.static_range(STEPS):
         inside = (j * BLOCK + c)[:, None] < D // 4
         z = (xs[j] - mean) * rstd
-        gains, shifts = _piece(gain, j, c, D, BLOCK), _piece(shift, j, c, D, BLOCK)
+        gains, shifts = _piece(norm.gain, j, c, D, BLOCK), _piece(norm.shift, j, c, D, BLOCK)
         value = tl.where(inside, z * gains + shifts, 0.0)
         size = (tl.abs(z) + off_mean) * tl.abs(gains) + tl.abs(shifts)
         summands += tl.sum(tl.where(inside, size * size, 0.0), 1)
@@ -271,9 +271,8 @@ def _sums(tiles, N: tl.constexpr):
 
 @triton.jit
 def _screen_kernel(
-    x, gain, shift, words, scales, stops, upper, lows, steps, tiny, n_rows,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, N_STOPS: tl.constexpr, EPS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, norm, words, scales, stops, upper, lows, steps, tiny, n_rows,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, N_STOPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     W: tl.constexpr = D // 4
     STEPS: tl.constexpr = (W + BLOCK - 1) // BLOCK
@@ -282,7 +281,7 @@ def _screen_kernel(
     step = tl.num_programs(0) * ROWS
     w = row_pieces(words, first, n_rows, c, W, BLOCK, ROWS)
     wait_for_predecessor(PDL)
-    high, low, t, length, rest = _levels_of(x, gain, shift, c, D, BLOCK, EPS)
+    high, low, t, length, rest = _levels_of(x, norm, c, D, BLOCK)
     most = (length + steps * (rest + tiny)) * 1.0001  # tiny: n rounded among fp16's smallest numbers
     lines = tl.arange(0, ROWS)
     surest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -375,10 +374,9 @@ def screened_head(
     settings, rows = head.settings, RowSettings.find("float", x.device, d=d)
     n_stops = stops.shape[0]
     _screen_kernel[(head.lows.numel(),)](
-        x, head.gain, head.shift, head.words, head.scales, stops, head.upper, head.lows, head.steps, head.tiny, n,
-        D=d, BLOCK=settings.block(d), ROWS=settings.rows, N_STOPS=n_stops, EPS=ln.eps,
-        PDL=pdl, num_warps=settings.warps_for(d), maxnreg=settings.registers,
-        launch_pdl=pdl,
+        x, ln.args()._replace(gain=head.gain, shift=head.shift), head.words, head.scales, stops, head.upper, head.lows,
+        head.steps, head.tiny, n, D=d, BLOCK=settings.block(d), ROWS=settings.rows, N_STOPS=n_stops, PDL=pdl,
+        num_warps=settings.warps_for(d), maxnreg=settings.registers, launch_pdl=pdl,
     )  # fmt: skip
     programs = head.best.values.numel()
     _rescore_kernel[(programs,)](

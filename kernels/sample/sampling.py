@@ -1,6 +1,6 @@
 """The ends of a decoding step: token and position embedding, and the choice of the next token from the logits.
 
-    x[b]         = embed[tokens[b, t]] + positions[t + 2]              t = position[b]
+    x[b]         = embed[tokens[b, t]] + positions[t + 2]              t = position[b], learned positions or none
     greedy:      the largest logit, ties to the lowest id
     temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id)
     top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
@@ -108,7 +108,9 @@ def embed_reference(state: TokenState, embedding, positions, x, pdl=False) -> No
     """Plain torch: x (B, d) fp32."""
     at = state.position.long()
     token = state.tokens.gather(1, at[:, None])[:, 0].long()
-    x.copy_(embedding[token].float() + positions[at + POSITION_OFFSET].float())
+    x.copy_(embedding[token].float())
+    if positions is not None:
+        x.add_(positions[at + POSITION_OFFSET].float())
 
 
 @triton.jit
@@ -123,14 +125,15 @@ def _embed_kernel(
     at = tl.load(position + b)
     token = tl.load(tokens + b * capacity + at).to(tl.int64)
     e = tl.load(embedding + token * D + c, mask=mask, other=0.0).to(tl.float32)
-    p = tl.load(positions + (at + OFFSET).to(tl.int64) * D + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(x + b * D + c, e + p, mask=mask)
+    if positions is not None:
+        e += tl.load(positions + (at + OFFSET).to(tl.int64) * D + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + b * D + c, e, mask=mask)
 
 
 def embed(
-    state: TokenState, embedding: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, pdl: bool = False
+    state: TokenState, embedding: torch.Tensor, positions: torch.Tensor | None, x: torch.Tensor, pdl: bool = False
 ) -> None:
-    """embedding (V, d), positions (>= T + 2, d) -> x (B, d) fp32."""
+    """embedding (V, d), positions (>= T + 2, d) or None -> x (B, d) fp32."""
     check_device("x", x)
     batch, d = x.shape
     check_shape("x", x, batch, d)

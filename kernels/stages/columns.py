@@ -92,17 +92,22 @@ def _walk_tiles(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr
     ahead = sink.ahead(sink, rows, 0, inside, inside, n_rows)
     wait_for_predecessor(PDL)
     y = tl.zeros((how.rows, 8), tl.float32)
-    for i in tl.range(0, n, num_stages=how.stages):
-        column = tl.sum(tl.where(heads == i, order, 0)) * how.head_dim + c
-        w = tl.load(at + column[None, :], mask=inside[:, None] & (c < how.head_dim)[None, :], other=0.0)
+    PART: tl.constexpr = how.head_dim // how.parts
+    for i in tl.range(0, n * how.parts, num_stages=how.stages):
+        if how.parts == 1:
+            column = tl.sum(tl.where(heads == i, order, 0)) * how.head_dim + c
+        else:
+            head = tl.sum(tl.where(heads == i // how.parts, order, 0))
+            column = head * how.head_dim + i % how.parts * PART + c
+        w = tl.load(at + column[None, :], mask=inside[:, None] & (c < PART)[None, :], other=0.0)
         places = x + b[None, :] * how.d + column[:, None]  # as if of a batch, so that columns lie side by side
-        own = tl.load(places, mask=(b == 0)[None, :] & (c < how.head_dim)[:, None], other=0.0)
+        own = tl.load(places, mask=(b == 0)[None, :] & (c < PART)[:, None], other=0.0)
         y = tl.dot(w, own.to(w.dtype), y, input_precision="ieee")
     sink.put(sink, tl.sum(y, 1), ahead, rows, 0, inside, n_rows)
 
 
 class TileWalk(NamedTuple):
-    """As `ColumnWalk`. tile: of a head's columns. stages: of the pipeline over heads."""
+    """As `ColumnWalk`. parts: steps of a head. tile: of a part's columns. stages: of the pipeline over heads."""
 
     d: int
     head_dim: int
@@ -110,6 +115,7 @@ class TileWalk(NamedTuple):
     rows: int
     tile: int
     stages: int
+    parts: int = 1
     walk: Any = _walk_tiles
 
     @property

@@ -121,7 +121,7 @@ def _walk_heads(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr,
     order = lane
     n = H
     if source is not None:
-        order, n = selected_heads(source.row_bits, H, how.head_tile)
+        order, n = selected_heads(source.row_bits, H, how.head_tile, how.share)
     its = _warps_heads(order, n, lane, UNITS, H, source is None)
     heads = _heads(its, 0, lane, UNITS, SPAN, H)
     queue = lane_queue(lane, max(how.room, queue_bytes(L, SPAN, TILES, how.head_dim)))
@@ -167,7 +167,8 @@ def _walk_heads(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr,
 
 class HeadWalk(NamedTuple):
     """heads: all. head_tile: of a tile of these. lanes: threads. span: heads of a warp that are on their way. tiles: of
-    8 outputs of a program. room: bytes that the queue takes at least (`lane_queue.even_room`)."""
+    8 outputs of a program. room: bytes that the queue takes at least (`lane_queue.even_room`). share: heads that are
+    selected together."""
 
     heads: int
     head_tile: int
@@ -176,6 +177,7 @@ class HeadWalk(NamedTuple):
     span: int
     tiles: int
     room: int
+    share: int = 1
     walk: Any = _walk_heads
 
     @property

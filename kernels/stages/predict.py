@@ -36,7 +36,7 @@ from dejavu_train.kernels.common.launch import (
     use_pdl,
     wait_for_predecessor,
 )
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, mean_and_rstd
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, row_moments
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
@@ -287,7 +287,9 @@ def predicted_rows(
     places = ()
     if kept.normalised is not None:
         own_gain = tl.load(norm.gain + own, mask=own < S.d, other=0.0).to(tl.float32)
-        own_shift = tl.load(norm.shift + own, mask=own < S.d, other=0.0).to(tl.float32)
+        own_shift = 0.0
+        if norm.shift is not None:
+            own_shift = tl.load(norm.shift + own, mask=own < S.d, other=0.0).to(tl.float32)
         for b in tl.static_range(S.batch):
             if kept.position is None:
                 places = places + (b,)
@@ -300,7 +302,7 @@ def predicted_rows(
         if kept.normalised is not None:
             own_x = tl.load(x + b * S.d + own, mask=own < S.d, other=0.0).to(tl.float32)
         sums = _products(tiles, xs, gain, SPREAD, 2 if NIBBLES else 1, STEPS, S.rows)
-        mean, rstd = mean_and_rstd(sums[S.rows], sums[S.rows + 1], S.d, norm.eps)
+        mean, rstd = row_moments(sums[S.rows], sums[S.rows + 1], norm, S.d)
         if kept.normalised is not None:
             value = (own_x - mean) * rstd * own_gain + own_shift
             to = kept.normalised + places[b] * S.d + own
@@ -364,7 +366,7 @@ def _hidden_rows(predictor: Predictor, ln: LayerNormWeights) -> HiddenRows:
 def _check_norm(x: Tensor, ln: LayerNormWeights) -> tuple[int, int]:
     batch, d = check_input("x", x)
     for name, given in zip(("weight", "bias"), ln.folded, strict=True):
-        check_tensor(f"LayerNorm {name}", given, (d,), FLOAT_TYPES, x)
+        check_tensor(f"norm {name}", given, (d,), FLOAT_TYPES, x)
     return batch, d
 
 

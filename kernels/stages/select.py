@@ -108,10 +108,13 @@ def select_reference(
 
 
 @triton.jit
-def selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr):
-    """(the selected heads in ascending order (H_TILE,), H beyond them, their number)."""
+def selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr, SHARE: tl.constexpr = 1):
+    """(the selected heads in ascending order (H_TILE,), H beyond them, their number). SHARE: heads of a bit."""
     heads = tl.arange(0, H_TILE)
-    chosen = (tl.load(row_bits + heads, mask=heads < H, other=0, cache_modifier=".cg") != 0).to(tl.int32)
+    places = row_bits + heads
+    if SHARE > 1:
+        places = row_bits + heads // SHARE
+    chosen = (tl.load(places, mask=heads < H, other=0, cache_modifier=".cg") != 0).to(tl.int32)
     rank = tl.cumsum(chosen, 0)
     before = (rank[:, None] <= heads[None, :]) & (heads < H)[:, None]
     return tl.sum(before.to(tl.int32), 0), tl.sum(chosen)

@@ -1,6 +1,7 @@
 """The decoding benchmark without a GPU: its cells, and thresholds that hit densities of a batch's union."""
 
 import csv
+import dataclasses
 
 import pytest
 import torch
@@ -8,11 +9,21 @@ from decode_helpers import random_bundle, random_opt
 
 from benchmarks import alternate
 from benchmarks.decode import bytes_needed
-from benchmarks.decode_cells import Cell, read_cells, required_cells
+from benchmarks.decode_cells import FAMILIES, Cell, read_cells, required_cells
+from benchmarks.decode_hf import random_model
 from benchmarks.decode_plot import line
-from benchmarks.decode_problem import SHAPES, UNION, measured, set_thresholds, start
+from benchmarks.decode_problem import (
+    SHAPES,
+    UNION,
+    measured,
+    random_predictors,
+    random_weights,
+    set_thresholds,
+    start,
+)
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
+from dejavu_train.families import dims_of
 
 
 def test_cells_are_read_from_words():
@@ -64,6 +75,34 @@ def test_thresholds_hit_the_density_of_the_union(batch):
     assert row["mlp_union"] == pytest.approx(0.25, abs=0.04)
     assert row["mlp_selected"] <= row["mlp_union"] + 1e-6 and row["head_union"] == 1
     assert (row["mlp_selected"] == pytest.approx(row["mlp_union"])) == (batch == 1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cells_of_other_families_run_on_random_weights(name, packed):
+    """Tiny shapes of the same kinds. The stated share of the selected neurons is alive, or all of them are."""
+    whole = SHAPES[name]
+    shape = dataclasses.replace(
+        whole, d_model=64, d_ffn=800, n_layers=2, n_heads=4, head_dim=32, vocab_size=300, max_positions=64,
+        n_kv_heads=4 if whole.kv_group == 1 else 2, embedding_dim=64,
+    )  # fmt: skip
+    weights = random_weights(shape, 0.6, packed, packed, device="cpu")
+    predictors = random_predictors(
+        shape, 8, 0.25, 1.0, lookahead=1, dtype="int4" if packed else "float16", device="cpu"
+    )
+    engine = DecodeEngine(weights, predictors, EngineOptions(ops="reference", context=50))
+    with torch.no_grad():
+        start(engine, 4, 44)
+        set_thresholds(engine, 0.25, 1.0)
+        row = measured(engine, 12)
+    assert row["mlp_union"] == pytest.approx(0.25, abs=0.05) and row["head_union"] == 1
+    assert row["active_share"] == (1 if name == "bloom-7b1" else pytest.approx(0.6, abs=0.12))
+    assert all(half.site is not None for half in engine.plan.halves[1::2])
+    model = random_model(name, shape, "cpu", torch.float32)  # the rival has the same shape
+    assert dataclasses.replace(dims_of(model.config), threshold=0.0, activation="relu") == dataclasses.replace(
+        shape, threshold=0.0, activation="relu"
+    ) or name.startswith("bloom")
+    assert {cell.engine for cell in required_cells(name)} == {"hf-compile", "dense", "sparse"}
 
 
 def test_a_line_of_the_plot_has_its_rows_in_order():

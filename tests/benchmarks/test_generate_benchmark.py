@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import generate
-from benchmarks.decode_hf import random_opt
+from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import measured, set_thresholds, start
 from benchmarks.generate import cache_bytes, greedy, predictor_bytes, random_bundle, set_active_share
 from dejavu_train.families import ModelDims
@@ -16,7 +16,7 @@ SHAPE = ModelDims(64, 256, 2, 4, 300, 64)
 
 def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities():
     torch.manual_seed(0)
-    dense = random_opt(SHAPE, "cpu", torch.float32)
+    dense = random_model("opt", SHAPE, "cpu", torch.float32)
     set_active_share(dense, 0.6)
     bundle = random_bundle(SHAPE, 8, 0.25, 0.5, "cpu")
     model = SparseOPTForCausalLM.from_model(dense, bundle, "triton", "prompt", ops="reference")

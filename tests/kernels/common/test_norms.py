@@ -7,12 +7,15 @@ from torch.nn import functional as F
 
 from dejavu_train.kernels.common.late_norm import late_sums
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm, layer_norm_reference
+from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense.dense_rows import dense_rows
+from dejavu_train.kernels.dense.screened_head import ScreenedHead, screened_head
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights, Rows
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages.mlp import mlp
-from dejavu_train.kernels.stages.predictor import norm_sums
+from dejavu_train.kernels.stages.predict import predict
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, norm_sums
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -97,10 +100,45 @@ def test_the_mlp_over_a_list(device, form, int4):
     torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-3)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != (NormKind.LAYER_NORM, True, True)])
-def test_products_that_fold_a_mean_refuse_what_they_do_not_have(device, form):
+@pytest.mark.parametrize("form", FORMS)
+def test_products_that_are_put_right_refuse_what_they_cannot_be(device, form):
+    kind, weight, _ = form
     ln = norm(*form, 32, device)
-    with pytest.raises(ValueError, match="expected a LayerNorm with weight and bias, whose mean is folded, got"):
-        norm_sums(torch.zeros(2, 32, device=device), ln)
-    with pytest.raises(ValueError, match=f"got {form[0]}"):
-        late_sums(Rows(torch.zeros(2, 3, 32, device=device)), ln)
+    rows = torch.randn(2, 32, device=device)
+    if kind is NormKind.LAYER_NORM_1P or not weight:
+        with pytest.raises(ValueError, match="expected a norm with a weight that products can be put right with, got"):
+            norm_sums(rows, ln)
+    else:
+        gains, shifts = norm_sums(rows, ln)
+        torch.testing.assert_close(gains, rows @ ln.weight.float())
+        torch.testing.assert_close(shifts, rows @ (torch.zeros_like(ln.weight) if ln.bias is None else ln.bias).float())
+    if kind is not NormKind.LAYER_NORM:
+        with pytest.raises(ValueError, match=f"a LayerNorm may come late, got {kind}"):
+            late_sums(Rows(torch.zeros(2, 3, 32, device=device)), ln)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form[1] and form[0] is not NormKind.LAYER_NORM_1P])
+def test_predictors_of_one_row_read_any_norm(device, form):
+    """What is kept of the input, and the first half of a predictor."""
+    ln, x = norm(*form, 64, device), 2 * torch.randn(1, 64, device=device) + 1
+    weights = PredictorWeights(torch.randn(8, 64, device=device).half(), torch.randn(96, 8, device=device).half())
+    selection = Selection.empty(96, device)
+    made = Predictor.of(weights, 0.0, selection, Products.REGISTERS)
+    kept = torch.zeros(1, 64, device=device)
+    predict(x, ln, made, kept)
+    torch.testing.assert_close(kept.double(), expected(x, ln), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(made.hidden.double(), expected(x, ln) @ weights.down.double().T, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [NormKind.LAYER_NORM, NormKind.RMS_NORM])
+def test_screened_heads_read_any_norm(device, kind):
+    ln = norm(kind, True, kind is NormKind.LAYER_NORM, 64, device)
+    x, weight = 2 * torch.randn(1, 64, device=device) + 1, 0.1 * torch.randn(300, 64, device=device)
+    head = ScreenedHead.of(weight, ln)
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    screened_head(x, head, zero, zero, torch.full((8,), -1, dtype=torch.int32, device=device))
+    logits = expected(x, ln) @ weight.double().T
+    best = head.best.values.argmax()
+    assert int(head.best.ids[best]) == int(logits.argmax())
+    bound = logits[0] - head.upper  # every logit lies below its bound, and most are ruled out
+    assert bound.max() <= 1e-4 and head.rows_read() < 150

@@ -1,0 +1,84 @@
+"""Every family on the decode engine, by reference operations: as `mask`, dense as transformers, saved and loaded."""
+
+import pytest
+import torch
+from bundles import make_bundle
+from family_models import CASES, padded, save_family
+
+from dejavu_train import SparseForCausalLM
+from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.model import SparseCausalLM
+
+RUN = [name for name in CASES if name != "350m"]
+GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module", params=RUN)
+def folder(request, tmp_path_factory):
+    return save_family(request.param, tmp_path_factory.mktemp("families") / request.param)
+
+
+@pytest.fixture(scope="module")
+def bundle(folder):
+    return make_bundle(folder, means=True).at(0.4, 0.6)
+
+
+def sparse(folder, bundle, backend="triton", sparse_from=3, **options):
+    ops = {"ops": "reference"} if backend == "triton" else {}
+    return SparseCausalLM.from_model(load_opt(str(folder)), bundle, backend, sparse_from=sparse_from, **ops, **options)
+
+
+@torch.no_grad()
+def logits(model, inputs):
+    return model(**inputs).logits[inputs["attention_mask"].bool()]
+
+
+def test_everything_selected_is_the_dense_model(folder, bundle):
+    inputs = padded()
+    expected = logits(load_opt(str(folder)), inputs)
+    torch.testing.assert_close(logits(sparse(folder, bundle.at(1.0, 1.0)), inputs), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
+def test_scores_are_those_of_mask_over_skipped_and_back_filled_groups(folder, bundle, policy, lookahead):
+    made, inputs = make_bundle(folder, lookahead=True).at(0.4, 0.6) if lookahead else bundle, padded(40)
+    found, expected = (logits(sparse(folder, made, kind, kv_policy=policy), inputs) for kind in ("triton", "mask"))
+    if policy == "stale":  # what is missing is no part of `mask`
+        expected = logits(sparse(folder, made, "gather", kv_policy=policy), inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_padded_rows_are_written_as_by_mask_and_by_the_saved_model(folder, bundle, tmp_path):
+    inputs = padded(9, 4)
+    model = sparse(folder, bundle, sparse_from="prompt")
+    written = model.generate(**inputs, **GREEDY)
+    assert torch.equal(written, sparse(folder, bundle, "mask", sparse_from="prompt").generate(**inputs, **GREEDY))
+    assert model._runtime.gatherer is None, "the engine must have done it"
+    model.save_pretrained(tmp_path)
+    loaded = SparseForCausalLM.from_pretrained(tmp_path, backend="mask")
+    loaded.sparse_from = "prompt"
+    assert torch.equal(loaded.generate(**inputs, **GREEDY), written)
+
+
+def test_a_model_that_shares_its_weights_with_the_engine_stays_what_it_is(folder, bundle):
+    """Its queries and keys lie in another order there, its matrices of neurons turned."""
+    inputs, model = padded(), load_opt(str(folder))
+    expected, before = logits(model, inputs), {name: t.clone() for name, t in model.state_dict().items()}
+    weights = DecodeWeights.from_model(model, torch.float32, "cpu", share=True, transposed={0, 1})
+    assert torch.equal(logits(model, inputs), expected)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    model.load_state_dict({name: 2 * tensor for name, tensor in before.items()})
+    assert torch.equal(model.state_dict()["lm_head.weight"], 2 * before["lm_head.weight"])
+    others = DecodeWeights.from_model(model, torch.float32, "cpu")
+    if folder.name != "persimmon":  # its map of all three is copied in the other order
+        torch.testing.assert_close(weights.layers[1].qkv.weight.numbers, others.layers[1].qkv.weight.numbers)
+
+
+def test_norms_behind_the_halves_are_refused_by_name(tmp_path):
+    folder = save_family("350m", tmp_path)
+    with pytest.raises(UserError, match="norms behind the halves of a layer, an embedding of 24 columns"):
+        sparse(folder, make_bundle(folder).at(0.4, 0.6))
