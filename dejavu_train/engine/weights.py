@@ -3,8 +3,8 @@
 - up, gate: as stored (ffn, d).
 - down: transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both. Where it is dense it is as
   stored (d, ffn), so that every output row has one owner.
-- q, k, v: grouped by head of K and V with the r heads of q that share it, (g, r + 2, head_dim, d): one contiguous
-  range. Where positions are rotary, the rows of q and k lie in pairs that are turned together (`common.positions`).
+- q, k, v: grouped by head of K and V, (g, r + 2, head_dim, d), so that a head is one contiguous range. r heads of q
+  share it. Where positions are rotary, the rows of q and k lie in pairs that turn together (`common.positions`).
 - output projection: as stored (d, h * head_dim). A head's columns of a row are contiguous. Every output
   row has one owner.
 
