@@ -29,6 +29,8 @@ class SlotPass:
         caches: of its layers. ops: kernels, or the same in plain torch.
     Attributes:
         logits: (8, V) fp32, of the last pass.
+    Raises:
+        UserError: rotary positions, ALiBi, shared K/V or capped logits.
     """
 
     def __init__(self, weights: DecodeWeights, caches: Sequence[KvCache], ops: StepOps, pdl: bool) -> None:
