@@ -9,7 +9,6 @@ from torch import Tensor
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.kernels.common.limits import MOST_TOKENS, TILE_ROWS, TILED_FROM
-from dejavu_train.kernels.common.positions import Rotary
 from dejavu_train.models.int4 import CodedLinear
 
 if TYPE_CHECKING:  # they load Triton, sizes do not
@@ -65,8 +64,7 @@ def weight_bytes(model: Any, dtype: torch.dtype) -> int:
 def held_bytes(weights: "DecodeWeights", predictors: Mapping[Any, "TargetPredictor"]) -> dict[str, int]:
     """Weights, LM head and embeddings included, each once, and predictors."""
     each = [tensor for p in predictors.values() for tensor in _matrices(p)]
-    placed = weights.placed.table if isinstance(weights.placed, Rotary) else weights.positions
-    held = {t.data_ptr(): t.nbytes for t in (weights.embedding, placed, *weights.tensors()) if t is not None}
+    held = {t.data_ptr(): t.nbytes for t in (*weights.tables(), *weights.tensors())}
     return {"weights": sum(held.values()), "predictors": sum(tensor.nbytes for tensor in each)}
 
 

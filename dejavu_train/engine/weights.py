@@ -242,6 +242,14 @@ class DecodeWeights:
         group = down.group if down.format is Format.INT4 else 0
         return Formats(down.format, self.lm_head.format, own.format, group)
 
+    def tables(self) -> Iterator[Tensor]:
+        """Tables of which a step reads a row: of tokens and of positions."""
+        yield self.embedding
+        if self.positions is not None:
+            yield self.positions
+        if isinstance(self.placed, Rotary):
+            yield self.placed.table
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a dense step reads, each once (the embedding as the LM head)."""
         for layer in self.layers:
