@@ -10,6 +10,10 @@ longer. Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t an
 scales. By count of instructions, a word takes 11.5. Nine make fp16 numbers of its codes (`int4_tiles`), one is the mma.
 Eight words share the loads of words, inputs and scales, and four multiplications. Products are exact, sums in fp32.
 
+Where inputs serve many rows (`raised_mma`), no code is converted. A word takes six: a shift, four masks and an mma. The
+nibbles multiply as the small fp16 numbers that they are (`int4_neurons`), and the sums of the inputs, times eight, go
+off. Even and odd pairs of a word differ by 2^4, and have sums of their own.
+
 One input needs no column of B for itself. It lies in all of them, eight units of it side by side: unit s in column s,
 which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four. The
 others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
