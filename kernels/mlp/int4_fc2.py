@@ -205,10 +205,11 @@ def _int4_fc2_kernel(
     for r in tl.static_range(ROUNDS):
         own = begin + (lane // 32 * ROUNDS + r) * 32 + lane % 32
         for k in tl.static_range(TOKENS):
-            live = own < end
-            if not EVERY:
+            if EVERY:
+                live = own < end
+            else:
                 from_token = h + tl.minimum(batch - 1, k).to(tl.int64) * n
-                live = tl.load(from_token + own, mask=live, other=0.0) != 0
+                live = tl.load(from_token + own, mask=own < end, other=0.0) != 0
             if k > 0:
                 live = live | wanted[r]
             wanted = wanted[:r] + (live,)
