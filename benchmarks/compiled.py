@@ -49,7 +49,7 @@ from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
 from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights
-from dejavu_train.kernels.verify import attend_slots, slot_products
+from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
 from dejavu_train.kernels.verify.slot_walk import ProductScratch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -365,6 +365,7 @@ def further_cases(d: int) -> Iterator[Case]:
     given = (slots, one, one, torch.ones(attend_slots.SLOTS, dtype=torch.int32), torch.empty_like(slots), room)
     yield f"attend_slots {d}", partial(attend_slots.attend_slots, *given)
     yield from slot_cases(own, half_rows(d, d), own.w)
+    yield screened_slot_case(own)
     stored = (halves(8, n), half_rows(d, n), own.out_bias, *torch.empty(2, 8, d))
     products = ProductScratch.empty(d, "cpu")
     yield f"slot_down {d}", partial(slot_products.slot_linear, *stored, products, pdl=True)
@@ -393,6 +394,27 @@ def slot_cases(own: Layer, out: Any, down: Any) -> Iterator[Case]:
     yield f"slot_hidden {d}", partial(slot_products.slot_hidden, x, own.mlp, y, room, True)
     turned = (y, down, own.out_bias, *numbers, room, True)
     yield f"slot_turned {d}", partial(slot_products.slot_linear, *turned, pdl=True)
+
+
+def screened_slot_case(own: Layer) -> Case:
+    """The head of eight slots behind a screen."""
+    d, n = own.d, own.n
+    rows, codes = halves(n, d), torch.empty(n, d // 4, dtype=torch.int32)
+    given = (torch.empty(8, d), halves(8, d))
+    stops, logits = torch.empty(8, dtype=torch.int32), torch.empty(8, n)
+
+    def call() -> None:  # settings of a head are looked up when it is made
+        found = screened_head.ScreenSettings.find("float", own.x.device, d=d)
+        empty = torch.empty(n)
+        head = ScreenedHead(
+            rows, own.ln, own.x, own.x, codes, torch.empty(n, 2), 0.1, 0.1, empty, empty,
+            screened_head.Chosen.empty(2, "cpu"), found,
+        )  # fmt: skip
+        screened_slots.screened_slots(
+            *given, head, stops, logits, screened_slots.ScreenScratch.empty(n, d, "cpu"), True
+        )
+
+    return f"screened_slots {d}", call
 
 
 def position_cases(d: int) -> Iterator[Case]:

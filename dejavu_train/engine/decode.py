@@ -116,6 +116,7 @@ class DecodeEngine(Session):
         lines = [self.plan.describe(), describe_memory(self.memory)]
         if self.plan.engine in (Engine.GPU, Engine.INTERPRETER):
             lines.insert(1, f"launch settings: {settings_file(self.device)}")
+        lines += [pair.dense.describe() for pair in self._pairs.values()][:1]
         return "\n".join(lines)
 
     def step(self, mode: str = "greedy", score: bool = False) -> None:

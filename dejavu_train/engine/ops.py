@@ -9,7 +9,7 @@ from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
-from dejavu_train.kernels.verify import attend_slots, slot_products
+from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
 
 
 class StepOps:
@@ -46,6 +46,7 @@ class StepOps:
     attend_slots = staticmethod(attend_slots.attend_slots)
     slot_linear = staticmethod(slot_products.slot_linear)
     slot_hidden = staticmethod(slot_products.slot_hidden)
+    screened_slots = staticmethod(screened_slots.screened_slots)
 
 
 class TorchOps(StepOps):
@@ -82,6 +83,7 @@ class TorchOps(StepOps):
     attend_slots = staticmethod(of_numbers(attend_slots.attend_slots_reference))
     slot_linear = staticmethod(of_numbers(slot_products.slot_linear_reference))
     slot_hidden = staticmethod(of_numbers(slot_products.slot_hidden_reference))
+    screened_slots = staticmethod(of_numbers(screened_slots.screened_slots_reference))
 
 
 def operations(kind: str) -> StepOps:

@@ -16,24 +16,34 @@ from dejavu_train.engine.prefill import embedded
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.common.settings import settings_file
+from dejavu_train.kernels.dense.screened_head import ScreenedHead
+from dejavu_train.kernels.formats.matrix import Linear, Rows
 from dejavu_train.kernels.stages.hidden import kept_unit
 from dejavu_train.kernels.verify.attend_slots import SLOTS, SlotScratch
-from dejavu_train.kernels.verify.slot_walk import ProductScratch
+from dejavu_train.kernels.verify.screened_slots import ScreenScratch
+from dejavu_train.kernels.verify.slot_walk import ProductScratch, is_cut
 
 
 class SlotPass:
     """The dense model over caches of one sequence, or of eight.
 
     Args:
-        caches: of its layers. ops: kernels, or the same in plain torch.
+        caches: of its layers. ops: kernels, or the same in plain torch. screen: of its LM head, or None.
     Attributes:
         logits: (8, V) fp32, of the last pass.
     Raises:
         UserError: rotary positions, ALiBi, shared K/V or capped logits.
     """
 
-    def __init__(self, weights: DecodeWeights, caches: Sequence[KvCache], ops: StepOps, pdl: bool) -> None:
+    def __init__(
+        self,
+        weights: DecodeWeights,
+        caches: Sequence[KvCache],
+        ops: StepOps,
+        pdl: bool,
+        screen: ScreenedHead | None = None,
+    ) -> None:
         self.weights, self.caches, self.ops, self.pdl = weights, caches, ops, pdl
         shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
         if weights.placed is not None or shape.kv_group > 1 or shape.logit_cap:
@@ -42,6 +52,10 @@ class SlotPass:
                 " backend='cpu'"
             )
         d, h, e = shape.d_model, shape.n_heads, shape.head_dim
+        self.screen: ScreenedHead | None = None
+        self.screening = ScreenScratch.empty(0, d, device)
+        if screen is not None and screen.weight is weights.lm_head.parts()[0] and not is_cut(Rows(screen.weight)):
+            self.screen, self.screening = screen, ScreenScratch.empty(shape.vocab_size, d, device)
         self.products = ProductScratch.empty(d, device)
         self.attention = SlotScratch.empty(h, e, caches[0].capacity, device, len(caches[0].k))
         self.x = torch.zeros(2, SLOTS, d, device=device, dtype=torch.float32)
@@ -50,10 +64,14 @@ class SlotPass:
         self.hidden = torch.zeros(SLOTS, shape.d_ffn, dtype=dtype, device=device)
         self.logits = torch.zeros(SLOTS, shape.vocab_size, device=device, dtype=torch.float32)
 
-    def run(self, tokens: Tensor, position: Tensor) -> None:
+    def run(self, tokens: Tensor, position: Tensor, stops: Tensor | None = None) -> None:
         """tokens, position (8,) int32 -> logits. K and V are written at these positions.
 
         Slots at one position of one sequence have one token, and write the same.
+
+        Args:
+            stops: of the tokens' state, where the largest logit of each slot is wanted alone. Logits that are not the
+                largest may then be -inf. None = all logits.
         """
         weights, ops, pdl = self.weights, self.ops, self.pdl
         at = position.long()
@@ -62,7 +80,18 @@ class SlotPass:
             self._attend(layer, cache, position)
             self._multiply(layer)
         ops.layer_norm(self.x[0], weights.final_norm, self.normed, pdl=pdl)
-        ops.slot_linear(self.normed, weights.lm_head, None, self.logits, None, self.products, pdl=pdl)
+        if self.screen is not None and stops is not None:
+            ops.screened_slots(self.x[0], self.normed, self.screen, stops, self.logits, self.screening, pdl=pdl)
+        else:
+            ops.slot_linear(self.normed, weights.lm_head, None, self.logits, None, self.products, pdl=pdl)
+
+    def describe(self) -> str:
+        """What equality of slots holds for."""
+        device, capacity = self.x.device, self.caches[0].capacity
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        head = "the LM head behind its screen where greedy" if self.screen is not None else "the whole LM head"
+        found = f"launch settings {settings_file(device)}, {capacity} positions, {where}"
+        return f"verification: {SLOTS} slots, {head}, equal by {found}"
 
     def reset(self) -> None:
         """Tickets are zero between passes, unless one was cut short."""

@@ -46,7 +46,7 @@ class EnginePair(Pair):
             raise UserError(f"lossless decoding needs kv_policy backfill, this engine has {step.plan.kv_policy}")
         self.step, self._begin = step, begin
         self.weights, device = dense, step.device
-        self.dense = SlotPass(self.weights, step.caches, step.ops, step.work.pdl)
+        self.dense = SlotPass(self.weights, step.caches, step.ops, step.work.pdl, step.screen)
         self.dense.check_slots_alone()
         vocab = self.weights.shape.vocab_size
         self.slots = TokenState.empty(SLOTS, step.state.tokens.shape[1], device, vocab=vocab)
@@ -114,7 +114,8 @@ class EnginePair(Pair):
         slots.position.copy_(position)
         slots.done.zero_()
         slots.fault.zero_()
-        self.dense.run(state.tokens[0][position], slots.position)
+        stops = slots.stops if mode == "greedy" else None
+        self.dense.run(state.tokens[0][position], slots.position, stops)
         self.step.ops.advance(self.dense.logits, slots, mode)
         return slots.tokens.gather(1, position[:, None] + 1)[:, 0]
 

@@ -195,7 +195,7 @@ def _piece(vector, j, c, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _levels_of(x, norm, c, D: tl.constexpr, BLOCK: tl.constexpr):
+def levels_of(x, norm, c, D: tl.constexpr, BLOCK: tl.constexpr):
     """(high levels, low levels as words, t, |n'|, |f|) of n' = norm(x), with a gain and a shift. Of |f| also what
     fp32 may lose of n'. Gain and shift are loaded when they are needed: with all that else is in registers they would
     cost a multiprocessor one of its programs."""
@@ -281,7 +281,7 @@ def _screen_kernel(
     step = tl.num_programs(0) * ROWS
     w = row_pieces(words, first, n_rows, c, W, BLOCK, ROWS)
     wait_for_predecessor(PDL)
-    high, low, t, length, rest = _levels_of(x, norm, c, D, BLOCK)
+    high, low, t, length, rest = levels_of(x, norm, c, D, BLOCK)
     most = (length + steps * (rest + tiny)) * 1.0001  # tiny: n rounded among fp16's smallest numbers
     lines = tl.arange(0, ROWS)
     surest = tl.full((ROWS,), float("-inf"), tl.float32)

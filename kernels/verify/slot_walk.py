@@ -112,12 +112,32 @@ def _tile(weight, lines, k, n_rows, EVEN: tl.constexpr, how: tl.constexpr):
 
 
 @triton.jit
-def _put(values, sink, lines, n_rows, how: tl.constexpr):
+def put_slots(values, sink, lines, n_rows, how: tl.constexpr):
     i = tl.arange(0, how.wide)[None, :]
     inside = (lines < n_rows)[:, None]
     stored = inside & (i < SLOTS)
     ahead = sink.ahead(sink, lines[:, None], i, inside, stored, n_rows)
     sink.put(sink, values * (1 / how.unit), ahead, lines[:, None], i, stored, n_rows)
+
+
+@triton.jit
+def slot_sums(x, weight, lines, first, n_rows, EACH: tl.constexpr, EVEN: tl.constexpr, how: tl.constexpr):
+    """(rows, wide) fp32: products with EACH columns from `first` on."""
+    D: tl.constexpr = how.d
+    BLOCK: tl.constexpr = how.block
+    i = tl.arange(0, how.wide)
+    c = tl.arange(0, BLOCK)
+    acc = tl.zeros((how.rows, how.wide), tl.float32)
+    for column in tl.range(0, EACH, BLOCK, num_stages=how.stages):
+        k = first + column + c
+        w = _tile(weight, lines, k, n_rows, EVEN, how)
+        at = x + i[None, :] * D + k[:, None]
+        live = (i < SLOTS)[None, :]
+        if not EVEN:
+            live = live & (k < D)[:, None]
+        own = tl.load(at, mask=live, other=0.0)
+        acc = tl.dot(w, own, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -131,21 +151,11 @@ def _walk_slots(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr
     first = tl.program_id(1) * EACH
     lines = tile * how.rows + tl.arange(0, how.rows)
     i = tl.arange(0, how.wide)
-    c = tl.arange(0, BLOCK)
     _fetch(weight, first, EACH, n_rows, how)
     wait_for_predecessor(PDL)
-    acc = tl.zeros((how.rows, how.wide), tl.float32)
-    for column in tl.range(0, EACH, BLOCK, num_stages=how.stages):
-        k = first + column + c
-        w = _tile(weight, lines, k, n_rows, EVEN, how)
-        at = x + i[None, :] * D + k[:, None]
-        live = (i < SLOTS)[None, :]
-        if not EVEN:
-            live = live & (k < D)[:, None]
-        own = tl.load(at, mask=live, other=0.0)
-        acc = tl.dot(w, own, acc, input_precision="ieee")
+    acc = slot_sums(x, weight, lines, first, n_rows, EACH, EVEN, how)
     if SPLITS == 1:
-        _put(acc, sink, lines, n_rows, how)
+        put_slots(acc, sink, lines, n_rows, how)
     else:
         SIZE: tl.constexpr = how.rows * SLOTS
         left = source.partials + tile * (SPLITS * SIZE) + tl.arange(0, how.rows)[:, None] * SLOTS + i[None, :]
@@ -157,7 +167,7 @@ def _walk_slots(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr
             total = tl.zeros((how.rows, how.wide), tl.float32)
             for split in range(SPLITS):
                 total += tl.load(left + split * SIZE, mask=there, other=0.0, cache_modifier=".cg")
-            _put(total, sink, lines, n_rows, how)
+            put_slots(total, sink, lines, n_rows, how)
             tl.store(source.tickets + tile, 0)
 
 
@@ -185,6 +195,14 @@ class SlotWalk(NamedTuple):
     @property
     def cache_key(self) -> str:
         return constants_key(self)
+
+
+def is_cut(weight: Rows) -> bool:
+    """Whether the columns of this matrix (n, d) as stored are cut, so that sums have another order."""
+    numbers = weight.numbers
+    (n, d), size = numbers.shape, numbers.element_size()
+    settings = SlotSettings.find(weight.format, numbers.device, bytes=size, d=d, turned=False)
+    return settings.splits(n, d, n_sms(numbers.device)) > 1
 
 
 def launch_slots(

@@ -83,16 +83,18 @@ def test_stop_tokens_and_limits_end_a_text_inside_a_draft(engine):
             assert engine.generate([prompt], place, stop_tokens=(), lossless=Draft(length))[0] == text[:place]
 
 
-def test_kernels_give_the_text_of_the_dense_model(model):
+@pytest.mark.parametrize("screen", [False, True])
+def test_kernels_give_the_text_of_the_dense_model(model, screen):
     """Under the interpreter, or on a GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small = random_opt(d_model=32, n_heads=2, d_ffn=64, n_layers=1, vocab=96, positions=40).to(device)
-    engine = DecodeEngine(small, random_bundle(small), EngineOptions(ops="triton", context=40))
+    engine = DecodeEngine(small, random_bundle(small), EngineOptions(ops="triton", context=40, screen=screen))
     (prompt,) = rows_of(6)
     prompt = [token % 96 for token in prompt]
     expected = engine.generate([prompt], 7, stop_tokens=(), lossless=Draft(0))
     assert engine.generate([prompt], 7, stop_tokens=(), lossless=Draft(3)) == expected
     assert engine.acceptance.drafted > 0
+    assert (engine.pair(Draft()).dense.screen is not None) == screen
 
 
 def test_a_draft_of_other_weights_shares_tokens_and_keys_and_values(model):

@@ -1,0 +1,48 @@
+"""A pass over eight slots: a slot's logits are its own, and those of the dense model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decode_helpers import random_opt
+
+from benchmarks.verification import count_differences
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.draft import Draft
+from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.slot_pass import SlotPass
+
+ROW = [5, 7, 11, 13, 17, 19]
+
+
+def engine_of(ops, layers=1):
+    device = "cuda" if torch.cuda.is_available() and ops == "triton" else "cpu"
+    model = random_opt(d_model=32, n_heads=2, d_ffn=64, n_layers=layers, vocab=96, positions=40).to(device)
+    engine = DecodeEngine(model, None, EngineOptions(ops=ops, context=40, screen=False))
+    engine.begin([ROW], [20], [6], [6], Sampling())
+    return engine
+
+
+@pytest.mark.parametrize("ops", ["reference", "triton"])
+def test_no_slot_depends_on_others_of_one_sequence_or_of_eight(ops):
+    engine = engine_of(ops)
+    with torch.no_grad():
+        assert count_differences(engine.weights, engine, SimpleNamespace(check_layers=1)) == (0, 90)
+
+
+def test_logits_are_those_of_the_dense_engine():
+    engine = engine_of("reference", layers=2)
+    made = SlotPass(engine.weights, engine.core.caches, engine.core.ops, False)
+    text = torch.tensor([*ROW, *range(20, 28)], dtype=torch.int32)
+    with torch.no_grad():
+        made.run(text[6:], torch.arange(6, 14, dtype=torch.int32))
+    expected = engine.logits([text.tolist()])[0, 6:]
+    torch.testing.assert_close(made.logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_engine_says_what_its_verification_is_equal_by():
+    engine = engine_of("reference")
+    assert "verification" not in engine.describe()
+    engine.generate([ROW], 3, lossless=Draft(0), stop_tokens=())
+    assert "verification: 8 slots, the whole LM head, equal by launch settings interpreter.json " in engine.describe()
