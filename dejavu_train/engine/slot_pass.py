@@ -124,6 +124,8 @@ class SlotPass:
     def check_slots_alone(self) -> None:
         """Make sure that a slot's products do not depend on the other slots', for each matrix of the first layer.
 
+        A screen that does not choose as the whole LM head is not used.
+
         Raises:
             UserError: they do, here.
         """
@@ -160,6 +162,15 @@ class SlotPass:
             "the LM head": (head, shape.d_model),
         }
         generator = torch.Generator(device).manual_seed(0)
+        if self.screen is not None:
+            self.x[0].normal_(generator=generator)
+            self.ops.layer_norm(self.x[0], self.weights.final_norm, self.normed)
+            stops = torch.full((1,), -1, dtype=torch.int32, device=device)
+            self.ops.screened_slots(self.x[0], self.normed, self.screen, stops, self.logits, self.screening)
+            found = self.logits.max(1)
+            whole = head(self.normed, stops).max(1)
+            if not (torch.equal(found.values, whole.values) and torch.equal(found.indices, whole.indices)):
+                self.screen = None
         position = torch.arange(SLOTS, dtype=torch.int32, device=device)
         for name, (product, columns) in products.items():
             x = torch.randn(SLOTS, columns, device=device, generator=generator).to(self.normed.dtype)

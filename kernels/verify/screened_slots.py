@@ -3,9 +3,9 @@
     logits[i, v] = sum_j w[v, j] n[i, j], or -inf where row v cannot be the largest of any slot
 
 x (8, d) fp32, n its norm in the head's dtype. A program a slot makes levels of it. The screen multiplies the head's
-codes by the levels of all slots on the tensor cores, in whole numbers, and bounds each logit from both sides. Sixteen
-rows of numbers are then multiplied as `slot_walk` does it, where one of them may win for one slot, by the order of sums
-that the whole head has. The largest logit of a slot and its lowest token are those of the whole head.
+codes by the levels of all slots on the tensor cores, in whole numbers. That bounds each logit from both sides. Where
+one of sixteen rows may win for one slot, they are multiplied as `slot_walk` does it. The order of sums is the whole
+head's. The largest logit of a slot and its lowest token are those of the whole head.
 """
 
 from dataclasses import dataclass

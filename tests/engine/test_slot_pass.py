@@ -16,10 +16,10 @@ from dejavu_train.engine.slot_pass import SlotPass
 ROW = [5, 7, 11, 13, 17, 19]
 
 
-def engine_of(ops, layers=1):
+def engine_of(ops, layers=1, screen=False):
     device = "cuda" if torch.cuda.is_available() and ops == "triton" else "cpu"
     model = random_opt(d_model=32, n_heads=2, d_ffn=64, n_layers=layers, vocab=96, positions=40).to(device)
-    engine = DecodeEngine(model, None, EngineOptions(ops=ops, context=40, screen=False))
+    engine = DecodeEngine(model, None, EngineOptions(ops=ops, context=40, screen=screen))
     engine.begin([ROW], [20], [6], [6], Sampling())
     return engine
 
@@ -39,6 +39,13 @@ def test_logits_are_those_of_the_dense_engine():
         made.run(text[6:], torch.arange(6, 14, dtype=torch.int32))
     expected = engine.logits([text.tolist()])[0, 6:]
     torch.testing.assert_close(made.logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_screen_that_chooses_other_tokens_is_not_used():
+    engine = engine_of("triton", screen=True)
+    engine.core.screen.scales[16:] = 0.0  # no token but the first sixteen is read
+    engine.core.screen.scales[:, 1] = 0.0
+    assert engine.pair(Draft()).dense.screen is None
 
 
 def test_an_engine_says_what_its_verification_is_equal_by():
