@@ -363,7 +363,7 @@ def further_cases(d: int) -> Iterator[Case]:
     slots, one = halves(attend_slots.SLOTS, h, d // h), halves(1, h, own.cache.capacity, d // h)
     room = attend_slots.SlotScratch.empty(h, d // h, own.cache.capacity, "cpu")
     given = (slots, one, one, torch.ones(attend_slots.SLOTS, dtype=torch.int32), torch.empty_like(slots), room)
-    yield f"attend_slots {d}", partial(attend_slots.attend_slots, *given)
+    yield f"attend_slots {d}", partial(attend_slots.attend_slots, *given, True)
     yield from slot_cases(own, half_rows(d, d), own.w)
     yield screened_slot_case(own)
     stored = (halves(8, n), half_rows(d, n), own.out_bias, *torch.empty(2, 8, d))

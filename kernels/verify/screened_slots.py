@@ -65,14 +65,14 @@ def _ordered(bits):
 
 @triton.jit
 def _levels_kernel(
-    x, n, gain, shift, levels, numbers, floors, steps, tiny,
-    D: tl.constexpr, BLOCK: tl.constexpr, SLOT_COUNT: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    x, n, norm, levels, numbers, floors, steps, tiny,
+    D: tl.constexpr, BLOCK: tl.constexpr, SLOT_COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     W: tl.constexpr = D // 4
     wait_for_predecessor(PDL)
-    high, low, t, length, rest = levels_of(x + slot * D, gain, shift, c, D, BLOCK, EPS)
+    high, low, t, length, rest = levels_of(x + slot * D, norm, c, D, BLOCK)
     strange = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range((W + BLOCK - 1) // BLOCK):
         word = j * BLOCK + c
@@ -190,8 +190,9 @@ def screened_slots(
     check_shape("scratch.upper", scratch.upper, rows, SLOTS.value)
     dependent = use_pdl(pdl, x.device)
     _levels_kernel[(SLOTS.value,)](
-        x, n, head.gain, head.shift, scratch.levels, scratch.numbers, scratch.floors, head.steps, head.tiny,
-        D=d, BLOCK=head.settings.block(d), SLOT_COUNT=SLOTS, EPS=head.ln.eps, PDL=dependent,
+        x, n, head.ln.args()._replace(gain=head.gain, shift=head.shift), scratch.levels, scratch.numbers,
+        scratch.floors, head.steps, head.tiny,
+        D=d, BLOCK=head.settings.block(d), SLOT_COUNT=SLOTS, PDL=dependent,
         num_warps=head.settings.warps_for(d), launch_pdl=dependent,
     )  # fmt: skip
     _screen_kernel[(triton.cdiv(rows, TILE),)](
