@@ -324,11 +324,12 @@ def int4_fc2(
     check_shape("partials", partials, most, d)
     pdl = use_pdl(pdl, out.device)
     list_rounds = triton.cdiv(n_own, lanes)
+    resident = triton.cdiv(stripes * splits, n_sms(out.device))  # of a multiprocessor, where the grid lies evenly
     needed = queue_bytes(lanes, settings.ahead) + list_bytes(lanes, list_rounds)
     _int4_fc2_kernel[(stripes, splits)](
         h, rows.words, rows.scales, partials, n, n_own, batch, D=d, GROUP=rows.group, L=lanes, AHEAD=settings.ahead,
         TOKENS=tokens, ROUNDS=list_rounds, FETCHED=settings.fetched if fetches_rows(out.device) else 0,
-        ROOM=even_room(settings.programs, d, pdl, needed), UNIT=unit, EVERY=every, PDL=pdl,
+        ROOM=even_room(resident, d, pdl, needed), UNIT=unit, EVERY=every, PDL=pdl,
         num_warps=settings.warps, maxnreg=settings.registers, launch_pdl=pdl,
     )  # fmt: skip
     add_partials(partials, splits, bias, residual, out, pdl)

@@ -156,7 +156,8 @@ def launch_tokens(
     ahead = min(settings.ahead, MOST_BYTES // slot, block)
     require(weight.words.numel() < 1 << 31, "a matrix has fewer than 2^31 words")
     require(ahead > 0, f"{settings}: no pair of units, or one of {slot} bytes, where a queue has {MOST_BYTES}")
-    room = even_room(settings.programs, d, settings.programs > 1 and use_pdl(pdl, x.device), ahead * slot)
+    resident = triton.cdiv(programs, n_sms(x.device))  # of a multiprocessor, where the grid lies evenly
+    room = even_room(resident, d, resident > 1 and use_pdl(pdl, x.device), ahead * slot)
     how = TokenWalk(words, group, lanes, tokens, tiles, ahead, segments, n % 16 == 0, listed[0] is not None, room)
     launch_walk(
         programs, x.view(torch.int32), None, weight.parts(), sink, TokenSource(batch, *listed), n, how, pdl,
