@@ -68,6 +68,31 @@ def test_a_text_is_what_it_is_alone(tiny_opt, threads):
     assert found == [text[: len(text) - 5 * (i % 4)] for i, text in enumerate(alone + alone)], "16 rows in 8 places"
 
 
+def test_sums_do_not_follow_from_other_rows(tiny_opt):
+    """To the last bit, by three threads: K and V of a row alone, and beside rows that select other units."""
+    bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
+    engine = CpuEngine(load_opt(str(tiny_opt)), bundle, batch=8, context=80, threads=3)
+
+    def kept(asked):
+        rows = Rows(engine, ())
+        places = [rows.join(each) for each in asked]
+        while rows.taken:
+            rows.step(8)
+        length = asked[-1].total - 1
+        marks = engine.state.watermark[:, places[-1]]
+        found = [
+            engine.state.values[layer, places[-1], head, : min(int(mark), length)].copy()
+            for layer, of_layer in enumerate(marks)
+            for head, mark in enumerate(of_layer)
+        ]
+        assert sum(map(len, found)) > 4 * length
+        return found
+
+    last = row(2)
+    together = kept([row(0), row(1), row(4), row(5), last])
+    assert all((a == b).all() for a, b in zip(kept([last]), together, strict=True))
+
+
 def test_a_row_that_leaves_makes_room_and_stops_end_rows(tiny_opt):
     bundle = make_bundle(tiny_opt).at(0.3, 0.4)
     engine = CpuEngine(load_opt(str(tiny_opt)), bundle, batch=2, context=80, threads=1)
