@@ -138,8 +138,11 @@ def down_batch(rows: BatchActivations, weights: MlpWeights, residual: Tensor, ou
 def hidden_row(
     x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, pdl: bool = False, settings: object = None
 ) -> None:
-    """See `dejavu_train.kernels.stages.hidden.hidden_row`."""
-    out.copy_(hidden_products(x, ln, weights))
+    """See `dejavu_train.kernels.stages.hidden.hidden_row`. Rows of fp32 hold squares as they are."""
+    up = weights.up.weight
+    dtype = torch.float32 if up.format is Format.INT4 else up.numbers.dtype
+    h = hidden_reference(layer_norm_reference(x, ln, dtype).float(), weights)
+    out.copy_(h * kept_unit(weights, out.dtype))
 
 
 def hidden_tokens(

@@ -126,7 +126,8 @@ def _embed_kernel(
     token = tl.load(tokens + b * capacity + at).to(tl.int64)
     e = tl.load(embedding + token * D + c, mask=mask, other=0.0).to(tl.float32)
     if positions is not None:
-        e += tl.load(positions + (at + OFFSET).to(tl.int64) * D + c, mask=mask, other=0.0).to(tl.float32)
+        p = tl.load(positions + (at + OFFSET).to(tl.int64) * D + c, mask=mask, other=0.0).to(tl.float32)
+        e = e + p
     tl.store(x + b * D + c, e, mask=mask)
 
 

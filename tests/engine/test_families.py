@@ -3,11 +3,15 @@
 import pytest
 import torch
 from bundles import make_bundle
-from family_models import CASES, padded, save_family
+from family_models import CASES, padded, random_family, save_family
 
 from dejavu_train import SparseForCausalLM
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
+from dejavu_train.families import blocks_of
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseCausalLM
 
@@ -76,6 +80,29 @@ def test_a_model_that_shares_its_weights_with_the_engine_stays_what_it_is(folder
     others = DecodeWeights.from_model(model, torch.float32, "cpu")
     if folder.name != "persimmon":  # its map of all three is copied in the other order
         torch.testing.assert_close(weights.layers[1].qkv.weight.numbers, others.layers[1].qkv.weight.numbers)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["arcee", "nemotron", "jais2"])
+def test_squares_of_fp16_do_not_overflow(name, rows, tmp_path):
+    """Pre-activations above 256, whose squares are more than fp16 holds: in the prompt and in steps."""
+    whole = random_family(name)
+    for layer in whole.model.layers:
+        layer.mlp.up_proj.weight.data *= 100
+        layer.mlp.down_proj.weight.data /= 10_000
+    largest = []
+    blocks_of(whole)[0].up.register_forward_hook(lambda _, __, output: largest.append(float(output.max())))
+    ids = torch.randint(3, 300, (rows, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = whole(ids).logits
+    blocks_of(whole)[0].up._forward_hooks.clear()
+    options = EngineOptions(batch=rows, context=20, ops="reference", dtype=torch.float16)
+    engine = DecodeEngine(whole, None, options)
+    found = engine.logits(ids.tolist())
+    assert max(largest) > 256 and found.isfinite().all()
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    engine.begin(ids.tolist(), [13] * rows, [12] * rows, [12] * rows, Sampling())  # all at once
+    assert (engine.core.logits - expected[:, -1]).norm() < 0.02 * expected[:, -1].norm()
 
 
 def test_norms_behind_the_halves_are_refused_by_name(tmp_path):
