@@ -33,7 +33,7 @@ from dejavu_train.kernels.common import checks, launch, settings
 from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm
 from dejavu_train.kernels.common.limits import Products, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
@@ -198,6 +198,7 @@ class Layer:
         self.h = h = d // hd
         self.x, self.y, self.hidden, self.z = (torch.empty(1, size) for size in (d, d, self.n, self.rank))
         self.ln, self.w = LayerNormWeights(halves(d), halves(d)), matrix(self.n, d)
+        self.rms = LayerNormWeights(halves(d), None, kind=NormKind.RMS_NORM)
         self.bias, self.out_bias = halves(self.n), halves(d)
         self.ones, self.limit = torch.ones(1, dtype=torch.int32), torch.ones(1)
         self.q, marks = torch.empty(1, h, hd), torch.empty(1, h, dtype=torch.int32)
@@ -267,7 +268,9 @@ def cases_of(d: int) -> Iterator[Case]:
         given = (x if norm else halves(1, d), norm, own.mlp, x, own.listed, own.y, own.partials)
         name = f"mlp {d} {'norm' if norm else 'own'} {early}"
         yield name, partial(mlp.mlp, *given, early, True)
-    yield f"gated_mlp {d}", partial(mlp.mlp, x, ln, own.gated, x, own.listed, own.y, own.partials, None, True)
+    for norm, early in ((ln, None), (own.rms, "list")):
+        given = (x, norm, own.gated, x, own.listed, own.y, own.partials)
+        yield f"gated_mlp {d} {early}", partial(mlp.mlp, *given, early, True)
     for kind, predictor in predictors.items():
         alone = own.predictor(predictor, alone=True)
         yield f"predict {d} {kind}", partial(predict.predict, x, ln, alone, halves(1, d), True)
@@ -328,7 +331,9 @@ def int4_cases(d: int) -> Iterator[Case]:
     for name, inputs, early in (("mlp {}", (x, ln), "list"), ("mlp {} own", (mixed, None), "x")):
         given = (*inputs, own.mlp, x, own.listed, own.y, own.partials)
         yield name.format(d), partial(mlp.mlp, *given, early, True)
-    yield f"gated_mlp {d}", partial(mlp.mlp, x, ln, own.gated, x, own.listed, own.y, own.partials, None, True)
+    for norm, early in ((ln, None), (own.rms, "list")):
+        given = (x, norm, own.gated, x, own.listed, own.y, own.partials)
+        yield f"gated_mlp {d} {early}", partial(mlp.mlp, *given, early, True)
     for tokens in (1, 2, 4, 8):
         several, (residual, out) = own.hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)
         given = (several, w, own.out_bias, residual, out, own.partials)

@@ -84,7 +84,7 @@ def hidden_reference(n: Tensor, weights: MlpWeights) -> Tensor:
 @triton.jit(do_not_specialize=["last"])
 def _mlp_kernel(
     x, norm, gate, up, down, ids, count, partials, estimate, moments, last, how: tl.constexpr, act: tl.constexpr,
-    EARLY_X: tl.constexpr, EARLY_LIST: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, EARLY_X: tl.constexpr, EARLY_LIST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, how.lanes)
     first = gate
@@ -93,7 +93,7 @@ def _mlp_kernel(
     if EARLY_X:
         n = how.read_input(how, x, lane, ".cg")
     if not EARLY_LIST:
-        if norm is not None:
+        if NORM:
             norms = how.read_norm(how, norm, lane)
         wait_for_predecessor(PDL)
     # An id may be one beyond the count: then it is an old one, in range, and its row is not read.
@@ -101,10 +101,10 @@ def _mlp_kernel(
     begin, end, step = how.share(how, number)
     coming = how.first_rows(how, first, ids, begin, end, last, lane)
     if EARLY_LIST:
-        if norm is not None:
+        if NORM:
             norms = how.read_norm(how, norm, lane)
         wait_for_predecessor(PDL)
-    if norm is not None:
+    if NORM:
         n, mean, rstd = how.normalise(how, x, norms, norm, lane)
         if estimate is not None:
             if tl.program_id(0) == 0:
@@ -182,7 +182,7 @@ def mlp_sums(
         x.view(torch.int32) if launch.pairs and ln is None else x, None if ln is None else ln.args(),
         matrices.get("gate"), matrices["up"], matrices["down"]._replace(bias=None), rows.ids, rows.count, partials,
         None if late is None else late.estimate, None if late is None else late.moments, n - 1, constants(launch.how),
-        Activating.of(weights.hidden), EARLY_X=early == "x", EARLY_LIST=early == "list", PDL=pdl,
+        Activating.of(weights.hidden), NORM=ln is not None, EARLY_X=early == "x", EARLY_LIST=early == "list", PDL=pdl,
         num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
     )  # fmt: skip
     return partials, launch.programs
