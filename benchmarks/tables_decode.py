@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from benchmarks.decode_problem import SHAPES
 from benchmarks.tables_format import Row, devices, markdown, provenance, read_csv
 
 DECODE = "benchmarks/results/decode.csv"
+FAMILY_STEPS = "benchmarks/results/decode_families.csv"
+HEADS = ("fp16, fp16", "fp16, screened", "4 bits, 4 bits", "4 bits, fp16")  # weights and LM head of a step
 INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 % of the neurons, 60 % of them active
     "6.7b": {"dense": 1.4, "heads 100 %": 0.95, "heads 85 %": 0.95, "heads 50 %": 0.80},
     "30b": {"dense": 4.8, "heads 100 %": 2.5, "heads 85 %": 2.35, "heads 50 %": 1.9},
@@ -195,3 +198,41 @@ def int4_batches_table(root: Path) -> str:
     for engine in ("dense", "sparse"):
         headings += [f"{engine}, ms", "of its floor", "fp16, ms"]
     return f"{markdown([*headings, 'union of the neurons'], table)}\nRows: decode.csv; {provenance(shown)}.\n"
+
+
+def families_table(root: Path) -> str:
+    """Steps of shapes of other families and of an OPT beside them: dense, sparse, and what transformers takes.
+
+    "Beyond" is a layer's share of what a step takes more than its bytes at the best rate of the run.
+    """
+    rows = sorted((row for row in read_csv(root / FAMILY_STEPS) if row["p50_ms"]), key=lambda row: row["date"])
+    steps = {(row["model"], _kind(row), row["engine"]): row for row in rows}
+    table = []
+    for model, kind in dict.fromkeys(
+        (row["model"], _kind(row)) for row in rows if row["engine"] in ("dense", "sparse")
+    ):
+        dense, sparse = (steps.get((model, kind, engine)) for engine in ("dense", "sparse"))
+        if dense is None or sparse is None:
+            continue
+        ms = [float(row["p50_ms"]) for row in (dense, sparse)]
+        bytes_ = [float(row["gb_per_step"]) for row in (dense, sparse)]
+        layers = SHAPES[model].n_layers
+        beyond = [f"{1e3 * (float(row['p50_ms']) - float(row['floor_ms'])) / layers:.1f}" for row in (dense, sparse)]
+        rival = steps.get((model, HEADS[0], "hf-compile"))
+        theirs = "" if rival is None else f"{float(rival['p50_ms']):.3g} ({float(rival['p50_ms']) / ms[1]:.1f}x)"
+        cells = [f"{ms[0]:.3g}", f"{ms[1]:.3g}", f"{ms[0] / ms[1]:.2f}x", f"{bytes_[0] / bytes_[1]:.2f}", *beyond]
+        table.append([f"OPT, {model.upper()}" if model[0].isdigit() else model, kind, *cells, theirs])
+    headings = [
+        "shapes", "weights, LM head", "dense, ms", "sparse, ms", "faster", "bytes", "beyond, dense, us", "sparse",
+        "transformers, ms",
+    ]  # fmt: skip
+    source = f"[decode_families.csv]({FAMILY_STEPS})"
+    return f"{markdown(headings, table)}\nRows: {source}; {provenance(rows)}.\n"
+
+
+def _kind(row: Row) -> str:
+    """Of `HEADS`, by a row's options."""
+    screened, coded = "screen=True" in row["options"], "lm_head=int4" in row["options"]
+    if "weights=int4" in row["options"]:
+        return HEADS[2] if coded else HEADS[3]
+    return HEADS[1] if screened else HEADS[0]
