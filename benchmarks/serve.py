@@ -29,6 +29,7 @@ from benchmarks.rows import command_line, made_now
 
 PROMPT = "The model reads a token, and the layer keeps only those rows that matter for it."
 PATIENCE = 60.0  # seconds of a client
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch, as the server has it: its threads would spin
 
 
 class Load:
