@@ -11,6 +11,7 @@ constants are those of a real call. Weights are never read: they are allocated a
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import subprocess
@@ -458,7 +459,6 @@ def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:
         yield from position_cases(d)
     for d in widths:
         yield from ((f"4 bits: {name}", call) for name, call in int4_cases(d))
-    yield from step_cases()
 
 
 def described(kernel: Any, most: int) -> str:
@@ -484,11 +484,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--capability", type=int, nargs="+", choices=sorted(GPUS), default=[90], help="90 = 9.0")
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS, metavar="D")
+    parser.add_argument("--steps", action="store_true", help="whole steps of other families' shapes as well: minutes")
     args = parser.parse_args()
     texts: dict[str, str] = {}
     for capability in args.capability:
         pretend_a_gpu(capability)
-        for name, call in cases(args.widths):  # one after the other: a case holds the tensors of its width
+        for name, call in itertools.chain(
+            cases(args.widths), step_cases() if args.steps else ()
+        ):  # one after the other: a case holds the tensors of its width
             for function, kernel in compiled_launches(call) if args.only in name else ():
                 key = f"{name} {function}" if capability == 90 else f"{name} {function} for {capability}"
                 texts[key] = hashlib.sha256(plain_ptx(kernel).encode()).hexdigest()
