@@ -489,9 +489,8 @@ def main() -> int:
     texts: dict[str, str] = {}
     for capability in args.capability:
         pretend_a_gpu(capability)
-        for name, call in itertools.chain(
-            cases(args.widths), step_cases() if args.steps else ()
-        ):  # one after the other: a case holds the tensors of its width
+        every = itertools.chain(cases(args.widths), step_cases() if args.steps else ())
+        for name, call in every:  # one after the other: a case holds the tensors of its width
             for function, kernel in compiled_launches(call) if args.only in name else ():
                 key = f"{name} {function}" if capability == 90 else f"{name} {function} for {capability}"
                 texts[key] = hashlib.sha256(plain_ptx(kernel).encode()).hexdigest()
