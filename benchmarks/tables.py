@@ -24,6 +24,7 @@ from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_families import FAMILY_TABLES
 from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
+from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.schema import SCHEMA, current
@@ -31,6 +32,7 @@ from dejavu_train.evaluation.schema import SCHEMA, current
 ROOT = Path(__file__).parent.parent
 FILES = (
     "README.md",
+    "docs/guides/sweeps.md",
     "docs/results/demo.md",
     "docs/results/families.md",
     "docs/results/frontier.md",
@@ -288,6 +290,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
     **FRONTIER_TABLES,
     **FAMILY_TABLES,
+    **SWEEP_TABLES,
     "card": card_table,
 }
 
@@ -314,6 +317,7 @@ MADE_BY = {  # table -> what makes its rows
     "matrix-mini": _TEXTS.format("mini"),
     "matrix-100m": _TEXTS.format("100m"),
     **dict.fromkeys(FRONTIER_TABLES, _STUDY),
+    **dict.fromkeys(SWEEP_TABLES, "`sh examples/sweep.sh`"),
     **dict.fromkeys(FAMILY_TABLES, "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"),
     "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
 }

@@ -56,7 +56,8 @@ class Record:
             return None
         stored = read_json(path, "the record of an experiment")
         names = {field.name for field in dataclasses.fields(cls)} - {"path"}
-        return cls(path, **stored) if isinstance(stored, dict) and set(stored) == names else None
+        known = isinstance(stored, dict) and {"bundle", "stage"} <= set(stored) <= names
+        return cls(path, **stored) if known else None
 
     def write(self) -> None:
         """Write it aside and rename it."""
