@@ -6,6 +6,7 @@ All ways write the same prompts in turns. Prompts are beginnings of held-out doc
     python -m benchmarks.lossless forced --shape 1.3b   random weights of a true shape: acceptance is forced
     python -m benchmarks.lossless equal                 how many of many tokens differ from draft_length=0, and others
     python -m benchmarks.lossless search                which density and which of --bundles is fastest, validation text
+    python -m benchmarks.lossless choices               the share of their choices that survive, validation text
     python -m benchmarks.lossless cost [--shape 1.3b]   what verification of one to eight tokens costs, in dense steps
 
 With --cpu-time one thread's time on the processor is counted, on a machine that others use as well.
@@ -35,6 +36,7 @@ from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.lossless import Acceptance, Pair, Verified
 from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 COLUMNS = (
     "date commit cpu threads clock model what way decoding text length forced prompts tokens seconds "
@@ -270,6 +272,37 @@ def measure_cost(args: argparse.Namespace) -> None:
             write_row(args, row | {"ratio": found / median["dense", 1]})
 
 
+@torch.no_grad()
+def count_choices(args: argparse.Namespace) -> None:
+    """Rows of every bundle and density: the share of choices that survive, position by position of validation text.
+
+    Greedy: those that are the dense model's. At 1.0: at best, which is one less half of the sum of |p - q|.
+    """
+    dense = load_opt(args.model)
+    rows = [ids for _, ids in read_prompts(args.model, args.window, args.prompts, part="val")]
+    for name in args.bundles or [args.bundle]:
+        bundle = Bundle.from_pretrained(name)
+        for mlp, heads in itertools.product(args.mlp_densities, args.head_densities):
+            sparse = SparseOPTForCausalLM.from_model(load_opt(args.model), bundle.at(mlp, heads), "mask")
+            same, best, tokens = 0.0, 0.0, 0
+            for ids in rows:
+                ours, theirs = (model(torch.tensor([ids])).logits[0].softmax(-1) for model in (sparse, dense))
+                same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+                best += len(ids) - float((ours - theirs).abs().sum()) / 2
+                tokens += len(ids)
+            row = conditions(args, Path(args.model).name) | {"what": "choices", "way": "sparse", "tokens": tokens}
+            for decoding, found in (("greedy", same), ("1.0", best)):
+                share = {"decoding": decoding, "note": noted(bundle, mlp, heads), "acceptance": found / tokens}
+                write_row(args, row | share)
+
+
+def noted(bundle: Bundle, mlp: float, heads: float) -> str:
+    """A bundle at these densities in words."""
+    specs = [spec for spec in bundle.specs.values() if spec.target == "mlp"]
+    kinds = f"rank {specs[0].rank} in {specs[0].dtype}{', a second stage' if bundle.cascades() else ''}"
+    return f"{mlp:g} of the neurons, {heads:g} of the heads, {kinds}"
+
+
 def search(args: argparse.Namespace) -> None:
     """Rows of every bundle and density on validation text, weights of the draft in 8 bits, and the fastest of them."""
     weights, options = CpuWeights.from_model(load_opt(args.model)), {"context": args.prompt + args.new}
@@ -280,9 +313,7 @@ def search(args: argparse.Namespace) -> None:
         bundle = Bundle.from_pretrained(name)
         for mlp, heads in itertools.product(args.mlp_densities, args.head_densities):
             ways = Ways(dense, CpuEngine(weights, bundle.at(mlp, heads), threads=args.threads, **options))
-            ranks = {spec.rank for spec in bundle.specs.values() if spec.target == "mlp"}
-            target = bundle.metadata.get("calibrate_target", "perplexity")
-            note = f"{mlp:g} of the neurons, {heads:g} of the heads, rank {max(ranks)}, for {target}"
+            note = noted(bundle, mlp, heads)
             for decoding in args.decodings:
                 parts: dict[str, list[Acceptance]] = {"dense": [], "sparse, 8 bits": []}
                 for number, (_, prompt) in enumerate(prompts):
@@ -342,7 +373,7 @@ def write_row(args: argparse.Namespace, row: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("what", choices=["speed", "forced", "equal", "search", "cost"])
+    parser.add_argument("what", choices=["speed", "forced", "equal", "search", "choices", "cost"])
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--shape", choices=("1.3b",), help="random weights of this shape, for forced")
@@ -355,6 +386,7 @@ def main() -> int:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.84, 0.9, 0.95])
     parser.add_argument("--decodings", nargs="+", default=["greedy", "0.7", "1.0"], choices=list(DECODINGS))
     parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--window", type=int, default=256, help="of choices: tokens of a text")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=1e9, help="of equal: no text is begun later")
@@ -369,6 +401,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     parts = {
         "speed": measure_speed, "forced": measure_forced, "equal": count_differences, "search": search,
+        "choices": count_choices,
         "cost": measure_cost,
     }  # fmt: skip
     parts[args.what](args)

@@ -24,6 +24,8 @@ from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_families import FAMILY_TABLES
 from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, percent, provenance, read_csv, several
 from benchmarks.tables_frontier import FRONTIER_TABLES
+from benchmarks.tables_lossless import CPU as LOSSLESS
+from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 from dejavu_train.evaluation.picture import plot_curves
@@ -40,12 +42,12 @@ FILES = (
     "docs/results/texts.md",
     "docs/notes/four-bit-speed.md",
     "docs/notes/decode-engine.md",
+    "docs/notes/lossless.md",
     "checkpoints/opt-mini/README.md",
 )
 CURVE = "docs/results/curve.png"
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
-LOSSLESS = "benchmarks/results/lossless.csv"
-LOSSLESS_WAYS = {"dense-cpu": "dense", "cpu": "sparse, 8 bits"}  # backend of the demo -> way of those rows
+LOSSLESS_WAYS = {"dense-cpu": "dense", "cpu": "sparse, 8 bits, and copies"}  # backend of the demo -> way of those rows
 GENERATE = "benchmarks/results/generate.jsonl"
 SAMPLES = "benchmarks/results/samples.csv"
 PEAK = "peak_without_caches_and_predictors_over_weights"
@@ -133,9 +135,9 @@ def opening_table(root: Path) -> str:
 
 def _lossless(root: Path, way: str) -> str:
     """How fast the last greedy texts of this way were, our dense engine = 1. "" for a way without rows."""
-    same = {"model": "opt-mini", "what": "speed", "decoding": "greedy", "text": "all", "way": way}
-    rows = [row for row in read_csv(root / LOSSLESS) if all(row[name] == value for name, value in same.items())]
-    return f"{float(rows[-1]['ratio']):.3g}" if rows else ""
+    rows = read_csv(root / LOSSLESS)
+    found = last_of(rows, model="opt-mini", what="speed", decoding="greedy", text="all", way=way)
+    return f"{float(found['ratio']):.3g}" if found is not None else ""
 
 
 def _of(rows: Sequence[dict[str, Any]], text: str, mlp: float, heads: float) -> dict[str, Any]:
@@ -291,6 +293,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **FRONTIER_TABLES,
     **FAMILY_TABLES,
     **SWEEP_TABLES,
+    **LOSSLESS_TABLES,
     "card": card_table,
 }
 
@@ -319,6 +322,9 @@ MADE_BY = {  # table -> what makes its rows
     **dict.fromkeys(FRONTIER_TABLES, _STUDY),
     **dict.fromkeys(SWEEP_TABLES, "`sh examples/sweep.sh`"),
     **dict.fromkeys(FAMILY_TABLES, "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"),
+    "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
+    "lossless-cpu": "`python -m benchmarks.lossless speed`",
+    "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
     "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
 }
 

@@ -37,7 +37,7 @@ from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
 from dejavu_train.calibration.head_losses import refit_heads
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
-from dejavu_train.calibration.sensitivity import MEASURES, Measure, SensitivityProbe, loss_increases
+from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, Target, UnitKey
 from dejavu_train.models.opt import resolve_device
@@ -166,11 +166,10 @@ def measure_curves(
         chosen = windows_within(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
         logger.info("sensitivity of every layer on %d tokens", tokens)
-        measure = MEASURES[config.target]
-        for key, losses in _sensitivities(dense, predictors, second_stages, specs, tensors, chosen, measure).items():
+        for key, losses in _sensitivities(dense, predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
-    metadata_kept |= {"head_loss_tokens": learnt, "calibrate_target": config.target}
+    metadata_kept["head_loss_tokens"] = learnt
     kept = (metadata_kept, classes or {}, manifest.tokenizer_hash)
     return Bundle(manifest.model, manifest.weight_hash, shape, specs, tensors, *kept)
 
@@ -210,9 +209,8 @@ def _sensitivities(
     specs: Mapping[UnitKey, PredictorSpec],
     tensors: Mapping[str, Tensor],
     windows: Sequence[Sequence[int]],
-    measure: Measure,
 ) -> dict[UnitKey, list[float]]:
-    """``loss_increase`` over the grid of every spec, by the measure of the calibration's target."""
+    """``loss_increase`` over the grid of every spec."""
     probes = {}
     densities: dict[UnitKey, tuple[float, ...]] = {}
     for key, spec in specs.items():
@@ -222,7 +220,7 @@ def _sensitivities(
         thresholds = [read_curve(spec.curve, density)["threshold"] for density in densities[key]]
         mean = tensors[tensor_name(*key, "mean")] if spec.replacement == "mean" else None
         probes[key] = SensitivityProbe(predictors[key], spec.reads, thresholds, mean, second_stages.get(key))
-    measured = loss_increases(dense, probes, windows, measure)
+    measured = loss_increases(dense, probes, windows)
     for (layer, target), losses in measured.items():
         if not np.isfinite(losses).all():
             raise UserError(

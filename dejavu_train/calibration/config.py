@@ -59,9 +59,6 @@ class CalibrateConfig:
     stage."""
     rows: int = 20_000
     """Rows of the calibration set that set the thresholds."""
-    target: Literal["perplexity", "acceptance"] = "perplexity"
-    """What layers share a density out by. perplexity: the loss of each. acceptance: how many of a draft's choices each
-    costs, for lossless decoding, where the text is the dense model's anyway."""
     sensitivity_tokens: int = 2048
     """Tokens of the calibration set on which each layer's loss is measured. 0 shares out by true density instead."""
     head_loss_tokens: int = 16_384
@@ -96,16 +93,8 @@ class CalibrateConfig:
             raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
         if self.selection not in ("threshold", "top_k"):
             raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
-        if self.target not in ("perplexity", "acceptance"):
-            raise UserError(f"calibrate.target must be perplexity or acceptance, got {self.target}")
-        if self.target == "acceptance" and self.sensitivity_tokens == 0:
-            raise UserError("calibrate.target acceptance is measured; set calibrate.sensitivity_tokens above 0")
         if self.budget is not None:
-            allowed = parse_budget(self.budget)
-            if self.target == "acceptance" and allowed.perplexity_increase is not None:
-                raise UserError(
-                    f"calibrate.budget {self.budget} is of perplexity, and calibrate.target is acceptance; give bytes"
-                )
+            parse_budget(self.budget)
             if self.sensitivity_tokens == 0:
                 raise UserError("calibrate.budget needs sensitivities; set calibrate.sensitivity_tokens above 0")
         if self.dtype not in get_args(PredictorDtype):

@@ -4,9 +4,6 @@ The loss of a density is measured as the divergence KL(dense || sparse) of the n
 token. Its expectation under the model's own text is the increase of the cross-entropy. It scatters far less than a
 difference of two cross-entropies, so a few thousand tokens are enough to share out a budget.
 
-Drafts of lossless decoding have another measure: the share of choices that cannot survive verification, which is
-half the absolute difference of the two distributions. No way to draw from both agrees more often.
-
 The dense pass is done once per window. A layer is then rerun from its recorded input, all densities as one batch,
 together with the layers above it. The layers below are dense and stay as they were. This halves the work, and needs
 nothing of the model but hooks, so it holds for every attention implementation and transformers version.
@@ -29,21 +26,6 @@ from dejavu_train.families.base import logits_of
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.progress import progress
-
-Measure = Callable[[Tensor, Tensor], Tensor]
-
-
-def divergence(dense: Tensor, sparse: Tensor) -> Tensor:
-    """KL(dense || sparse) in nats of log-probabilities (..., V), which broadcast."""
-    return (dense.exp() * (dense - sparse)).sum(-1)
-
-
-def rejections(dense: Tensor, sparse: Tensor) -> Tensor:
-    """The share of choices by log-probabilities (..., V) that differ at best: half of the sum of |p - q|."""
-    return (dense.exp() - sparse.exp()).abs().sum(-1) / 2
-
-
-MEASURES: dict[str, Measure] = {"perplexity": divergence, "acceptance": rejections}  # of calibrate.target
 
 
 @dataclass(frozen=True)
@@ -91,9 +73,8 @@ def loss_increases(
     model: Any,
     probes: Mapping[UnitKey, SensitivityProbe],
     windows: Sequence[Sequence[int]],
-    measure: Measure = divergence,
 ) -> dict[UnitKey, list[float]]:
-    """What each probe loses at each of its thresholds, everything else dense: the mean of ``measure`` over the tokens.
+    """Mean nats per token that each probe loses at each of its thresholds, everything else dense.
 
     Args:
         model: of a registered family.
@@ -113,8 +94,8 @@ def loss_increases(
             keep = logits > thresholds
             if probe.second_stage is not None:
                 keep = keep & probe.second_stage.passed(run.sites[key.site]).to(keep.device)
-            lost = _rerun(model, run, key, keep, probe.mean, measure)
-            sums[key] += lost.double().sum(dim=1).cpu()
+            divergence = _rerun(model, run, key, keep, probe.mean)
+            sums[key] += divergence.double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1
     return {key: (total / max(tokens, 1)).tolist() for key, total in sums.items()}
 
@@ -177,16 +158,17 @@ def next_log_probabilities(model: Any, hidden: Tensor) -> Tensor:
     return F.log_softmax(logits_of(model, hidden[:, :-1]).float(), dim=-1)
 
 
-def _rerun(model: Any, run: DenseRun, key: UnitKey, keep: Tensor, mean: Tensor | None, measure: Measure) -> Tensor:
-    """The measure (K, T - 1) at scored positions, layer ``key`` sparse by ``keep`` (K, T, n), from its own input."""
+def _rerun(model: Any, run: DenseRun, key: UnitKey, keep: Tensor, mean: Tensor | None) -> Tensor:
+    """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
     first, target = key
     blocks = blocks_of(model)
     if len(keep) > 1 and blocks[first].slopes is not None:  # what ALiBi adds belongs to the rows of the dense pass
-        return torch.cat([_rerun(model, run, key, each[None], mean, measure) for each in keep])
+        return torch.cat([_rerun(model, run, key, each[None], mean) for each in keep])
     hidden = layer_input(run, first).expand(keep.shape[0], -1, -1)
     with masked(blocks[first], target, keep, mean):
         hidden = run_layer(model, run, first, hidden)
     for index in range(first + 1, len(blocks)):
         hidden = run_layer(model, run, index, hidden)
     sparse = next_log_probabilities(model, hidden)
-    return measure(run.log_probabilities[:, :-1], sparse)
+    dense = run.log_probabilities[:, :-1]
+    return (dense.exp() * (dense - sparse)).sum(-1)

@@ -118,21 +118,6 @@ def test_a_mean_density_is_met_by_thresholds(run, tmp_path):
     assert "loss_increase" in again.specs[0, "mlp"].curve
 
 
-def test_a_density_may_be_shared_out_by_what_drafts_lose(run):
-    nats, choices = (calibrated(run, mlp_density=0.3, target=target) for target in ("perplexity", "acceptance"))
-    assert choices.mean_density("mlp") == pytest.approx(0.3, rel=1e-6)
-    assert choices.metadata["calibrate_target"] == "acceptance"
-    lost = [bundle.specs[1, "mlp"].curve["loss_increase"] for bundle in (nats, choices)]
-    assert lost[0] != lost[1] and max(lost[1]) < 1
-    for changes, message in (
-        ({"target": "speed"}, "perplexity or acceptance"),
-        ({"target": "acceptance", "sensitivity_tokens": 0}, "set calibrate.sensitivity_tokens above 0"),
-        ({"target": "acceptance", "budget": "1%"}, "give bytes"),
-    ):
-        with pytest.raises(UserError, match=message):
-            calibrated(run, **changes)
-
-
 def test_means_stand_in_for_heads_where_collecting_took_them(run):
     bundle = calibrated(run, mlp_density=0.3, head_density=0.75)
     assert [bundle.specs[layer, "heads"].replacement for layer in range(2)] == ["mean", "none"]

@@ -1,0 +1,80 @@
+"""The tables of docs/notes/lossless.md, from the rows of benchmarks/lossless.py and lossless_gpu.py."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.tables_format import Row, age, markdown, provenance, read_csv
+
+CPU, GPU = "benchmarks/results/lossless.csv", "benchmarks/results/lossless_gpu.csv"
+
+
+def last_of(rows: Sequence[Row], **same: str) -> Row | None:
+    """The last row with these fields, or None."""
+    found = [row for row in rows if all(row[name] == value for name, value in same.items())]
+    return found[-1] if found else None
+
+
+def _number(row: Row | None, name: str) -> str:
+    return f"{float(row[name]):.3g}" if row is not None and row[name] else ""
+
+
+def forced_table(root: Path) -> str:
+    """True shapes on a GPU: verification and a step of the draft in dense steps, and speeds at forced acceptances."""
+    rows = read_csv(root / GPU)
+    shares = sorted({row["forced"] for row in rows if row["what"] == "forced" and row["forced"]})
+    headings = ["shape", "way", "verification", "a step of the draft", *(f"speed at {share}" for share in shares)]
+    table = []
+    for model, weights, way in dict.fromkeys(
+        (r["model"], r["weights"], r["way"]) for r in rows if r["what"] == "cycle"
+    ):
+        mine = [row for row in rows if (row["model"], row["weights"], row["way"]) == (model, weights, way)]
+        cycles = {g: last_of(mine, what="cycle", length=g) for g in ("0", "4")}
+        verified, four = cycles["0"], cycles["4"]
+        step = ""
+        if verified is not None and four is not None and way != "prompt lookup":
+            step = f"{(float(four['ratio']) - float(verified['ratio'])) / 4:.3g}"
+        name = f"{model.upper()}, {'4 bits' if weights == 'int4' else 'fp16'}"
+        speeds = [_number(last_of(mine, what="forced", forced=share), "ratio") for share in shares]
+        if way == "draft_length=0":
+            speeds = [next(filter(None, speeds), "")] * len(speeds)
+        table.append([name, way, _number(verified, "ratio"), step, *speeds])
+    return f"{markdown(headings, table)}\n{provenance(rows)}.\n"
+
+
+def speed_table(root: Path) -> str:
+    """Whole texts of a model by all ways: speed and acceptance by decoding."""
+    rows = [row for row in read_csv(root / CPU) if row["what"] == "speed" and row["text"] == "all"]
+    decodings = list(dict.fromkeys(row["decoding"] for row in rows))
+    headings = ["model", "way", *(f"{name}: speed, acceptance" for name in decodings)]
+    table, used = [], []
+    for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows):
+        found = [last_of(rows, model=model, way=way, decoding=name) for name in decodings]
+        used += [row for row in found if row is not None]
+        cells = [", ".join(filter(None, (_number(row, "ratio"), _share(row)))) for row in found]
+        table.append([model, way, *cells])
+    devices = ", ".join(sorted({row["cpu"] for row in used}))
+    return f"{markdown(headings, table)}\nOur dense engine is 1. {devices}{age(used)}.\n"
+
+
+def _share(row: Row | None) -> str:
+    return "" if row is None or float(row["acceptance"] or 0) == 0 else f"{100 * float(row['acceptance']):.0f} %"
+
+
+def search_table(root: Path) -> str:
+    """Densities and bundles on validation text."""
+    rows = [row for row in read_csv(root / CPU) if row["what"] in ("search", "choices")]
+    table = []
+    for note in dict.fromkeys(row["note"] for row in rows):
+        choices = [last_of(rows, what="choices", note=note, decoding=name) for name in ("greedy", "1.0")]
+        shares = [f"{100 * float(row['acceptance']):.1f} %" if row is not None else "" for row in choices]
+        table.append([note, *shares, _number(last_of(rows, what="search", note=note, decoding="greedy"), "ratio")])
+    headings = ["a draft of", "greedy choices that survive", "at 1.0, at best", "greedy speed"]
+    tokens = ", ".join(sorted({f"{int(row['tokens']):,}" for row in rows if row["what"] == "choices"}))
+    return f"{markdown(headings, table)}\nChoices at {tokens} positions{age(rows)}.\n"
+
+
+LOSSLESS_TABLES: dict[str, Callable[[Path], str]] = {
+    "lossless-forced": forced_table,
+    "lossless-cpu": speed_table,
+    "lossless-search": search_table,
+}
