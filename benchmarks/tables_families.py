@@ -49,7 +49,16 @@ TRAINED = {  # kind -> the family of pretraining that made weights of it
 
 
 def _rows(root: Path) -> list[Row]:
-    return [row for row in read_csv(root / ROWS) if row["selection"] == "predicted"]
+    """Of the runs that scored every text. A run that the end of the study cut off stays in the file alone."""
+    rows = [row for row in read_csv(root / ROWS) if row["selection"] == "predicted"]
+    texts: dict[tuple[str, ...], set[str]] = {}
+    for row in rows:
+        texts.setdefault(_run(row), set()).add(row["text"])
+    return [row for row in rows if len(texts[_run(row)]) == len(TEXTS)]
+
+
+def _run(row: Row) -> tuple[str, ...]:
+    return row["model"], row["training"], row["seed"]
 
 
 def _split(model: str) -> tuple[str, str]:
@@ -221,20 +230,21 @@ def bloom_table(root: Path) -> str:
 
 def ahead_table(root: Path) -> str:
     """Predictors of neurons that read half a layer earlier, beside those that read their own input."""
-    rows = [row for row in _rows(root) if row["asked_head_density"] == "1.0" and row["seed"] == "0"]
+    rows = [row for row in _rows(root) if row["asked_head_density"] == "1.0"]
     ahead = [row for row in rows if row["training"] == AHEAD]
     asked = sorted({row["asked_mlp_density"] for row in ahead}, key=float)
     table = []
     for model in _models(ahead):
         for name, training in (("own input", "self"), ("half a layer earlier", AHEAD)):
-            cells = [_title(model, ahead).partition(" (")[0], name]
+            seed = min(row["seed"] for row in rows if (row["model"], row["training"]) == (model, training))
+            cells = [_title(model, ahead).partition(" (")[0], f"{name}, seed {seed}"]
             for density in asked:
-                key = (model, training, density)
-                own = [row for row in rows if (row["model"], row["training"], row["asked_mlp_density"]) == key]
+                key = (model, training, seed, density)
+                own = [row for row in rows if (*_run(row), row["asked_mlp_density"]) == key]
                 cells.append(_cell(_increase(own)))
             table.append(cells)
     headings = ["model", "predictors read", *(f"{100 * float(density):g} % asked" for density in asked)]
-    return f"{markdown(headings, table)}\nRows: {ROWS}, seed 0; {provenance(ahead, 'device')}.\n"
+    return f"{markdown(headings, table)}\nRows: {ROWS}; {provenance(ahead, 'device')}.\n"
 
 
 FAMILY_TABLES: dict[str, Callable[[Path], str]] = {
