@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import REPOSITORY
 
-from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
+from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, LOSSLESS, MARKED, SAMPLES, TABLES, fill
 from benchmarks.tables_cpu import CPU
 from benchmarks.tables_format import OLDER
 
@@ -178,11 +178,13 @@ def test_the_opening_table_has_quality_and_speed_of_one_bundle(rows):
     ]
     found["quality"][6] |= {"perplexity": 11.5}
     (rows / DEMO).write_text(json.dumps(found))
+    columns, row = "model,what,decoding,text,way,ratio", "opt-mini,speed,greedy,all,"
+    (rows / LOSSLESS).write_text(f'{columns}\n{row}dense,1\n{row}"sparse, 8 bits, and copies",1.4173\n')
     lines = TABLES["opening"](rows).splitlines()
     assert lines[2:] == [
-        "| transformers, dense | all | 11.39 | 5.123 | 8.62 | |",
-        "| our engine, dense | all | 11.39 | 5.123 | 1.54 | 33.2 |",
-        "| our engine, sparse | 7.9 % | 11.5 | 11.39 | 0.906 | 18.4 |",
+        "| transformers, dense | all | 11.39 | 5.123 | 8.62 | | |",
+        "| our engine, dense | all | 11.39 | 5.123 | 1.54 | 33.2 | 1 |",
+        "| our engine, sparse | 7.9 % | 11.5 | 11.39 | 0.906 | 18.4 | 1.42 |",
     ]
 
 
