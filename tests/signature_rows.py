@@ -265,7 +265,7 @@ CALLED = [
     Row("clean_up_tokenization_spaces", "tttt", {"clean_up_tokenization_spaces": True}),
     Row("prefix", "tttt", {"prefix": "while "}),
     Row("handle_long_generation", "tttt", {"text_inputs": "the model " * 300, "handle_long_generation": "hole"}),
-    Row("stop_sequence", "ttgg", {"stop_sequence": "a"}, "in transformers 5.17 one token, and taken"),
+    Row("stop_sequence", "tttt", {"stop_sequence": "a"}, "in transformers 5.17 one token"),
     Row("truncation", "tttt", {"truncation": True}),
     Row("max_length", "tttt", {"max_length": 9, "max_new_tokens": None}),
     Row("padding", "tttt", {"padding": True}),

@@ -77,7 +77,7 @@ class SlotSource(NamedTuple):
 
 
 @triton.jit
-def _fetch(weight, first, EACH: tl.constexpr, n_rows, how: tl.constexpr):
+def _fetch_rows(weight, first, EACH: tl.constexpr, n_rows, how: tl.constexpr):
     """Ask the L2 for the beginning of what this program reads."""
     if how.fetched > 0:
         lane = tl.arange(0, how.lanes)
@@ -151,7 +151,7 @@ def _walk_slots(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr
     first = tl.program_id(1) * EACH
     lines = tile * how.rows + tl.arange(0, how.rows)
     i = tl.arange(0, how.wide)
-    _fetch(weight, first, EACH, n_rows, how)
+    _fetch_rows(weight, first, EACH, n_rows, how)
     wait_for_predecessor(PDL)
     acc = slot_sums(x, weight, lines, first, n_rows, EACH, EVEN, how)
     if SPLITS == 1:

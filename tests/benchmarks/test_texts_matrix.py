@@ -37,7 +37,7 @@ def test_every_run_of_the_script_parses():
 def test_a_density_is_found_by_the_bytes_it_reads(tiny_opt, share):
     bundle = make_bundle(tiny_opt)
     assert mlp_share(bundle.at(at_bytes(bundle, share)), FLOAT16) == pytest.approx(share, rel=0.02)
-    asked = [row.mlp_density for row in rows_of(bundle, "svd", False) if row.selection == "predicted"]
+    asked = [row.mlp_density for row in rows_of(bundle, "svd", False, "") if row.selection == "predicted"]
     assert asked == [at_bytes(bundle, share) for share in BYTES]
 
 

@@ -185,9 +185,7 @@ def run_pipeline(case: Case, row):
 
 @pytest.mark.parametrize("row", [*MADE, *CALLED], ids=[row.name for row in [*MADE, *CALLED]])
 def test_pipeline(row, models, dense, tokenizer, caplog):
-    older = "stop_strings" not in inspect.getsource(TextGenerationPipeline._sanitize_parameters)
-    letters = "tttt" if older and row.name == "stop_sequence" else row.letters
-    for backend, letter in zip(BACKENDS, letters, strict=True):
+    for backend, letter in zip(BACKENDS, row.letters, strict=True):
         check(run_pipeline, row, letter, backend, models, dense, tokenizer, caplog)
 
 

@@ -57,6 +57,7 @@ CONSTANTS = {  # the same as constants, by their names
     "READ": [node for name, node in FUNCTIONS.items() if name.startswith("read_")],
     "MULTIPLY": [node for name, node in FUNCTIONS.items() if name.startswith("multiply_")],
 }
+OF_WALKS = ("how.listed",)  # constants of a walk by which it decides where it waits
 LAUNCHED = {f"{module}.{node.name}": node for module, node in compiled()
             if node.name.endswith("_kernel") and "PDL" in ast.unparse(node.args)}  # fmt: skip
 
@@ -91,7 +92,8 @@ class Walk:
     def statement(self, node: ast.stmt, names: dict[str, str], waited: bool) -> bool:
         if isinstance(node, ast.If):
             test = ast.unparse(node.test)
-            known = self.constants.get(test.removeprefix("not ")) if self.depth == 1 else None
+            named = test.removeprefix("not ")
+            known = self.constants.get(named) if self.depth == 1 or named in OF_WALKS else None
             if test == "PDL" or (CONSTANT.fullmatch(test) and test.endswith("> 0")):
                 known = True
             if known is not None:
@@ -173,6 +175,7 @@ def walks(key: str) -> list[tuple[Walk, bool]]:
     choices: dict[str, list[Any]] = {constant: [True, False] for constant in constants}
     if "how.walk(" in ast.unparse(kernel):
         choices["walk"] = HANDED["walk"]
+        choices |= {named: [True, False] for named in OF_WALKS}
     found = []
     for values in itertools.product(*choices.values()):
         walk = Walk(dict(zip(choices, values, strict=True)))
