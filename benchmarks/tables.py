@@ -10,6 +10,7 @@ row, or a mean, a range, a ratio or a difference of such fields.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -116,7 +117,6 @@ RUNS = {"dense": "transformers, dense", "dense-cpu": "our engine, dense", "cpu":
 def opening_table(root: Path) -> str:
     """One model, quality and speed side by side: transformers, and the engine of a CPU dense and as calibrated."""
     results = _demo(root)
-    asked = results["config"]["timing_mlp_density"], results["config"]["timing_head_density"]
     quality = [row for row in results["quality"] if row["sparse_from"] == 0 and not row.get("as_calibrated")]
     names = ["installed-docs", "installed-code"]
     headings = ["on a CPU", "neurons read", *(f"perplexity of {name}" for name in names)]
@@ -124,7 +124,7 @@ def opening_table(root: Path) -> str:
     for timed in results["timing"]:
         sparse = timed["backend"] == "cpu"
         rows = [row for row in quality if row["selection"] == ("predicted" if sparse else "dense")]
-        shown = [_of(rows, name, *(asked if sparse else (1.0, 1.0))) for name in names]
+        shown = [_of(rows, name, timed["asked_mlp_density"], timed["asked_head_density"]) for name in names]
         cells = [RUNS[timed["backend"]], f"{100 * shown[0].get('mlp_selected', 1.0):.1f} %" if sparse else "all"]
         cells += [f"{row['perplexity']:.4g}" for row in shown]
         read = timed["megabytes_per_token"]
@@ -142,7 +142,8 @@ def _lossless(root: Path, way: str) -> str:
 
 def _of(rows: Sequence[dict[str, Any]], text: str, mlp: float, heads: float) -> dict[str, Any]:
     same = (row for row in rows if row["text"] == text)
-    return next((row for row in same if (row["asked_mlp_density"], row["asked_head_density"]) == (mlp, heads)), {})
+    asked = {"asked_mlp_density": mlp, "asked_head_density": heads}  # of a bundle it is a mean over layers
+    return next((row for row in same if all(math.isclose(row[key], asked[key]) for key in asked)), {})
 
 
 def _asked(mlp: float, heads: float) -> str:

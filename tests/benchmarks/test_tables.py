@@ -171,9 +171,10 @@ def test_the_opening_table_has_quality_and_speed_of_one_bundle(rows):
     found = results()
     names = {"docs": "installed-docs", "code": "installed-code"}
     found["quality"] = [row | {"text": names[row["text"]]} for row in found["quality"]]
-    found["config"] = {"timing_mlp_density": 0.2, "timing_head_density": 0.85}
+    asked = {name: {"asked_mlp_density": 1.0, "asked_head_density": 1.0} for name in ("dense", "dense-cpu")}
+    asked["cpu"] = {"asked_mlp_density": 0.2, "asked_head_density": 0.85}
     found["timing"] = [
-        {"backend": backend, "ms_per_token": {"p50": ms}, "megabytes_per_token": read}
+        {"backend": backend, "ms_per_token": {"p50": ms}, "megabytes_per_token": read} | asked[backend]
         for backend, ms, read in (("dense", 8.6214, None), ("dense-cpu", 1.5358, 33.177), ("cpu", 0.9061, 18.354))
     ]
     found["quality"][6] |= {"perplexity": 11.5}
