@@ -98,6 +98,17 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return found
 
+    def _commit(self, name: str, revision: str) -> tuple[Repository, str] | None:
+        """The repository and the commit of a revision, or a refusal that is sent."""
+        repository = self._repository(name)
+        if repository is None:
+            return None
+        commit = repository.find(revision)
+        if commit is None:
+            self._refuse(404, "RevisionNotFound")
+            return None
+        return repository, commit
+
     def _read(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
@@ -118,12 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._refuse(404, "NotFound")
 
     def _file(self, name: str, revision: str, path: str) -> None:
-        repository = self._repository(name)
-        if repository is None:
+        found = self._commit(name, revision)
+        if found is None:
             return
-        commit = repository.find(revision)
-        if commit is None:
-            return self._refuse(404, "RevisionNotFound")
+        repository, commit = found
         held = repository.commits[commit].get(path)
         if held is None:
             return self._refuse(404, "EntryNotFound")
@@ -131,22 +140,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, held, X_Repo_Commit=commit, ETag=f'"{tag}"', Accept_Ranges="none")
 
     def _info(self, name: str, revision: str) -> None:
-        repository = self._repository(name)
-        if repository is None:
+        found = self._commit(name, revision)
+        if found is None:
             return
-        commit = repository.find(revision)
-        if commit is None:
-            return self._refuse(404, "RevisionNotFound")
+        repository, commit = found
         files = [{"rfilename": path} for path in sorted(repository.commits[commit])]
         self._json({"id": name, "sha": commit, "siblings": files, "private": repository.private, "tags": []})
 
     def _tree(self, name: str, revision: str, folder: str) -> None:
-        repository = self._repository(name)
-        if repository is None:
+        found = self._commit(name, revision)
+        if found is None:
             return
-        commit = repository.find(revision)
-        if commit is None:
-            return self._refuse(404, "RevisionNotFound")
+        repository, commit = found
         held = repository.commits[commit]
         inside = [path for path in sorted(held) if not folder or path.startswith(f"{folder}/")]
         if folder and not inside:
