@@ -4,9 +4,11 @@ import logging
 import os
 import sys
 import tempfile
+from contextlib import ExitStack
 
 import pytest
 from bundles import make_bundle
+from forgotten import forget_modules
 
 from dejavu_train import SparseOPTForCausalLM, machine
 from dejavu_train.errors import UserError, exit_on_user_error
@@ -30,13 +32,13 @@ class Hidden:
 @pytest.fixture
 def hide(monkeypatch):
     """Hide a package, and forget it and our modules that have imported it."""
+    with ExitStack() as stack:
 
-    def hidden(package: str, *rooms: str) -> None:
-        for name in [name for name in sys.modules if f"{name}.".startswith((f"{package}.", *rooms))]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
+        def hidden(package: str, *rooms: str) -> None:
+            stack.enter_context(forget_modules(lambda name: f"{name}.".startswith((f"{package}.", *rooms))))
+            monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
 
-    return hidden
+        yield hidden
 
 
 @pytest.fixture(scope="module")

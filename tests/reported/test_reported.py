@@ -18,6 +18,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
+from forgotten import forget_modules
 from four_bit_models import four_bits
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -486,23 +487,10 @@ def what_a_streamer_is_given(case: Case) -> dict[str, Any]:
 
 
 def without_numba(case: Case) -> tuple[str, bool]:
-    saved = {name: module for name, module in sys.modules.items() if name.startswith("dejavu_train.engine.cpu")}
-    for name in saved:
-        del sys.modules[name]
-    numba = sys.modules.get("numba")
-    sys.modules["numba"] = None  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch, forget_modules(lambda name: name.startswith("dejavu_train.engine.cpu")):
+        patch.setitem(sys.modules, "numba", None)
         model = SparseOPTForCausalLM.from_pretrained(case.folder, case.bundle)
-        line = refusal(lambda: case.sparse("cpu"))
-        return model.backend, line is not None
-    finally:
-        for name in [name for name in sys.modules if name.startswith("dejavu_train.engine.cpu")]:
-            del sys.modules[name]
-        sys.modules.update(saved)
-        if numba is None:
-            del sys.modules["numba"]
-        else:
-            sys.modules["numba"] = numba
+        return model.backend, refusal(lambda: case.sparse("cpu")) is not None
 
 
 # ------------------------------------------------------------------------------------------- K10: transformers' calls
