@@ -27,6 +27,7 @@ from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, p
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
+from benchmarks.tables_plan import streaming_table
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 from dejavu_train.evaluation.picture import plot_curves
@@ -44,6 +45,7 @@ FILES = (
     "docs/notes/four-bit-speed.md",
     "docs/notes/decode-engine.md",
     "docs/notes/lossless.md",
+    "docs/notes/streaming.md",
     "checkpoints/opt-mini/README.md",
 )
 CURVE = "docs/results/curve.png"
@@ -295,6 +297,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **FAMILY_TABLES,
     **SWEEP_TABLES,
     **LOSSLESS_TABLES,
+    "streaming": streaming_table,
     "card": card_table,
 }
 
@@ -326,6 +329,7 @@ MADE_BY = {  # table -> what makes its rows
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
     "lossless-cpu": "`python -m benchmarks.lossless speed`",
     "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
+    "streaming": "`train.py --plan`, whose rates `python -m benchmarks.hardware` takes from rows",
     "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
 }
 

@@ -23,7 +23,7 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
         "train.py",
         "Train the predictors of an OPT: collect, train every (layer, target), calibrate, write the bundle. Does"
         " whatever is missing; the same command goes on after an interruption. --check only looks for mistakes and"
-        " prints what would be done.",
+        " prints what would be done. --plan prints what it takes on hardware that is not here.",
     )
 
 
@@ -64,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     only_check, arguments = take_check(arguments)
     set_up_logging()
     config = parse_config(with_saved(arguments))
+    if config.plan is not None:
+        check_packages()
+        from dejavu_train.forecast import print_forecast  # imports torch, which takes seconds
+
+        print_forecast(config, config.plan)
+        return
     check(config, only_plan=only_check)
     if only_check:
         from dejavu_train.plan import print_plan  # imports torch and lightning, which takes seconds

@@ -10,6 +10,7 @@ from dejavu_train.data.config import CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Site, Target, UnitKey
+from dejavu_train.hardware import PlanConfig
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.installed import installed
 from dejavu_train.models.weight_format import stored_format
@@ -149,6 +150,7 @@ class RunConfig:
         "python train.py --config configs/opt-mini.yaml                          the demo: seven minutes of a CPU core",
         "python train.py --model facebook/opt-1.3b --output checkpoints/mine     any OPT, with defaults",
         "python train.py --config configs/opt-6.7b.yaml --check                  disk and minutes, without any work",
+        "python train.py --config configs/opt-66b.yaml --plan.gpus 4             the same on hardware that is not here",
     )
     COMMON = (
         "model", "output", "text.source", "collect.train_tokens", "mlp.rank", "mlp.density", "mlp.steps",
@@ -196,6 +198,8 @@ class RunConfig:
     trainer: dict[str, Any] = dataclasses.field(default_factory=lambda: {"devices": 1})
     """Arguments of the Lightning Trainer: --trainer.NAME VALUE, classes as class_path and init_args. --trainer.help
     lists them."""
+    plan: PlanConfig | None = None
+    """--plan: do no work, print what the run takes on stated hardware. Of the model config.json is enough."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", installed(self.model))

@@ -1,10 +1,12 @@
-"""Reckons how long the stages of a run take on its device, from a few seconds of timing. What ``--check`` prints.
+"""Reckons how long the stages of a run take: on its device for ``--check``, on stated hardware for ``--plan``.
 
-Timed are one block of the model's shape, recorded as collecting does, and steps and validations of a real predictor on
-random rows. What follows a known number of such passes is reckoned from them, with factors that were measured once.
+For ``--check`` one block of the model's shape is timed, recorded as collecting does, and steps and validations of a
+real predictor on random rows. For ``--plan`` these times follow from operations and bytes, at the rates of hardware.py.
+What follows a known number of such passes is reckoned from them, with factors that were measured once.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +20,7 @@ from dejavu_train.data.recording import Batch, HeadReference, record_batch
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
+from dejavu_train.hardware import Hardware
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.opt import random_model, resolve_device, torch_dtype
 from dejavu_train.training.build import make_predictor
@@ -27,7 +30,7 @@ from dejavu_train.training.trainer import start_device
 TRIALS = 5
 TRIAL_SECONDS = 3.0  # after which no further trial begins: a large model on a CPU
 TRIAL_FLOPS = {"cpu": 2e10, "cuda": 2e13}  # of one timed block or step: a second at most
-DISK_BYTES = 1.0e9  # that are written, or read and hashed, in a second
+DISK_BYTES = 1.0e9  # that a disk writes, or that are read and hashed, in a second
 JOB_SECONDS = 0.3  # until a fit's first step, and after its last
 STEP_SECONDS = 1.5e-3  # of Lightning, around a step
 BACKWARD = 3.0  # a forward and a backward pass, in forward passes
@@ -43,13 +46,17 @@ class Estimate:
         config: the run.
         shape: of its model.
         block: seconds of one block for one token, recorded.
-        row: seconds of one block for one row of 32 that are continued by one token.
+        row: seconds of one block for one row of those that are continued at once, by one token.
+        steps: by target seconds of a training step, and of the validation of a batch.
+        disk: bytes that are written, or read and hashed, in a second.
     """
 
     config: RunConfig
     shape: ModelDims
     block: float
     row: float
+    steps: Callable[[Target], tuple[float, float]]
+    disk: float = DISK_BYTES
 
     @classmethod
     def measure(cls, config: RunConfig, shape: ModelDims) -> "Estimate":
@@ -61,7 +68,21 @@ class Estimate:
         rows = max(1, min(run.batch_size, tokens // length))
         record = _recorded_block(config, shape, device, rows, length)
         write = _recorded_block(config, shape, device, 32, 1)
-        return cls(config, shape, timed(record, device) / (rows * length), timed(write, device) / 32)
+        steps = functools.partial(seconds_of_steps, config, shape)
+        return cls(config, shape, timed(record, device) / (rows * length), timed(write, device) / 32, steps)
+
+    @classmethod
+    def stated(cls, config: RunConfig, shape: ModelDims, gpu: Hardware, disk: float) -> "Estimate":
+        """On a GPU of known rates, and a disk of so many bytes a second."""
+
+        def steps(target: Target) -> tuple[float, float]:
+            rank = config.predictor(target).rank
+            flops = flops_of_step(shape, rank, config.data.batch_size) if target == Target.MLP else 0.0
+            seconds = max(gpu.step_ms / 1000, flops / gpu.tflops / 1e12)
+            return seconds, seconds
+
+        row = 2 * shape.layer_weights / gpu.read_tb_s / 1e12 / config.text.sample.batch_size
+        return cls(config, shape, 2 * shape.layer_weights / gpu.tflops / 1e12, row, steps, disk)
 
     @property
     def token(self) -> float:
@@ -79,15 +100,15 @@ class Estimate:
 
     def collecting(self, tokens: int, n_bytes: int) -> float:
         """Of recording so many tokens, all bytes of which are then hashed."""
-        return max(tokens * self.token, n_bytes / DISK_BYTES) + n_bytes / DISK_BYTES
+        return max(tokens * self.token, n_bytes / self.disk) + n_bytes / self.disk
 
     def training(self, target: Target, jobs: int, rows: Mapping[str, int]) -> float:
         """Of so many jobs with all their steps, where the sets have so many ``rows``."""
         section = self.config.predictor(target)
-        step, validation = seconds_of_steps(self.config, self.shape, target)
+        step, validation = self.steps(target)
         batch, width = self.config.data.batch_size, 2 * self.shape.d_model + self.shape.d_ffn // 8
         scored = (section.validations + 1) * -(-rows["val"] // batch)
-        read = sum(rows.values()) * width / DISK_BYTES
+        read = sum(rows.values()) * width / self.disk
         return jobs * (JOB_SECONDS + read + section.steps * (step + STEP_SECONDS) + scored * validation)
 
     def tuning(self) -> float:
@@ -109,6 +130,12 @@ class Estimate:
         if self.config.heads.enabled:
             seconds += min(rows, config.head_loss_tokens) * self.token * (1 + BACKWARD)
         return seconds
+
+
+def flops_of_step(shape: ModelDims, rank: int, rows: int) -> float:
+    """Operations in a training step of a neurons' predictor: contributions, and three passes of its own maps."""
+    maps = shape.rows_of(Target.MLP) - 1  # into the neurons
+    return 2.0 * rows * (maps * shape.d_model * shape.d_ffn + 3 * rank * (shape.d_model + shape.d_ffn))
 
 
 class _Nowhere:

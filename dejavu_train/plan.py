@@ -3,6 +3,7 @@
 Nothing is written. The minutes are those of estimate.py, which times a block and some steps on the device of the run.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ def print_plan(config: RunConfig) -> None:
         state = "to do" if missing is None or manifest is None else f"{len(missing)} of {len(manifest.shards)} shards"
         to_do = sum(filter(None, sets.values())) if missing is None else sum(entry.tokens for entry in missing)
         seconds["text"] = estimate.sampling(tokens_to_sample(config))
-        seconds["collecting"] = estimate.collecting(to_do, to_do * _row_bytes(config, shape) * shape.n_layers)
+        seconds["collecting"] = estimate.collecting(to_do, to_do * row_bytes(config, shape) * shape.n_layers)
     rows.append(("collect", state, _size(config, shape, tokens)))
     recorded = {name: sets.get(name) or 0 for name in SETS}
 
@@ -87,30 +88,40 @@ def print_plan(config: RunConfig) -> None:
 def disk_bytes(config: RunConfig, shape: ModelDims, on_gpu: bool | None = None) -> tuple[int, int]:
     """Tokens and bytes of all activations where nothing is there yet. Of a text that must be read first, none."""
     tokens = sum(filter(None, expected_tokens(config, on_gpu).values()))
-    return tokens, tokens * _row_bytes(config, shape) * shape.n_layers
+    return tokens, tokens * row_bytes(config, shape) * shape.n_layers
 
 
 def whole_run(config: RunConfig, shape: ModelDims) -> dict[str, float]:
     """Seconds of each stage where nothing is there yet. The device of the run is timed."""
-    estimate = Estimate.measure(config, shape)
-    tokens, n_bytes = disk_bytes(config, shape)
-    recorded = {name: count or 0 for name, count in expected_tokens(config).items()}
+    rows = {name: count or 0 for name, count in expected_tokens(config).items()}
+    return stage_seconds(Estimate.measure(config, shape), rows, tokens_to_sample(config))
+
+
+def stage_seconds(estimate: Estimate, rows: Mapping[str, int], sampled: int) -> dict[str, float]:
+    """Seconds of each stage where nothing is there yet, on one device.
+
+    Args:
+        rows: tokens of each set.
+        sampled: tokens that the model writes before.
+    """
+    config, shape = estimate.config, estimate.shape
+    tokens = sum(rows.values())
     jobs = config.all_jobs(shape.n_layers)
     numbers = {target: sum(job.target == target for job in jobs) for target in TARGETS}
     return {
-        "text": estimate.sampling(tokens_to_sample(config)),
-        "collecting": estimate.collecting(tokens, n_bytes),
-        "training": sum(estimate.training(target, count, recorded) for target, count in numbers.items() if count),
+        "text": estimate.sampling(sampled),
+        "collecting": estimate.collecting(tokens, tokens * row_bytes(config, shape) * shape.n_layers),
+        "training": sum(estimate.training(target, count, rows) for target, count in numbers.items() if count),
         "tuning": estimate.tuning(),
-        "calibrating": estimate.calibrating(recorded["calibration"]),
+        "calibrating": estimate.calibrating(rows["calibration"]),
     }
 
 
-def tokens_to_sample(config: RunConfig) -> int:
+def tokens_to_sample(config: RunConfig, on_gpu: bool | None = None) -> int:
     """How many tokens of its own text the model has to write before. Those beside the model are there."""
     if config.text.source != SELF or (Path(config.model) / "samples.json").is_file():
         return 0
-    return tokens_needed(config.text.sample, _budgets(config), _on_gpu(config))[0]
+    return tokens_needed(config.text.sample, _budgets(config), _on_gpu(config) if on_gpu is None else on_gpu)[0]
 
 
 def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, int | None]:
@@ -149,14 +160,15 @@ def _recorded(manifest: ActivationManifest) -> dict[str, int | None]:
     return {name: sum(entry.tokens for entry in manifest.of_set(name)) for name in SETS}
 
 
-def _row_bytes(config: RunConfig, shape: ModelDims) -> int:
+def row_bytes(config: RunConfig, shape: ModelDims) -> int:
+    """Bytes of one token in the shards of one layer."""
     return ActivationManifest(config.model, "", shape, config.collect.storage, {}, {}, ()).row_bytes()
 
 
 def _size(config: RunConfig, shape: ModelDims, tokens: int | None) -> str:
     if tokens is None:
         return "all tokens of the text"
-    gigabytes = tokens * _row_bytes(config, shape) * shape.n_layers / 1e9
+    gigabytes = tokens * row_bytes(config, shape) * shape.n_layers / 1e9
     return f"{tokens:,} tokens, {gigabytes:.2f} GB of activations"
 
 

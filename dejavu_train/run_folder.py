@@ -64,7 +64,7 @@ def _described(config: RunConfig, given: RunConfig, output: Path, whole: Stage) 
     if _stored(output) != described:
         write_json(output / "run.json", described)
     kept = given.to_json()
-    for name in ("layers", "targets", "jobs"):  # of this invocation alone
+    for name in ("layers", "targets", "jobs", "plan"):  # of this invocation alone
         del kept[name]
     text = yaml.safe_dump(kept, sort_keys=False)
     path = output / CONFIG

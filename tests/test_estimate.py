@@ -6,7 +6,6 @@ import pytest
 import torch
 from small_runs import flags
 
-from dejavu_train import estimate
 from dejavu_train.cli import parse_config
 from dejavu_train.estimate import Estimate
 from dejavu_train.models.config_values import read_dims
@@ -14,11 +13,10 @@ from dejavu_train.plan import expected_tokens
 
 
 @pytest.fixture
-def known(tiny_opt, text_file, tmp_path, monkeypatch):
+def known(tiny_opt, text_file, tmp_path):
     """Blocks of a microsecond, steps of 10 ms, validations of 20 ms. Two layers, d_model 48, d_ffn 96."""
-    monkeypatch.setattr(estimate, "seconds_of_steps", lambda *_: (0.010, 0.020))
     config = parse_config(flags(tiny_opt, text_file, tmp_path / "run", "--calibrate.sensitivity_tokens=1000"))
-    return Estimate(config, read_dims(str(tiny_opt), None), 1e-6, 2e-6)
+    return Estimate(config, read_dims(str(tiny_opt), None), 1e-6, 2e-6, lambda _: (0.010, 0.020))
 
 
 def test_seconds_by_hand(known):

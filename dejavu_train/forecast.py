@@ -1,0 +1,151 @@
+"""What ``train.py --plan`` prints: shards, hours and price on stated hardware, of any model by its config.json.
+
+No device is timed. The rates are those of hardware.py, and what follows from them is reckoned as for ``--check``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from dejavu_train.config import RunConfig
+from dejavu_train.errors import UserError
+from dejavu_train.estimate import Estimate
+from dejavu_train.families import TARGETS, ModelDims, Target
+from dejavu_train.hardware import Hardware, PlanConfig, hardware_of
+from dejavu_train.models.config_values import read_dims
+from dejavu_train.pipeline import table
+from dejavu_train.plan import expected_tokens, row_bytes, stage_seconds, tokens_to_sample
+
+FRACTIONS = (1.0, 0.5, 0.25)  # of the tokens, in the second table
+ADAM_BYTES = 16  # a weight, its gradient and both moments in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A run that is reckoned.
+
+    Attributes:
+        tokens: recorded, of all sets.
+        shards: bytes of the activations on disk.
+        seconds: of each stage, on the GPUs that it can use.
+        gpus: that each stage keeps busy.
+        asked: GPUs that are there, and paid for, all the time.
+    """
+
+    tokens: int
+    shards: int
+    seconds: Mapping[str, float]
+    gpus: Mapping[str, int]
+    asked: int
+
+    @property
+    def hours(self) -> float:
+        return sum(self.seconds.values()) / 3600
+
+    @property
+    def paid(self) -> float:
+        """GPU-hours."""
+        return self.hours * self.asked
+
+    @property
+    def busy(self) -> float:
+        """GPU-hours in which a GPU computes."""
+        return sum(spent * self.gpus[stage] for stage, spent in self.seconds.items()) / 3600
+
+
+def forecast(
+    config: RunConfig, shape: ModelDims, gpu: Hardware, plan: PlanConfig, fraction: float = 1.0, stream: bool = False
+) -> Forecast:
+    """Reckon a run.
+
+    Args:
+        fraction: of the tokens that the configuration asks for.
+        stream: without shards. The model runs anew over the text for every pass of the training, and all predictors
+            train on what it gives. No such run is built.
+
+    Raises:
+        UserError: nobody knows how many tokens a text has.
+    """
+    sets = expected_tokens(config, on_gpu=True)
+    if None in sets.values():
+        raise UserError(
+            f"how many tokens {config.text.source} has is not known before it is read; set --collect.train_tokens,"
+            " --collect.val_tokens and --collect.calibration_tokens"
+        )
+    rows = {name: round(fraction * (count or 0)) for name, count in sets.items()}
+    estimate = Estimate.stated(config, shape, gpu, plan.disk_gb_s * 1e9)
+    seconds = stage_seconds(estimate, rows, round(fraction * tokens_to_sample(config, on_gpu=True)))
+    tokens = sum(rows.values())
+    shards = tokens * row_bytes(config, shape) * shape.n_layers
+    if stream:
+        passes = model_passes(config, rows["train"])
+        without_disk = dataclasses.replace(estimate, disk=float("inf"))
+        read = stage_seconds(without_disk, rows, 0)
+        seconds |= {"collecting": tokens * estimate.token * passes, "training": read["training"]}
+        shards = 0
+    jobs = len(config.all_jobs(shape.n_layers))
+    gpus = dict.fromkeys(seconds, 1) | {"training": min(plan.gpus, jobs)}
+    seconds["training"] *= math.ceil(jobs / gpus["training"]) / jobs
+    return Forecast(tokens, shards, seconds, gpus, plan.gpus)
+
+
+def model_passes(config: RunConfig, rows: int) -> float:
+    """How often the longest training reads its ``rows``, once at least."""
+    steps = max(config.predictor(target).steps for target in TARGETS if config.predictor(target).enabled)
+    return max(1.0, steps * config.data.batch_size / max(1, rows))
+
+
+def predictor_memory(config: RunConfig, shape: ModelDims) -> int:
+    """Bytes of all low-rank predictors while all of them train."""
+    weights = 0
+    for layer, target in config.all_jobs(shape.n_layers):
+        weights += config.predictor(target).rank_of(layer) * (shape.d_model + shape.units(Target(target)))
+    return ADAM_BYTES * weights
+
+
+def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
+    """Print what a run takes on the hardware of ``plan``. Nothing is written, no weights are read.
+
+    Raises:
+        UserError: a configuration that does not fit the model, a GPU that is not known, a text of unknown length.
+    """
+    shape = read_dims(config.model, config.revision)
+    config.check(shape)
+    gpu = hardware_of(plan)
+    whole = forecast(config, shape, gpu, plan)
+    stages = {name: spent for name, spent in whole.seconds.items() if spent}
+    weights = 2 * (shape.layer_weights * shape.n_layers + shape.vocab_size * shape.d_model)
+    print(f"{config.model}: {shape.n_layers} layers, {weights / 1e9:.1f} GB of weights in 16 bits")
+    print(f"{plan.gpus} x {gpu.gpu}, a disk of {plan.disk_gb_s:g} GB/s\n")
+    rows = [[name, whole.gpus[name], _hours(spent / 3600)] for name, spent in stages.items()]
+    rows.append(["in all", plan.gpus, _hours(whole.hours)])
+    print(table(["stage", "GPUs", "hours"], rows))
+    print(f"\nGPU-hours: {_hours(whole.paid)} paid, {_hours(whole.busy)} busy\n")
+    runs = {f"{fraction:.0%} of the tokens": forecast(config, shape, gpu, plan, fraction) for fraction in FRACTIONS}
+    runs["without shards, not built"] = forecast(config, shape, gpu, plan, stream=True)
+    rows = [_choice(title, run, plan) for title, run in runs.items()]
+    print(table(["choice", "tokens", "shards, GB", "hours", "GPU-hours", *(["price"] if plan.price else [])], rows))
+    passes = model_passes(config, round(expected_tokens(config, on_gpu=True)["train"] or 0))
+    held = (weights + predictor_memory(config, shape)) / 1e9
+    print(
+        f"without shards the model runs {passes:.1f} times over the text, and {held:.1f} GB of weights and predictors"
+        " are held at once"
+    )
+    if gpu.memory_gb is not None and weights / 1e9 > gpu.memory_gb:
+        print(f"the weights exceed the {gpu.memory_gb:g} GB of one {gpu.gpu}: collect with --collect.by_layers true")
+    print("\nrates:")
+    for name, unit in (
+        ("tflops", "TFLOP/s at least"),
+        ("read_tb_s", "TB/s"),
+        ("step_ms", "ms a training step at least"),
+    ):
+        print(f"  {getattr(gpu, name):g} {unit}: {gpu.sources[name]}")
+
+
+def _choice(title: str, run: Forecast, plan: PlanConfig) -> list[object]:
+    cells: list[object] = [title, f"{run.tokens:,}", f"{run.shards / 1e9:.1f}", _hours(run.hours), _hours(run.paid)]
+    return cells + ([f"{run.paid * plan.price:.2f}"] if plan.price else [])
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.2f}" if hours < 100 else f"{hours:,.0f}"
