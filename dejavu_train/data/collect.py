@@ -7,15 +7,23 @@ larger than its device runs by layers (collect_layers.py).
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dejavu_train.data.collect_layers import PlannedShards, collect_by_layers, save_layer_weights, stream_bytes
+from dejavu_train.data.collect_layers import collect_by_layers, save_layer_weights, stream_bytes
 from dejavu_train.data.config import CollectConfig
-from dejavu_train.data.recording import HeadReference, MeanHeads, WriterThread, batches, record_batch, windows_of_means
+from dejavu_train.data.recording import (
+    HeadReference,
+    MeanHeads,
+    Recording,
+    WriterThread,
+    batches,
+    record_batch,
+    windows_of_means,
+)
 from dejavu_train.data.shard_reader import write_statistics
 from dejavu_train.data.shards import (
     MANIFEST,
@@ -38,6 +46,7 @@ from dejavu_train.families import Target, blocks_of
 from dejavu_train.files import require_disk
 from dejavu_train.locks import locked
 from dejavu_train.models.config_values import read_dims
+from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.tokenizer_hash import hash_of
 from dejavu_train.progress import Progress
@@ -130,8 +139,9 @@ def _collect(
     for leftover in activations.glob("layer_*/.tmp-*"):  # of a killed run; the lock says nobody else is writing
         leftover.unlink()
     device = resolve_device(config.device)
+    model: Any
     if config.by_layers:
-        model = load_opt(model_name, None, "cpu", None, revision)
+        model = LayerWalk(model_name, device, config.dtype, revision)
     else:
         model = load_opt(model_name, config.dtype, device, config.device_map, revision)
     known = file_digests(activations)
@@ -139,10 +149,8 @@ def _collect(
     known = {name: sha256 for name, sha256 in known.items() if name != MANIFEST and name not in rewritten}
     (activations / STATISTICS).unlink(missing_ok=True)
     manifest.save(activations)
-    if config.by_layers:
-        collect_by_layers(model, manifest, shards, missing, config, activations, device)
-    else:
-        _collect_whole(model, manifest, shards, missing, config, activations)
+    recording = Recording(manifest, shards, missing, config, activations)
+    (collect_by_layers if config.by_layers else _collect_whole)(model, recording)
     write_statistics(activations, manifest, known)
     return manifest
 
@@ -200,28 +208,20 @@ def check_same_text(collected: Mapping[str, Any], text: TextSource, since: str) 
         )
 
 
-def _collect_whole(
-    model: Any,
-    manifest: ActivationManifest,
-    shards: PlannedShards,
-    missing: Collection[ShardEntry],
-    config: CollectConfig,
-    activations: Path,
-) -> None:
+def _collect_whole(model: Any, recording: Recording) -> None:
     """Record the missing shards of all layers, batch by batch, with the whole model in memory."""
+    manifest, config, activations = recording.manifest, recording.config, recording.activations
     last = layer_folder(activations, manifest.shape.n_layers - 1)
-    if len(missing) == len(shards) or not (last / WEIGHTS).exists():
-        planned = [window for _, planned in shards for window in planned]
+    if len(recording.missing) == len(recording.planned) or not (last / WEIGHTS).exists():
+        planned = recording.windows
         warn_if_untrained(model, [window.ids for window in planned if len(window.ids) > 1])
         _save_layer_weights(model, manifest, activations, windows_of_means(planned, config))
     heads = {}
     for layer, block in enumerate(blocks_of(model)):
         mean = LayerWeights.load(activations, layer, manifest.weight_hash).head_mean
         heads[layer] = HeadReference.of(block, mean)
-    with Progress("collecting", sum(entry.tokens for entry in missing), "token") as progress:
-        for entry, windows in shards:
-            if entry not in missing:
-                continue
+    with Progress("collecting", sum(entry.tokens for entry in recording.missing), "token") as progress:
+        for entry, windows in recording.open_shards:
             with ShardWriter(activations, manifest, entry) as writer, WriterThread(writer) as thread:
                 start = 0
                 for batch in batches(windows, config.batch_size):

@@ -10,11 +10,12 @@ that the whole model would see, so the shards are the same.
 
 import contextlib
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from dejavu_train.data.recording import (
     Batch,
     HeadReference,
     MeanHeads,
+    Recording,
+    Run,
     WriterThread,
     batches,
     record_batch,
@@ -41,14 +44,12 @@ from dejavu_train.data.untrained import probes_of, warn_of_logits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import blocks_of
 from dejavu_train.files import read_json, write_json
-from dejavu_train.models.config_values import quant_method
-from dejavu_train.models.hooks import decoder_layers
-from dejavu_train.models.layer_exchange import Enough, LayerExchange, first, own_forward, placed
+from dejavu_train.models.layer_exchange import Enough, first, own_forward
+from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import torch_dtype
 from dejavu_train.progress import Progress
 
 STREAM, STATE = "stream", "state.json"
-PlannedShards = Sequence[tuple[ShardEntry, list[Window]]]
 
 
 @dataclass(frozen=True)
@@ -113,41 +114,26 @@ class Stream:
         return int(layer) if whole and stored == asdict(self._key) else 0
 
 
-class LayerWalk:
-    """Runs batches through one layer at a time of a model whose layers lie on the CPU.
+class StreamPass:
+    """Runs batches through the next layer of a stream.
 
     Args:
         stream: where each batch has its rows.
-        device: to which everything around the layers is moved.
-        dtype: in which the model runs. None leaves each tensor in its own.
     """
 
-    def __init__(self, model: Any, stream: Stream, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.model, self.stream, self.device, self.dtype = model, stream, device, dtype
-        self.layers = decoder_layers(model)
-        self._exchange = LayerExchange(model, self.layers)
-        inside = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
-        for tensor in model.parameters():
-            if id(tensor) not in inside:
-                tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
-        for tensor in model.buffers():
-            if id(tensor) not in inside:
-                tensor.data = tensor.data.to(device)
-
-    def ask_first(self, ids: Tensor) -> None:
-        with placed(self.layers[0], self.device, self.dtype), torch.inference_mode():
-            self._exchange.ask_first(ids.to(self.device), own_forward)
+    def __init__(self, walk: LayerWalk, stream: Stream) -> None:
+        self.walk, self.stream = walk, stream
 
     @contextlib.contextmanager
-    def layer(self) -> Iterator[Callable[[Batch, int], Callable[[Tensor, Tensor], None]]]:
+    def layer(self) -> Iterator[Callable[[Batch, int], Run]]:
         """The next layer on the device. Gives a function that makes the pass of a batch whose rows begin at ``start``:
         it reads the stream and writes it."""
-        with placed(self.layers[self.stream.next], self.device, self.dtype):
+        with self.walk.layer(self.stream.next):
             yield self._pass_of
         self.stream.advance()
 
-    def _pass_of(self, batch: Batch, start: int) -> Callable[[Tensor, Tensor], None]:
-        stream = self.stream
+    def _pass_of(self, batch: Batch, start: int) -> Run:
+        stream, real = self.stream, batch.real.to(self.walk.device)
 
         def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if number > stream.next:
@@ -156,30 +142,25 @@ class LayerWalk:
             if number < stream.next:
                 return hidden
             made = own_forward(own, hidden, *args, **kwargs)
-            stream.write(start, first(made)[batch.real.to(self.device)].cpu())
+            stream.write(start, first(made)[real].cpu())
             return made
 
         def run(ids: Tensor, mask: Tensor) -> None:
-            with self._exchange.exchanged(act):
-                self._exchange.run(ids, mask)
+            with self.walk.exchange.exchanged(act):
+                self.walk.exchange.run(ids, mask)
 
         return run
 
+    @torch.inference_mode()
     def logits(self, batch: Batch, start: int) -> Tensor:
         """(B, T, V) behind the last layer, once all have run."""
-
-        def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._padded(batch, start) if number == 0 else given
-
-        with self._exchange.exchanged(act), torch.inference_mode():
-            made: Tensor = self.model(input_ids=batch.ids.to(self.device), use_cache=False).logits
-        return made
+        return self.walk.logits(batch.ids.to(self.walk.device), lambda: self._padded(batch, start))
 
     def _padded(self, batch: Batch, start: int) -> Tensor:
         """(B, T, d) with zeros at padding, of which no token sees anything."""
-        states = self.stream.read(start, batch.rows).to(self.device)
+        states = self.stream.read(start, batch.rows).to(self.walk.device)
         padded = states.new_zeros((*batch.real.shape, states.shape[1]))
-        padded[batch.real.to(self.device)] = states
+        padded[batch.real.to(self.walk.device)] = states
         return padded
 
 
@@ -189,59 +170,59 @@ def stream_bytes(manifest: ActivationManifest, tokens: int, config: CollectConfi
     return 2 * rows * manifest.shape.d_model * torch_dtype(config.dtype).itemsize
 
 
-def collect_by_layers(
-    model: Any,
-    manifest: ActivationManifest,
-    shards: PlannedShards,
-    missing: Collection[ShardEntry],
-    config: CollectConfig,
-    activations: Path,
-    device: torch.device,
-) -> None:
-    """Record the missing shards, a layer after the other.
+@dataclass(frozen=True)
+class _Batches:
+    """What goes through a layer, in the order of its rows in the stream: batches whose heads are averaged, those that
+    judge the model, and those of each shard."""
 
-    Args:
-        model: on the CPU, as its weights are stored.
-        device: where a layer runs.
-    """
-    planned = [window for _, windows in shards for window in windows]
-    averaged = list(batches(windows_of_means(planned, config), 1))
-    probes = probes_of([window.ids for window in planned if len(window.ids) > 1])
-    judged = [Batch.of([Window(0, ids)]) for ids in probes]
-    to_do = [(entry, list(batches(windows, config.batch_size))) for entry, windows in shards if entry in missing]
-    rows = sum(batch.rows for batch in (*averaged, *judged)) + sum(entry.tokens for entry, _ in to_do)
+    averaged: list[Batch]
+    judged: list[Batch]
+    of_shards: list[tuple[ShardEntry, list[Batch]]]
+
+    @classmethod
+    def of(cls, recording: Recording, probes: Sequence[np.ndarray]) -> "_Batches":
+        size = recording.config.batch_size
+        return cls(
+            list(batches(windows_of_means(recording.windows, recording.config), 1)),
+            [Batch.of([Window(0, ids)]) for ids in probes],
+            [(entry, list(batches(windows, size))) for entry, windows in recording.open_shards],
+        )
+
+    @property
+    def rows(self) -> int:
+        return sum(batch.rows for batch in (*self.averaged, *self.judged)) + sum(
+            entry.tokens for entry, _ in self.of_shards
+        )
+
+
+def collect_by_layers(walk: LayerWalk, recording: Recording) -> None:
+    """Record the missing shards, a layer after the other."""
+    manifest, config = recording.manifest, recording.config
+    probes = probes_of([window.ids for window in recording.windows if len(window.ids) > 1])
+    parts = _Batches.of(recording, probes)
     key = StreamKey(
-        manifest.weight_hash, [entry.index for entry, _ in to_do], rows, manifest.shape.d_model, config.dtype,
-        config.batch_size,
+        manifest.weight_hash, [entry.index for entry, _ in parts.of_shards], parts.rows, manifest.shape.d_model,
+        config.dtype, config.batch_size,
     )  # fmt: skip
-    stream = Stream(activations, key)
-    n_layers, coded = manifest.shape.n_layers, quant_method(model.config.to_dict()) is not None
-    walk = LayerWalk(model, stream, device, None if coded else torch_dtype(config.dtype))
-    walk.ask_first(to_do[0][1][0].ids[:1])
-    with Progress("collecting", rows * n_layers, "row", rows * stream.next) as progress:
+    stream, n_layers = Stream(recording.activations, key), manifest.shape.n_layers
+    passes = StreamPass(walk, stream)
+    with Progress("collecting", parts.rows * n_layers, "row", parts.rows * stream.next) as progress:
         while stream.next < n_layers:
-            _collect_layer(walk, manifest, averaged, judged, to_do, config, activations, progress)
-    starts = _starts(judged, sum(batch.rows for batch in averaged))
-    warn_of_logits(manifest.shape.vocab_size, probes, (walk.logits(*each) for each in zip(judged, starts, strict=True)))
+            _collect_layer(passes, recording, parts, progress)
+    starts = _starts(parts.judged, sum(batch.rows for batch in parts.averaged))
+    made = (passes.logits(*each) for each in zip(parts.judged, starts, strict=True))
+    warn_of_logits(manifest.shape.vocab_size, probes, made)
     stream.remove()
 
 
-def _collect_layer(
-    walk: LayerWalk,
-    manifest: ActivationManifest,
-    averaged: Sequence[Batch],
-    judged: Sequence[Batch],
-    to_do: Sequence[tuple[ShardEntry, list[Batch]]],
-    config: CollectConfig,
-    activations: Path,
-    progress: Progress,
-) -> None:
-    """The next layer over all rows: those of heads' means, those that judge the model, and the shards."""
-    layer, block = walk.stream.next, blocks_of(walk.model)[walk.stream.next]
-    means, device, start = MeanHeads(manifest.shape, [layer]), walk.device, 0
-    with walk.layer() as pass_of, torch.inference_mode():
+def _collect_layer(passes: StreamPass, recording: Recording, parts: _Batches, progress: Progress) -> None:
+    """The next layer over all rows."""
+    manifest, config, activations = recording.manifest, recording.config, recording.activations
+    walk, layer, start = passes.walk, passes.stream.next, 0
+    means, device, block = MeanHeads(manifest.shape, [layer]), walk.device, blocks_of(walk.model)[layer]
+    with passes.layer() as pass_of, torch.inference_mode():
         with means.watching(walk.model):
-            for batch in averaged:
+            for batch in parts.averaged:
                 pass_of(batch, start)(batch.ids.to(device), batch.real.long().to(device))
                 start += batch.rows
                 means.tokens += batch.rows
@@ -249,11 +230,11 @@ def _collect_layer(
             save_layer_weights(activations, manifest, layer, block, means.means()[layer])
         mean = LayerWeights.load(activations, layer, manifest.weight_hash).head_mean
         heads = {layer: HeadReference.of(block, mean)}
-        for batch in judged:
+        for batch in parts.judged:
             pass_of(batch, start)(batch.ids.to(device), batch.real.long().to(device))
             start += batch.rows
         progress.update(start)
-        for entry, batches_of in to_do:
+        for entry, batches_of in parts.of_shards:
             with contextlib.ExitStack() as stack:
                 thread = None
                 if not shard_path(activations, layer, entry.index).is_file():

@@ -4,10 +4,11 @@ Padding stands on the right of a batch and is never recorded.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.data.config import CollectConfig
-from dejavu_train.data.shards import ShardWriter, pack_bits
+from dejavu_train.data.shards import ActivationManifest, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
@@ -26,6 +27,31 @@ from dejavu_train.models.hooks import head_contribution, output_gram, record
 PAD_TOKEN = 1
 MOST_WAITING = 4  # layers of a batch that are not written yet
 Run = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is to be recorded, and where.
+
+    Attributes:
+        planned: all shards with their windows.
+        missing: those that are not there, which are to be made.
+    """
+
+    manifest: ActivationManifest
+    planned: Sequence[tuple[ShardEntry, list[Window]]]
+    missing: Collection[ShardEntry]
+    config: CollectConfig
+    activations: Path
+
+    @property
+    def windows(self) -> list[Window]:
+        """Of all shards."""
+        return [window for _, windows in self.planned for window in windows]
+
+    @property
+    def open_shards(self) -> list[tuple[ShardEntry, list[Window]]]:
+        return [(entry, windows) for entry, windows in self.planned if entry in self.missing]
 
 
 @dataclass(frozen=True)

@@ -51,18 +51,18 @@ class LayerExchange:
             for own in self.layers:
                 own.__dict__.pop("forward", None)
 
-    def ask_first(self, ids: Tensor, run: Callable[..., Any] | None = None) -> None:
-        """Learn whether layers give a tuple, where that is not known. Runs the first of them once, for ids (S, T).
+    def ask_first(self, ids: Tensor, run: Callable[..., Any]) -> None:
+        """Learn whether layers give a tuple, where that is not known, for ids (S, T).
 
         Args:
-            run: called with the layer, its hidden states and its other arguments, in the place of the layer.
+            run: called once with the first layer, its hidden states and its other arguments, in the place of the layer.
         """
         if self._tuples is not None:
             return
         found: list[Any] = []
 
         def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found.append((run or own_forward)(own, given, *args, **kwargs))
+            found.append(run(own, given, *args, **kwargs))
             raise Enough
 
         with self.exchanged(act):
@@ -89,15 +89,21 @@ def first(output: Any) -> Tensor:
 
 
 @contextmanager
-def placed(layer: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within the context the layer's weights lie on the device, numbers among them in dtype. Buffers keep theirs."""
-    tensors = [*layer.parameters(), *layer.buffers()]
-    before = [tensor.data for tensor in tensors]
+def placed(
+    layer: nn.Module, device: torch.device, dtype: torch.dtype | None, stored: dict[str, Tensor]
+) -> Iterator[None]:
+    """Within the context the layer's weights lie on the device, numbers among them in dtype. Buffers keep theirs.
+
+    Args:
+        stored: by names within the layer tensors to take in the place of its own. They are taken out of it.
+    """
+    tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
+    before = [tensor.data for tensor in tensors.values()]
     try:
-        for tensor in tensors:
+        for name, tensor in tensors.items():
             wanted = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
-            tensor.data = tensor.data.to(device, wanted)
+            tensor.data = stored.pop(name, tensor.data).to(device, wanted)
         yield
     finally:
-        for tensor, data in zip(tensors, before, strict=True):
+        for tensor, data in zip(tensors.values(), before, strict=True):
             tensor.data = data

@@ -29,9 +29,9 @@ def test_a_killed_run_goes_on_in_its_layer(tiny_opt, text_file, tmp_path, monkey
     whole, folder, ran = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers", []
     collect_layer, record = collect_layers._collect_layer, collect_layers.record_batch
 
-    def watched(walk, *rest):
-        ran.append(walk.stream.next)
-        collect_layer(walk, *rest)
+    def watched(passes, *rest):
+        ran.append(passes.stream.next)
+        collect_layer(passes, *rest)
 
     def killed(*arguments):
         if ran[-1] == 1 and len(ran) == 2:

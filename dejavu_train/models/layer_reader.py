@@ -1,0 +1,86 @@
+"""Reads the weights of one layer after the other from a model's files, the next one while the present one runs.
+
+A model on the CPU has its weights mapped from their files, and what was touched once stays in the process. So a layer
+is read into memory of its own, which is free again when the layer is done. Two layers at most are there at a time.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import SPELLED
+from dejavu_train.models.stored import Stored, own_name, read_header, stored_files
+
+
+@dataclass
+class Reading:
+    """What was read so far: bytes, and the seconds for which reading them took."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class LayerReader:
+    """The stored tensors of each layer, by their names within it.
+
+    Args:
+        name: folder or hub id of ``model``.
+        model: on the CPU, as its weights are stored.
+        layers: of ``model``, in order.
+    """
+
+    def __init__(self, name: str, model: nn.Module, layers: Sequence[nn.Module], revision: str | None = None) -> None:
+        self._stored: dict[str, tuple[Path, Stored]] = {}
+        for file in stored_files(name, revision=revision):
+            if file.suffix == ".safetensors":
+                self._stored |= {own_name(key): (file, entry) for key, entry in read_header(file).items()}
+        self._layers = layers
+        names = {id(module): own_name(path) for path, module in model.named_modules()}
+        self._names = [names[id(layer)] for layer in layers]
+        self._pool = ThreadPoolExecutor(1, "layer-reader")
+        self._ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
+        self.reading = Reading()
+
+    def take(self, number: int, then: int) -> dict[str, Tensor]:
+        """The tensors of a layer, while those of the layer ``then`` begin to be read.
+
+        What lies in no safetensors file, or in another form, is not among them: it stays as the model has it.
+        """
+        ahead, self._ahead = self._ahead, None
+        made = ahead[1].result() if ahead is not None and ahead[0] == number else self._read(number)
+        if 0 <= then < len(self._layers):
+            self._ahead = then, self._pool.submit(self._read, then)
+        return made
+
+    def _read(self, number: int) -> dict[str, Tensor]:
+        began, made = time.monotonic(), {}
+        layer, prefix = self._layers[number], self._names[number]
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            found = self._stored.get(f"{prefix}.{name}")
+            if found is None or found[1].dtype != SPELLED.get(tensor.dtype) or found[1].shape != tuple(tensor.shape):
+                continue
+            made[name] = _read_tensor(*found, tensor.dtype)
+            self.reading.nbytes += made[name].nbytes
+        self.reading.seconds += time.monotonic() - began
+        return made
+
+
+def _read_tensor(file: Path, entry: Stored, dtype: torch.dtype) -> Tensor:
+    made = torch.empty(entry.shape, dtype=dtype)
+    view: Any = made.view(-1).view(torch.uint8).numpy().data if made.numel() else b""
+    with open(file, "rb", buffering=0) as stored:
+        stored.seek(entry.begin)
+        done = 0
+        while done < len(view):
+            count = stored.readinto(view[done:])
+            if not count:
+                raise UserError(f"the weights file {file} ended early; fetch or save it again")
+            done += count
+    return made
