@@ -172,8 +172,12 @@ def stream_bytes(manifest: ActivationManifest, tokens: int, config: CollectConfi
 
 @dataclass(frozen=True)
 class _Batches:
-    """What goes through a layer, in the order of its rows in the stream: batches whose heads are averaged, those that
-    judge the model, and those of each shard."""
+    """What goes through a layer, in the order of its rows in the stream.
+
+    Attributes:
+        averaged: over which the means of heads are taken.
+        judged: by which the model is judged.
+    """
 
     averaged: list[Batch]
     judged: list[Batch]
