@@ -9,13 +9,13 @@ from dejavu_train.data.paragraphs import read_paragraph_hashes
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.training.pretrain import run as module
+from dejavu_train.training.pretrain.forward import forward_with_activations
 from dejavu_train.training.pretrain.run import (
     PretrainConfig,
-    RowSampler,
-    forward_with_activations,
     make_model,
     pretrain,
 )
+from dejavu_train.training.pretrain.stream import RowSampler
 
 
 def _config(output, text, **changes) -> PretrainConfig:

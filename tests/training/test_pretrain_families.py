@@ -10,14 +10,12 @@ from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.dims import Activation
 from dejavu_train.models.opt import load_opt
+from dejavu_train.training.pretrain.forward import forward_with_activations, penalised, training_loss
 from dejavu_train.training.pretrain.run import (
     PretrainConfig,
-    forward_with_activations,
     make_model,
     make_optimizers,
-    penalised,
     pretrain,
-    training_loss,
 )
 
 FAMILIES = {
