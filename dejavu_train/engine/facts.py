@@ -65,12 +65,13 @@ def expected_union(density: float, batch: int, frequency: Tensor | None = None) 
     """
     if batch == 1 or not 0 < density < 1:
         return density
-    rates = torch.full((1,), density) if frequency is None else _scaled(frequency.float().clamp_min(0), density)
+    rates = torch.full((1,), density) if frequency is None else selected_rates(frequency, density)
     return float((1 - (1 - rates) ** batch).mean())
 
 
-def _scaled(frequency: Tensor, density: float) -> Tensor:
-    """min(1, c * frequency) with the factor c that gives the mean `density`."""
+def selected_rates(frequency: Tensor, density: float) -> Tensor:
+    """How often each unit is selected, (n,): min(1, c * frequency) with the factor c that gives the mean `density`."""
+    frequency = frequency.float().clamp_min(0)
     low, high = 0.0, 1.0
     if not frequency.any() or float((frequency > 0).float().mean()) < density:
         return torch.full_like(frequency, density)
