@@ -110,5 +110,9 @@ class Attention:
 
     def project_out(self, x: Tensor, out: Tensor) -> None:
         """out = x + the projected outputs of the selected heads."""
-        work = self.work
-        work.ops.project_heads(work.heads_out, self.weights.out.weight, self.bias, x, self.selection, out, pdl=work.pdl)
+        work, join = self.work, self.work.join
+        work.ops.project_heads(
+            work.heads_out, self.weights.out.weight, self.bias, join.base(x), self.selection, join.part(out),
+            pdl=work.pdl,
+        )  # fmt: skip
+        join.close(out)

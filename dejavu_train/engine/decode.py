@@ -6,6 +6,7 @@ generation and scoring of any length, and a reset only writes tensors. Rows of a
 of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,9 @@ from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
 from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.prefill import prefill
+from dejavu_train.engine.ranks.group import agree
+from dejavu_train.engine.ranks.joins import Join, RankJoin
+from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
@@ -47,6 +51,9 @@ class DecodeEngine(Session):
         model: a Hugging Face model, which is copied, or `DecodeWeights`, of which this engine shares what
             already has its layout.
         bundle: a `Bundle`, or loaded predictors by (layer, target), as `load_predictors` gives them. None = dense.
+        ranks: of one of several GPUs that decode together, each in a process of its own. Of a whole model and bundle
+            this one keeps its units. Weights may be its shard already. Predictors are whole. All ranks make the same
+            calls. None = one GPU.
     Attributes:
         plan: how a step runs. See `describe`.
         memory: bytes by what they are for.
@@ -55,7 +62,9 @@ class DecodeEngine(Session):
         DoesNotFit: the GPU's memory. Unsupported: what there are no kernels for.
     """
 
-    def __init__(self, model: Any, bundle: Any = None, options: EngineOptions = DEFAULTS) -> None:
+    def __init__(
+        self, model: Any, bundle: Any = None, options: EngineOptions = DEFAULTS, ranks: Ranks | None = None
+    ) -> None:
         given = isinstance(model, DecodeWeights)
         device = torch.device(options.device or (model.embedding.device if given else model.device))
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
@@ -69,6 +78,11 @@ class DecodeEngine(Session):
         if options.ops == "triton":
             engine = Engine.GPU if device.type == "cuda" else Engine.INTERPRETER
         shape = model.shape if given else dims_of(model.config)
+        shard = None if ranks is None else ranks.shard
+        if shard is not None and shape == shard.dims:
+            shape = shard.whole
+        if shard is not None and shape != shard.whole:
+            raise UserError(f"the shard belongs to another shape, {shard.whole}, the model has {shape}")
         dtype = model.embedding.dtype if given else options.dtype or engine_dtype(model, options.ops)
         given_predictors = bundle is None or isinstance(bundle, dict)
         found: dict[UnitKey, TargetPredictor | None] = (bundle or {}) if given_predictors else {}
@@ -85,18 +99,24 @@ class DecodeEngine(Session):
                 )
             codes = read_as_codes(bundle, dtype, options.batch)
             facts = facts_of(bundle, codes, dtype_name(dtype), options.batch)
-        plan = plan_step(shape, facts, model.formats if given else formats_of(model, dtype), options, engine)
+        formats = model.formats if given else formats_of(model, dtype)
+        own, world = (shape, 1) if shard is None else (shard.dims, shard.world)
+        plan = plan_step(own, facts, formats, options, engine, world)
         if given:
             weights = model
         else:
             check_room({"weights": weight_bytes(model, dtype)}, device)
             weights = DecodeWeights.from_model(model, dtype, device)
+        if shard is not None and weights.shape != own:
+            weights = shard.weights(weights)
         guard = options.guard
         if isinstance(guard, Guard):
             guard = GuardState(guard, bundle.specs, device) if guard.every else None
         if not given_predictors:
             found = load_predictors(bundle, dtype, device, codes)
         loaded = {key: each for key, each in found.items() if each is not None}
+        if shard is not None:
+            loaded = {key: shard.predictor(each) for key, each in loaded.items()}
         if guard is not None:
             loaded = {key: replace(each, threshold=guard.threshold(key)) for key, each in loaded.items()}
         self.plan = plan = with_screen(plan, options.screen, free_bytes(device) if device.type == "cuda" else None)
@@ -105,7 +125,9 @@ class DecodeEngine(Session):
         self.weights = weights.arranged(loaded, options.release or not given)
         self.shape, self.batch, self.context, self.device = shape, plan.batch, plan.context, device
         self.guard, self.predictors = guard, loaded
-        self.core = DecodeStep(self.weights, loaded, plan, options, device, guard)
+        self.ranks = ranks
+        self.join = Join() if ranks is None else RankJoin(ranks.shard, ranks.sums, plan.batch, device)
+        self.core = DecodeStep(self.weights, loaded, plan, options, device, guard, join=self.join)
         self.state = self.core.state
         self.options = options
         self._pairs: dict[str | None, EnginePair] = {}
@@ -137,11 +159,14 @@ class DecodeEngine(Session):
     ) -> None:
         """See `Session.begin`. A row's last token is not run, so total may exceed the context by one."""
         check_rows(rows, [length - 1 for length in total], self.batch, self.context, self.shape)
+        if self.ranks is not None:
+            agree(self.ranks.hosts, rows, total, sparse_from, prefilled, sampler, least, stops, score)
         self.open(stops)
         first = least or [0] * len(rows)
         given = zip(rows, total, sparse_from, prefilled, first, strict=True)
-        self._write(0, [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)])
-        self.core.tail(sampler.mode, score)
+        with self._waiting():
+            self._write(0, [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)])
+            self.core.tail(sampler.mode, score)
 
     def open(self, stops: Sequence[int]) -> None:
         """See `Session.open`."""
@@ -149,9 +174,12 @@ class DecodeEngine(Session):
         self.state.stops[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
 
     def place(self, b: int, row: Row) -> None:
-        """See `Session.place`. Raises UserError for an engine with a guard, whose thresholds all rows share."""
+        """See `Session.place`. Raises UserError for an engine with a guard, whose thresholds all rows share, and for
+        one of several ranks."""
         if self.guard is not None:
             raise UserError("rows that join others have no guard; pass guard=None")
+        if self.ranks is not None:
+            raise UserError("rows that join others are served by one GPU; start one process, without torchrun")
         check_rows([row.tokens], [row.total - 1], self.batch, self.context, self.shape)
         done, row_state = self.state.done.clone(), self.state.row_state.clone()
         try:
@@ -206,13 +234,15 @@ class DecodeEngine(Session):
         if max(prefilled) > 0:
             self.core.x[-1, own] = prefill(
                 self.weights, state.tokens[own], prefilled, [cache.k[own] for cache in caches],
-                [cache.v[own] for cache in caches],
+                [cache.v[own] for cache in caches], self.join,
             )  # fmt: skip
 
     @torch.inference_mode(False)  # what it holds is written in later calls, which may be outside
     @torch.no_grad()
     def pair(self, draft: Draft) -> EnginePair:
-        """See `Session.pair`."""
+        """See `Session.pair`. Raises UserError for one of several ranks."""
+        if self.ranks is not None:
+            raise UserError("lossless decoding runs on one GPU; start one process, without torchrun")
         if draft.weights not in self._pairs:
             with self.core.on_device():
                 step = self.core if draft.weights is None else self._beside(draft.weights)
@@ -235,13 +265,24 @@ class DecodeEngine(Session):
     def steps(self, n: int, mode: str, score: bool = False) -> int:
         """Up to CHUNK steps. See `Session.steps`."""
         n = min(n, CHUNK)
-        for _ in range(n):
-            self.core.step(mode, score)
+        with self._waiting():
+            for _ in range(n):
+                self.core.step(mode, score)
         return n
+
+    def heard(self, listens: bool) -> bool:
+        """See `Session.heard`. Ranks step alike, whoever of them listens."""
+        return listens if self.ranks is None else any(self.ranks.hosts.gather(int(listens)))
+
+    def _waiting(self) -> contextlib.AbstractContextManager[Any]:
+        """Of what waits for other ranks."""
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.hosts.waiting()
 
     def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
         """One copy from the device. See `Session.read`."""
-        done, last, fault = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
+        with self._waiting():
+            looked = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
+        done, last, fault = looked
         faults = {}
         for b, position in enumerate(fault):
             if position:

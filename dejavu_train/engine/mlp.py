@@ -49,17 +49,19 @@ class Mlp:
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """out = x + the MLP of x, of the selected neurons."""
-        WAYS[self.plan.kernels](self, x, out)
+        join = self.work.join
+        WAYS[self.plan.kernels](self, x, join.base(x), join.part(out))
+        join.close(out)
 
-    def _rows(self, x: Tensor, out: Tensor) -> None:
+    def _rows(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
         work.ops.hidden_row(x, weights.norm2, weights.mlp, work.hidden, pdl=work.pdl)
         if self.codes_down:  # what a ReLU has made zero is left out
-            self.down(work.hidden, x, out)
+            self.down(work.hidden, base, out)
         else:
-            work.ops.dense_wide(work.hidden, weights.down.weight, weights.down.bias, x, out, pdl=work.pdl)
+            work.ops.dense_wide(work.hidden, weights.down.weight, weights.down.bias, base, out, pdl=work.pdl)
 
-    def _listed_grid(self, x: Tensor, out: Tensor) -> None:
+    def _listed_grid(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         plan, weights, work = self.plan, self.weights, self.work
         rows = work.every_neuron if self.neurons is None else work.carried.packed
         if self.ahead is not None:
@@ -68,27 +70,27 @@ class Mlp:
             )
             return
         source, norm = (work.carried.normalised, None) if plan.own else (x, weights.norm2)
-        work.ops.listed_mlp(source, norm, weights.mlp, x, rows, out, work.partials, plan.early, work.pdl)
+        work.ops.listed_mlp(source, norm, weights.mlp, base, rows, out, work.partials, plan.early, work.pdl)
 
-    def _listed_batch(self, x: Tensor, out: Tensor) -> None:
+    def _listed_batch(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         work, weights, neurons = self.work, self.weights.mlp, self.neurons
         assert neurons is not None
         work.ops.up_batch(work.carried.normalised, weights, neurons.selection, work.activations, pdl=work.pdl)
-        work.ops.down_batch(work.activations, weights, x, out, pdl=work.pdl)
+        work.ops.down_batch(work.activations, weights, base, out, pdl=work.pdl)
 
-    def _listed_codes(self, x: Tensor, out: Tensor) -> None:
+    def _listed_codes(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         work, carried, neurons = self.work, self.work.carried, self.neurons
         assert neurons is not None
         listed = carried.packed, neurons.selection.row_bits
         hidden = work.ops.hidden_tokens(carried.normalised, self.weights.mlp, listed, pdl=work.pdl)
-        self.down(hidden, x, out)
+        self.down(hidden, base, out)
 
-    def _products(self, x: Tensor, out: Tensor) -> None:
+    def _products(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         hidden = self.up(x)
         if self.plan.run is Run.MASKED:
             assert self.neurons is not None
             hidden = hidden.masked_fill((self.neurons.selection.row_bits >> self.shifts) & 1 == 0, 0.0)
-        self.down(hidden, x, out)
+        self.down(hidden, base, out)
 
     def up(self, x: Tensor) -> Tensor:
         """(B, d_ffn): all neurons of any number of rows."""

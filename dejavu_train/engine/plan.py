@@ -31,6 +31,7 @@ from dejavu_train.engine.planned import (
     StepPlan,
     hidden_values,
 )
+from dejavu_train.engine.ranks.refusals import check_ranks
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import Norm, engine_refusal
@@ -68,10 +69,12 @@ def plan_step(
     formats: Formats,
     options: EngineOptions,
     engine: Engine,
+    ranks: int = 1,
 ) -> StepPlan:
     """How an engine runs a decoding step.
 
     Args:
+        dims: of what this GPU holds. ranks: GPUs that run the step together.
         predictors: of the (layer, target) that select. Others compute all units. None = the bundle leaves it dense.
     Raises:
         Unsupported: what the engine has no kernels for. UserError: a context that does not fit the model.
@@ -91,13 +94,15 @@ def plan_step(
         head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
         return StepPlan(engine, dims, batch, context, options.kv_policy, formats, compiled, False, head_why=head)
     _check_formats(formats, engine)
-    chooser = _Chooser(dims, predictors, formats, options, engine)
+    if ranks > 1:
+        check_ranks(predictors, options)
+    chooser = _Chooser(dims, predictors, formats, options, engine, ranks)
     halves = tuple(half for layer in range(dims.n_layers) for half in (chooser.attention(layer), chooser.mlp(layer)))
-    plan = StepPlan(engine, dims, batch, context, options.kv_policy, formats, halves, chooser.codes_down)
+    plan = StepPlan(engine, dims, batch, context, options.kv_policy, formats, halves, chooser.codes_down, ranks=ranks)
     kept = sum(half.run is Run.SELECTED for half in halves[::2]) + plan.shares_inputs
     mlps = [predictors.get(UnitKey(i // 2, Target.MLP)) for i, half in enumerate(halves) if half.late]
-    ranks = [facts.rank for facts in mlps if facts is not None]
-    scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, ranks)
+    widths = [facts.rank for facts in mlps if facts is not None]
+    scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, widths)
     coming = cache_bytes(dims, batch, context, DTYPE_BYTES[formats.dtype], kept) | {"scratch": scratch}
     return replace(plan, coming=coming, carveout=carveout(halves, formats.packed))
 
@@ -112,6 +117,8 @@ def with_screen(plan: StepPlan, asked: bool | None, free: int | None) -> StepPla
     why = ""
     if asked is False:
         why = "no screen was asked for"
+    elif plan.ranks > 1:
+        why = "each GPU reads its rows of the LM head"
     elif plan.batch > 1 or plan.formats.head not in DTYPE_BYTES or dims.d_model % SCREENED_WIDTHS:
         why = f"a screen is for one row, numbers and a multiple of {SCREENED_WIDTHS} columns"
     elif asked is None and plan.engine is not Engine.GPU:
@@ -212,7 +219,9 @@ class _Chooser:
         formats: Formats,
         options: EngineOptions,
         engine: Engine,
+        ranks: int,
     ) -> None:
+        self.ranks = ranks
         self.dims, self.predictors, self.formats, self.options, self.engine = dims, predictors, formats, options, engine
         self.batch, self.packed = options.batch, formats.packed
         self.codes_down = self.packed and takes_down(formats.group, dims.d_model, self.batch)
@@ -257,6 +266,8 @@ class _Chooser:
         heads, mlp = self.facts(layer, Target.HEADS), self.facts(layer, Target.MLP)
         if not self.packed:
             return "a LayerNorm comes late for 4-bit weights"
+        if self.ranks > 1:
+            return "the MLP before is a sum over GPUs"
         if self.dims.norm is not Norm.LAYER_NORM:
             return f"products are put right for a LayerNorm that comes late, not for {self.dims.norm}"
         if self.options.guarded:

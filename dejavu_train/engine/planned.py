@@ -151,6 +151,7 @@ class StepPlan:
         halves: attention and MLP of each layer in turn. head_why: of the LM head. screened: greedy tokens go through a
             screen of it. coming: bytes that an engine takes beside weights and predictors, by what they are for.
         codes_down: down of few rows is multiplied from its codes. carveout: percent of shared memory.
+        ranks: GPUs that run the step together. `dims` are those of one.
     """
 
     engine: Engine
@@ -162,6 +163,7 @@ class StepPlan:
     halves: tuple[HalfPlan, ...]
     codes_down: bool
     carveout: int = DRIVERS_CARVEOUT
+    ranks: int = 1
     screened: bool = False
     head_why: str = "all logits"
     coming: Mapping[str, int] = field(default_factory=dict)
@@ -189,6 +191,12 @@ class StepPlan:
         lines = [
             f"{self.batch} row{'s' * (self.batch > 1)} of {self.context} tokens, K/V of skipped heads: {self.kv_policy}"
         ]
+        if self.ranks > 1:
+            dims = self.dims
+            lines.append(
+                f"one of {self.ranks} GPUs: {dims.n_kv_heads} groups of heads and {dims.d_ffn} neurons of every layer,"
+                " two sums over GPUs a layer, and one of logits"
+            )
         lines.append(f"weights in {self.formats.layers}, LM head in {self.formats.head}: {self.head_why}")
         for target, name in ((Target.HEADS, "attention"), (Target.MLP, "MLP")):
             mine = enumerate(half for half in self.halves if half.target == target)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.families.block import alibi, forward_block, repeat_groups
 from dejavu_train.families.opt import POSITIONS_OFFSET
@@ -22,17 +23,24 @@ from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.hidden import kept_unit
 
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
+ONE_GPU = Join()
 
 
 @torch.no_grad()
 def prefill(
-    weights: DecodeWeights, tokens: Tensor, counts: Sequence[int], k_cache: list[Tensor], v_cache: list[Tensor]
+    weights: DecodeWeights,
+    tokens: Tensor,
+    counts: Sequence[int],
+    k_cache: list[Tensor],
+    v_cache: list[Tensor],
+    join: Join = ONE_GPU,
 ) -> Tensor:
     """Run the first counts[b] tokens of each row densely.
 
     Args:
         tokens: (B, T) integers. counts: B numbers of tokens, 0 = nothing to do for this row.
         k_cache, v_cache: per layer (>= B, g, T, head_dim). rows below B are written up to counts[b].
+        join: of the outputs of the halves of layers.
     Returns:
         (B, d) fp32, the residual stream of each row's last token after the last layer (zeros where counts[b] is 0).
     """
@@ -41,7 +49,7 @@ def prefill(
     size = max(1, TOKENS_AT_ONCE // max(counts))
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
-        last[part] = _run(weights, tokens, part, [counts[b] for b in part], k_cache, v_cache)
+        last[part] = _run(weights, tokens, part, [counts[b] for b in part], k_cache, v_cache, join)
     return last
 
 
@@ -52,6 +60,7 @@ def _run(
     counts: list[int],
     k_cache: list[Tensor],
     v_cache: list[Tensor],
+    join: Join,
 ) -> Tensor:
     ids = tokens[rows, : max(counts)].long()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -72,7 +81,7 @@ def _run(
 
     x = embedded(weights, ids, positions)
     for layer, keys, values in zip(weights.layers, k_cache, v_cache, strict=True):
-        x = forward_block(dense_block(weights, layer), x, partial(attend, keys, values), positions)[0]
+        x = forward_block(dense_block(weights, layer, join), x, partial(attend, keys, values), positions)[0]
     return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]
 
 
@@ -84,7 +93,7 @@ def embedded(weights: DecodeWeights, ids: Tensor, positions: Tensor) -> Tensor:
     return x if weights.embedding_norm is None else layer_norm_reference(x, weights.embedding_norm)
 
 
-def dense_block(weights: DecodeWeights, layer: LayerWeights) -> Any:
+def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GPU) -> Any:
     """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype.
 
     Squares of 256 and more are no fp16 numbers: hidden values are stored times `kept_unit`.
@@ -128,13 +137,13 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights) -> Any:
     def down(neurons: Tensor) -> Tensor:
         down = layer.down.weight.dense(dtype)
         product = neurons @ down if layer.down_transposed else F.linear(neurons, down)
-        return product.float() / unit + layer.down.bias.float()
+        return join.total(product.float() / unit + layer.down.bias.float())
 
     return SimpleNamespace(
         norm_attn=lambda x: layer_norm_reference(x, layer.norm1, dtype),
         project=project,
         scaling=1.0,  # by `scaled_dot_product_attention`
-        out=lambda mixed: F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float(),
+        out=lambda mixed: join.total(F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float()),
         norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
         neurons=neurons,
         down=down,

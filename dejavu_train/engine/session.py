@@ -87,6 +87,10 @@ class Session(ABC):
             raise error
         return held, all(done)
 
+    def heard(self, listens: bool) -> bool:
+        """Whether somebody hears every token of a call, here or where else the engine runs."""
+        return listens
+
     def open(self, stops: Sequence[int]) -> None:
         """Forget all rows. Others then come by `place`, between two steps. stops: at most 8 ids that end a row.
 
@@ -159,6 +163,7 @@ class Session(ABC):
                 raise UserError("under lossless the whole prompt is dense; leave sparse_from and prompt_phase out")
             check_rows(prompts, asked.total, 1, self.context, self.shape)
             return [self._verified(prompts[0], asked.total[0], sampler, least[0], stop_tokens, callback, lossless)]
+        heard = self.heard(callback is not None)
         self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least=least, stops=stop_tokens)
         left, shown, ended = asked.n_steps, list(asked.lengths), [False] * len(prompts)
         while True:
@@ -173,7 +178,7 @@ class Session(ABC):
                 done = done or all(ended)
             if done or left <= 0:
                 return [self.state.tokens[b, asked.lengths[b] : end].tolist() for b, end in enumerate(held)]
-            left -= self.steps(left if callback is None else 1, sampler.mode)
+            left -= self.steps(1 if heard else left, sampler.mode)
 
     def _verified(
         self,

@@ -20,6 +20,7 @@ from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Engine, Kernels, Packer, Place, Run, StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
+from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Workspace
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
@@ -60,6 +61,7 @@ class DecodeStep:
         screen: the LM head with its screen, or None.
     Args:
         beside: a step of other weights of the same model, whose tokens, K/V, watermarks and screen this one shares.
+        join: of the outputs of the halves of layers. None = of one GPU.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class DecodeStep:
         device: torch.device,
         guard: GuardState | None = None,
         beside: "DecodeStep | None" = None,
+        join: Join | None = None,
     ) -> None:
         self.guard, self.plan, self._beside = guard, plan, beside
         self.weights, self.shape, self.predictors = weights, weights.shape, predictors
@@ -79,7 +82,7 @@ class DecodeStep:
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         shape, dtype = weights.shape, weights.embedding.dtype
         shared: TokenState | None = None if beside is None else beside.state
-        self.work = Workspace.empty(plan, operations(options.ops), options.pdl, dtype, device, shared)
+        self.work = Workspace.empty(plan, operations(options.ops), options.pdl, dtype, device, shared, join)
         self.state: TokenState = self.work.state
         self.ops = self.work.ops
         self.x = torch.zeros(2 * shape.n_layers + 1, plan.batch, shape.d_model, device=device, dtype=torch.float32)
@@ -189,7 +192,9 @@ class DecodeStep:
                 self.ops.screened_head(self.x[-1], self.screen, state.position, state.least, state.stops, pdl=pdl)
                 self.ops.advance(self.logits, state, mode, score, pdl=pdl, chosen=self.screen.best)
                 return
-            self.ops.dense_rows(self.x[-1], weights.final_norm, weights.lm_head, None, "none", self.logits, pdl=pdl)
+            head = self.work.join.head(self.logits)
+            self.ops.dense_rows(self.x[-1], weights.final_norm, weights.lm_head, None, "none", head, pdl=pdl)
+            self.work.join.close_head(self.logits)
             if cap := self.shape.logit_cap:
                 self.logits.div_(cap).tanh_().mul_(cap)
             self.ops.advance(self.logits, state, mode, score, pdl=pdl)

@@ -9,6 +9,7 @@ from dejavu_train.engine.carried import Carried
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.planned import HalfPlan, Place, StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
+from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import MOST_TOKENS, Products
 from dejavu_train.kernels.common.partial_sums import partial_sums
@@ -26,7 +27,8 @@ class Workspace:
 
     q (B, h, head_dim), hidden (B, d_ffn) fp32. heads_out (B, d) fp32, before a 4-bit projection fp16. attention: for
     partial results. partials: down's of up to eight rows. every_neuron: the list of all, for one row. activations: for
-    several. carried: what one half leaves for another. ahead: the stream of look-ahead predictors, or None.
+    several. carried: what one half leaves for another. ahead: the stream of look-ahead predictors, or None. join: what
+    becomes of a half's output.
     """
 
     ops: StepOps
@@ -42,6 +44,7 @@ class Workspace:
     every_neuron: PackedSelection
     partials: Tensor
     activations: BatchActivations
+    join: Join
 
     @classmethod
     def empty(
@@ -52,8 +55,10 @@ class Workspace:
         dtype: torch.dtype,
         device: torch.device,
         state: TokenState | None = None,
+        join: Join | None = None,
     ) -> "Workspace":
-        """Of a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads. state: of another one, shared."""
+        """Of a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads. state: of another one, shared.
+        join: None = of one GPU."""
         dims, batch = plan.dims, plan.batch
         h, hd, d = dims.n_heads, dims.head_dim, dims.d_model
         mixed = torch.float16 if plan.formats.packed and dtype == torch.float16 else torch.float32
@@ -73,6 +78,7 @@ class Workspace:
             every_neuron=_list_of_all(one, device),
             partials=partial_sums(d if batch <= MOST_TOKENS else 0, device),
             activations=BatchActivations.empty(several, batch, d, dtype, device),
+            join=join or Join(),
         )
 
     def reset(self) -> None:

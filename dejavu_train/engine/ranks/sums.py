@@ -1,0 +1,92 @@
+"""The sums over ranks: one protocol, by `torch.distributed` anywhere, or in one kernel over NVLink.
+
+Whatever adds up, all ranks get the same bits. Ranks must call the same methods in the same order.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Sums(Protocol):
+    """Adds up what each rank has."""
+
+    name: str
+
+    def buffer(self, *sizes: int) -> Tensor:
+        """Zeros, fp32, on this rank's device. What `add` takes."""
+        ...
+
+    def add(self, part: Tensor, out: Tensor) -> None:
+        """out = the sum of all ranks' parts. part: of `buffer`. Both contiguous and of one size. May be captured."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, of any size and dtype, which may be written over."""
+        ...
+
+
+class GroupSums:
+    """By the collectives of `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
+
+    def __init__(self, device: torch.device, group: Any = None) -> None:
+        self.device, self.group = device, group
+        self.name = "NCCL" if device.type == "cuda" else "gloo"
+
+    def buffer(self, *sizes: int) -> Tensor:
+        return torch.zeros(*sizes, dtype=torch.float32, device=self.device)
+
+    def add(self, part: Tensor, out: Tensor) -> None:
+        out.copy_(part)
+        dist.all_reduce(out, group=self.group)
+
+    def total(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+
+class SymmetricSums(GroupSums):
+    """In one kernel a sum: each rank reads the others' parts over NVLink, without multicast.
+
+    Of long prompts sums are NCCL's, which sends each number once.
+
+    Raises:
+        RuntimeError: GPUs that cannot read each other's memory.
+    """
+
+    def __init__(self, device: torch.device, group: Any = None) -> None:
+        super().__init__(device, group)
+        from torch.distributed import _symmetric_memory
+
+        self.name = "one-shot over NVLink"
+        self._memory = _symmetric_memory
+        whole: Any = dist.group.WORLD
+        self._group = (group or whole).group_name
+        trial = self.buffer(16)
+        out = torch.empty_like(trial)
+        self.add(trial.fill_(1), out)
+        if out[0].item() != dist.get_world_size(group):
+            raise RuntimeError("a sum over NVLink is wrong here")
+
+    def buffer(self, *sizes: int) -> Tensor:
+        made = self._memory.empty(*sizes, dtype=torch.float32, device=self.device)
+        self._memory.rendezvous(made, self._group)
+        return made.zero_()
+
+    def add(self, part: Tensor, out: Tensor) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._group, out)
+
+
+def sums_of(device: torch.device, group: Any = None) -> Sums:
+    """The fastest that runs on every rank of the group."""
+    made, works = None, 0
+    if device.type == "cuda":
+        try:
+            made, works = SymmetricSums(device, group), 1
+        except (RuntimeError, AttributeError):  # no NVLink between them, or a build of torch without
+            pass
+    agreed = torch.tensor([works], device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    return made if made is not None and agreed.item() else GroupSums(device, group)
