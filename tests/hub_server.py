@@ -69,6 +69,7 @@ def running_hub() -> Iterator[Hub]:
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a header and a body are two writes: the second would wait for an answer
 
     def log_message(self, *_: object) -> None:
         pass

@@ -21,9 +21,9 @@ class Running:
         key = options.pop("key", None)
         torch.set_num_threads(1)
         self.served = Served(ServeConfig(str(model), bundle=str(bundle), name=NAME, backend="cpu", **options), key)
-        listening = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        threading.Thread(target=run, args=(self.served, listening, 5), daemon=True).start()
+        self.listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        threading.Thread(target=run, args=(self.served, self.listening, 5), daemon=True).start()
 
     def client(self, kind=openai.OpenAI, **options):
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options

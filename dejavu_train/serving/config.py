@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Literal
 
+from dejavu_train.bundle.folder import named_model, require_model
 from dejavu_train.errors import UserError
+from dejavu_train.models.installed import installed
 from dejavu_train.ranges import COUNT, Range, check_ranges
 
 
@@ -11,12 +13,12 @@ from dejavu_train.ranges import COUNT, Range, check_ranges
 class ServeConfig:
     """A server for one model and bundle."""
 
-    model: str = "checkpoints/opt-mini"
-    """Folder or hub id of the model."""
+    model: str = ""
+    """Folder or hub id of the model. Empty: the one that the bundle was made for."""
     revision: str | None = None
     """Commit or tag of a hub model."""
-    bundle: str = "checkpoints/opt-mini/bundle"
-    """Folder or hub id of the predictors."""
+    bundle: str = ""
+    """Folder or hub id of the predictors. Empty: those in the model's folder, and without a model opt-mini's."""
     name: str | None = None
     """What clients call the model. null: as in model."""
     backend: Literal["auto", "cpu", "triton"] = "auto"
@@ -42,8 +44,14 @@ class ServeConfig:
     drain: int = 60
     """Seconds that running requests have after SIGTERM."""
 
+    def __post_init__(self) -> None:
+        bundle = self.bundle if self.bundle or self.model else "checkpoints/opt-mini/bundle"
+        object.__setattr__(self, "bundle", installed(bundle) if bundle else "")
+        object.__setattr__(self, "model", installed(self.model) if self.model else named_model(self.bundle))
+
     def check(self) -> None:
-        """Raise :class:`UserError` for a value out of range."""
+        """Raise :class:`UserError` for a value out of range, or a bundle that does not say its model."""
+        require_model(self.model, self.bundle)
         ports = Range(0, 65535)
         context = Range(2, COUNT.most)
         ranges = {"rows": Range(1, 32), "context": context, "queue": Range(0, COUNT.most), "port": ports}

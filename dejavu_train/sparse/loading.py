@@ -84,7 +84,7 @@ def _find_bundle(
     if predictors is not None:
         return Bundle.from_pretrained(predictors, predictor_class=classes, **hub)
     if not (folder / PREDICTORS_FOLDER / METADATA).is_file():
-        raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=<bundle folder>")
+        raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=FOLDER, or --bundle FOLDER")
     bundle = Bundle.from_pretrained(folder / PREDICTORS_FOLDER, predictor_class=classes)
     return bundle if Path(name).is_dir() else dataclasses.replace(bundle, model=name)
 

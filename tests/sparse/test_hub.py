@@ -2,14 +2,18 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import time
 
+import httpx
+import openai
 import pytest
 import torch
 from bundles import make_bundle
 from conftest import REPOSITORY, save_tiny_tokenizer
+from forks import Forks
 from hub_server import TOKEN, running_hub
+from transformers import AutoTokenizer
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
 
@@ -91,46 +95,116 @@ def places(tiny_opt, bundle, tmp_path_factory):
     return folder
 
 
-def python(code, folder, *arguments, **environment):
-    """What a process prints that knows no other hub and no other cache."""
-    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    own = {"PYTHONPATH": paths, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    own |= {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=folder, env=os.environ | own | environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()
-
-
-@pytest.mark.timeout(900)
-def test_pushed_and_loaded_by_id(places, tiny_opt, bundle, tmp_path):
+@pytest.fixture(scope="module")
+def hub():
     with running_hub() as hub:
-        arguments = [places / "joint", tiny_opt, places / "bundle", places / "results", TOKEN]
-        refused, *unseen = python(PUSH, tmp_path, *arguments, HF_ENDPOINT=hub.endpoint)
-        assert refused.startswith("cannot push the model to me/joint: ") and "hf auth login" in refused
-        names = ("me/joint", "me/nothing", "me/joint")
-        assert [line.split(":")[0] for line in unseen] == [f"cannot fetch the config of {name}" for name in names]
-        assert {name: each.private for name, each in hub.repositories.items()} == {
-            "me/joint": True, "me/bundle": False, "me/dense": False
-        }  # fmt: skip
-        check_cards(hub)
-        given = json.dumps({"token": TOKEN})
-        (line,) = python(LOAD, tmp_path, tmp_path / "cache", given, HF_ENDPOINT=hub.endpoint)[-1:]
-        online = json.loads(line)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """What processes know of this machine: no other hub and no other cache."""
+    paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    own = {"PYTHONPATH": paths, "HF_HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_DISABLE_XET": "1"}
+    return os.environ | own | {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def forks(home):
+    """Processes that have read what knows nothing of a hub."""
+    with Forks(["torch", "torch._dynamo", "torch.distributed.tensor", "scipy.stats", "numba"], home) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def online(forks, home, hub):
+    read = ["lm_eval.models.huggingface", "transformers.pipelines.text_generation", "dejavu_train.serving.server"]
+    return forks.fork(read, home | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.endpoint})
+
+
+@pytest.fixture(scope="module")
+def pushed(places, tiny_opt, online, tmp_path_factory):
+    """What the process printed that pushed all there is."""
+    arguments = [places / "joint", tiny_opt, places / "bundle", places / "results", TOKEN]
+    return online.run(tmp_path_factory.mktemp("push"), PUSH, *arguments)
+
+
+def test_pushed_and_loaded_by_id(places, tiny_opt, bundle, tmp_path, hub, forks, home, online, pushed):
+    refused, *unseen = pushed
+    assert refused.startswith("cannot push the model to me/joint: ") and "hf auth login" in refused
+    names = ("me/joint", "me/nothing", "me/joint")
+    assert [line.split(":")[0] for line in unseen] == [f"cannot fetch the config of {name}" for name in names]
+    assert {name: each.private for name, each in hub.repositories.items()} == {
+        "me/joint": True, "me/bundle": False, "me/dense": False
+    }  # fmt: skip
+    check_cards(hub)
+    (line,) = online.run(tmp_path, LOAD, tmp_path / "cache", json.dumps({"token": TOKEN}))[-1:]
+    found = json.loads(line)
     with torch.no_grad():
         joint = SparseOPTForCausalLM.from_pretrained(places / "joint", backend="gather")
         expected = joint(torch.arange(3, 9)[None]).logits[0, -1]
         narrow = SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle.at(mlp_density=0.2), "gather")
         apart = narrow(torch.arange(3, 9)[None]).logits[0, -1]
     for name in ("ours", "auto", "elsewhere", "lm-eval"):
-        torch.testing.assert_close(torch.tensor(online[name]), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(torch.tensor(online["apart"]), apart, rtol=1e-4, atol=1e-4)
-    assert online["density"] == pytest.approx([bundle.mean_density("mlp"), 0.2], abs=0.02)
-    assert online["pipeline"].startswith("the model")
-    (line,) = python(LOAD, tmp_path, tmp_path / "cache", "{}", HF_HUB_OFFLINE="1", HF_ENDPOINT=hub.endpoint)[-1:]
-    assert json.loads(line) == online  # the hub is gone, and nobody asks for it
+        torch.testing.assert_close(torch.tensor(found[name]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(found["apart"]), apart, rtol=1e-4, atol=1e-4)
+    assert found["density"] == pytest.approx([bundle.mean_density("mlp"), 0.2], abs=0.02)
+    assert found["pipeline"].startswith("the model")
+    asked = len(hub.asked)
+    offline = forks.fork([], home | {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": hub.endpoint})
+    (line,) = offline.run(tmp_path, LOAD, tmp_path / "cache", "{}")[-1:]
+    assert json.loads(line) == found and len(hub.asked) == asked
+
+
+SERVE = "import sys; from dejavu_train.commands import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+WHOLE = {"model": "me/joint", "prompt": "the model", "max_tokens": 5, "temperature": 0}
+LONG = WHOLE | {"max_tokens": 400, "temperature": 1.3, "seed": 7, "stream": True, "extra_body": {"min_tokens": 400}}
+
+
+def test_served_by_id_until_a_signal(places, online, pushed, tmp_path):
+    """Two servers load the model by its id. SIGTERM lets a text end. After SIGKILL a client has its error in time."""
+    options = ["--model", "me/joint", "--port", "0", "--rows", "4"]
+    kinds = (signal.SIGTERM, signal.SIGKILL)
+    servers = [online.start(tmp_path, SERVE, *options, HF_TOKEN=TOKEN) for _ in kinds]
+    try:
+        for server, number in zip(servers, kinds, strict=True):
+            client = openai.OpenAI(base_url=address(server), api_key="none", max_retries=0, timeout=30)
+            found = client.completions.create(**WHOLE).choices[0].text
+            model = SparseOPTForCausalLM.from_pretrained(places / "joint", backend="gather", sparse_from="prompt")
+            assert found == written(model, places / "joint")
+            stream = iter(client.completions.create(**LONG))
+            next(stream)
+            server.send_signal(number)
+            sent = time.monotonic()
+            if number == signal.SIGTERM:
+                assert list(stream)[-1].choices[0].finish_reason == "length"
+                assert server.wait(20) == 128 + number
+            else:
+                with pytest.raises((httpx.HTTPError, openai.APIConnectionError)):
+                    list(stream)
+                assert time.monotonic() - sent < 5 and server.wait(5) == -number
+            with pytest.raises(openai.APIConnectionError):
+                client.completions.create(**WHOLE)
+    finally:
+        for server in servers:
+            server.send_signal(signal.SIGKILL)
+
+
+def address(server):
+    """Where a server listens, once it says so."""
+    end = time.monotonic() + 60
+    while " at " not in (said := server.err.read_text()):
+        assert time.monotonic() < end, said
+        time.sleep(0.05)
+    return said.split("serving me/joint at ")[1].split(",")[0]
+
+
+def written(model, folder):
+    """The model's own greedy text behind the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(WHOLE["prompt"], return_tensors="pt").input_ids
+    made = model.generate(ids, max_new_tokens=WHOLE["max_tokens"], do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(made, skip_special_tokens=True)
 
 
 def check_cards(hub):
