@@ -265,6 +265,11 @@ class RunConfig:
         """A bundle whose MLPs are all dense has nothing to tune, which would be found out after training."""
         if not self.tune.steps:
             return
+        if self.collect.by_layers:
+            raise UserError(
+                "tune.steps needs the whole model in every step, and collect.by_layers has one layer at a time; set"
+                " tune.steps to 0, or give collect.device_map auto instead"
+            )
         if self.tune.density is not None:
             check_reachable(self.tune.density, "tune.density", Target.MLP, self.calibrate.dense_layers, shape)
         open_density = self.tune.density is None and (self.calibrate.budget or self.calibrate.retained_mass)
@@ -325,8 +330,8 @@ class RunConfig:
 
 
 _TAKEN = (  # what else lies in an output folder
-    "activations", "predictors", "tuned", "run.json", "config.yaml", "tuning.ckpt", "wandb", "results.json",
-    "report.html", "curve.png", "observations", "generation", "experiments",
+    "activations", "predictors", "tuned", "run.json", "config.yaml", "tuning.ckpt", "calibration-states", "wandb",
+    "results.json", "report.html", "curve.png", "observations", "generation", "experiments",
 )  # fmt: skip
 _LONGEST_NAME = 200  # bytes; file systems take 255
 

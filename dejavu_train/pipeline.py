@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import GOOD_MASS
+from dejavu_train.calibration.by_layers import ByLayers
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
@@ -38,6 +39,7 @@ from dejavu_train.families.dims import engine_refusal
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.models.config_values import read_values
+from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.weight_format import WeightFormat, stored_format
 from dejavu_train.run_folder import claimed_folder
@@ -59,6 +61,7 @@ from dejavu_train.training.rehearsal import rehearse
 from dejavu_train.training.trainer import build_trainer, resolved_arguments, start_device
 
 logger = logging.getLogger(__name__)
+STATES = "calibration-states"  # of windows between two layers, in the run's folder
 
 
 def run(config: RunConfig) -> None:
@@ -280,8 +283,11 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
     windows = ShardReader(activations, 0, "calibration").windows() if config.calibrate.sensitivity_tokens else None
 
     def load_model() -> Any:
-        run = config.collect
-        return load_opt(config.model, run.dtype, resolve_device(run.device), run.device_map, config.revision)
+        run, device = config.collect, resolve_device(config.collect.device)
+        if run.by_layers:
+            walk = LayerWalk(config.model, device, run.dtype, config.revision)
+            return ByLayers(walk, output / STATES, weight_hash(config.model, revision=config.revision))
+        return load_opt(config.model, run.dtype, device, run.device_map, config.revision)
 
     def measure(folder: Path) -> Bundle:
         asked = [target for target in TARGETS if config.predictor(target).enabled]

@@ -4,6 +4,7 @@ import pytest
 
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
+from dejavu_train.data.config import CollectConfig
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Site, UnitKey
 
@@ -65,6 +66,10 @@ def test_jobs():
         ({"calibrate": CalibrateConfig(budget="1kB")}, "the predictors alone read"),
         ({"calibrate": CalibrateConfig(dtype="int3")}, "calibrate.dtype must be one of .*int8, int4, got int3"),
         ({"tune": TuneConfig(steps=3), "calibrate": CalibrateConfig(selection="top_k")}, "tune.steps needs predictors"),
+        (
+            {"tune": TuneConfig(steps=3), "collect": CollectConfig(by_layers=True)},
+            "tune.steps needs the whole model in every step",
+        ),
         ({"tune": TuneConfig(steps=-1)}, "tune.steps must be at least 0"),
         ({"layers": "6"}, "0 to 5"),
     ],

@@ -33,9 +33,10 @@ from dejavu_train.bundle.allocation import (
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes, unit_bytes
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
+from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
-from dejavu_train.calibration.head_losses import refit_heads
+from dejavu_train.calibration.head_losses import measure_whole, refit_heads
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.errors import UserError
@@ -67,7 +68,8 @@ def measure_curves(
         activations_folder: shards, of which those of the ``calibration`` set are read, and each layer's weights.
         config: what to aim at.
         windows: token ids of calibration documents, to measure sensitivities on. None shares out by true density.
-        load_model: gives the dense model, wherever its layers lie. Called once, for sensitivities and losses of heads.
+        load_model: gives the dense model, wherever its layers lie, or a :class:`ByLayers` of it. Called once, for
+            sensitivities and losses of heads.
         device: where the rows are scored, a layer at a time.
         targets: whose predictors are packed. None: of every target that has a folder.
         classes: of custom predictors, by name.
@@ -115,7 +117,7 @@ def measure_curves(
         if config.batch_size > 1:
             thresholds = measured.curve["threshold"]
             measured.curve["union"] = union_densities(measured.logits, thresholds, config.batch_size)
-        predictors[UnitKey(layer, target)] = predictor
+        predictors[UnitKey(layer, target)] = predictor.cpu()  # where all of them have room
         replaced = target == Target.HEADS and bool(head_means[layer].any())  # all zeros: skipped heads are dropped
         specs[UnitKey(layer, target)] = PredictorSpec(
             layer=layer,
@@ -157,7 +159,9 @@ def measure_curves(
         assert windows is not None
         chosen = windows_within(windows, config.head_loss_tokens)
         learnt = sum(len(window) - 1 for window in chosen)
-        for layer, refitted in refit_heads(dense, heads, head_means, config.dtype_of(Target.HEADS), chosen).items():
+        measure = measure_heads if isinstance(dense, ByLayers) else measure_whole
+        dtype = config.dtype_of(Target.HEADS)
+        for layer, refitted in refit_heads(dense, heads, head_means, dtype, chosen, measure).items():
             heads[layer] = Stored(dict(heads[layer].metadata) | {"bias": True}, refitted)
     for layer, (metadata, trained) in heads.items():
         pack(layer, Target.HEADS, metadata, trained)
@@ -168,6 +172,8 @@ def measure_curves(
         logger.info("sensitivity of every layer on %d tokens", tokens)
         for key, losses in _sensitivities(dense, predictors, second_stages, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
+        if isinstance(dense, ByLayers):
+            dense.remove_states()
     metadata_kept = {"text": manifest.text, "calibrate_rows": config.rows, "sensitivity_tokens": tokens}
     metadata_kept["head_loss_tokens"] = learnt
     kept = (metadata_kept, classes or {}, manifest.tokenizer_hash)
@@ -220,7 +226,8 @@ def _sensitivities(
         thresholds = [read_curve(spec.curve, density)["threshold"] for density in densities[key]]
         mean = tensors[tensor_name(*key, "mean")] if spec.replacement == "mean" else None
         probes[key] = SensitivityProbe(predictors[key], spec.reads, thresholds, mean, second_stages.get(key))
-    measured = loss_increases(dense, probes, windows)
+    measure = loss_increases_by_layers if isinstance(dense, ByLayers) else loss_increases
+    measured = measure(dense, probes, windows)
     for (layer, target), losses in measured.items():
         if not np.isfinite(losses).all():
             raise UserError(

@@ -17,7 +17,7 @@ mean loss given z.
 Letters: T positions, N positions of all windows, d model width, n heads, e head width, r rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,22 +55,33 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
         means: by layer (n, e), what stands in for skipped heads. Zeros where nothing does.
         labels: (T - 1,) a token drawn from the model at each position.
     """
-    blocks = blocks_of(model)
-    hidden = run_layer(model, run, len(blocks) - 1, layer_input(run, len(blocks) - 1)).detach().requires_grad_()
+    last = len(run.calls) - 1
+    gradient = gradient_of_labels(model, run_layer(model, run, last, layer_input(run, last)), labels)
+    fitted = {}
+    for layer in reversed(range(len(run.calls))):
+        gradient, fitted[layer] = losses_of_layer(model, run, layer, means[layer], gradient)
+    return fitted
+
+
+def gradient_of_labels(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    """(1, T, d), of the summed log p of labels (T - 1,), with respect to hidden (1, T, d) behind the last layer."""
+    hidden = hidden.detach().requires_grad_()
     with torch.enable_grad():
         drawn = next_log_probabilities(model, hidden)[0].gather(1, labels[:, None])
         (gradient,) = torch.autograd.grad(drawn.sum(), hidden)
-    fitted = {}
-    for layer in reversed(range(len(blocks))):
-        hidden = layer_input(run, layer).detach().requires_grad_()
-        heads: list[Tensor] = []
-        with torch.enable_grad(), hooked([at_place(blocks[layer], "head_out", heads.append)]):
-            output = run_layer(model, run, layer, hidden)
-        gradient, at_heads = torch.autograd.grad(output, (hidden, heads[0]), gradient.to(output.device))
-        shape = means[layer].shape  # whatever leading shape the model gives it, positions come one after the other
-        difference = heads[0].detach().float().reshape(-1, *shape) - means[layer].to(output.device).float()
-        fitted[layer] = (at_heads.float().reshape(-1, *shape) * difference).sum(-1).square()[:-1] / 2
-    return fitted
+    return gradient
+
+
+def losses_of_layer(model: Any, run: DenseRun, layer: int, mean: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient (1, T, d) at a layer's input, and nats (T - 1, n), for the gradient (1, T, d) at its output."""
+    hidden = layer_input(run, layer).detach().requires_grad_()
+    heads: list[Tensor] = []
+    with torch.enable_grad(), hooked([at_place(blocks_of(model)[layer], "head_out", heads.append)]):
+        output = run_layer(model, run, layer, hidden)
+    gradient, at_heads = torch.autograd.grad(output, (hidden, heads[0]), gradient.to(output.device))
+    # Whatever leading shape the model gives it, positions come one after the other.
+    difference = heads[0].detach().float().reshape(-1, *mean.shape) - mean.to(output.device).float()
+    return gradient, (at_heads.float().reshape(-1, *mean.shape) * difference).sum(-1).square()[:-1] / 2
 
 
 def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +111,61 @@ def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     return weights.float(), (offset.detach() - weights @ mean).float()
 
 
+Chosen = Mapping[int, tuple[Mapping[str, Any], LowRankPredictor]]
+"""By layer what training wrote of a predictor, and the predictor."""
+Measured = tuple[dict[int, Tensor], dict[int, Tensor]]
+"""By layer features (N, r) and nats (N, n), both fp32."""
+Measure = Callable[[Any, Chosen, Mapping[int, Tensor], Sequence[Sequence[int]]], Measured]
+
+
+class Draw:
+    """Draws a token at each position from a model's log-probabilities (1, T, V), window after window."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, log_probabilities: Tensor) -> Tensor:
+        """(T - 1,) int64. Raises :class:`UserError` where they are not finite."""
+        probabilities = log_probabilities[0, :-1].exp()
+        if not bool(torch.isfinite(probabilities.sum())):
+            raise UserError("the dense model's output is not finite; check its weights, or --collect.dtype float32")
+        where = probabilities.device
+        draw = self._generators.setdefault(where, torch.Generator(where).manual_seed(SEED))
+        return torch.multinomial(probabilities, 1, generator=draw)[:, 0]
+
+
+def feature(predictor: LowRankPredictor, site: Tensor) -> Tensor:
+    """(T - 1, r) fp32 on the CPU, for its site (1, T, d)."""
+    return predictor.project(site.float().cpu()[0, :-1])
+
+
+def check_finite(layer: int, losses: Tensor) -> None:
+    """Raise :class:`UserError` for losses (T - 1, n) of a layer that are not finite."""
+    if not bool(torch.isfinite(losses.sum())):
+        raise UserError(
+            f"heads of layer {layer}: the gradient of the loss is not finite; calibrate with --collect.dtype"
+            " bfloat16 or float32, or --calibrate.head_loss_tokens 0"
+        )
+
+
+def measure_whole(
+    model: Any, chosen: Chosen, means: Mapping[int, Tensor], windows: Sequence[Sequence[int]]
+) -> Measured:
+    """Features and losses of a model that is in memory, window after window."""
+    features: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
+    losses: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
+    device, draw = next(model.parameters()).device, Draw()
+    for window in progress(windows, "measuring what heads cost", len(windows), "window"):
+        run = dense_pass(model, torch.tensor([list(window)], device=device))
+        found = skip_losses(model, run, means, draw(run.log_probabilities))
+        for layer, (metadata, used) in chosen.items():
+            check_finite(layer, found[layer])
+            features[layer].append(feature(used, run.sites[Site(metadata["site_layer"], metadata["site"])]))
+            losses[layer].append(found[layer].cpu())
+    made = [{layer: torch.cat(parts) for layer, parts in each.items()} for each in (features, losses)]
+    return made[0], made[1]
+
+
 @torch.no_grad()
 def refit_heads(
     model: Any,
@@ -107,11 +173,12 @@ def refit_heads(
     means: Mapping[int, Tensor],
     dtype: str,
     windows: Sequence[Sequence[int]],
+    measure: Measure = measure_whole,
 ) -> dict[int, LowRankPredictor]:
     """By layer a predictor with the ``down`` of its low-rank one, whose logits are log nats that skipping costs.
 
     Args:
-        model: of a registered family.
+        model: of a registered family, as ``measure`` takes it.
         predictors: by layer what training wrote of it (its site above all) and the predictor. Custom ones are left out.
         means: as in :func:`skip_losses`, of every layer.
         dtype: to which predictors are rounded. ``up`` is fitted to the rounded ``down``.
@@ -125,31 +192,12 @@ def refit_heads(
         if isinstance(predictor, LowRankPredictor):
             as_stored(predictor, stored_tensors(predictor, dtype))
             chosen[layer] = metadata, predictor.cpu()
-    features: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
-    losses: dict[int, list[Tensor]] = {layer: [] for layer in chosen}
-    device = next(model.parameters()).device
-    generator: dict[torch.device, torch.Generator] = {}
-    for window in progress(windows, "measuring what heads cost", len(windows), "window"):
-        run = dense_pass(model, torch.tensor([list(window)], device=device))
-        probabilities = run.log_probabilities[0, :-1].exp()
-        if not bool(torch.isfinite(probabilities.sum())):
-            raise UserError("the dense model's output is not finite; check its weights, or --collect.dtype float32")
-        where = probabilities.device
-        draw = generator.setdefault(where, torch.Generator(where).manual_seed(SEED))
-        labels = torch.multinomial(probabilities, 1, generator=draw)[:, 0]
-        found = skip_losses(model, run, means, labels)
-        for layer, (metadata, used) in chosen.items():
-            if not bool(torch.isfinite(found[layer].sum())):
-                raise UserError(
-                    f"heads of layer {layer}: the gradient of the loss is not finite; calibrate with --collect.dtype"
-                    " bfloat16 or float32, or --calibrate.head_loss_tokens 0"
-                )
-            site = run.sites[Site(metadata["site_layer"], metadata["site"])].float().cpu()
-            features[layer].append(used.project(site[0, :-1]))
-            losses[layer].append(found[layer].cpu())
+    if not chosen:
+        return {}
+    features, losses = measure(model, chosen, means, windows)
     refitted = {}
     for layer, (_, used) in chosen.items():
-        up, bias = fit_log_mean(torch.cat(features[layer]), torch.cat(losses[layer]))
+        up, bias = fit_log_mean(features[layer], losses[layer])
         rank, d_in = used.down.shape
         new = LowRankPredictor(d_in, rank, len(up), used.nonlinearity)
         new.load_state_dict({"down": used.down, "up": up, "bias": bias})

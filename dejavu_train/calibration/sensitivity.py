@@ -88,14 +88,7 @@ def loss_increases(
         ids = torch.tensor([list(window)], device=device)
         run = dense_pass(model, ids)
         for key, probe in probes.items():
-            site = run.sites[probe.site].float()  # on the device of its layer
-            logits = probe.predictor.to(site.device)(site)  # (1, T, n)
-            thresholds = torch.tensor(list(probe.thresholds), device=site.device).reshape(-1, 1, 1)
-            keep = logits > thresholds
-            if probe.second_stage is not None:
-                keep = keep & probe.second_stage.passed(run.sites[key.site]).to(keep.device)
-            divergence = _rerun(model, run, key, keep, probe.mean)
-            sums[key] += divergence.double().sum(dim=1).cpu()
+            sums[key] += _rerun(model, run, key, probe).double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1
     return {key: (total / max(tokens, 1)).tolist() for key, total in sums.items()}
 
@@ -158,17 +151,44 @@ def next_log_probabilities(model: Any, hidden: Tensor) -> Tensor:
     return F.log_softmax(logits_of(model, hidden[:, :-1]).float(), dim=-1)
 
 
-def _rerun(model: Any, run: DenseRun, key: UnitKey, keep: Tensor, mean: Tensor | None) -> Tensor:
-    """KL (K, T - 1) of the scored positions, layer ``key`` sparse by ``keep`` (K, T, n), run from its own input."""
-    first, target = key
-    blocks = blocks_of(model)
-    if len(keep) > 1 and blocks[first].slopes is not None:  # what ALiBi adds belongs to the rows of the dense pass
-        return torch.cat([_rerun(model, run, key, each[None], mean) for each in keep])
-    hidden = layer_input(run, first).expand(keep.shape[0], -1, -1)
-    with masked(blocks[first], target, keep, mean):
-        hidden = run_layer(model, run, first, hidden)
-    for index in range(first + 1, len(blocks)):
-        hidden = run_layer(model, run, index, hidden)
-    sparse = next_log_probabilities(model, hidden)
-    dense = run.log_probabilities[:, :-1]
-    return (dense.exp() * (dense - sparse)).sum(-1)
+def rows_of(model: Any, hidden: Tensor) -> Sequence[Tensor]:
+    """Rows (K, T, d) as they run together: what ALiBi adds belongs to the rows of the dense pass, so one by one."""
+    return hidden.split(1) if blocks_of(model)[0].slopes is not None else [hidden]
+
+
+def run_rows(model: Any, run: DenseRun, layer: int, hidden: Tensor) -> Tensor:
+    """(K, T, d), what ``layer`` gives for K rows in place of its input in ``run``."""
+    return torch.cat([run_layer(model, run, layer, rows) for rows in rows_of(model, hidden)])
+
+
+def run_sparse(model: Any, run: DenseRun, key: UnitKey, probe: SensitivityProbe) -> Tensor:
+    """(K, T, d), what the layer of ``key`` gives for its input in ``run`` at each threshold of its probe."""
+    site = run.sites[probe.site].float()  # on the device of its layer
+    logits = probe.predictor.to(site.device)(site)  # (1, T, n)
+    thresholds = torch.tensor(list(probe.thresholds), device=site.device).reshape(-1, 1, 1)
+    keep = logits > thresholds
+    if probe.second_stage is not None:
+        keep = keep & probe.second_stage.passed(run.sites[UnitKey(*key).site]).to(keep.device)
+    layer, target = key
+    hidden, made, start = layer_input(run, layer).expand(len(keep), -1, -1), [], 0
+    for rows in rows_of(model, hidden):
+        with masked(blocks_of(model)[layer], target, keep[start : start + len(rows)], probe.mean):
+            made.append(run_layer(model, run, layer, rows))
+        start += len(rows)
+    return torch.cat(made)
+
+
+def divergence(model: Any, dense: Tensor, hidden: Tensor) -> Tensor:
+    """KL (K, T - 1) of the scored positions: of log-probabilities (1, T, V), and of rows (K, T, d) behind the last
+    layer."""
+    dense = dense[:, :-1]
+    sparse = [next_log_probabilities(model, rows) for rows in rows_of(model, hidden)]
+    return torch.cat([(dense.exp() * (dense - each)).sum(-1) for each in sparse])
+
+
+def _rerun(model: Any, run: DenseRun, key: UnitKey, probe: SensitivityProbe) -> Tensor:
+    """KL (K, T - 1), the layer of ``key`` sparse at each threshold, run from its own input."""
+    hidden = run_sparse(model, run, key, probe)
+    for layer in range(key[0] + 1, len(run.calls)):
+        hidden = run_rows(model, run, layer, hidden)
+    return divergence(model, run.log_probabilities, hidden)

@@ -11,11 +11,13 @@ from safetensors.torch import save_file
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes
 from dejavu_train.calibration import calibrate as cal
+from dejavu_train.calibration.by_layers import ByLayers
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.models.hooks import head_contribution, record
+from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.weight_format import FLOAT16, FLOAT32
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
@@ -93,6 +95,21 @@ def calibrated(run, weights=FLOAT16, **changes):
     parts = (folder / "predictors", folder / "activations")
     measured = cal.measure_curves(*parts, config, windows(), lambda: load_opt(model), device="cpu")
     return cal.choose(measured, config, weights)
+
+
+def test_a_model_that_is_walked_by_layers_gives_the_same_bundle(run, tmp_path):
+    model, folder = run
+    walk = ByLayers(LayerWalk(model, torch.device("cpu"), "float32"), tmp_path / "states", "hash")
+    config = cal.CalibrateConfig(sensitivity_tokens=60)
+    parts = (folder / "predictors", folder / "activations")
+    whole, layered = (
+        cal.measure_curves(*parts, config, windows(), lambda given=given: given, device="cpu")
+        for given in (load_opt(model), walk)
+    )
+    assert layered.specs == whole.specs and layered.metadata == whole.metadata
+    assert layered.metadata["head_loss_tokens"] and "loss_increase" in whole.specs[0, "heads"].curve
+    assert all(torch.equal(layered.tensors[name], whole.tensors[name]) for name in whole.tensors)
+    assert not (tmp_path / "states").exists()
 
 
 def measured_density(run, bundle, layer, target):
