@@ -22,6 +22,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes
 from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors
+from dejavu_train.engine.ranks.load import ranks_of
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
@@ -70,7 +71,9 @@ class EngineBackend(EnginePool):
         facts = facts_of(bundle, read_as_codes(bundle, dtype, 1), dtype_name(dtype), 1)
         options = EngineOptions(kv_policy=kv_policy, ops=ops, guard=guard)
         engine = Engine.GPU if ops == "triton" else Engine.REFERENCE
-        plan_step(self.shape, facts, formats_of(model, dtype), options, engine)  # refuses now what no engine can run
+        self.ranks = ranks_of(model)
+        held, world = (self.shape, 1) if self.ranks is None else (self.ranks.shard.dims, self.ranks.shard.world)
+        plan_step(held, facts, formats_of(model, dtype), options, engine, world)  # refuses now what no engine can run
         self.kv_policy, self.ops, self.guard, self._dtype = kv_policy, ops, guard, dtype
         self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor | None]] = {}
         self._transposed = {
@@ -78,10 +81,17 @@ class EngineBackend(EnginePool):
         }
 
     def _read(self, model: Any) -> DecodeWeights:
-        return DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)
+        if self.ranks is None:
+            return DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)
+        shard = self.ranks.shard
+        return shard.with_head(
+            DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed, shard.dims)
+        )
 
     def _build(self, batch: int, context: int) -> DecodeEngine:
         """An engine, at the price of those of other numbers of rows where the memory is short."""
+        if self.ranks is not None:  # the others would not try again
+            return self._make(batch, context)
         engine = None
         with contextlib.suppress(torch.cuda.OutOfMemoryError, DoesNotFit):
             engine = self._make(batch, context)
@@ -106,6 +116,7 @@ class EngineBackend(EnginePool):
                 batch=batch, context=context, kv_policy=self.kv_policy, device=self.device, ops=self.ops,
                 guard=self.guard,
             ),
+            self.ranks,
         )  # fmt: skip
 
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:

@@ -160,6 +160,7 @@ class DecodeEngine(Session):
         """See `Session.begin`. A row's last token is not run, so total may exceed the context by one."""
         check_rows(rows, [length - 1 for length in total], self.batch, self.context, self.shape)
         if self.ranks is not None:
+            sampler = replace(sampler, seed=self.ranks.hosts.gather(sampler.seed)[0])  # the first rank's counts
             agree(self.ranks.hosts, rows, total, sparse_from, prefilled, sampler, least, stops, score)
         self.open(stops)
         first = least or [0] * len(rows)

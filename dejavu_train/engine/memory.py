@@ -64,7 +64,14 @@ def weight_bytes(model: Any, dtype: torch.dtype) -> int:
 def held_bytes(weights: "DecodeWeights", predictors: Mapping[Any, "TargetPredictor"]) -> dict[str, int]:
     """Weights, LM head and embeddings included, each once, and predictors."""
     each = [tensor for p in predictors.values() for tensor in _matrices(p)]
-    held = {t.data_ptr(): t.nbytes for t in (*weights.tables(), *weights.tensors())}
+    tables = list(weights.tables())
+
+    def within(tensor: Tensor) -> bool:
+        """Of a rank's rows of an embedding that is the LM head."""
+        first = tensor.data_ptr()
+        return any(t.data_ptr() <= first and first + tensor.nbytes <= t.data_ptr() + t.nbytes for t in tables)
+
+    held = {t.data_ptr(): t.nbytes for t in (*tables, *(t for t in weights.tensors() if not within(t)))}
     return {"weights": sum(held.values()), "predictors": sum(tensor.nbytes for tensor in each)}
 
 

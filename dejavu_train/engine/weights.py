@@ -110,6 +110,7 @@ class DecodeWeights:
         device: torch.device | str,
         share: bool = False,
         transposed: Collection[int] = (),
+        held: ModelDims | None = None,
     ) -> "DecodeWeights":
         """The weights of a Hugging Face model. Matrices of 4 bits keep their codes and scales.
 
@@ -119,10 +120,12 @@ class DecodeWeights:
                 for whoever calls it. Its q, k and v projections become `GroupedProjection`s, and down of the
                 `transposed` layers a transposed view. Needs the model's own dtype and device.
             transposed: layers whose down is laid out as rows of neurons from the start.
+            held: the sizes of a model whose modules are those of one of several ranks. None = of its configuration.
         Raises:
             NotPlain: what the engine does not run (`engine.runs`), or a module that must be called.
         """
         dims, ends = check_read(model, runs.GPU), read_ends(model)
+        dims = held or dims
         reader = _Reader(dims, dtype, device, share)
         layers: list[LayerWeights] = []
         placed: Rotary | Alibi | None = None

@@ -14,6 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
+from dejavu_train.engine.ranks.group import group_of_launcher, launched
+from dejavu_train.engine.ranks.load import RANKS, load_rank
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.base import dense_type
@@ -66,7 +68,16 @@ def load_together(
     bundle = _find_bundle(predictors, name, folder, classes, asked.hub)
     stored_files(name, asked.subfolder, **hub)  # fetched from the hub, where they are not there yet
     bundle.check_model(str(folder))
-    dense, info = load_with_info(str(folder), dtype, device, device_map, None, asked.attributes, **asked.options)
+    info: dict[str, Any] = {}
+    if launched():
+        if device_map is not None or asked.attributes or asked.options:
+            raise UserError(
+                f"under torchrun {caller}.from_pretrained takes name, predictors, backend, sparse_from, kv_policy,"
+                " dtype and hub keywords alone; leave the others out"
+            )
+        dense = load_rank(str(folder), bundle, dtype, group_of_launcher(None if device == "cpu" else device))
+    else:
+        dense, info = load_with_info(str(folder), dtype, device, device_map, None, asked.attributes, **asked.options)
     dense.config.name_or_path = name
     return Loaded(dense, bundle, info)
 
@@ -120,7 +131,7 @@ def adopt(cls: type[PreTrainedModel], model: PreTrainedModel) -> Any:
     for name, hooks in vars(model).items():
         if name.startswith("_forward_"):
             setattr(adopted, name, hooks)  # the same, so that a handle removes them from both
-    kept = ["hf_device_map"]
+    kept = ["hf_device_map", RANKS]
     if getattr(model, "hf_quantizer", None) is not None:  # 4-bit weights are saved under the names they were read by
         kept += ["hf_quantizer", "_weight_conversions"]
     for name in kept:

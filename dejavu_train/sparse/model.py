@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft, default_of
+from dejavu_train.engine.ranks.load import ranks_of
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of
 from dejavu_train.predictors.custom import PredictorClass
@@ -196,6 +197,8 @@ class SparseCausalLM(_Dense):
         """
         if not is_main_process:
             return
+        if ranks_of(self) is not None:
+            raise UserError("each process of torchrun holds a part of this model; save it from one process")
         uploads = {key: kwargs.pop(key) for key in ("repo_id", "results", "tags", *UPLOADS) if key in kwargs}
         assert self.dense_class is not None
         dense = adopt(self.dense_class, self)
@@ -320,6 +323,8 @@ class SparseCausalLM(_Dense):
 
     def _judge(self, refusal: UserError, runtime: Runtime) -> None:
         """Return where gather may stand in for an engine that refuses, else raise. A fault by the layer's name."""
+        if ranks_of(self) is not None:
+            raise refusal
         if isinstance(refusal, Unsupported) and self._settings.auto:
             return self._log_once(refusal)
         if refusal.tokens is not None:

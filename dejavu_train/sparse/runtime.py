@@ -5,7 +5,7 @@ Nothing of a call stands here. A call that has begun keeps the runtime that it b
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine import runs
 from dejavu_train.engine.options import POLICIES
+from dejavu_train.engine.ranks.load import ranks_of
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of, dims_of
@@ -92,6 +93,9 @@ class Runtime:
             if self.backend == "mask":
                 raise UserError("the backend mask computes whole sequences at once and has no guard; use gather")
             self.guarded = GuardState(settings.guard, bundle.specs, model.device)
+        if ranks_of(model) is not None:
+            settings = _of_ranks(settings, model.device)
+            self.backend = settings.backend
         if settings.auto or self.backend in ENGINES:
             if settings.auto:
                 self.backend = "cpu" if model.device.type == "cpu" and settings.ops == "triton" else "triton"
@@ -183,6 +187,16 @@ def check_bundle_of(model: Any, bundle: Any) -> None:
                 f"the bundle was made for {bundle.model} with {name} {ours}, this model has {theirs};"
                 " give the bundle of this model"
             )
+
+
+def _of_ranks(settings: Settings, device: torch.device) -> Settings:
+    """Of a model that is shared out: the engine, on CPUs in plain torch. Raises UserError where another was chosen."""
+    if settings.backend not in ("auto", "triton"):
+        raise UserError(
+            f"several processes of torchrun decode through backend triton alone, got {settings.backend}; leave it out,"
+            " or start one process"
+        )
+    return replace(settings, backend="triton", ops=settings.ops if device.type == "cuda" else "reference")
 
 
 def check_lossless(runtime: Runtime) -> None:

@@ -118,22 +118,24 @@ BUNDLES = [
 ]
 
 
-@pytest.mark.parametrize("options", BUNDLES, ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_ranks_write_what_one_engine_writes(model, options, batch):
+@pytest.mark.parametrize(
+    ("batch", "world", "options"),
+    [*((1, 2, options) for options in BUNDLES), (2, 2, None), (2, 4, {}), (2, 2, {"lookahead": 2, "int8": True})],
+    ids=str,
+)
+def test_ranks_write_what_one_engine_writes(model, batch, world, options):
     bundle, prompts = None if options is None else random_bundle(model, **options), rows_of(6, 11)[:batch]
     alone = reference_engine(model, bundle, batch=batch)
     expected, scores = alone.generate(prompts, 10, stop_tokens=()), alone.score(prompts)
-    for world in (2, 4):
 
-        def run(sums):
-            engine = engine_of(model, bundle, sums, batch=batch)
-            return engine.generate(prompts, 10, stop_tokens=()), engine.score(prompts)
+    def run(sums):
+        engine = engine_of(model, bundle, sums, batch=batch)
+        return engine.generate(prompts, 10, stop_tokens=()), engine.score(prompts)
 
-        for tokens, nll in on_ranks(world, run):
-            assert tokens == expected
-            for got, wanted in zip(nll, scores, strict=True):
-                torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
+    for tokens, nll in on_ranks(world, run):
+        assert tokens == expected
+        for got, wanted in zip(nll, scores, strict=True):
+            torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
 
 
 def test_ranks_select_what_one_engine_selects(model):

@@ -100,7 +100,7 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def group_of_launcher(device: str | torch.device | None = None) -> Group:
+def group_of_launcher(device: Any = None) -> Group:
     """The ranks of torchrun. They come together once a process.
 
     Args:
@@ -113,7 +113,7 @@ def group_of_launcher(device: str | torch.device | None = None) -> Group:
     return _found[0]
 
 
-def _come_together(device: str | torch.device | None) -> Group:
+def _come_together(device: Any) -> Group:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", rank))
     chosen = _device_of(local, device)
@@ -147,7 +147,7 @@ def _watch(rank: int, world: int, hosts: Any) -> Watch:
     return Watch(rank, world, connect(rank, world, address, port, secret, server))
 
 
-def _device_of(local: int, asked: str | torch.device | None) -> torch.device:
+def _device_of(local: int, asked: Any) -> torch.device:
     if (asked in (None, "auto") and not torch.cuda.is_available()) or torch.device(asked or "cuda").type == "cpu":
         return torch.device("cpu")
     if asked not in (None, "auto", "cuda"):

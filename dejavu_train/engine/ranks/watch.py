@@ -73,7 +73,7 @@ class Watch:
 
     def lost(self) -> NoReturn:
         """A sum has failed: wait for the news of whoever is gone, and end."""
-        time.sleep(5 * LOOK_SECONDS)
+        time.sleep(2 * LOOK_SECONDS)
         self._end(f"a rank of {self.world} does not answer; all ranks end", True)
         raise UserError("a rank does not answer")
 

@@ -1,0 +1,34 @@
+"""Loads what a rank holds of a model, for a bundle, and remembers in the model that it is a part."""
+
+from typing import Any
+
+import torch
+
+from dejavu_train.engine.ranks.group import Group
+from dejavu_train.engine.ranks.ranks import Ranks
+from dejavu_train.engine.ranks.reading import load_shard
+from dejavu_train.engine.ranks.sharing import rates_of, shards_of
+from dejavu_train.models.config_values import read_dims
+
+RANKS = "dejavu_ranks"  # of a model that is a part
+
+
+def load_rank(
+    name: str, bundle: Any, dtype: str | torch.dtype | None, group: Group, revision: str | None = None
+) -> Any:
+    """This rank's part of a model, on the rank's device. Units are shared out by the frequencies of a bundle.
+
+    Raises:
+        UserError: as `load_shard` and `shards_of`.
+    """
+    rates = None if bundle is None else rates_of(bundle)
+    shard = shards_of(read_dims(name, revision), group.world, rates)[group.rank]
+    model, nbytes = load_shard(name, shard, dtype, group.device, revision)
+    setattr(model, RANKS, Ranks(shard, group.sums, group, nbytes))
+    return model
+
+
+def ranks_of(model: Any) -> Ranks | None:
+    """Of a model that is a part. None = it is whole."""
+    found: Ranks | None = getattr(model, RANKS, None)
+    return found

@@ -1,0 +1,74 @@
+"""A rank reads its rows of the stored weights, and what it then runs is its part of the whole model."""
+
+import json
+
+import pytest
+import torch
+from decode_helpers import random_bundle, random_opt
+from family_models import random_family
+from four_bit_models import four_bits
+from safetensors.torch import save_file
+
+from dejavu_train.engine.ranks.reading import load_shard
+from dejavu_train.engine.ranks.sharing import rates_of, shards_of
+from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.errors import UserError
+from dejavu_train.families import dims_of
+from dejavu_train.models.opt import load_opt
+
+
+def tensors_of(weights):
+    for layer in weights.layers:
+        for name in ("qkv", "out", "up", "down", "gate"):
+            linear = getattr(layer, name)
+            if linear is not None:
+                yield from ((name, part) for part in (*linear.weight.parts(), linear.bias))
+        yield "norm", layer.norm1.weight
+    yield from (("head", part) for part in weights.lm_head.parts())
+    yield "embedding", weights.embedding
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama", "nemotron", "jais2"])
+def test_what_is_read_is_the_part_of_the_whole(tmp_path, kind):
+    model = random_opt(n_heads=6, d_ffn=192, d_model=48) if kind == "opt" else random_family(kind)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    whole, bundle = load_opt(str(tmp_path)), random_bundle(model)
+    dims, world = dims_of(whole.config), 2
+    every = DecodeWeights.from_model(whole, torch.float32, "cpu")
+    stored = sum(p.nbytes for p in model.parameters())
+    shared = sum(p.nbytes for name, p in model.named_parameters() if "embed" in name or "lm_head" in name)
+    for shard in shards_of(dims, world, rates_of(bundle)):
+        narrow, nbytes = load_shard(str(tmp_path), shard, "float32")
+        got = shard.with_head(DecodeWeights.from_model(narrow, torch.float32, "cpu", held=shard.dims))
+        pairs = list(zip(tensors_of(got), tensors_of(shard.weights(every)), strict=True))
+        assert len(pairs) > 10 and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+        assert nbytes < shared + (stored - shared) / world * 1.1, "a rank reads half of the layers, and their norms"
+
+
+def save_coded(folder, model):
+    """As quantize writes it."""
+    state = {name.replace(".words", ".weight"): tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    made = {"quant_method": "dejavu_int4", "bits": 4, "lm_head": "int4"}
+    values = {**model.config.to_dict(), "tie_word_embeddings": False, "quantization_config": made}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_codes_are_read_by_rows(tmp_path):
+    model = four_bits(random_opt(d_model=64, n_heads=4, d_ffn=192), head=True)
+    save_coded(tmp_path, model)
+    every = DecodeWeights.from_model(load_opt(str(tmp_path)), torch.float32, "cpu")
+    for shard in shards_of(dims_of(model.config), 2, rates_of(random_bundle(model))):
+        narrow, nbytes = load_shard(str(tmp_path), shard)
+        got = shard.with_head(DecodeWeights.from_model(narrow, torch.float32, "cpu", held=shard.dims))
+        pairs = list(zip(tensors_of(got), tensors_of(shard.weights(every)), strict=True))
+        assert got.packed and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+        held = sum({t.data_ptr(): t.nbytes for t in (*narrow.parameters(), *narrow.buffers())}.values())
+        assert nbytes <= held, "nothing is read but what is held"
+
+
+def test_what_is_not_read_by_rows_is_refused(tmp_path):
+    model = random_family("bloom")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="stores q, k and v as one matrix"):
+        load_shard(str(tmp_path), shards_of(dims_of(model.config), 2)[0])
