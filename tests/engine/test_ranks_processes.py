@@ -1,0 +1,154 @@
+"""Two processes over gloo: they load their rows, write the same text as one, and end together."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+
+import pytest
+import torch
+from bundles import make_bundle
+from conftest import save_tiny_opt
+
+from dejavu_train.engine.ranks import group as groups
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+FORK = multiprocessing.get_context("fork")  # everything is imported here already
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = save_tiny_opt(tmp_path_factory.mktemp("ranks") / "model")
+    make_bundle(made, means=True).at(mlp_density=0.3, head_density=0.5).save_pretrained(made / "predictors")
+    return made
+
+
+def processes(tmp_path, run, world=2, ranks=None, seconds=60):
+    """Exit codes and what was said on stderr, of `run(rank)` in processes as torchrun starts them."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+
+    def work(rank):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        os.dup2(os.open(tmp_path / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        groups._found.clear()
+        code = exit_on_user_error(lambda _: run(rank))
+        if groups._found:
+            groups._say_bye(groups._found[0].watch)
+        os._exit(code)
+
+    began = time.monotonic()
+    children = {rank: FORK.Process(target=work, args=(rank,)) for rank in (range(world) if ranks is None else ranks)}
+    for child in children.values():
+        child.start()
+    for child in children.values():
+        child.join(max(0.0, began + seconds - time.monotonic()))
+    hung = [rank for rank, child in children.items() if child.is_alive()]
+    for child in children.values():
+        child.kill()
+        child.join()
+    assert not hung, f"ranks {hung} hang"
+    codes = [child.exitcode for child in children.values()]
+    return codes, [(tmp_path / f"stderr-{rank}").read_text().splitlines() for rank in children]
+
+
+def load(folder):
+    return SparseOPTForCausalLM.from_pretrained(folder, sparse_from="prompt")
+
+
+def test_generate_writes_what_one_process_writes(folder, tmp_path):
+    ids, settings = torch.tensor([[2, 17, 30, 8, 99]]), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
+    expected = SparseOPTForCausalLM.from_pretrained(folder, sparse_from="prompt", backend="gather")
+    wanted = expected.generate(ids, **settings)[0].tolist()
+
+    def run(rank):
+        model = load(folder)
+        greedy = model.generate(ids, **settings)[0].tolist()
+        torch.manual_seed(5 + rank)  # rank 0's counts
+        sampled = model.generate(ids.repeat(2, 1), **settings | {"do_sample": True}).tolist()
+        with pytest.raises(UserError, match="save it from one process"):
+            model.save_pretrained(tmp_path / "part")
+        with pytest.raises(UserError, match="lossless decoding runs on one GPU"):
+            model.generate(ids, **settings, lossless=True)
+        with pytest.raises(UserError, match="triton alone, got gather"):
+            SparseOPTForCausalLM.from_pretrained(folder, backend="gather")
+        with pytest.raises(UserError, match="asked for something else"):
+            model.generate(ids, **settings | {"max_new_tokens": 3 + rank})
+        logits = model(input_ids=ids).logits
+        told = {"greedy": greedy, "sampled": sampled, "logits": logits.tolist(), "says": model.describe()}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(told))
+
+    codes, said = processes(tmp_path, run)
+    assert codes == [0, 0], said
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one == other and one["greedy"] == wanted
+    assert "one of 2 GPUs: 2 groups of heads and 48 neurons" in one["says"]
+    torch.testing.assert_close(torch.tensor(one["logits"]), expected(input_ids=ids).logits, atol=2e-4, rtol=1e-4)
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_all(folder, tmp_path):
+    def run(rank):
+        engine = load(folder).engine_pool().engine(1, 64)
+
+        def die(row, token, heard=[]):  # noqa: B006  counts
+            heard.append(token)
+            if rank == 1 and len(heard) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        engine.generate([[2, 17, 30]], 40, stop_tokens=(), callback=die)
+
+    codes, said = processes(tmp_path, run)
+    assert codes == [3, -signal.SIGKILL] and not said[1]
+    assert said[0] == ["error: rank 1 of 2 has ended (it was killed, or has crashed); all ranks end"]
+
+
+def test_the_first_rank_that_is_killed_ends_all(folder, tmp_path):
+    def run(rank):
+        engine = load(folder).engine_pool().engine(1, 64)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.generate([[2, 17, 30]], 40, stop_tokens=())
+
+    codes, said = processes(tmp_path, run)
+    assert codes == [-signal.SIGKILL, 3]
+    assert said[1] == ["error: rank 0 of 2 has ended (it was killed, or has crashed); all ranks end"]
+
+
+def test_a_step_that_one_rank_makes_alone_ends_it(folder, tmp_path):
+    def run(rank):
+        engine = load(folder).engine_pool().engine(1, 64)
+        engine.generate([[2, 17, 30]], 4, stop_tokens=())
+        if rank == 1:
+            engine.steps(1, "greedy")
+
+    codes, said = processes(tmp_path, run)
+    assert codes == [0, 3] and len(said[1]) == 1 and "all ranks end" in said[1][0]
+
+
+def test_a_rank_that_cannot_load_ends_all_with_its_reason(folder, tmp_path):
+    def run(rank):
+        group = groups.group_of_launcher()
+        try:
+            if rank == 1:
+                raise UserError("the weights file is damaged; fetch it again")
+            load(folder).generate(torch.tensor([[2, 5]]), max_new_tokens=4)
+        except UserError as error:
+            group.fail(error)
+            raise
+
+    codes, said = processes(tmp_path, run)
+    assert codes[0] == 3 and codes[1] == 2
+    reason = "the weights file is damaged; fetch it again"
+    assert said[0] == [f"error: rank 1 of 2 has ended ({reason}); all ranks end"]
+
+
+def test_a_rank_that_never_comes_is_told_of(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "RENDEZVOUS_SECONDS", 1)
+    codes, said = processes(tmp_path, lambda _: load(folder), ranks=[0])
+    assert codes == [2] and said[0][-1].startswith("error: rank 0 of 2 did not meet the others within 1 s")
