@@ -1,0 +1,257 @@
+"""Collects and calibrates a random OPT that is larger than its device, a layer at a time: memory, minutes.
+
+    python -m benchmarks.by_layers --shape 30b --tokens 100000                    # makes the model, appends rows
+    python -m benchmarks.by_layers --shape 66b --layers 12 --tokens 400000
+    python -m benchmarks.by_layers --shape tiny --tokens 2000 --device cpu --results /tmp/rows.csv   # a rehearsal
+
+The model is made layer by layer in the roomiest of `--places`, a file for each layer. States and shards lie in what is
+roomiest then. A layer's shards are deleted when it is done, so those of one layer are there at a time. The same command
+goes on where it was stopped. Each stage is a process of its own, whose peaks are its own.
+
+Columns of benchmarks/results/by_layers.csv: `layer_gb` is a layer as stored. `device_gb` is the peak on the device,
+`beside_gb` that less the layer. `host_gb` is the peak of anonymous memory of the process. `read_gbps` is at what rate
+layers were read, `disk_gbps` that of plain reads of the same files afterwards. `written_gb` is what was collected, or
+the states at the end of calibration. `minutes` of a run that was stopped are those of its last part, which began with
+the layer `went_on_from`. Losses of heads are measured on the tokens of the column, sensitivities on a quarter of them.
+"""
+
+import argparse
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.decode_problem import RANKS, SHAPES
+from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
+from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
+from dejavu_train.calibration.curves import HEAD_PROBES, MLP_PROBES
+from dejavu_train.calibration.sensitivity import SensitivityProbe
+from dejavu_train.data import collect_layers
+from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.recording import Recording
+from dejavu_train.data.shards import ActivationManifest, ShardEntry, layer_folder
+from dejavu_train.data.windows import Window, plan_shards
+from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
+from dejavu_train.families.opt import layer_prefix
+from dejavu_train.files import replacing, write_json
+from dejavu_train.models.layer_walk import LayerWalk
+from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.stored import INDEX, full_name
+from dejavu_train.predictors.low_rank import LowRankPredictor
+
+TINY = ModelDims(64, 256, 3, 4, 512, 2048)
+GB, WINDOW = 1e9, 512
+OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate")
+
+
+def sizes_of(arguments: argparse.Namespace) -> ModelDims:
+    whole = TINY if arguments.shape == "tiny" else SHAPES[arguments.shape]
+    return dataclasses.replace(whole, n_layers=arguments.layers or whole.n_layers)
+
+
+def config_values(shape: ModelDims) -> dict[str, Any]:
+    return {
+        "model_type": "opt", "architectures": ["OPTForCausalLM"], "hidden_size": shape.d_model,
+        "word_embed_proj_dim": shape.d_model, "ffn_dim": shape.d_ffn, "num_hidden_layers": shape.n_layers,
+        "num_attention_heads": shape.n_heads, "vocab_size": shape.vocab_size, "dtype": "float16",
+        "max_position_embeddings": shape.max_positions, "do_layer_norm_before": True, "activation_function": "relu",
+        "dropout": 0.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def places(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The model's folder, and that of everything else, which is chosen once the model is there."""
+    name = f"by-layers-{arguments.shape}-{sizes_of(arguments).n_layers}"
+    found = [Path(place) / name for place in arguments.places if Path(place).is_dir()]
+    found.sort(key=lambda folder: -shutil.disk_usage(folder.parent).free)
+    model = [folder for folder in found if (folder / INDEX).is_file()] or found
+    runs = [folder / "run" for folder in found]
+    return model[0], ([run for run in runs if run.is_dir()] or runs)[0]
+
+
+@torch.no_grad()
+def make(shape: ModelDims, folder: Path, device: torch.device) -> None:
+    """A random model in fp16, layer by layer. Files that are there stay."""
+    if (folder / INDEX).is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config_values(shape))
+    d, f, names = shape.d_model, shape.d_ffn, {}
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float16, device=device).normal_(0, 0.02)
+
+    def norm(name: str) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": torch.ones(d, dtype=torch.float16), f"{name}.bias": normal(d)}
+
+    def write(file: str, tensors: dict[str, torch.Tensor]) -> None:
+        whole = {full_name(name): tensor.cpu() for name, tensor in tensors.items()}
+        names.update(dict.fromkeys(whole, file))
+        if not (folder / file).is_file():
+            with replacing(folder / file) as path:
+                save_file(whole, path, {"format": "pt"})
+
+    outer = {"decoder.embed_tokens.weight": normal(shape.vocab_size, d)}
+    outer |= {"decoder.embed_positions.weight": normal(shape.max_positions + 2, d), **norm("decoder.final_layer_norm")}
+    write(OUTER, outer)
+    for layer in range(shape.n_layers):
+        torch.manual_seed(layer)
+        tensors = {**norm("self_attn_layer_norm"), **norm("final_layer_norm")}
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            tensors |= {f"self_attn.{part}.weight": normal(d, d), f"self_attn.{part}.bias": normal(d)}
+        tensors |= {
+            "fc1.weight": normal(f, d),
+            "fc1.bias": normal(f),
+            "fc2.weight": normal(d, f),
+            "fc2.bias": normal(d),
+        }
+        write(f"model-{layer:05d}.safetensors", {layer_prefix(layer) + name: each for name, each in tensors.items()})
+        print(f"made layer {layer}", flush=True)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": names})
+
+
+def random_windows(shape: ModelDims, tokens: int) -> list[Window]:
+    draw = np.random.default_rng(0)
+    return [Window(i, draw.integers(4, shape.vocab_size, WINDOW, np.int32)) for i in range(max(1, tokens // WINDOW))]
+
+
+@contextmanager
+def watched(device: torch.device, row: dict[str, Any]) -> Iterator[None]:
+    """Puts minutes and peaks of memory within the context into a row."""
+    done, peak = threading.Event(), [0]
+
+    def look() -> None:
+        while not done.wait(0.05):
+            found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+            peak[0] = max(peak[0], int(found[1]) * 1024 if found else 0)
+
+    thread, began = threading.Thread(target=look, daemon=True), time.monotonic()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    row["minutes"], row["host_gb"] = (time.monotonic() - began) / 60, peak[0] / GB
+    if device.type == "cuda":
+        row["device_gb"] = torch.cuda.max_memory_allocated(device) / GB
+        row["beside_gb"] = row["device_gb"] - row["layer_gb"]
+
+
+def plain_read_rate(folder: Path) -> float:
+    """GB/s of reading two layers' files one after the other, whatever is in the page cache."""
+    began, count, space = time.monotonic(), 0, bytearray(1 << 26)
+    for file in sorted(folder.glob("model-0*.safetensors"))[-2:]:
+        with open(file, "rb", buffering=0) as stored:
+            while got := stored.readinto(space):
+                count += got
+    return count / (time.monotonic() - began) / GB
+
+
+def dtype_on(device: torch.device) -> Any:
+    return "float16" if device.type == "cuda" else "float32"
+
+
+def collect(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -> None:
+    """Shards of all tokens. Those of a layer are deleted when it is done."""
+    parts = plan_shards(random_windows(shape, row["tokens"]), 32_768)
+    config = CollectConfig(window=WINDOW, dtype=dtype_on(walk.device), storage="bfloat16", by_layers=True)
+    entries = [ShardEntry(number, "train", sum(len(each.ids) for each in part)) for number, part in enumerate(parts)]
+    manifest = ActivationManifest("random", f"random-{row['tokens']}", shape, "bfloat16", {}, {}, tuple(entries))
+    manifest.save(run)
+    one_layer, written = collect_layers._collect_layer, [0]
+
+    def then_deleted(passes: Any, *rest: Any) -> None:
+        layer, began = passes.stream.next, time.monotonic()
+        row.setdefault("went_on_from", layer)
+        one_layer(passes, *rest)
+        written[0] += sum(file.stat().st_size for file in layer_folder(run, layer).iterdir())
+        shutil.rmtree(layer_folder(run, layer))
+        print(f"layer {layer} collected in {time.monotonic() - began:.1f} s", flush=True)
+
+    collect_layers._collect_layer = then_deleted
+    recording = Recording(manifest, list(zip(entries, parts, strict=True)), set(entries), config, run)
+    collect_layers.collect_by_layers(walk, recording)
+    row["written_gb"] = written[0] / GB
+
+
+def calibrate(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -> None:
+    """Losses of heads and sensitivities, with random predictors."""
+    rank = RANKS.get(row["shape"], 16)
+    model = ByLayers(walk, run / "states", "random")
+    means = {layer: torch.zeros(shape.n_heads, shape.head_dim) for layer in range(shape.n_layers)}
+    probes, heads = {}, {}
+    for layer in range(shape.n_layers):
+        for target in TARGETS:
+            key = UnitKey(layer, target)
+            predictor = LowRankPredictor(shape.d_model, rank, shape.units(target)).requires_grad_(False)
+            count = len(HEAD_PROBES if target == Target.HEADS else MLP_PROBES)
+            probes[key] = SensitivityProbe(predictor, key.site, [0.1 * i for i in range(count, 0, -1)])
+            if target == Target.HEADS:
+                heads[layer] = {"site_layer": layer, "site": str(key.site.input)}, predictor
+    windows = [window.ids.tolist() for window in random_windows(shape, row["tokens"])]
+    measure_heads(model, heads, means, windows)
+    loss_increases_by_layers(model, probes, windows[: max(1, len(windows) // 4)])
+    row["written_gb"] = sum(file.stat().st_size for file in model.folder.rglob("*")) / GB
+    model.remove_states()
+
+
+def run_stage(arguments: argparse.Namespace, stage: str) -> None:
+    shape, device = sizes_of(arguments), resolve_device(arguments.device)
+    model, run = places(arguments)
+    run.mkdir(parents=True, exist_ok=True)
+    row: dict[str, Any] = {
+        "shape": arguments.shape, "layers": shape.n_layers, "stage": stage, "device": device_name(device),
+        "tokens": arguments.tokens if stage == "collect" else arguments.calibration_tokens,
+        "layer_gb": (model / "model-00000.safetensors").stat().st_size / GB,
+    }  # fmt: skip
+    with watched(device, row):
+        walk = LayerWalk(str(model), device, dtype_on(device))
+        (collect if stage == "collect" else calibrate)(walk, shape, run, row)
+    reading = walk.reader.reading
+    row |= {"read_gb": reading.nbytes / GB, "read_gbps": reading.nbytes / GB / max(reading.seconds, 1e-9)}
+    row |= {"disk_gbps": plain_read_rate(model)}
+    row = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+    append_row(
+        arguments.results, row | made_now("dejavu_train/data", "dejavu_train/models", "dejavu_train/calibration")
+    )
+    print(row, flush=True)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--shape", default="30b", choices=["tiny", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "175b"])
+    parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
+    parser.add_argument("--tokens", type=int, default=100_000, help="that are collected")
+    parser.add_argument("--calibration_tokens", type=int, default=4096)
+    parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--places", nargs="+", default=["/dev/shm", "/tmp"], help="folders with room")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "by_layers.csv")
+    parser.add_argument("--one", choices=STAGES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        return run_stage(arguments, arguments.one)
+    began = time.monotonic()
+    make(sizes_of(arguments), places(arguments)[0], resolve_device(arguments.device))
+    print(f"made in {(time.monotonic() - began) / 60:.1f} minutes in {places(arguments)[0]}", flush=True)
+    for stage in arguments.stages:
+        subprocess.run([sys.executable, "-m", "benchmarks.by_layers", *sys.argv[1:], "--one", stage], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The benchmark of models larger than a device, on a tiny shape: it makes the model, and appends a row a stage."""
+
+import argparse
+import csv
+import dataclasses
+
+import torch
+
+from benchmarks import by_layers
+from dejavu_train.data import collect_layers
+
+
+def test_stages_append_their_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(by_layers, "TINY", dataclasses.replace(by_layers.TINY, n_layers=2))
+    arguments = argparse.Namespace(
+        shape="tiny", layers=None, places=[str(tmp_path)], device="cpu", tokens=1024, calibration_tokens=512,
+        results=tmp_path / "rows.csv",
+    )  # fmt: skip
+    model, run = by_layers.places(arguments)
+    by_layers.make(by_layers.sizes_of(arguments), model, torch.device("cpu"))
+    monkeypatch.setattr(collect_layers, "_collect_layer", collect_layers._collect_layer)  # put back afterwards
+    for stage in by_layers.STAGES:
+        by_layers.run_stage(arguments, stage)
+    rows = list(csv.DictReader(arguments.results.open()))
+    assert [row["stage"] for row in rows] == list(by_layers.STAGES)
+    assert all(float(row["host_gb"]) > 0 and float(row["minutes"]) >= 0 for row in rows)
+    assert not list(run.rglob("*.h5")) and not (run / "states").exists()
