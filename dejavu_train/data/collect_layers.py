@@ -1,17 +1,12 @@
 """Collects by layers: each layer runs over all windows before the next one is read. So weights are read once.
 
-The states between two layers, the stream, lie in two files beside the shards. A layer reads one and writes the other.
-A small file says which layer is next, so a killed run goes on with the layer in which it was. Each batch is the one
-that the whole model would see, so the shards are the same.
-
-    activations/stream/state.json   what the stream belongs to, and the next layer
-    activations/stream/even.bin     (rows, d_model) in the model's dtype, read by even layers. odd.bin: by odd ones
+The states between two layers lie on the disk (stream.py), so a killed run goes on with the layer in which it was. Each
+batch is the one that the whole model would see, so the shards are the same.
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,78 +35,16 @@ from dejavu_train.data.shards import (
     layer_folder,
     shard_path,
 )
+from dejavu_train.data.stream import Stream
 from dejavu_train.data.untrained import probes_of, warn_of_logits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import blocks_of
-from dejavu_train.files import read_json, write_json
 from dejavu_train.models.layer_exchange import Enough, first, own_forward
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import torch_dtype
 from dejavu_train.progress import Progress
 
-STREAM, STATE = "stream", "state.json"
-
-
-@dataclass(frozen=True)
-class StreamKey:
-    """What a stream belongs to. Another run begins with the first layer."""
-
-    weight_hash: str
-    shards: list[int]
-    rows: int
-    d_model: int
-    dtype: str
-    batch_size: int
-
-    @property
-    def file_bytes(self) -> int:
-        return self.rows * self.d_model * torch_dtype(self.dtype).itemsize
-
-
-class Stream:
-    """The states of all rows in front of layer ``next``, and behind it as far as it has run."""
-
-    def __init__(self, folder: Path, key: StreamKey) -> None:
-        self._folder, self._key = folder / STREAM, key
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.next = self._stored_layer()
-        self._tensors: dict[int, Tensor] = {}
-        for parity in (0, 1):
-            path = str(self._path(parity))
-            flat = torch.from_file(path, shared=True, size=key.rows * key.d_model, dtype=torch_dtype(key.dtype))
-            self._tensors[parity] = flat.view(key.rows, key.d_model)
-
-    def read(self, start: int, rows: int) -> Tensor:
-        """(rows, d_model), what layer ``next`` reads."""
-        return self._tensors[self.next % 2][start : start + rows]
-
-    def write(self, start: int, states: Tensor) -> None:
-        """What layer ``next`` gives for rows from ``start`` on."""
-        self._tensors[(self.next + 1) % 2][start : start + len(states)] = states
-
-    def advance(self) -> None:
-        """Layer ``next`` is done for all rows."""
-        self.next += 1
-        write_json(self._folder / STATE, {**asdict(self._key), "next": self.next})
-
-    def remove(self) -> None:
-        self._tensors.clear()
-        shutil.rmtree(self._folder)
-
-    def _path(self, parity: int) -> Path:
-        return self._folder / ("odd.bin" if parity else "even.bin")
-
-    def _stored_layer(self) -> int:
-        path = self._folder / STATE
-        if not path.is_file():
-            return 0
-        stored = read_json(path, "the state of the stream")
-        layer = stored.pop("next", 0)
-        whole = all(
-            self._path(parity).is_file() and self._path(parity).stat().st_size == self._key.file_bytes
-            for parity in (0, 1)
-        )
-        return int(layer) if whole and stored == asdict(self._key) else 0
+STREAM = "stream"
 
 
 class StreamPass:
@@ -204,11 +137,9 @@ def collect_by_layers(walk: LayerWalk, recording: Recording) -> None:
     manifest, config = recording.manifest, recording.config
     probes = probes_of([window.ids for window in recording.windows if len(window.ids) > 1])
     parts = _Batches.of(recording, probes)
-    key = StreamKey(
-        manifest.weight_hash, [entry.index for entry, _ in parts.of_shards], parts.rows, manifest.shape.d_model,
-        config.dtype, config.batch_size,
-    )  # fmt: skip
-    stream, n_layers = Stream(recording.activations, key), manifest.shape.n_layers
+    identity = [manifest.weight_hash, [entry.index for entry, _ in parts.of_shards], config.batch_size]
+    size, n_layers = (parts.rows, manifest.shape.d_model), manifest.shape.n_layers
+    stream = Stream(recording.activations / STREAM, identity, size, torch_dtype(config.dtype))
     passes = StreamPass(walk, stream)
     with Progress("collecting", parts.rows * n_layers, "row", parts.rows * stream.next) as progress:
         while stream.next < n_layers:

@@ -7,9 +7,10 @@
     calibration text ──►are             those before                             renamed
     (run.py)                            (stream.py)
 
-A layer is read from disk, quantised and written before the next one is read. The calibration text's hidden states go
-along. So a model is never in memory as a whole, in any dtype. What is needed at once is one layer in fp32, two hidden
-states a token, and some copies of the second moments of neurons.
+A layer is read from disk, quantised and written before the next one is read. The calibration text's hidden states lie
+on the disk, two a token (``data/stream.py``). So a model is never in memory as a whole, in any dtype. What is needed at
+once is one layer in fp32, a batch, and some copies of the second moments of neurons. A run that was stopped goes on
+with the layer in which it was.
 
 Which rows the six matrices are made of stands in ``models/int4.py``. Units of the sparse model are rows, so that what
 is skipped takes its codes and scales with it. That is why the quantisers are our own. The libraries that quantise for

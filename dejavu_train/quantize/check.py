@@ -71,16 +71,18 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
     rest = 2 * (shape.vocab_size + shape.max_positions) * shape.d_model
     head = head_sizes(shape, config.lm_head)
     disk = shape.n_layers * matrices + rest + (0 if head is None else head.nbytes)
-    require_disk(config.output, disk, f"the quantised {config.model}")
+    tokens = config.calibration_tokens(shape)
+    states = 8 * tokens * shape.d_model if config.gptq else 0
+    require_disk(config.output, disk + states, f"the quantised {config.model}")
     lines = [
         f"{config.output}: {disk / 1e9:.2f} GB, of which layers {shape.n_layers * matrices / 1e9:.2f} GB"
         f" ({8 * matrices / weights:.2f} bits a weight)"
     ]
     if config.gptq:
-        tokens = config.calibration_tokens(shape)
-        held = 4 * (2 * tokens * shape.d_model + 6 * shape.d_ffn**2 + 2 * weights)
+        held = 4 * (6 * shape.d_ffn**2 + 2 * weights)
         lines.append(
-            f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch"
+            f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch, and"
+            f" {states / 1e9:.1f} GB on the disk until it is done"
         )
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """Quantises one decoder layer on the outputs of the layers before it, matrix after matrix.
 
-The hidden states of the calibration text stand before the layer, batch by batch. Second moments are taken of what a
-matrix really reads: the quantised layers', and within the layer the quantised matrices', outputs. So later matrices
-make up for some of what earlier ones lost. Afterwards the hidden states stand behind the layer.
+The hidden states of the calibration text stand before the layer, batch by batch, on the disk. Second moments are taken
+of what a matrix really reads: the quantised layers', and within the layer the quantised matrices', outputs. So later
+matrices make up for some of what earlier ones lost. Afterwards the hidden states stand behind the layer.
 
 Letters: B windows, T positions, d model width, n outputs, m inputs.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dejavu_train.data.stream import Stream
 from dejavu_train.families.block import causal, mix_heads
 from dejavu_train.families.opt import DOWN, OUT, QKV, UP, block_parts
 from dejavu_train.models.int4 import Int4Rows, RowLayout
@@ -22,13 +23,31 @@ from dejavu_train.quantize.gptq import InputGroups, OutputGroups, StaticGroups, 
 from dejavu_train.quantize.rounding import round_nearest
 
 
-@dataclass
+@dataclass(frozen=True)
 class Batch:
-    """Calibration windows: hidden (B, T, d) fp32 before or behind a layer, `real` (B, T) bool, false for padding, which
-    stands on the right."""
+    """Calibration windows: their rows in a stream from ``start`` on, and `real` (B, T) bool on the device, false for
+    padding, which stands on the right."""
 
-    hidden: Tensor
+    stream: Stream
+    start: int
     real: Tensor
+
+    @property
+    def hidden(self) -> Tensor:
+        """(B, T, d) fp32, before the layer."""
+        return self._on_device(self.stream.read(self.start, self.real.numel()))
+
+    @property
+    def made(self) -> Tensor:
+        """(B, T, d) fp32, what ``put`` had last."""
+        return self._on_device(self.stream.written(self.start, self.real.numel()))
+
+    def put(self, states: Tensor) -> None:
+        """Keep (B, T, d) fp32 on the way through the layer, at last what stands behind it."""
+        self.stream.write(self.start, states.flatten(0, 1).cpu())
+
+    def _on_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self.real.device).view(*self.real.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -86,26 +105,24 @@ class LayerQuantizer:
             moments.add(parts.norm_attn(batch.hidden), batch.real)
         self._quantise(list(QKV), moments)
 
-        moments, outputs = Moments(), []
+        moments = Moments()
         for batch in batches:
-            mixed = mix_heads(parts, parts.norm_attn(batch.hidden), causal(parts))
-            moments.add(mixed, batch.real)
-            outputs.append(mixed)
+            batch.put(mix_heads(parts, parts.norm_attn(batch.hidden), causal(parts)))
+            moments.add(batch.made, batch.real)
         self._quantise([OUT], moments)
 
         moments = Moments()
-        for batch, mixed in zip(batches, outputs, strict=True):
-            batch.hidden = batch.hidden + parts.out(mixed)
-            moments.add(parts.norm_mlp(batch.hidden), batch.real)
-        del outputs
+        for batch in batches:
+            batch.put(batch.hidden + parts.out(batch.made))
+            moments.add(parts.norm_mlp(batch.made), batch.real)
         self._quantise([UP], moments)
 
         moments = Moments()
         for batch in batches:
-            moments.add(parts.neurons(parts.norm_mlp(batch.hidden)), batch.real)
+            moments.add(parts.neurons(parts.norm_mlp(batch.made)), batch.real)
         self._quantise([DOWN], moments)
         for batch in batches:
-            batch.hidden = batch.hidden + parts.down(parts.neurons(parts.norm_mlp(batch.hidden)))
+            batch.put(batch.made + parts.down(parts.neurons(parts.norm_mlp(batch.made))))
         return self.results
 
     def _quantise(self, parts: list[str], moments: "Moments | None") -> None:

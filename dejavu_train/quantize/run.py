@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import logging
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -13,24 +14,28 @@ from transformers import OPTConfig
 
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.samples import Write, load_samples, transformers_writer
+from dejavu_train.data.stream import Stream
 from dejavu_train.data.text import SELF, load_sets
 from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.families.opt import EMBEDDING, layer_prefix
+from dejavu_train.files import read_json, write_json
 from dejavu_train.models.config_values import INT4, quant_method, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
-from dejavu_train.quantize.folder import folder_aside
+from dejavu_train.quantize.folder import ModelFolder, folder_aside
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.head import HEAD, quantised_head
 from dejavu_train.quantize.layer import MatrixErrors
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import embed, quantised_layers
 from dejavu_train.version import package_version
+
+logger = logging.getLogger(__name__)
 
 
 def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
@@ -51,26 +56,31 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
     device = resolve_device(config.device)
     digest = weight_hash(config.model, revision=config.revision)
     text: dict[str, Any] = {}
-    batches = []
+    windows: list[np.ndarray] = []
     if config.gptq:
         windows, text = calibration_windows(config, shape, digest)
-        batches = embed(source, windows, config.batch_size, device)
     layouts, head = row_layouts(shape, config.model), head_sizes(shape, config.lm_head, config.model)
-    results: list[dict[str, MatrixErrors]] = []
     opt = OPTConfig(**{name: value for name, value in values.items() if name != "quantization_config"})
-    with folder_aside(config.output) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
+    asked = {**dataclasses.asdict(config), "output": "", "device": str(device), "text": text}
+    identity = [asked, digest, package_version(), torch.__version__]
+    with folder_aside(config.output, identity) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
+        batches = embed(source, windows, config.batch_size, device, folder.work / "stream", identity) if windows else []
+        log = LayerLog(folder, batches[0].stream if batches else None)
+        progress.update(len(log.errors))
         kept = [name for name in source if ".layers." not in name and (head is None or name != HEAD)]
-        folder.add({source.stored_name(name): source[name] for name in kept})
+        if not folder.nbytes:
+            folder.add({source.stored_name(name): source[name] for name in kept})
         start = source.stored_name(EMBEDDING).removesuffix(EMBEDDING)
-        layers = quantised_layers(source, reader, opt, layouts, config, batches, device)
-        for layer, (others, made) in enumerate(layers):
-            prefix = start + layer_prefix(layer)
+        layers = quantised_layers(source, reader, opt, layouts, config, batches, device, len(log.errors))
+        for others, made in layers:
+            prefix = start + layer_prefix(len(log.errors))
             tensors = {prefix + name: tensor for name, tensor in others.items()}
             for part, result in made.items():
                 tensors |= {f"{prefix}{part}.weight": result.rows.words, f"{prefix}{part}.scales": result.rows.scales}
             folder.add(tensors)
-            results.append({part: result.errors for part, result in made.items()})
+            log.add({part: result.errors for part, result in made.items()})
             progress.update()
+        results = log.errors
         head_errors: dict[str, MatrixErrors] = {}
         if head is not None:
             rows, head_errors["lm_head"] = quantised_head(source, values, head, config, batches, device)
@@ -98,6 +108,28 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
         folder.finish(config.model, config.revision, config_values, report)
     print(summary([*results, head_errors], config.output))
     return results
+
+
+class LayerLog:
+    """Errors of the layers that are done, of which a folder that was stopped has files.
+
+    Attributes:
+        errors: by layer those of its matrices.
+    """
+
+    def __init__(self, folder: ModelFolder, stream: Stream | None) -> None:
+        self._path = folder.work / "layers.json"
+        stored = read_json(self._path, "the errors of layers") if self._path.is_file() else []
+        done = min(len(stored), max(0, folder.files() - 1), len(stored) if stream is None else stream.next)
+        self.errors = [{part: MatrixErrors(**found) for part, found in made.items()} for made in stored[:done]]
+        if done:
+            folder.go_on(done + 1)
+            logger.info("quantising: going on with layer %d", done)
+
+    def add(self, errors: dict[str, MatrixErrors]) -> None:
+        """Of the layer whose file was written last."""
+        self.errors.append(errors)
+        write_json(self._path, [{part: dataclasses.asdict(e) for part, e in made.items()} for made in self.errors])
 
 
 def calibration_windows(

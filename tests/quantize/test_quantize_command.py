@@ -147,13 +147,13 @@ def test_gptq_errs_less_than_rounding_on_text(quantised, wide_opt, settings, tmp
     assert lost["gptq"] < 0.67 * lost["rtn"]
 
 
-def test_layers_see_what_the_quantised_model_computes(settings):
+def test_layers_see_what_the_quantised_model_computes(settings, tmp_path):
     """The hidden states that the stream carries are those of the finished model, padding left out."""
     shape = read_dims(settings.model)
     windows, _ = calibration_windows(settings, shape, "")
     windows = [*windows[:3], windows[3][:20]]
     source, config = StoredTensors(settings.model), OPTForCausalLM.config_class.from_pretrained(settings.model)
-    batches = stream.embed(source, windows, 4, torch.device("cpu"))
+    batches = stream.embed(source, windows, 4, torch.device("cpu"), tmp_path, "a test")
     reader = stream.MatrixReader(source, read_values(settings.model))
     model = OPTForCausalLM.from_pretrained(settings.model).eval()
     layers = stream.quantised_layers(
@@ -187,6 +187,36 @@ def test_one_layer_is_read_at_a_time(settings, tmp_path, monkeypatch):
     quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "out")))
     assert held == sorted(held) and len(held) == 2 * 16  # each tensor of a layer once, layer after layer
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("killed_in", ["the second layer", "its file", "the record of it"])
+def test_a_stopped_run_goes_on_with_its_layer(quantised, settings, tmp_path, monkeypatch, killed_in):
+    config = dataclasses.replace(settings, output=str(tmp_path / "out"))
+    ran, solved = [], stream.LayerQuantizer.run
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    def counted(quantizer, batches):
+        ran.append(batches[0].stream.next)
+        return killed() if killed_in == "the second layer" and ran == [0, 1] else solved(quantizer, batches)
+
+    monkeypatch.setattr(stream.LayerQuantizer, "run", counted)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if killed_in == "its file":
+            patch.setattr(run.LayerLog, "add", killed)
+        elif killed_in == "the record of it":
+            patch.setattr(stream.Stream, "advance", killed)
+        quantise(config)
+    assert len(list(tmp_path.iterdir())) == 1 and not (tmp_path / "out").exists()
+    quantise(config)
+    assert ran == ([0, 1, 1] if killed_in == "the second layer" else [0, 0, 1])
+    made = tmp_path / "out"
+    assert {file.name for file in made.iterdir()} == {file.name for file in quantised.iterdir()}
+    for file in quantised.glob("*.safetensors"):
+        assert file.read_bytes() == (made / file.name).read_bytes()
+    errors = [json.loads((folder / "quantization.json").read_text())["layers"] for folder in (made, quantised)]
+    assert errors[0] == errors[1] and list(tmp_path.iterdir()) == [made]
 
 
 def error_of(arguments, capsys):
