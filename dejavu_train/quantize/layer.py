@@ -25,8 +25,11 @@ from dejavu_train.quantize.rounding import round_nearest
 
 @dataclass(frozen=True)
 class Batch:
-    """Calibration windows: their rows in a stream from ``start`` on, and `real` (B, T) bool on the device, false for
-    padding, which stands on the right."""
+    """Calibration windows, whose states are rows of a stream from ``start`` on.
+
+    Attributes:
+        real: (B, T) bool, on the device, false for padding, which stands on the right.
+    """
 
     stream: Stream
     start: int
