@@ -3,10 +3,10 @@
     python -m benchmarks.hardware             writes it
     python -m benchmarks.hardware --check     exits with 1 where it would change
 
-A training step at the 6.7B shape gives two bounds, since its two kinds of predictors take nearly the same time: the
-time of the quicker kind is what a step takes at least, and the work of the other kind in its time is a rate that
-products of matrices reach at least. Tokens that 32 rows write at the 6.7B shape give the rate of reading weights. It
-was measured on an H200. An H100 has the same processors, and its reads are scaled by a dense step of both.
+At the 6.7B shape a training step takes nearly the same time for both kinds of predictors. The quicker kind's time is
+what a step takes at least. The neurons' operations in their time are a rate that products reach at least. Tokens that
+32 rows write at that shape give the rate of reading weights. All was measured on an H200. An H100 has the same
+processors, and its reads are scaled by a dense step of both.
 """
 
 import json

@@ -77,6 +77,9 @@ def check_packages() -> None:
 
 def _check_asked_packages(config: RunConfig) -> None:
     check_device_map(config.collect.device_map, "collect.device_map")
+    for scheduler, package in (("ray", "ray"), ("slurm", "submitit")):
+        if config.scheduler == scheduler:
+            require_package(package, f"--scheduler {scheduler}", f"'dejavu-train[{scheduler}]'")
     loggers = config.trainer.get("logger")
     for entry in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
         path = str(entry.get("class_path") if isinstance(entry, dict) else entry)

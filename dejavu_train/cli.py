@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dejavu_train.check import check, check_packages
 from dejavu_train.children import forget_launcher
-from dejavu_train.config import RunConfig
+from dejavu_train.config import INVOCATION, RunConfig
 from dejavu_train.experiments import flattened
 from dejavu_train.parser import parse, take_check
 from dejavu_train.run_folder import saved_config
@@ -39,7 +39,7 @@ def with_saved(arguments: Sequence[str]) -> list[str]:
     both = ["--config", str(path), *arguments]
     before, now = (flattened(parse_config(given).to_json()) for given in (both[:2], both))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    keys = [key for key in keys if key not in ("output", "layers", "targets", "jobs")]
+    keys = [key for key in keys if key.partition(".")[0] not in ("output", *INVOCATION)]
     said = f" but that {difference_of(before, now, keys)}" if keys else ""
     logger.info("going on with %s%s", path, said)
     return both

@@ -17,6 +17,7 @@ from dejavu_train.models.weight_format import stored_format
 from dejavu_train.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
 from dejavu_train.sizes import check_help
 
+INVOCATION = ("layers", "targets", "jobs", "scheduler", "resources", "plan")  # keys of one invocation, never kept
 LOSSES = ("paper", "pos_weight", "contribution", "listwise", "regression", "log_contribution")  # in predictors.losses
 
 
@@ -156,7 +157,12 @@ class RunConfig:
         "model", "output", "text.source", "collect.train_tokens", "mlp.rank", "mlp.density", "mlp.steps",
         "calibrate.mlp_density", "calibrate.head_density", "calibrate.dtype", "trainer",
     )  # fmt: skip
-    GROUPS = {"run": ("Of this invocation", ("revision", "bundle", "verify", "seed", "layers", "targets", "jobs"))}
+    GROUPS = {
+        "run": (
+            "Of this invocation",
+            ("revision", "bundle", "verify", "seed", *INVOCATION[:-1]),
+        )
+    }
     NOTES = {"check": ("--check, and what the configurations take: disk, GPU, hours", check_help)}
 
     model: str = "checkpoints/opt-mini"
@@ -176,7 +182,12 @@ class RunConfig:
     targets: str = "mlp,heads"
     """Targets that this invocation trains."""
     jobs: str | int = 1
-    """Processes that train on this host. auto: one for each GPU."""
+    """Processes that train at once. auto: one for each GPU of this host, or of Ray's cluster."""
+    scheduler: Literal["local", "ray", "slurm"] = "local"
+    """Where they run: on this host, or by Ray or SLURM on several that share the output folder."""
+    resources: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What each of them asks for, as --resources.NAME VALUE. Of Ray options of a task (num_gpus), of SLURM parameters
+    of submitit (partition, time in minutes)."""
     text: TextSource = dataclasses.field(default_factory=TextSource)
     """Where text comes from."""
     collect: CollectConfig = dataclasses.field(default_factory=CollectConfig)
@@ -308,6 +319,10 @@ class RunConfig:
         text = str(self.jobs)
         if text != "auto" and not (text.isdigit() and 1 <= int(text) <= 1024):
             raise UserError(f"--jobs must be auto or a number from 1 to 1024, got {text}")
+        if text == "auto" and self.scheduler == "slurm":
+            raise UserError("--jobs auto cannot count the GPUs of SLURM; give a number, such as --jobs 8")
+        if self.resources and self.scheduler == "local":
+            raise UserError("resources are what Ray or SLURM is asked for; set --scheduler ray or slurm as well")
         if text != "1" and str(self.trainer.get("devices", 1)) != "1":
             raise UserError(
                 f"--jobs {text} trains each predictor on one device, got trainer.devices {self.trainer['devices']};"

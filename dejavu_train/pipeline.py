@@ -1,8 +1,8 @@
 """Walks from text to bundle and does whatever is missing: collect, train all (layer, target), tune, calibrate, bundle.
 
 Several invocations may share one output folder, each with its own ``--layers``. Collecting happens once under a lock,
-and every job has a lock. ``--jobs`` starts workers on this host (crew.py). Whoever finishes the last job calibrates and
-bundles.
+and every job has a lock. ``--jobs`` starts workers on this host, ``--scheduler`` on others (crew.py). Whoever finishes
+the last job calibrates and bundles.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from dejavu_train.calibration.by_layers import ByLayers
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
-from dejavu_train.crew import count_workers, train_together
+from dejavu_train.crew import COLLECT, REST, run_elsewhere, train_together
 from dejavu_train.data.collect import LoadSets, check_same_text, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shard_reader import ShardReader, active_densities
@@ -75,8 +75,12 @@ def run(config: RunConfig) -> None:
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.
     stages: dict[str, Stage] = {target: train_stage(config, target) for target in TARGETS}
+    jobs, own = config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers)
     with claimed_folder(config, given) as resolved:
-        _run(config, resolved, stages, config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers))
+        if config.scheduler == "local" or calibrate_stage(config).matches(bundle_stage(_bundle_folder(config))):
+            _run(config, resolved, stages, jobs, own)
+        else:
+            print(run_elsewhere(config, own, stages))
 
 
 def checked(config: RunConfig, only_plan: bool = False) -> tuple[RunConfig, ModelDims]:
@@ -100,7 +104,7 @@ def _run(
     config: RunConfig, resolved: RunConfig, stages: Mapping[str, Stage], jobs: Sequence[UnitKey], own: Sequence[UnitKey]
 ) -> None:
     output = Path(config.output)
-    folder, stage = output / config.bundle, calibrate_stage(config)
+    folder, stage = _bundle_folder(config), calibrate_stage(config)
     if stage.matches(bundle_stage(folder)):
         try:
             bundle = Bundle.from_pretrained(folder, predictor_class=predictor_classes(config))
@@ -114,17 +118,10 @@ def _run(
                 experiment.close(bundle, jobs)
             print(f"{folder} is complete; nothing to do")
             return
-    full_hash = config.verify == "full"
-    activations = output / "activations"
-    collect(
-        config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
-    )
-    say_what_density_holds(resolved, activations)
+    _collect(config, resolved)
     experiment, began = Experiment(config), time.monotonic()
     on_finished = experiment.log_job if own == jobs else _forget
-    workers = count_workers(config, sum(not is_finished(output, job, stages[job.target]) for job in own))
-    if workers > 1:
-        train_together(config, own, stages, workers, on_finished)
+    train_together(config, own, stages, on_finished)
     _train(resolved, stages, own, on_finished)
     logger.info("trained in %.0f s", time.monotonic() - began)
 
@@ -146,17 +143,32 @@ def _run(
     print(f"bundle: {folder}")
 
 
-def work(config: RunConfig) -> None:
-    """Train what is open of a run whose activations are there. See :mod:`dejavu_train.crew`.
+def work(config: RunConfig, part: str) -> None:
+    """Do a part of a run, as a worker of :mod:`dejavu_train.crew`: collect, train what is open, or all that is missing.
 
     Raises:
         UserError: as :func:`run`.
     """
+    if part == REST:
+        run(config)
+        return
     given = config
     config, shape = checked(config)
     stages: dict[str, Stage] = {target: train_stage(config, target) for target in TARGETS}
     with claimed_folder(config, given) as resolved:
+        if part == COLLECT:
+            _collect(config, resolved)
+            return
         _train(resolved, stages, config.own_jobs(shape.n_layers), _forget)
+
+
+def _collect(config: RunConfig, resolved: RunConfig) -> None:
+    """Make the activations complete."""
+    full_hash, activations = config.verify == "full", Path(config.output) / "activations"
+    collect(
+        config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
+    )
+    say_what_density_holds(resolved, activations)
 
 
 def _train(
@@ -180,6 +192,10 @@ def _train(
 
 def _forget(job: UnitKey) -> None:
     """An invocation that trains a part leaves the loggers to the one that writes the bundle."""
+
+
+def _bundle_folder(config: RunConfig) -> Path:
+    return Path(config.output) / config.bundle
 
 
 def say_what_density_holds(config: RunConfig, activations: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dejavu_train.config import RunConfig
+from dejavu_train.config import INVOCATION, RunConfig
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import read_json, read_sealed, write_json, write_text
@@ -64,7 +64,7 @@ def _described(config: RunConfig, given: RunConfig, output: Path, whole: Stage) 
     if _stored(output) != described:
         write_json(output / "run.json", described)
     kept = given.to_json()
-    for name in ("layers", "targets", "jobs", "plan"):  # of this invocation alone
+    for name in INVOCATION:
         del kept[name]
     text = yaml.safe_dump(kept, sort_keys=False)
     path = output / CONFIG

@@ -1,0 +1,140 @@
+"""Workers on this host, by Ray and by SLURM: one protocol. Whole runs by them make the bundle of one process."""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_slurm import install
+from small_runs import flags
+
+from dejavu_train import schedulers
+from dejavu_train.cli import main, parse_config
+from dejavu_train.crew import RETRIES, last_line, run_tasks
+from dejavu_train.errors import UserError
+from dejavu_train.schedulers import opened
+from dejavu_train.tasks import Task
+
+BOTH = pytest.mark.parametrize("name", ["local", "slurm", pytest.param("ray", marks=pytest.mark.long)])
+TESTS = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", install(tmp_path / "slurm-commands"))
+    monkeypatch.setattr(schedulers, "STATE_SECONDS", 1.0)
+    return tmp_path / "slurm-commands"
+
+
+@pytest.fixture
+def scheduler(name, slurm, tmp_path, monkeypatch):
+    """Opened, with a module of tests within reach of its workers."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+    config = dataclasses.replace(parse_config([]), scheduler=name)
+    with opened(config, tmp_path) as found:
+        yield found
+
+
+def task(folder, name, *ends):
+    """A worker that ends as ``ends`` say, one start after the other."""
+    return Task(name, 0, 2, ("brief_worker", str(folder / f"{name}.starts"), *ends), folder / f"{name}.log")
+
+
+@BOTH
+def test_workers_that_die_are_started_again(name, scheduler, tmp_path, caplog):
+    tasks = [
+        task(tmp_path, "good", "0"),
+        task(tmp_path, "killed", "kill", "parent" if name != "local" else "kill", "0"),
+    ]
+    looks = []
+    assert run_tasks(scheduler, tasks, lambda: looks.append(1)) == []
+    starts = {each.name: (tmp_path / f"{each.name}.starts").read_text().splitlines() for each in tasks}
+    assert {name: len(lines) for name, lines in starts.items()} == {"good": 1, "killed": 3}
+    assert set(starts["good"] + starts["killed"]) == {os.getcwd()}  # relative paths begin where train.py was called
+    assert last_line(tasks[1]) == "start 2 ends by 0" and looks
+    assert (
+        caplog.text.count("worker killed ended early") == 2
+        and "it is started again: start 0 ends by kill" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("name", ["local"])
+def test_when_a_worker_is_left_alone(name, scheduler, tmp_path, caplog):
+    tasks = [task(tmp_path, "mistaken", "2"), task(tmp_path, "broken", "1")]
+    assert sorted(each.name for each in run_tasks(scheduler, tasks, lambda: None)) == ["broken", "mistaken"]
+    assert len((tmp_path / "mistaken.starts").read_text().splitlines()) == 1  # the same mistake would come again
+    assert len((tmp_path / "broken.starts").read_text().splitlines()) == 1 + RETRIES
+    assert caplog.text.count("it is left alone") == 2
+
+
+def test_slurm_gets_one_array_with_what_was_asked_for(slurm, tmp_path):
+    config = parse_config(["--scheduler=slurm", "--jobs=2", "--resources.partition=gpu", "--resources.time=90"])
+    with opened(config, tmp_path) as found:
+        workers = found.start([task(tmp_path, "one", "0"), task(tmp_path, "two", "0")])
+        (script,) = [path.read_text() for path in slurm.glob("*.job")]
+        assert all(
+            f"#SBATCH --{line}" in script for line in ("array=0-1", "partition=gpu", "time=90", "gpus-per-node=1")
+        )
+        for worker in workers:
+            worker.stop()
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--scheduler=slurm", "--jobs=auto"], "auto cannot count the GPUs of SLURM; give a number"),
+    (["--resources.time=5"], "set --scheduler ray or slurm as well"),
+    (["--scheduler=slurm"], "there is no sbatch on this machine"),
+])  # fmt: skip
+def test_mistakes_of_schedulers(tiny_opt, text_file, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=said):
+        main(flags(tiny_opt, text_file, tmp_path / "run", *arguments))
+
+
+def test_resources_that_slurm_does_not_take(slurm, tmp_path):
+    config = parse_config(["--scheduler=slurm", "--jobs=2", "--resources.partitoin=gpu"])
+    with pytest.raises(UserError, match="resources: submitit does not take them"), opened(config, tmp_path):
+        pass
+
+
+def test_a_package_that_is_missing(tiny_opt, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("dejavu_train.machine.has_package", lambda name: name != "ray")
+    with pytest.raises(UserError, match="--scheduler ray needs the package ray.*'dejavu-train.ray.'"):
+        main(flags(tiny_opt, text_file, tmp_path / "run", "--scheduler=ray"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["slurm", "ray"])
+def test_a_whole_run_by_two_workers_of_which_one_is_killed(name, slurm, tiny_opt, text_file, tmp_path, caplog):
+    alone, output = tmp_path / "alone", tmp_path / "run"
+    main(flags(tiny_opt, text_file, alone))
+    killed = []
+
+    def kill() -> None:
+        log = output / "workers" / "0.log"
+        while not log.is_file() or "training" not in log.read_text():
+            time.sleep(0.05)
+        killed.append(next(number for number in _processes() if b"dejavu_train.worker\0train" in _command(number)))
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    main(flags(tiny_opt, text_file, output, f"--scheduler={name}", "--jobs=2"))
+    assert killed and "ended early (-9), it is started again" in caplog.text
+    paths = [path.relative_to(alone) for path in alone.rglob("predictor*.safetensors")]
+    assert len(paths) == 5
+    for path in [*paths, Path("bundle/bundle.json")]:
+        assert (alone / path).read_bytes() == (output / path).read_bytes(), path
+
+
+def _processes():
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _command(number):
+    try:
+        return Path(f"/proc/{number}/cmdline").read_bytes()
+    except OSError:
+        return b""
