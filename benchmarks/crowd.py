@@ -15,7 +15,6 @@ Where the model has no tokenizer of its own, give a folder that has one: the str
 
 import argparse
 import dataclasses
-import json
 import random
 import threading
 import time
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, TextIteratorStreamer
 
-from benchmarks.rows import made_now
+from benchmarks.rows import append_json, made_now
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.models.opt import load_opt
 
@@ -217,10 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         crowd = Crowd(options.model, Bundle.from_pretrained(options.bundle), backend, options.device)
         row = {"backend": backend, "device": options.device} | crowd.run(options.seconds)
         row |= {"torch": torch.__version__, **made_now("dejavu_train", "kernels")}
-        print(json.dumps(row), flush=True)
-        if options.out:
-            with open(options.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        append_json(options.out, row)
 
 
 if __name__ == "__main__":

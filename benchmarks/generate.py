@@ -11,7 +11,6 @@ defaults is timed as well, of the dense model and of ours. Appends one JSON row 
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -25,7 +24,7 @@ from transformers import OPTForCausalLM, pipeline
 from benchmarks.decode_hf import Clock, random_model
 from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
 from benchmarks.harness import step_times
-from benchmarks.rows import command_line, gpu_versions, made_now
+from benchmarks.rows import append_json, command_line, gpu_versions, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.engine.decode import DecodeEngine
@@ -188,10 +187,7 @@ def main() -> int:
         **asked,
         **{name: round(value, 4) for name, value in run(args).items()},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps(row, indent=1))
+    append_json(args.out, row)
     return 0
 
 

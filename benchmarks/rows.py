@@ -1,4 +1,4 @@
-"""What scripts of benchmarks share: their command line, what stands in every row, CSV files that grow row by row."""
+"""What scripts of benchmarks share: their command line, what stands in every row, files that grow row by row."""
 
 import argparse
 import ast
@@ -7,6 +7,7 @@ import datetime
 import functools
 import hashlib
 import io
+import json
 import os
 import subprocess
 import tokenize
@@ -113,6 +114,16 @@ def append_row(path: str | Path, row: Mapping[str, Any], columns: Sequence[str] 
             writer.writerows(earlier)
     with path.open("a", newline="", encoding="utf-8") as file:
         csv.DictWriter(file, names, extrasaction="ignore").writerow(row)
+
+
+def append_json(path: str | Path | None, row: Mapping[str, Any]) -> None:
+    """Print a row as a line of JSON, and write it at the end of a file, if there is one."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def five_digits(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
 from benchmarks.tables_plan import streaming_table
+from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 from dejavu_train.evaluation.picture import plot_curves
@@ -40,6 +41,7 @@ FILES = (
     "docs/results/demo.md",
     "docs/results/families.md",
     "docs/results/frontier.md",
+    "docs/results/serving.md",
     "docs/results/speed.md",
     "docs/results/texts.md",
     "docs/notes/four-bit-speed.md",
@@ -295,6 +297,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "matrix-100m": lambda root: matrix_table(root, "opt-100m"),
     **FRONTIER_TABLES,
     **FAMILY_TABLES,
+    **SERVE_TABLES,
     **SWEEP_TABLES,
     **LOSSLESS_TABLES,
     "streaming": streaming_table,
@@ -324,6 +327,9 @@ MADE_BY = {  # table -> what makes its rows
     "matrix-mini": _TEXTS.format("mini"),
     "matrix-100m": _TEXTS.format("100m"),
     **dict.fromkeys(FRONTIER_TABLES, _STUDY),
+    "serve-speed": "`python -m benchmarks.serve_speed` on quiet cores, also with `--device cuda`",
+    "serve-load": "`python -m benchmarks.serve --out benchmarks/results/serve.jsonl`",
+    "serve-malformed": "`python -m benchmarks.malformed`",
     **dict.fromkeys(SWEEP_TABLES, "`sh examples/sweep.sh`"),
     **dict.fromkeys(FAMILY_TABLES, "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"),
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from dejavu_train.engine.inputs import Row
 from dejavu_train.serving.line import Event, Full, Line, Ticket
 from dejavu_train.serving.replies import Choice, Refusal, Reply, error_body, event
-from dejavu_train.serving.requests import Asked, Chat, Completion, Reader
+from dejavu_train.serving.requests import Asked, Chat, Completion, Reader, explain
 from dejavu_train.serving.text import Text
 
 LISTEN_SECONDS = 0.2  # between two looks whether a client is still there
@@ -60,10 +60,9 @@ def make_app(line: Line, reader: Reader, name: str, density: dict[str, float], k
         return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status, waits)
 
     @app.exception_handler(RequestValidationError)
-    async def explain(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = ".".join(str(each) for each in first["loc"][1:]) or "the body"
-        return JSONResponse(error_body(400, f"{place}: {first['msg']}", place), 400)
+    async def correct(_: Request, error: RequestValidationError) -> JSONResponse:
+        field, said = explain(error.errors()[0], error.body)
+        return JSONResponse(error_body(400, said, field), 400)
 
     @app.exception_handler(HTTPException)
     async def tell(request: Request, error: HTTPException) -> JSONResponse:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     served = Served(config, config.api_key or os.environ.get("DEJAVU_API_KEY") or None)
     host, port = listening.getsockname()[:2]
     print(f"serving {served.name} at http://{host}:{port}/v1, {served.about}", file=sys.stderr, flush=True)
-    run(served, listening, config.drain)
+    run(served, listening, config.drain, config.log)
     if served.line.failure is not None:
         raise served.line.failure
     if served.forced:

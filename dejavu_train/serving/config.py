@@ -41,6 +41,8 @@ class ServeConfig:
     """0 takes a free one, and the first line says which."""
     api_key: str | None = None
     """What clients must send as their key. null: the environment's DEJAVU_API_KEY, else no key."""
+    log: str | None = None
+    """File to which a line is appended for each request. null: none."""
     drain: int = 60
     """Seconds that running requests have after SIGTERM."""
 

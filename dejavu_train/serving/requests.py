@@ -1,6 +1,8 @@
 """What clients send: OpenAI's fields, checked, as rows of an engine."""
 
+import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -13,6 +15,35 @@ from dejavu_train.serving.replies import Refusal
 MOST_CHOICES = 32
 MOST_STOPS = 4
 Words = Annotated[str, Field(min_length=1, max_length=200)]
+SHOWN = 60  # characters of a wrong value in a message
+KINDS = {  # of fields that take several: what each may be, which no single error says
+    "prompt": "a text, several, token ids, or several lists of token ids",
+    "stop": f"a text of 1 to 200 characters, or at most {MOST_STOPS} of them",
+}
+
+
+def explain(error: Mapping[str, Any], body: Any) -> tuple[str | None, str]:
+    """The field that is meant, and what is wrong, of one of pydantic's errors about a body."""
+    place, kind = error["loc"][1:], error["type"]
+    if kind == "json_invalid":
+        fault = error["ctx"]["error"].lower().removesuffix(" at")
+        return None, f"the body must be JSON: {fault} at character {place[0]}"
+    if not place:
+        return None, "the body must be a JSON object" + ("" if kind == "missing" else f", got {_shown(error['input'])}")
+    name = str(place[0]) if place[0] in KINDS else ".".join(map(str, place))
+    if kind == "missing":
+        return name, f"{name} is missing; give it"
+    if kind in ("extra_forbidden", "none_required"):
+        return name, f"this server has no {name}; leave it out"
+    if name in KINDS:
+        return name, f"{name} must be {KINDS[name]}, got {_shown(body[name])}"
+    said = error["msg"].replace("Input should", f"{name} must").replace("False", "false")
+    return name, f"{said if name in said else f'{name}: {said}'}, got {_shown(error['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 class StreamOptions(BaseModel):

@@ -13,10 +13,24 @@ from dejavu_train.models.opt import load_tokenizer
 from dejavu_train.serving.app import make_app
 from dejavu_train.serving.config import ServeConfig
 from dejavu_train.serving.line import Line
+from dejavu_train.serving.log import log_requests
 from dejavu_train.serving.lossless_rows import LosslessRows
 from dejavu_train.serving.metrics import Metrics
 from dejavu_train.serving.requests import Reader
 from dejavu_train.sparse.model import SparseCausalLM
+
+
+def load(config: ServeConfig) -> SparseCausalLM:
+    """The model and its bundle, where and as they are served. Raises :class:`UserError` where there is none."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() and config.backend != "cpu" else "cpu"
+    dtype = config.dtype or ("float32" if device == "cpu" else "float16")
+    model: SparseCausalLM = SparseCausalLM.from_pretrained(
+        config.model, config.bundle or None, config.backend, "prompt",
+        dtype=dtype, device=device, revision=config.revision,
+    )  # fmt: skip
+    return model
 
 
 class Served:
@@ -29,14 +43,7 @@ class Served:
     """
 
     def __init__(self, config: ServeConfig, key: str | None = None) -> None:
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() and config.backend != "cpu" else "cpu"
-        dtype = config.dtype or ("float32" if device == "cpu" else "float16")
-        self.model = SparseCausalLM.from_pretrained(
-            config.model, config.bundle or None, config.backend, "prompt",
-            dtype=dtype, device=device, revision=config.revision,
-        )  # fmt: skip
+        self.model = load(config)
         tokenizer, pool = load_tokenizer(config.model, config.revision), self.model.engine_pool()
         if config.rows > pool.max_rows:
             raise UserError(f"--rows must be at most {pool.max_rows} with this engine, got {config.rows}")
@@ -57,14 +64,22 @@ class Served:
         self.line.start()
 
 
-def run(served: Served, listening: socket.socket, drain: int) -> None:
-    """Answer until SIGTERM or SIGINT, or until the engine fails. Running requests have ``drain`` seconds to end."""
+def run(served: Served, listening: socket.socket, drain: int, log: str | None = None) -> None:
+    """Answer until SIGTERM or SIGINT, or until the engine fails.
+
+    Args:
+        drain: seconds that running requests have to end. log: file of a line a request.
+    Raises:
+        UserError: a log that cannot be written.
+    """
     # Connections take this from the socket. Else the body of an answer waits 40 ms until its headers are acknowledged.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(
         served.app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain, server_header=False
     )
     server = uvicorn.Server(config)
+    if log is not None:
+        log_requests(log)
 
     def stop() -> None:
         server.should_exit = True

@@ -2,17 +2,22 @@
 
 import asyncio
 import concurrent.futures
-import random
+import csv
 import socket
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from bundles import make_bundle
+from conftest import REPOSITORY
 from serving_helpers import NAME, Running
 from transformers import AutoTokenizer
 
+from benchmarks.malformed import ask_all
 from benchmarks.serve import Load
+from dejavu_train.errors import UserError
+from dejavu_train.serving.log import LogFile
 from dejavu_train.serving.text import Text
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -97,46 +102,47 @@ def test_text_holds_back_what_may_be_a_stop():
     assert Text(Letters(), ["abc"]).add([97, 98], last=True) == "ab"
 
 
-MALFORMED = [
-    b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "tiny"}', b'{"prompt": "a"}',
-    *(
-        {"model": NAME, "prompt": "a"} | wrong
-        for wrong in (
-            {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"max_tokens": 1.5}, {"max_tokens": 10**9},
-            {"temperature": -1}, {"temperature": "hot"}, {"temperature": 3}, {"top_p": 0}, {"top_p": 2},
-            {"top_k": -1}, {"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": 9}, {"n": 0}, {"n": 1000},
-            {"n": True}, {"seed": "a"}, {"stop": ""}, {"stop": [""]}, {"stop": ["a"] * 9}, {"stop": 3},
-            {"stream": "yes"}, {"stream_options": 1}, {"prompt": []}, {"prompt": ""} | {"prompt": [[]]},
-            {"prompt": [-1]}, {"prompt": [10**9]}, {"prompt": [2**70]}, {"prompt": ["a", 1]}, {"prompt": None},
-            {"prompt": {}}, {"prompt": "a " * 500}, {"logprobs": 3}, {"echo": True}, {"best_of": 4},
-            {"suffix": "b"}, {"logit_bias": {}}, {"unknown": 1}, {"model": "other"}, {"model": None},
-        )
-    ),
-]  # fmt: skip
-
-
 def test_malformed_requests_get_an_error_of_openais_form(server):
-    rng, seen = random.Random(0), 0
+    """What a client sees of each is what the committed rows say, but for the model's own numbers."""
+    rows = ask_all(f"{server.url}/v1", NAME)
+    assert len(rows) == 100
+    for row in rows:
+        assert row["status"] in ("400", "404") and row["type"] == "invalid_request_error", row
+        assert row["message"] and "\n" not in row["message"], row
+    kept = ("number", "status", "raised", "type", "param", "code")
+    with (REPOSITORY / "benchmarks/results/malformed.csv").open(newline="") as file:
+        committed = [{name: row[name] for name in kept} for row in csv.DictReader(file)]
+    assert [{name: str(row[name] or "") for name in kept} for row in rows] == committed
     with httpx.Client(base_url=server.url, timeout=30) as client:
-        whole = b'{"model": "tiny", "prompt": "abc", "max_tokens": 3, "stop": ["a"]}'
-        cut = [whole[: rng.randrange(1, len(whole) - 1)] for _ in range(50)]
-        for body in [*MALFORMED, *cut]:
-            given = {"json": body} if isinstance(body, dict) else {"content": body}
-            answer = client.post("/v1/completions", headers={"content-type": "application/json"}, **given)
-            error = answer.json()["error"]
-            assert answer.status_code in (400, 404) and error["type"] == "invalid_request_error", (body, error)
-            assert error["message"] and "\n" not in error["message"], body
-            seen += 1
-        chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
-        assert "no chat template" in client.post("/v1/chat/completions", json=chat).json()["error"]["message"]
-        assert client.get("/v1/nothing").status_code == 404 and client.get("/v1/completions").status_code == 405
+        assert client.get("/v1/completions").status_code == 405
         large = client.post("/v1/completions", content=b"x" * (9 * 2**20))
         assert large.status_code == 413 and "bytes" in large.json()["error"]["message"]
         assert client.get("/health").json() == {"status": "ok"}
-    assert seen >= 98
     with pytest.raises(openai.BadRequestError, match="do not fit the context of 400") as refused:
         server.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=400)
     assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_for_the_log_is_told_once(tiny_opt, stored_bundle, tmp_path, capfd):
+    running = Running(tiny_opt, stored_bundle, rows=1, context=128, log="/dev/full")
+    asked = [running.client().completions.create(**DRAWN).choices[0].text for _ in range(3)]
+    assert len(set(asked)) == 1
+    told = [line for line in capfd.readouterr().err.splitlines() if "log" in line]
+    assert told == [
+        "cannot write the log /dev/full: [Errno 28] No space left on device;"
+        " requests are answered, and some are not logged"
+    ]
+    with pytest.raises(UserError, match="cannot write the log .*: Is a directory; give --log another file"):
+        LogFile(str(tmp_path))
+
+
+def test_a_log_has_a_line_for_each_request(tiny_opt, stored_bundle, tmp_path):
+    running = Running(tiny_opt, stored_bundle, rows=1, context=128, log=str(tmp_path / "log"))
+    running.client().completions.create(**DRAWN)
+    httpx.get(f"{running.url}/nothing")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 2 and '"POST /v1/completions HTTP/1.1" 200' in lines[0] and lines[1].endswith("404")
 
 
 def test_a_full_queue_is_told_and_who_leaves_makes_room(server):

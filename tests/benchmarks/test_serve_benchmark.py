@@ -1,0 +1,68 @@
+"""The server's benchmarks: who is compared with whom, and what their tables show."""
+
+import argparse
+import contextlib
+import csv
+import json
+
+import pytest
+
+from benchmarks import serve_speed
+from benchmarks.rows import append_json
+from benchmarks.tables_serve import LOAD, SPEED, load_table, speed_table
+
+
+def compared(monkeypatch, engine_rates):
+    """Rows of contestants with known rates. The first turn, whose rates are others, must not count."""
+    turns, asked = iter([[1.0, 1.0], *engine_rates]), []
+
+    async def ask(url, model, rows, new, more):
+        asked.append((url, more))
+        return 1.0 if len(asked) < 3 else {"ours": 90.0, "theirs": 10.0}[url]
+
+    @contextlib.contextmanager
+    def process(found):
+        yield found
+
+    monkeypatch.setattr(serve_speed, "tokens_per_second", ask)
+    monkeypatch.setattr(serve_speed, "serving", lambda command: process("ours"))
+    monkeypatch.setattr(serve_speed, "engine_alone", lambda options: process((lambda: next(turns), 2)))
+    monkeypatch.setattr(serve_speed, "transformers_serve", lambda *_: process("theirs"))
+    options = argparse.Namespace(model="m", bundle="b", device="cpu", rows=8, new=16, turns=3, rival=True)
+    options.rival_options = []
+    rows = serve_speed.compare(options)
+    assert asked[:2] == [("ours", {"min_tokens": 16}), ("theirs", {})]
+    return {row["contestant"]: row for row in rows}
+
+
+def test_a_server_is_compared_with_its_engine_by_medians(monkeypatch, capsys):
+    rows = compared(monkeypatch, [[100.0, 110.0], [50.0, 55.0], [100.0, 110.0]])
+    assert rows["server"]["ratio"] == pytest.approx(0.9) and rows["engine"]["tokens_per_second"] == 100
+    assert rows["transformers serve"]["ratio"] == pytest.approx(0.1) and rows["engine, steps"]["turns"] == 3
+    assert rows["engine"]["p20"] == pytest.approx(70) and rows["engine"]["threads"] == 2
+    assert "not quiet" not in capsys.readouterr().err
+
+
+def test_an_engine_whose_steps_alone_are_far_faster_is_told(monkeypatch, capsys):
+    compared(monkeypatch, [[25.0, 100.0]] * 3)
+    assert "steps alone are 4.00 times as fast as texts: the cores were not quiet" in capsys.readouterr().err
+
+
+def test_the_tables_show_the_newest_rows(tmp_path, capsys):
+    shared = {"date": "2030-01-01", "commit": "abc", "device": "A CPU", "model": "m", "rows": 8, "p20": 1, "p80": 2}
+    shared |= {"versions": "torch 9", "sources": ""}
+    found = [("server", 70, 0.7), ("server", 90, 0.9), ("engine", 100, 1), ("transformers serve", 10, 0.1)]
+    (tmp_path / SPEED).parent.mkdir(parents=True)
+    with (tmp_path / SPEED).open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*shared, "contestant", "tokens_per_second", "ratio"])
+        writer.writeheader()
+        for name, rate, ratio in found:
+            writer.writerow(shared | {"contestant": name, "tokens_per_second": rate, "ratio": ratio})
+    assert "| A CPU, m | 8 | 90 (1 to 2) | 100 (1 to 2) | | 10 (1 to 2) | 0.9 | 0.1 |" in speed_table(tmp_path)
+    row = {"model": "x/m", "device": "cpu", "clients": 64, "seconds": 600.0, "text": 5, "lost: APIError": 2}
+    row |= {name: 1.5 for name in ("first_p50", "first_p99", "whole_p50", "whole_p99")}
+    for commit in ("old", "new"):
+        append_json(tmp_path / LOAD, row | {"commit": commit, "date": "2030-01-01"})
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["commit"] == "old"
+    assert "| cpu, m | 64 | 600 | 5 | 0 | 0 | 0 | 0 | 2 | 1.5 | 1.5 | 1.5 | 1.5 |" in load_table(tmp_path)
+    assert "commit new" in load_table(tmp_path)
