@@ -49,6 +49,7 @@ from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
+from dejavu_train.models.config_values import INT4, quant_method, read_values
 from dejavu_train.models.opt import load_opt
 
 TINY = ModelDims(128, 512, 4, 4, 1000, 512)
@@ -232,7 +233,8 @@ def conditions(args: argparse.Namespace, model: str) -> dict[str, Any]:
         import triton
 
         versions["triton"] = triton.__version__
-    weights = args.weights if args.what == "forced" else "float16"
+    stored = "int4" if args.what != "forced" and quant_method(read_values(args.model)) == INT4 else "float16"
+    weights = args.weights if args.what == "forced" else stored
     return made_now("kernels", "dejavu_train/engine") | versions | {"model": model, "weights": weights}
 
 
@@ -354,7 +356,7 @@ def measure_speed(args: argparse.Namespace) -> None:
     """Rows of all ways and decodings, all texts together and each."""
     dense, engine = engines_of(args, args.prompt + args.new)
     ways = Ways(engine)
-    prompts = list(read_prompts(args.model, args.prompt, args.prompts))
+    prompts = list(read_prompts(args.model, args.prompt, args.prompts, args.texts))
     row = conditions(args, Path(args.model).name) | {"what": "speed", "prompts": args.prompts}
     for decoding in args.decodings:
         counted: dict[tuple[str, str], list[Acceptance]] = {}
@@ -365,7 +367,7 @@ def measure_speed(args: argparse.Namespace) -> None:
                     found = ways.write_densely(dense, prompt, args.new, sampling)
                 else:
                     found = ways.write(name, prompt, args.new, sampling)[1]
-                if number >= len(TEXTS):  # those before have compiled, recorded, and found lengths of drafts
+                if number >= len(args.texts):  # those before have compiled, recorded, and found lengths of drafts
                     counted.setdefault((name, text), []).append(found)
                     counted.setdefault((name, "all"), []).append(found)
         for (name, text), parts in counted.items():
@@ -388,7 +390,7 @@ def count_differences(args: argparse.Namespace) -> None:
         entry = totals.setdefault((decoding, name), [0, 0])
         entry[0], entry[1] = entry[0] + differ, entry[1] + tokens
 
-    for number, (_, prompt) in enumerate(read_prompts(args.model, args.prompt, args.prompts)):
+    for number, (_, prompt) in enumerate(read_prompts(args.model, args.prompt, args.prompts, args.texts)):
         decoding = args.decodings[number % len(args.decodings)]
         sampling = dataclasses.replace(DECODINGS[decoding], seed=number)
         expected, _ = ways.write("draft_length=0", prompt, args.new, sampling)
@@ -492,6 +494,7 @@ def main() -> int:
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.84, 0.9, 0.95])
     parser.add_argument("--ways", nargs="+", help="default: all")
     parser.add_argument("--decodings", nargs="+", default=["greedy", "0.7", "1.0"], choices=list(DECODINGS))
+    parser.add_argument("--texts", nargs="+", default=TEXTS, help="installed texts, or files held out as a whole")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new", type=int, default=192)

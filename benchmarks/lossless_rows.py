@@ -1,9 +1,10 @@
 """What the benchmarks of lossless decoding share: prompts, decodings, and the columns that every way has."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from dejavu_train.data.text import TextSource, load_sets
+from dejavu_train.data.text import TextSource, load_documents, load_sets
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.lossless import Acceptance
 from dejavu_train.models.opt import load_tokenizer
@@ -15,11 +16,13 @@ DECODINGS = {"greedy": Sampling(), "0.7": Sampling(0.7), "1.0": Sampling(1.0)}
 def read_prompts(
     model: str, length: int, count: int, texts: Sequence[str] = TEXTS, part: str = "test"
 ) -> Iterator[tuple[str, list[int]]]:
-    """(text, ids) of the beginnings of held-out documents, of all texts in turn."""
+    """(text, ids) of the beginnings of held-out documents, of all texts in turn. A text file is held out as a whole."""
     tokenizer = load_tokenizer(model)
     documents = {}
     for name in texts:
-        documents[name] = iter(load_sets(TextSource(name), model)[0][part])
+        source = TextSource(name)
+        held = load_documents(source)[0] if Path(name).is_file() else load_sets(source, model)[0][part]
+        documents[Path(name).stem if Path(name).is_file() else name] = iter(held)
     found = 0
     while found < count and documents:
         for name in list(documents):

@@ -225,12 +225,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tf32", action="store_true", help="products in TF32 on a GPU, for a large model")
     parser.add_argument("--csv", default="docs/results/frontier/int4.csv")
     options = parser.parse_args(argv)
     options.densities = [tuple(map(float, pair.split("/"))) for pair in options.densities]
     options.weights = dict(pair.split("=", 1) for pair in options.weights)
     options.bundles = dict(pair.split("=", 1) for pair in options.bundles)
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     if options.command == "show":
         show(options.csv)
     else:

@@ -27,6 +27,7 @@ from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, p
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
+from benchmarks.tables_one_model import ONE_MODEL_TABLES
 from benchmarks.tables_plan import streaming_table
 from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_sweep import SWEEP_TABLES
@@ -47,6 +48,7 @@ FILES = (
     "docs/notes/four-bit-speed.md",
     "docs/notes/decode-engine.md",
     "docs/notes/lossless.md",
+    "docs/notes/one-model.md",
     "docs/notes/streaming.md",
     "checkpoints/opt-mini/README.md",
 )
@@ -300,6 +302,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **SERVE_TABLES,
     **SWEEP_TABLES,
     **LOSSLESS_TABLES,
+    **ONE_MODEL_TABLES,
     "streaming": streaming_table,
     "card": card_table,
 }
@@ -335,6 +338,8 @@ MADE_BY = {  # table -> what makes its rows
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
     "lossless-cpu": "`python -m benchmarks.lossless speed`",
     "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
+    **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),
+    "one-model-forecast": "`python -m benchmarks.one_model forecast`",
     "streaming": "`train.py --plan`, whose rates `python -m benchmarks.hardware` takes from rows",
     "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
 }

@@ -163,7 +163,11 @@ def _train(
             save_state(state_path, made | {"step": step, "elapsed": elapsed, "keys": _decisive(config)})
 
     blocks, kind, l1 = blocks_of(model), dims_of(model.config).activation, config.l1 or 0.0
-    layer = torch.compile(run_layer) if config.compile else run_layer
+    layer = run_layer
+    if config.compile:
+        limits: Any = torch._dynamo.config  # where layers cannot share a graph, each has its own, and none goes without
+        limits.recompile_limit = max(limits.recompile_limit, 2 * len(blocks))
+        layer = torch.compile(run_layer)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
 
     def add_gradients(rows: Tensor) -> Tensor:
