@@ -7,10 +7,13 @@
     python -m benchmarks.one_model forecast        how long it should take, by size
 
 A call may last ten minutes there, and the machine is kept for half a minute between two. So the run outlives the call
-that starts it, and later calls look at it. Stages: pretrain (torchrun, held-out text stops it early), predictors (own
-text, collecting, training on all GPUs, calibration: train.py) beside GPTQ, then measurements, a process a GPU: eight
-texts, eight tasks, ms a token, lossless speed. Each writes its rows at once. A stage that begins late halves its
-tokens. Pretraining gives up what the later stages need. --shards 2 decodes on two GPUs as well.
+that starts it, and later calls look at it. Its stages:
+
+    pretrain      torchrun on all GPUs; a held-out text stops it early. It gives up what the later stages need
+    predictors    train.py: own text, collecting, training on all GPUs, calibration. GPTQ beside it
+    measure       a process a GPU: eight texts, eight tasks, ms a token, lossless speed
+
+Each writes its rows at once. A stage that begins late halves its tokens. --shards 2 decodes on two GPUs as well.
 rows.csv: scale, what was measured, weights, selection, subject, value. times.csv: every process, its code and seconds.
 
 Before: see benchmarks/one_model_data.py. Rehearsal: `run --scale tiny --device cpu --gpus 2 --work /tmp/w --out /tmp/o`
