@@ -1,6 +1,5 @@
 """What train.py looks at before it imports torch and Lightning: all that needs neither a model nor a GPU."""
 
-import logging
 from pathlib import Path
 
 from dejavu_train.config import RunConfig
@@ -12,8 +11,6 @@ from dejavu_train.files import probe_folder, require_name
 from dejavu_train.machine import check_device_map, check_device_name, has_package, require_package
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.stored import check_folder, has_config_alone
-
-logger = logging.getLogger(__name__)
 
 TRAIN_EXTRA = "'dejavu-train[train]'"
 
@@ -35,9 +32,7 @@ def check(config: RunConfig, only_plan: bool = False) -> ModelDims:
     check_device_name(config.collect.device, "collect.device")
     shape = read_dims(config.model, config.revision)
     config.check(shape)
-    if only_plan and has_config_alone(config.model):
-        logger.info("%s has a config.json alone: weights and tokenizer are not looked at", config.model)
-    else:
+    if not (only_plan and has_config_alone(config.model)):
         check_folder(config.model, shape)
     check_sets(config.text, config.model, config.collect.window, ("train", "calibration", "val"))
     check_output(config)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES
 from dejavu_train.config import RunConfig
@@ -66,8 +68,10 @@ class Estimate:
         tokens = int(TRIAL_FLOPS[device.type] / (2 * block))
         length = max(16, min(run.window, tokens))
         rows = max(1, min(run.batch_size, tokens // length))
-        record = _recorded_block(config, shape, device, rows, length)
-        write = _recorded_block(config, shape, device, 32, 1)
+        model = _one_block(config, device)
+        heads = {0: HeadReference.of(blocks_of(model)[0], torch.zeros(shape.n_kv_heads, shape.group_dim))}
+        record = _recorded(model, heads, config, rows, length)
+        write = _recorded(model, heads, config, 32, 1)
         steps = functools.partial(seconds_of_steps, config, shape)
         return cls(config, shape, timed(record, device) / (rows * length), timed(write, device) / 32, steps)
 
@@ -145,15 +149,21 @@ class _Nowhere:
         pass
 
 
-def _recorded_block(
-    config: RunConfig, shape: ModelDims, device: torch.device, rows: int, length: int
-) -> Callable[[], object]:
-    """A pass of ``rows`` windows through one block of the model's shape, as collecting makes it."""
+def _one_block(config: RunConfig, device: torch.device) -> PreTrainedModel:
+    """A model of one block of the run's shape. All weights are one number: a draw takes longer than what is timed."""
     values = {**read_values(config.model, config.revision), "num_hidden_layers": 1, "vocab_size": 16}
     values.pop("quantization_config", None)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    with torch.device(device), no_init_weights():
         model = random_model(values).to(torch_dtype(config.collect.dtype)).eval()
-    heads = {0: HeadReference.of(blocks_of(model)[0], torch.zeros(shape.n_kv_heads, shape.group_dim))}
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    return model
+
+
+def _recorded(
+    model: PreTrainedModel, heads: dict[int, HeadReference], config: RunConfig, rows: int, length: int
+) -> Callable[[], object]:
+    """A pass of ``rows`` windows through a model of one block, as collecting makes it."""
     batch = Batch.of([Window(0, np.full(length, 3)) for _ in range(rows)])
     return lambda: record_batch(model, batch, config.collect, heads, _Nowhere(), 0)
 
@@ -164,7 +174,7 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tup
     predictor = make_predictor(config, UnitKey(0, target), shape.d_model, n_units)
     module = LitPredictor(target, predictor, n_units, section.density or 0.1, section.loss).to(device)
     weights = LayerWeights(
-        torch.randn(shape.d_ffn, shape.d_model),
+        torch.randn(1, shape.d_model).repeat(shape.d_ffn, 1),
         torch.zeros(shape.d_ffn),
         torch.ones(shape.d_ffn),
         torch.zeros(shape.n_kv_heads, shape.group_dim),

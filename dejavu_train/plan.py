@@ -3,6 +3,7 @@
 Nothing is written. The minutes are those of estimate.py, which times a block and some steps on the device of the run.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from dejavu_train.data.text import SELF, is_compressed
 from dejavu_train.estimate import Estimate
 from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.stored import has_config_alone
 from dejavu_train.pipeline import bundle_stage, checked
 from dejavu_train.run_folder import check_run_folder
 from dejavu_train.stages import calibrate_stage, train_stage, tune_stage
 from dejavu_train.training.job import has_predictor, job_folder, stored_stage
 from dejavu_train.training.trainer import start_device
+
+logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4  # of English in OPT's vocabulary, about; for a guess from a file's size
 SHARES = {"train": 0.76, "calibration": 0.08, "val": 0.08}  # of a text's documents
@@ -32,6 +36,8 @@ def print_plan(config: RunConfig) -> None:
         UserError: as :func:`dejavu_train.pipeline.run` before any work.
     """
     config, shape = checked(config, only_plan=True)
+    if has_config_alone(config.model):
+        logger.info("%s has a config.json alone: weights and tokenizer are not looked at", config.model)
     whole = calibrate_stage(config)
     config, _ = check_run_folder(config, whole)
     output = Path(config.output)

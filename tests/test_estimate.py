@@ -7,7 +7,7 @@ import torch
 from small_runs import flags
 
 from dejavu_train.cli import parse_config
-from dejavu_train.estimate import Estimate
+from dejavu_train.estimate import Estimate, _one_block
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.plan import expected_tokens
 
@@ -38,6 +38,12 @@ def test_measuring_takes_a_moment_and_leaves_no_trace(known):
     measured = Estimate.measure(known.config, known.shape)
     assert 1e-8 < measured.block < 1e-2 and 1e-8 < measured.row < 1
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_block_is_made_without_drawing_its_weights(known):
+    """Of a 66B model a draw takes longer than all that is timed."""
+    for name, parameter in _one_block(known.config, torch.device("cpu")).named_parameters():
+        assert torch.equal(parameter, torch.full_like(parameter, 0.01)), name
 
 
 def test_tokens_of_each_set(known):
