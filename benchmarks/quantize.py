@@ -34,7 +34,7 @@ from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.int4_sizes import part_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.masked import masking
 
@@ -98,9 +98,9 @@ def score(
 
 def block_bytes(shape: ModelDims, bundle: Bundle | None, scored: Scored, four_bits: bool) -> tuple[float, float, float]:
     """Shares: of the bytes of fp16 blocks what was read, and of neurons and heads what was selected."""
-    sizes = row_sizes(shape)
+    sizes = part_sizes(shape)
     d, n = shape.d_model, shape.d_ffn
-    plain = {part: 2 * (d * n if part.startswith("fc") else d * d) for part in sizes}
+    plain = {part: 2 * (d * n if part in ("up", "down") else d * d) for part in sizes}
     cost = {part: size.nbytes if four_bits else plain[part] for part, size in sizes.items()}
     read, neurons, heads = 0.0, 0.0, 0.0
     for layer in range(shape.n_layers):
@@ -109,8 +109,8 @@ def block_bytes(shape: ModelDims, bundle: Bundle | None, scored: Scored, four_bi
         kept = scored.selected.get((layer, "mlp"))
         mlp_share = 1.0 if kept is None else kept / scored.units / n
         hit = 1.0 if kept is None else scored.hit[layer] / scored.units / n
-        read += sum(cost[part] for part in sizes if part.startswith("self_attn")) * heads_share
-        read += cost["fc1"] * mlp_share + cost["fc2"] * hit
+        read += sum(cost[part] for part in sizes if part not in ("up", "down")) * heads_share
+        read += cost["up"] * mlp_share + cost["down"] * hit
         neurons, heads = neurons + mlp_share, heads + heads_share
     if bundle is not None:
         read += sum(predictor_bytes(spec) for spec in bundle.specs.values() if not spec.dense)

@@ -1,43 +1,23 @@
 """A model in 4 bits, by rounding to nearest, for tests of what runs one."""
 
-from functools import partial
+from typing import Any
 
-import torch
-from transformers import OPTForCausalLM
-
-from dejavu_train.families import dims_of
-from dejavu_train.models.int4 import CodedLinear, Int4Rows, RowLayout, _by_head, _from_heads, head_layout, row_layouts
+from dejavu_train.families import blocks_of, dims_of
+from dejavu_train.models.int4 import CodedLinear, Int4Rows, head_layout, row_layouts
 from dejavu_train.models.int4_quantizer import replace_matrices
-from dejavu_train.models.int4_sizes import RowSizes, head_sizes
+from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.quantize.rounding import round_nearest
 
 
-def four_bits(model: OPTForCausalLM, head: bool = False) -> OPTForCausalLM:
-    """The model with the six matrices of every layer in 4 bits, and with `head` the LM head, changed in place."""
+def four_bits(model: Any, head: bool = False) -> Any:
+    """The model with the matrices of every layer in 4 bits, and with `head` the LM head, changed in place."""
     shape = dims_of(model.config)
-    for block in model.model.decoder.layers:
-        round_matrices(block, row_layouts(shape))
+    for block in blocks_of(model):
+        round_matrices(block.whole, row_layouts(model.config.model_type, shape))
     if head:
         round_matrices(model, {"lm_head": head_layout(head_sizes(shape, "int4"))})
         model.config.tie_word_embeddings = False
     return model
-
-
-def layouts_of(layer, heads: int, group: int = 128) -> dict[str, RowLayout]:
-    """The layouts of a Llama-like layer's matrices in 4 bits, as `row_layouts` has them of an OPT's."""
-    found = {}
-    for name, linear in layer.named_modules():
-        if not isinstance(linear, torch.nn.Linear):
-            continue
-        n, d = linear.weight.shape
-        if name.endswith("o_proj"):
-            sizes, turns = RowSizes(heads * n, d // heads, d // heads), (_by_head, _from_heads)
-            found[name] = RowLayout(sizes, *(partial(turn, heads) for turn in turns))
-        elif name.endswith("down_proj"):
-            found[name] = RowLayout(RowSizes(d, n, group), torch.t, torch.t)
-        else:
-            found[name] = RowLayout(RowSizes(n, d, group), torch.nn.Identity(), torch.nn.Identity())
-    return found
 
 
 def round_matrices(module, layouts) -> None:

@@ -11,11 +11,10 @@ from dejavu_train.engine.memory import check_room, weight_bytes
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights, formats_of
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
-from dejavu_train.families.opt import DOWN, OUT, QKV, UP
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
-from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.int4_sizes import part_sizes
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.rounding import round_nearest
 
@@ -42,7 +41,7 @@ def draft_weights(weights: DecodeWeights, asked: str) -> DecodeWeights:
 
 def rounded_bytes(weights: DecodeWeights) -> int:
     """Of the matrices of all layers in 4 bits."""
-    return weights.shape.n_layers * sum(size.nbytes for size in row_sizes(weights.shape).values())
+    return weights.shape.n_layers * sum(size.nbytes for size in part_sizes(weights.shape).values())
 
 
 def bytes_beside(draft: DecodeWeights, weights: DecodeWeights) -> int:
@@ -53,7 +52,7 @@ def bytes_beside(draft: DecodeWeights, weights: DecodeWeights) -> int:
 
 def rounded(weights: DecodeWeights) -> DecodeWeights:
     """Every matrix of every layer to the nearest codes. All else is shared."""
-    sizes, h = row_sizes(weights.shape), weights.shape.n_heads
+    sizes, h = part_sizes(weights.shape), weights.shape.n_heads
     check_room({NAME: rounded_bytes(weights)}, weights.embedding.device)
 
     def coded(linear: Linear, part: str, rows: Tensor) -> Linear:
@@ -65,10 +64,10 @@ def rounded(weights: DecodeWeights) -> DecodeWeights:
         out, down = layer.whole_out(dtype), layer.down.weight.dense(dtype)
         return dataclasses.replace(
             layer,
-            qkv=coded(layer.qkv, QKV[0], layer.qkv.weight.dense(dtype)),
-            out=coded(layer.out, OUT, out.unflatten(1, (h, -1)).transpose(0, 1).contiguous()),
-            up=coded(layer.up, UP, layer.up.weight.dense(dtype)),
-            down=coded(layer.down, DOWN, down if layer.down_transposed else down.T.contiguous()),
+            qkv=coded(layer.qkv, "q", layer.qkv.weight.dense(dtype)),
+            out=coded(layer.out, "out", out.unflatten(1, (h, -1)).transpose(0, 1).contiguous()),
+            up=coded(layer.up, "up", layer.up.weight.dense(dtype)),
+            down=coded(layer.down, "down", down if layer.down_transposed else down.T.contiguous()),
             down_transposed=True,
         )
 

@@ -38,7 +38,7 @@ from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, Matrix, MlpWeights, Rows
 from dejavu_train.kernels.stages.head_norm import HeadNorms
 from dejavu_train.models.grouped import GroupedProjection
-from dejavu_train.models.int4 import CodedLinear
+from dejavu_train.models.int4 import CodedLinear, coded_rows
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, part_sizes
 
 CODE_SIZE = 4.64  # root mean square of the codes -8..7
@@ -285,11 +285,11 @@ class _Reader:
             linear.weight.data = tensor.T if turned else tensor
         return Rows(tensor)
 
-    def rows(self, linear: CodedLinear, *leading: int) -> Int4Rows:
-        assert linear.layout.sizes.bits == 4
+    def rows(self, linear: Any, *leading: int) -> Int4Rows:
+        rows = coded_rows(linear)
+        assert isinstance(rows, Int4Rows)
         words, scales = (
-            tensor.to(self.device, copy=not self.share).view(*leading, -1)
-            for tensor in (linear.rows.words, linear.rows.scales)
+            tensor.to(self.device, copy=not self.share).view(*leading, -1) for tensor in (rows.words, rows.scales)
         )
         return Int4Rows(words, scales)
 
@@ -380,10 +380,12 @@ class _Reader:
         return Rows(numbers)
 
     def _coded_qkv(self, block: BlockParts) -> Int4Rows:
-        dims, parts = self.dims, (block.q, block.k, block.v)
+        dims, parts, fused = self.dims, (block.q, block.k, block.v), getattr(block.q, "fused", None)
+        if fused is not None and self.order is None:  # its rows lie so already
+            return self.rows(fused, dims.n_heads, 3, dims.head_dim)
         each = [self.rows(part, part.out_features) for part in parts]
         qkv = Int4Rows(*(self._by_group([getattr(rows, name) for rows in each]) for name in ("words", "scales")))
-        if self.share and self.order is None and dims.kv_group == 1:
+        if self.share and self.order is None and dims.kv_group == 1 and fused is None:
             for i, part in enumerate(parts):
                 part.hold(qkv.words[:, i], qkv.scales[:, i])
         return qkv

@@ -7,11 +7,10 @@ from dejavu_train.bundle.folder import check_bundle, require_model
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
-from dejavu_train.families.opt import DOWN
 from dejavu_train.files import probe_folder
 from dejavu_train.machine import check_device_map, check_device_name, require_package
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
-from dejavu_train.models.int4_sizes import head_kind, row_sizes
+from dejavu_train.models.int4_sizes import head_kind, part_sizes
 from dejavu_train.models.stored import check_folder, stored_files
 
 
@@ -25,7 +24,7 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     values, dims = read_values(config.model, config.revision), read_dims(config.model, config.revision)
     engine = Engine.GPU if device.type == "cuda" else Engine.CPU
     packed = quant_method(values) == INT4
-    group = row_sizes(dims)[DOWN].group if packed else 0
+    group = part_sizes(dims)["down"].group if packed else 0
     if packed:
         name, head = "float16" if engine is Engine.GPU else "float32", head_kind(values)
     else:

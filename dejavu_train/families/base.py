@@ -104,6 +104,14 @@ class Family(Protocol):
         ...
 
     @property
+    def matrices(self) -> Mapping[str, str]:
+        """By the names of :class:`BlockParts` what a layer calls its linear maps, in the order in which they are read.
+
+        One map for q, k and v stands there three times.
+        """
+        ...
+
+    @property
     def embedding(self) -> str:
         """The name of the tokens' embedding among :meth:`stored_tensors`."""
         ...
@@ -223,6 +231,17 @@ def families() -> dict[str, Family]:
 def blocks_of(model: Any) -> list[BlockParts]:
     """The decoder layers of a model of any family, in order."""
     return family_of(model).blocks(model)
+
+
+def map_shapes(dims: ModelDims, matrices: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of the weights of a layer's linear maps, by their names in it. ``matrices``: of a family."""
+    d, n, h, g = dims.d_model, dims.d_ffn, dims.n_heads * dims.head_dim, dims.n_kv_heads * dims.head_dim
+    sizes = {"q": (h, d), "k": (g, d), "v": (g, d), "out": (d, h), "gate": (n, d), "up": (n, d), "down": (d, n)}
+    made: dict[str, tuple[int, int]] = {}
+    for part, name in matrices.items():
+        rows, columns = sizes[part]
+        made[name] = (made.get(name, (0, 0))[0] + rows, columns)
+    return made
 
 
 def layer_tensors(

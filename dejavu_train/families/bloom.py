@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts, layer_tensors
+from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes
 from dejavu_train.families.dims import Activation, ModelDims, Positions
 from dejavu_train.families.standard import whole_number
 
@@ -22,6 +22,10 @@ class BloomFamily:
     model_types: tuple[str, ...] = ("bloom",)
     least_transformers = "4.20"
     embedding = "word_embeddings.weight"
+    matrices: Mapping[str, str] = {
+        **dict.fromkeys("qkv", "self_attention.query_key_value"), "out": "self_attention.dense",
+        "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
+    }  # fmt: skip
     structure: tuple[str, ...] = (
         *_NAMES, *_NAMES.values(), "vocab_size", "seq_length", "layer_norm_epsilon",
         "apply_residual_connection_post_layernorm", "slow_but_exact", "pretraining_tp",
@@ -53,13 +57,11 @@ class BloomFamily:
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
-        d, n = dims.d_model, dims.d_ffn
-        maps = {"self_attention.query_key_value": (3 * d, d), "self_attention.dense": (d, d)}
-        maps |= {"mlp.dense_h_to_4h": (n, d), "mlp.dense_4h_to_h": (d, n)}
+        d = dims.d_model
         made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
         norms = ["word_embeddings_layernorm", "ln_f"]
         layers = [f"h.{i}." for i in range(dims.n_layers)]
-        made |= layer_tensors(layers, maps)
+        made |= layer_tensors(layers, map_shapes(dims, self.matrices))
         for layer in layers:
             norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
         made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}

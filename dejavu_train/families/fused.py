@@ -24,13 +24,14 @@ class FusedPart(RowLinear):
         """The same part of another map."""
         return FusedPart(fused, self.index, self.n_heads)
 
-    def _part(self, tensor: Tensor) -> Tensor:
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """(heads * 3 * head_dim, ...), a row for each of the map's -> (heads, head_dim, ...), a view."""
         return tensor.unflatten(0, (self.n_heads, 3, -1))[:, self.index]
 
     @property
     def rows(self) -> Tensor:
         """(h, head_dim, d), a view."""
-        return self._part(self.fused.weight)
+        return self.part_of(self.fused.weight)
 
     @property
     def weight(self) -> Tensor:
@@ -40,7 +41,7 @@ class FusedPart(RowLinear):
     @property
     def bias(self) -> Tensor | None:
         """(h * head_dim,), or None."""
-        return None if self.fused.bias is None else self._part(self.fused.bias).flatten()
+        return None if self.fused.bias is None else self.part_of(self.fused.bias).flatten()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d) -> (..., h * head_dim)."""

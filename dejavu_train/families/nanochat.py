@@ -16,8 +16,6 @@ from dejavu_train.families.standard import StandardFamily
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
 
-_NAMES = {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
-
 
 class NanoChatFamily(StandardFamily):
     classes = {"nanochat": "NanoChat"}
@@ -42,8 +40,6 @@ class NanoChatFamily(StandardFamily):
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         made = super().stored_tensors(values)
-        for ours, theirs in _NAMES.items():
-            made = {name.replace(ours, theirs): shape for name, shape in made.items()}
         return {name: shape for name, shape in made.items() if not ("fc" in name and name.endswith("bias"))}
 
     def blocks(self, model: Any) -> list[BlockParts]:

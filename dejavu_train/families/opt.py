@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts, layer_tensors, refuse_activation
+from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes, refuse_activation
 from dejavu_train.families.dims import Activation, ModelDims
 from dejavu_train.families.standard import whole_number
 
@@ -37,9 +37,6 @@ _SIZES = (
     "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"
 )  # fmt: skip
 
-MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2")
-"""The matrices of a layer by their names in its state dict, in the order in which they read one another."""
-QKV, (OUT, UP, DOWN) = MATRICES[:3], MATRICES[3:]
 NORM_ATTN, NORM_MLP = "self_attn_layer_norm", "final_layer_norm"
 
 
@@ -53,6 +50,9 @@ class OPTFamily:
 
     model_types: tuple[str, ...] = (OPT,)
     embedding = EMBEDDING
+    matrices: Mapping[str, str] = {
+        **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")}, "up": "fc1", "down": "fc2",
+    }  # fmt: skip
     structure: tuple[str, ...] = (
         *_SIZES, "do_layer_norm_before", "word_embed_proj_dim", "activation_function", "_remove_final_layer_norm",
         "enable_bias", "layer_norm_elementwise_affine",
@@ -86,7 +86,7 @@ class OPTFamily:
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
-        d, n = dims.d_model, dims.d_ffn
+        d = dims.d_model
         made: dict[str, tuple[int, ...]] = {
             EMBEDDING: (dims.vocab_size, dims.embedding_dim),
             "decoder.embed_positions.weight": (dims.max_positions + POSITIONS_OFFSET, d),
@@ -97,8 +97,7 @@ class OPTFamily:
         removed = values.get("_remove_final_layer_norm") or dims.post_norm
         norms = [] if removed else ["decoder.final_layer_norm"]
         layers = list(map(layer_prefix, range(dims.n_layers)))
-        maps = {name: {UP: (n, d), DOWN: (d, n)}.get(name, (d, d)) for name in MATRICES}
-        made |= layer_tensors(layers, maps, values.get("enable_bias", True))
+        made |= layer_tensors(layers, map_shapes(dims, self.matrices), values.get("enable_bias", True))
         for prefix in layers:
             norms += [prefix + NORM_ATTN, prefix + NORM_MLP]
         if values.get("layer_norm_elementwise_affine", True):

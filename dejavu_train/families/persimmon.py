@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.families.base import BlockParts, layer_tensors
+from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes
 from dejavu_train.families.dims import Activation, ModelDims, Norm, QkNorm
 from dejavu_train.families.squared import with_wide_squares
 from dejavu_train.families.standard import StandardFamily
@@ -23,6 +23,10 @@ class PersimmonFamily(StandardFamily):
     }  # fmt: skip
     epsilon = "layer_norm_eps"
     norm = Norm.LAYER_NORM
+    matrices = {
+        **dict.fromkeys("qkv", "self_attn.query_key_value"), "out": "self_attn.dense",
+        "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
+    }  # fmt: skip
 
     @property
     def structure(self) -> tuple[str, ...]:
@@ -34,13 +38,11 @@ class PersimmonFamily(StandardFamily):
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
-        d, n, e = dims.d_model, dims.d_ffn, (dims.head_dim,)
-        maps = {"self_attn.query_key_value": (3 * d, d), "self_attn.dense": (d, d)}
-        maps |= {"mlp.dense_h_to_4h": (n, d), "mlp.dense_4h_to_h": (d, n)}
+        d, e = dims.d_model, (dims.head_dim,)
         made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
         norms = {"final_layernorm": (d,)}
         layers = [f"layers.{i}." for i in range(dims.n_layers)]
-        made |= layer_tensors(layers, maps)
+        made |= layer_tensors(layers, map_shapes(dims, self.matrices))
         for layer in layers:
             norms |= {f"{layer}input_layernorm": (d,), f"{layer}post_attention_layernorm": (d,)}
             if dims.qk_norm != QkNorm.NONE:

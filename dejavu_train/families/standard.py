@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.base import BlockParts, layer_tensors, refuse_activation
+from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes, refuse_activation
 from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
@@ -45,6 +45,12 @@ class StandardFamily:
     @property
     def model_types(self) -> tuple[str, ...]:
         return tuple(self.classes)
+
+    @property
+    def matrices(self) -> dict[str, str]:
+        up, down, _ = (f"mlp.{name}" for name in self.maps)
+        made = {part: f"self_attn.{part}_proj" for part in "qkv"} | {"out": "self_attn.o_proj"}
+        return made | ({"gate": "mlp.gate_proj"} if self.gated else {}) | {"up": up, "down": down}
 
     @property
     def structure(self) -> tuple[str, ...]:
@@ -98,15 +104,11 @@ class StandardFamily:
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
-        d, n, wide, narrow = dims.d_model, dims.d_ffn, dims.n_heads * dims.head_dim, dims.n_kv_heads * dims.head_dim
-        maps = {"self_attn.q_proj": (wide, d), "self_attn.k_proj": (narrow, d), "self_attn.v_proj": (narrow, d)}
-        maps |= {"self_attn.o_proj": (d, wide), "mlp.up_proj": (n, d), "mlp.down_proj": (d, n)}
-        if self.gated:
-            maps["mlp.gate_proj"] = (n, d)
+        d = dims.d_model
         made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
         norms = ["norm"]
         layers = [f"layers.{i}." for i in range(dims.n_layers)]
-        made |= layer_tensors(layers, maps, dims.biases)
+        made |= layer_tensors(layers, map_shapes(dims, self.matrices), dims.biases)
         for layer in layers:
             norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
         parts = {Norm.RMS_NORM: ("weight",), Norm.RMS_NORM_PLAIN: ()}.get(self.norm, ("weight", "bias"))

@@ -5,10 +5,11 @@
 Rows are units or parts of one, so that what is skipped takes its codes and its scales with it:
 
     matrix            stored by torch   rows here             a group is
-    q, k, v           (d, d)            as stored             128 inputs
+    q, k, v           (d, d)            as stored             128 inputs; one map of all three alike
     up                (ffn, d)          as stored             128 inputs
     output projection (d, h * e)        (h * d, e)            a head's e inputs: row k d + i is output i of head k
     down              (d, ffn)          transposed, (ffn, d)  128 outputs of one neuron
+    gate              (ffn, d)          as stored             128 inputs
     LM head           (V, d)            as stored             128 inputs
 
 Eight codes are a word of 32 bits. Column 8 w + 2 i + s of a row lies in word w at bit 4 i + 16 s, as code + 8. Rows are
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.families import ModelDims
-from dejavu_train.families.opt import DOWN, OUT
+from dejavu_train.families.base import family_named
+from dejavu_train.families.fused import FusedPart
 from dejavu_train.families.plain import RowLinear
 from dejavu_train.kernels.formats.int4 import Int4Rows as Int4Rows  # also for those who may import nothing of kernels
 from dejavu_train.models.int4_sizes import RowSizes, row_sizes
@@ -43,12 +45,14 @@ class RowLayout:
     from_rows: Callable[[Tensor], Tensor]
 
 
-def row_layouts(shape: ModelDims, name: str = "this model") -> dict[str, RowLayout]:
-    """The layouts of a layer's six matrices, by the names of ``MATRICES``. Raises as :func:`row_sizes`."""
+def row_layouts(kind: str, shape: ModelDims, name: str = "this model") -> dict[str, RowLayout]:
+    """The layouts of a layer's matrices, by their names in the layer. Arguments and errors are of :func:`row_sizes`."""
+    matrices = family_named(kind, name).matrices
     heads = partial(_by_head, shape.n_heads), partial(_from_heads, shape.n_heads)
     turned: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
-    turned = {OUT: heads, DOWN: (_transposed, _transposed)}
-    return {part: RowLayout(size, *turned.get(part, (_same, _same))) for part, size in row_sizes(shape, name).items()}
+    turned = {matrices["out"]: heads, matrices["down"]: (_transposed, _transposed)}
+    sizes = row_sizes(kind, shape, name)
+    return {module: RowLayout(size, *turned.get(module, (_same, _same))) for module, size in sizes.items()}
 
 
 def head_layout(sizes: RowSizes) -> RowLayout:
@@ -155,6 +159,15 @@ class CodedLinear(RowLinear):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, {self.layout.sizes.bits} bits, group={self.layout.sizes.group}"
+
+
+def coded_rows(linear: Any) -> Int4Rows | Int8Rows:
+    """The rows of a `CodedLinear`, or of one of q, k and v of one map. Those of one map are a copy."""
+    if not isinstance(linear, FusedPart):
+        rows: Int4Rows | Int8Rows = linear.rows
+        return rows
+    rows = linear.fused.rows
+    return type(rows)(*(linear.part_of(each).flatten(0, 1) for each in (rows.words, rows.scales)))
 
 
 def _by_head(heads: int, weight: Tensor) -> Tensor:

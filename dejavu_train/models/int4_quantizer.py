@@ -12,10 +12,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dejavu_train.families import dims_of
-from dejavu_train.families.opt import MATRICES
 from dejavu_train.models.config_values import INT4
 from dejavu_train.models.int4 import CodedLinear, RowLayout, head_layout, row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
+from dejavu_train.models.stored import LAYERS
 
 
 @register_quantization_config(INT4)
@@ -32,19 +32,21 @@ class Int4Config(QuantizationConfigMixin):
 
 @register_quantizer(INT4)
 class Int4Quantizer(HfQuantizer):
-    """Puts :class:`CodedLinear` in the place of matrices before their words are read: each layer's six, the LM head."""
+    """Puts :class:`CodedLinear` in the place of matrices before their words are read, of each layer and the LM head."""
 
     requires_calibration = True
 
     def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
         shape = dims_of(model.config)
-        layouts = row_layouts(shape)
+        layouts = row_layouts(model.config.model_type, shape)
+        self._coded = [*layouts]
         for name, decoder in model.named_modules():
-            if name.endswith("layers") and isinstance(decoder, nn.ModuleList):
+            if name.rpartition(".")[2] in LAYERS and isinstance(decoder, nn.ModuleList):
                 for block in decoder:
                     replace_matrices(block, layouts)
         head = head_sizes(shape, self._head())
         if head is not None and hasattr(model, "lm_head"):
+            self._coded.append("lm_head")
             replace_matrices(model, {"lm_head": head_layout(head)})
         return model
 
@@ -54,8 +56,7 @@ class Int4Quantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         from transformers.core_model_loading import WeightRenaming  # may be half loaded while this module is
 
-        coded = MATRICES if self._head() == "fp16" else (*MATRICES, "lm_head")
-        return [WeightRenaming(f"{part}.weight", f"{part}.words") for part in coded]
+        return [WeightRenaming(f"{part}.weight", f"{part}.words") for part in self._coded]
 
     def is_serializable(self) -> bool:
         return True

@@ -1,13 +1,12 @@
 """How large the rows of codes of a model's matrices are, without torch. ``int4.py`` says what they hold."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
-from dejavu_train.families.dims import engine_refusal
-from dejavu_train.families.opt import MATRICES
+from dejavu_train.families.base import family_named
 from dejavu_train.models.config_values import INT4, quant_method
 
 COLUMNS_PER_WORD = 8
@@ -44,7 +43,7 @@ class RowSizes:
 
 
 def part_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
-    """Of a layer's matrices, by the names of ``BlockParts``: of any family.
+    """Of a layer's matrices, by the names of ``BlockParts``.
 
     Raises:
         UserError: a width that has no 4-bit form, by name.
@@ -61,15 +60,20 @@ def part_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes
     return made | {"gate": neurons} if shape.gated else made
 
 
-def row_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
-    """Of a layer's six matrices, by the names of ``MATRICES``.
+def row_sizes(kind: str, shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
+    """Of a layer's matrices, by their names in the layer. One map of q, k and v has the rows of all three.
 
+    Args:
+        kind: the ``model_type``.
     Raises:
-        UserError: a model that is no OPT, or as :func:`part_sizes`.
+        UserError: as :func:`part_sizes`.
     """
-    if (refusal := engine_refusal(shape, {})) is not None:
-        raise UserError(f"{name} has no 4-bit form: there are {refusal}; give weights of float16")
-    return dict(zip(MATRICES, part_sizes(shape, name).values(), strict=True))
+    sizes = part_sizes(shape, name)
+    made: dict[str, RowSizes] = {}
+    for part, module in family_named(kind, name).matrices.items():
+        before = made[module].rows if module in made else 0
+        made[module] = replace(sizes[part], rows=before + sizes[part].rows)
+    return made
 
 
 def head_sizes(shape: ModelDims, kind: str, name: str = "this model") -> RowSizes | None:
@@ -80,8 +84,8 @@ def head_sizes(shape: ModelDims, kind: str, name: str = "this model") -> RowSize
     """
     if kind not in HEAD_BITS:
         raise UserError(f"the LM head of {name} is in {kind}; known are {', '.join(HEAD_BITS)}")
-    bits = HEAD_BITS[kind]
-    return None if bits is None else RowSizes(shape.vocab_size, shape.d_model, _group(shape.d_model, name), bits)
+    bits, d = HEAD_BITS[kind], shape.embedding_dim
+    return None if bits is None else RowSizes(shape.vocab_size, d, _group(d, name), bits)
 
 
 def head_kind(values: Mapping[str, Any]) -> str:

@@ -144,7 +144,7 @@ def load_with_info(
     placed = resolve_device("cpu" if device is None else device)
     folder = str(model_folder(name, revision=revision))
     try:
-        dense, config = _dense(values)
+        dense, config = dense_class(values)
         model, info = dense.from_pretrained(folder, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"cannot load the weights of {name} ({first_line(error)}); fetch or save them again") from None
@@ -161,13 +161,26 @@ def load_with_info(
 
 def random_model(values: Mapping[str, Any]) -> PreTrainedModel:
     """A dense model of a config.json's values, with the first values that transformers gives its weights."""
-    dense, config = _dense(values)
+    dense, config = dense_class(values)
     model = dense(config)
     blocks_of(model)
     return model
 
 
-def _dense(values: Mapping[str, Any]) -> tuple[Any, PreTrainedConfig]:
+def empty_model(values: Mapping[str, Any]) -> PreTrainedModel:
+    """The same in evaluation mode with its weights on the meta device, where they take no memory.
+
+    Numbers that follow from the configuration alone, such as those of rotary positions, are there.
+    """
+    with torch.device("meta"):
+        model = random_model(values)
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            model.set_submodule(name, type(module)(module.config))
+    return model.eval().requires_grad_(False)
+
+
+def dense_class(values: Mapping[str, Any]) -> tuple[Any, PreTrainedConfig]:
     """The class and the configuration of a dense model, or of the dense one that was saved with a bundle."""
     kind = dense_type(values["model_type"])
     config = CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})

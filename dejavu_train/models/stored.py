@@ -23,7 +23,8 @@ ADAPTER = "adapter_config.json"
 HEAD = "lm_head.weight"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
-IN_LAYER = re.compile(r"(^|\.)(layers|h)\.\d+\.")  # in the names of a layer's tensors
+LAYERS = ("layers", "h")  # what families call the list of their layers
+IN_LAYER = re.compile(rf"(^|\.)({'|'.join(LAYERS)})\.\d+\.")  # in the names of a layer's tensors
 _AROUND = re.compile(r"^(model|transformer)\.")
 _SWITCHES = (
     "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
@@ -269,7 +270,7 @@ def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, t
     ``lm_head.weight`` is among them where it is not the embedding.
     """
     made = dict(family_named(values["model_type"], "this model").stored_tensors(values))
-    int4 = row_sizes(shape) if quant_method(values) == INT4 else {}
+    int4 = row_sizes(values["model_type"], shape) if quant_method(values) == INT4 else {}
     for name in [name for name in made if name.endswith(tuple(f".{part}.weight" for part in int4))]:
         matrix = name.removesuffix(".weight")
         sizes = next(sizes for part, sizes in int4.items() if matrix.endswith(f".{part}"))
@@ -279,6 +280,13 @@ def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, t
     if head is not None:
         made |= {f"lm_head.{part}": found for part, found in head.stored.items()}
     return made
+
+
+def layer_prefixes(values: Mapping[str, Any]) -> list[str]:
+    """What the own names of each layer's tensors begin with, of a model of this config.json."""
+    names = family_named(values["model_type"], "this model").stored_tensors(values)
+    found = ((name, IN_LAYER.search(name)) for name in names)
+    return list(dict.fromkeys(name[: match.end()] for name, match in found if match))
 
 
 def _check_tensors(

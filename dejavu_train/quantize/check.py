@@ -8,11 +8,11 @@ from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_source
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.families.opt import OPT
+from dejavu_train.families.dims import Positions
 from dejavu_train.files import probe_folder, require_disk, require_name
 from dejavu_train.machine import check_device_name
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
-from dejavu_train.models.int4_sizes import head_sizes, row_sizes
+from dejavu_train.models.int4_sizes import head_sizes, part_sizes
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 
@@ -20,8 +20,6 @@ from dejavu_train.quantize.config import QuantizeConfig
 def check_readable(values: Mapping[str, Any], model: str) -> None:
     """Raise :class:`UserError` for a config.json whose matrices are not read here."""
     refuse_unread(values, model)
-    if values.get("model_type") != OPT:
-        raise UserError(f"{model} is a model of type {values.get('model_type')}; 4-bit weights are made of OPT alone")
     if quant_method(values) == INT4:
         raise UserError(f"{model} is in 4 bits already; give the model that it was made from")
 
@@ -49,7 +47,7 @@ def check(config: QuantizeConfig) -> ModelDims:
     values = read_values(config.model, config.revision)
     shape = dims_of(values, config.model)
     config.check(shape)
-    row_sizes(shape, config.model)
+    part_sizes(shape, config.model)
     check_readable(values, config.model)
     method = quant_method(values)
     if method is None:
@@ -66,9 +64,10 @@ def check(config: QuantizeConfig) -> ModelDims:
 
 def plan(config: QuantizeConfig, shape: ModelDims) -> str:
     """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
-    matrices = sum(sizes.nbytes for sizes in row_sizes(shape).values())
+    matrices = sum(sizes.nbytes for sizes in part_sizes(shape).values())
     weights = shape.layer_weights
-    rest = 2 * (shape.vocab_size + shape.max_positions) * shape.d_model
+    positions = shape.max_positions if shape.positions is Positions.LEARNED else 0
+    rest = 2 * (shape.vocab_size * shape.embedding_dim + positions * shape.d_model)
     head = head_sizes(shape, config.lm_head)
     disk = shape.n_layers * matrices + rest + (0 if head is None else head.nbytes)
     tokens = config.calibration_tokens(shape)

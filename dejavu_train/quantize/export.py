@@ -25,16 +25,15 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
-from dejavu_train.families.opt import EMBEDDING, UP, layer_prefix
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
-from dejavu_train.models.int4_sizes import head_kind, head_sizes
+from dejavu_train.models.int4_sizes import head_kind, head_sizes, part_sizes
 from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.stored import HEAD, IN_LAYER, layer_prefixes
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.check import check_output
 from dejavu_train.quantize.folder import folder_aside
-from dejavu_train.quantize.head import HEAD
 from dejavu_train.quantize.rounding import round_nearest
 from dejavu_train.quantize.source import StoredTensors
 
@@ -67,26 +66,27 @@ def export(config: ExportConfig) -> dict[str, float]:
         raise UserError(f"{config.model} is not in 4-bit rows; python -m dejavu_train.quantize writes such a folder")
     check_output(config.output)
     shape = dims_of(values, config.model)
-    layouts, source = row_layouts(shape, config.model), StoredTensors(config.model)
+    layouts, source = row_layouts(values["model_type"], shape, config.model), StoredTensors(config.model)
+    own = part_sizes(shape)["up"].group
     head = head_sizes(shape, head_kind(values), config.model)
     coded = () if head is None else (HEAD, "lm_head.scales")
-    group = next(g for g in GROUPS if layouts[UP].sizes.group % g == 0 and (shape.head_dim % g == 0 or g == 32))
+    group = next(g for g in GROUPS if own % g == 0 and (shape.head_dim % g == 0 or g == 32))
     if shape.head_dim % group:  # output projections are rounded anew in any case, in groups of the other matrices
-        group = layouts[UP].sizes.group
-    if shape.d_ffn % group:
-        raise UserError(
-            f"{config.model} has {shape.d_ffn} neurons a layer, which GPTQ groups of {group} do not divide;"
-            " a GPTQ checkpoint of it cannot be written"
-        )
+        group = own
+    for columns, what in ((shape.d_ffn, "neurons a layer"), (shape.n_heads * shape.head_dim, "columns of heads")):
+        if columns % group:
+            raise UserError(
+                f"{config.model} has {columns} {what}, which GPTQ groups of {group} do not divide;"
+                " a GPTQ checkpoint of it cannot be written"
+            )
     errors: dict[str, list[float]] = {part: [] for part in layouts}
     with folder_aside(config.output) as folder, Progress("exporting", shape.n_layers, "layer") as progress:
-        kept = [name for name in source if ".layers." not in name and name not in coded]
+        kept = [name for name in source if not IN_LAYER.search(name) and name not in coded]
         folder.add({source.stored_name(name): source[name] for name in kept})
         if head is not None:
             rows = (Int4Rows if head.bits == 4 else Int8Rows)(*(source[name] for name in coded))
-            folder.add({HEAD: rows.dense().to(source[EMBEDDING].dtype)})
-        for layer in range(shape.n_layers):
-            prefix = layer_prefix(layer)
+            folder.add({HEAD: rows.dense().to(source[source.embedding].dtype)})
+        for prefix in layer_prefixes(values):
             names = {name.removeprefix(prefix): name for name in source if name.startswith(prefix)}
             tensors: dict[str, Tensor] = {}
             for part, layout in layouts.items():

@@ -12,10 +12,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dejavu_train.families.opt import ARCHITECTURE, OPT
+from dejavu_train.families.base import dense_type
 from dejavu_train.files import json_digest, replacing, write_json
 from dejavu_train.locks import locked
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.opt import dense_class, load_tokenizer
 from dejavu_train.models.stored import INDEX, read_header
 from dejavu_train.signals import Interrupted
 
@@ -116,5 +116,7 @@ class ModelFolder:
         else:
             load_tokenizer(model, revision).save_pretrained(self.folder)
         write_json(self.folder / "quantization.json", dict(report))
-        alone = {**values, "model_type": OPT, "architectures": [ARCHITECTURE]}  # a bundle beside it stays behind
+        # A bundle beside it stays behind.
+        alone = {**values, "model_type": dense_type(values["model_type"])}
+        alone["architectures"] = [dense_class(values)[0].__name__]
         (self.folder / "config.json").write_text(json.dumps(alone, indent=2, sort_keys=True) + "\n")

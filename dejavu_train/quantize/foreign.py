@@ -24,9 +24,10 @@ from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
-from dejavu_train.families.opt import DOWN, MATRICES, UP, layer_prefix
+from dejavu_train.families.base import family_named, map_shapes
 from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.models.stored import IN_LAYER, layer_prefixes
 from dejavu_train.quantize.check import check_readable
 from dejavu_train.quantize.source import StoredTensors
 
@@ -63,18 +64,20 @@ class MatrixReader:
     def __init__(self, source: StoredTensors, values: Mapping[str, Any]) -> None:
         check_readable(values, source.model)
         self.source, self.method = source, quant_method(values)
-        self._shape = dims_of(values, source.model)
+        family = family_named(values["model_type"], source.model)
+        maps = map_shapes(dims_of(values, source.model), family.matrices)
+        self._sizes = {prefix + name: size for prefix in layer_prefixes(values) for name, size in maps.items()}
         self._decode = None if self.method is None else DECODERS[self.method](values["quantization_config"])
         self._stored = STORED.get(self.method or "", (WEIGHT,))
         codes = {part for part in self._stored if part != WEIGHT}
         for name in source:
-            if ".layers." not in name and any(name.endswith(f".{part}") for part in codes):
+            if not IN_LAYER.search(name) and any(name.endswith(f".{part}") for part in codes):
                 raise UserError(
                     f"{source.model} holds {name}: of {self.method} checkpoints only the layers' matrices are read in"
                     " codes; quantise it with the others left out"
                 )
         self._held: dict[str, dict[str, str]] = {}
-        for prefix in (layer_prefix(i) + part for i in range(self._shape.n_layers) for part in MATRICES):
+        for prefix in self._sizes:
             held = {name.removeprefix(f"{prefix}."): name for name in source if name.startswith(f"{prefix}.")}
             held.pop("bias", None)
             alone = WEIGHT in held and not codes & held.keys()  # left out of the quantisation
@@ -100,8 +103,7 @@ class MatrixReader:
         parts = {part: self.source[name] for part, name in self._held[prefix].items()}
         alone = parts.keys() == {WEIGHT}
         decoded = Decoded(parts[WEIGHT]) if self._decode is None or alone else self._decode(parts)
-        d, f = self._shape.d_model, self._shape.d_ffn
-        size = {UP: (f, d), DOWN: (d, f)}.get(prefix.rpartition(".")[2], (d, d))
+        size = self._sizes[prefix]
         if tuple(decoded.weight.shape) != size or not decoded.weight.is_floating_point():
             how = "stored as" if alone else f"by {self.method} with 4 bits"
             described = f"{str(decoded.weight.dtype).removeprefix('torch.')} {list(decoded.weight.shape)}"

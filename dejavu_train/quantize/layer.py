@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dejavu_train.data.stream import Stream
-from dejavu_train.families.block import causal, mix_heads
-from dejavu_train.families.opt import DOWN, OUT, QKV, UP, block_parts
+from dejavu_train.families import BlockParts
+from dejavu_train.families.block import before_half, behind_half, causal, mix_heads, positions_like
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.gptq import InputGroups, OutputGroups, StaticGroups, quantise_columns
@@ -79,25 +79,33 @@ class MatrixResult:
 
 
 class LayerQuantizer:
-    """Works on one block of transformers' OPT in fp32, whose weights it exchanges for what their codes say.
+    """Works on one decoder layer in fp32, whose weights it exchanges for what their codes say.
 
     Args:
-        block: an ``OPTDecoderLayer``.
-        layouts: of its matrices.
+        parts: of the layer.
+        matrices: of its family, by the names of ``BlockParts`` those within the layer.
+        layouts: of its matrices, by their names within the layer.
         config: how they are rounded.
         given: matrices that are in 4 bits already, in the same groups, and stay as they are.
     """
 
     def __init__(
-        self, block: Any, layouts: Mapping[str, RowLayout], config: QuantizeConfig, given: Mapping[str, Int4Rows]
+        self,
+        parts: BlockParts,
+        matrices: Mapping[str, str],
+        layouts: Mapping[str, RowLayout],
+        config: QuantizeConfig,
+        given: Mapping[str, Int4Rows],
     ) -> None:
-        self.block, self.layouts, self.config, self.given = block, layouts, config, given
-        self.parts = block_parts("the layer", block)
+        self.parts, self.block, self.layouts, self.config, self.given = parts, parts.whole, layouts, config, given
+        self._out, self._down = [matrices["out"]], [matrices["down"]]
+        self._qkv = list(dict.fromkeys(matrices[part] for part in "qkv"))
+        self._up = [matrices[part] for part in ("gate", "up") if part in matrices]
         self.results: dict[str, MatrixResult] = {}
 
     @torch.no_grad()
     def run(self, batches: list[Batch]) -> dict[str, MatrixResult]:
-        """The six matrices by name. Without ``batches`` all are rounded to the nearest codes."""
+        """The matrices by name. Without ``batches`` all are rounded to the nearest codes."""
         parts = self.parts
         if not batches:
             for part in self.layouts:
@@ -105,28 +113,33 @@ class LayerQuantizer:
             return self.results
         moments = Moments()
         for batch in batches:
-            moments.add(parts.norm_attn(batch.hidden), batch.real)
-        self._quantise(list(QKV), moments)
+            moments.add(before_half(parts, parts.norm_attn, batch.hidden), batch.real)
+        self._quantise(self._qkv, moments)
 
         moments = Moments()
         for batch in batches:
-            batch.put(mix_heads(parts, parts.norm_attn(batch.hidden), causal(parts)))
+            attn_in = before_half(parts, parts.norm_attn, batch.hidden)
+            batch.put(mix_heads(parts, attn_in, causal(parts), positions_like(batch.real)))
             moments.add(batch.made, batch.real)
-        self._quantise([OUT], moments)
+        self._quantise(self._out, moments)
 
         moments = Moments()
         for batch in batches:
-            batch.put(batch.hidden + parts.out(batch.made))
-            moments.add(parts.norm_mlp(batch.made), batch.real)
-        self._quantise([UP], moments)
+            batch.put(behind_half(parts, parts.norm_attn, batch.hidden + parts.out(batch.made)))
+            moments.add(before_half(parts, parts.norm_mlp, batch.made), batch.real)
+        self._quantise(self._up, moments)
 
         moments = Moments()
         for batch in batches:
-            moments.add(parts.neurons(parts.norm_mlp(batch.made)), batch.real)
-        self._quantise([DOWN], moments)
+            moments.add(self._neurons(batch), batch.real)
+        self._quantise(self._down, moments)
         for batch in batches:
-            batch.put(batch.made + parts.down(parts.neurons(parts.norm_mlp(batch.made))))
+            batch.put(behind_half(parts, parts.norm_mlp, batch.made + parts.down(self._neurons(batch))))
         return self.results
+
+    def _neurons(self, batch: Batch) -> Tensor:
+        """(B, T, n), of what stands before the MLP."""
+        return self.parts.neurons(before_half(self.parts, self.parts.norm_mlp, batch.made))
 
     def _quantise(self, parts: list[str], moments: "Moments | None") -> None:
         """Round matrices that read the same inputs, and put what their codes say in their places."""
@@ -158,10 +171,10 @@ class LayerQuantizer:
                 for part, layout, weight in zip(parts, layouts, weights, strict=True)
             }
         codes, scales = self._gptq(parts[0], torch.cat(weights), hessian)
-        if parts == [DOWN]:  # its scales lie by neuron already
-            return {DOWN: Int4Rows.of(codes.T.contiguous(), scales)}
-        if parts == [OUT]:  # (d, h) -> a row for each head and output
-            return {OUT: Int4Rows.of(layouts[0].to_rows(codes), scales.T.reshape(-1, 1))}
+        if parts == self._down:  # its scales lie by neuron already
+            return {parts[0]: Int4Rows.of(codes.T.contiguous(), scales)}
+        if parts == self._out:  # (d, h) -> a row for each head and output
+            return {parts[0]: Int4Rows.of(layouts[0].to_rows(codes), scales.T.reshape(-1, 1))}
         n = [len(weight) for weight in weights]
         pairs = zip(codes.split(n), scales.split(n), strict=True)
         return {part: Int4Rows.of(*pair) for part, pair in zip(parts, pairs, strict=True)}
@@ -169,13 +182,13 @@ class LayerQuantizer:
     def _gptq(self, part: str, weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (n, m) int8 of weight (n, m), and the scales of their grid."""
         (n, m), group, device = weight.shape, self.layouts[part].sizes.group, weight.device
-        if part == OUT and self.config.out_hessian == "per_head":
+        if part in self._out and self.config.out_hessian == "per_head":
             hessian = torch.block_diag(*(hessian[i : i + group, i : i + group] for i in range(0, m, group)))
-        by_moment = part == DOWN or self.config.act_order
+        by_moment = part in self._down or self.config.act_order
         order = (
             hessian.diagonal().argsort(descending=True, stable=True) if by_moment else torch.arange(m, device=device)
         )
-        if part == DOWN:
+        if part in self._down:
             grid: Any = OutputGroups(n, m, group, device)
         elif by_moment:
             grid = StaticGroups(weight, group, order)
@@ -183,7 +196,7 @@ class LayerQuantizer:
             grid = InputGroups(n, m, group, device)
         codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, self.config)
         back = order.argsort()
-        return codes[:, back], grid.scales[back] if part == DOWN else grid.scales
+        return codes[:, back], grid.scales[back] if part in self._down else grid.scales
 
 
 class Moments:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import OPTConfig
 
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.samples import Write, load_samples, transformers_writer
@@ -19,20 +18,20 @@ from dejavu_train.data.text import SELF, load_sets
 from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.families.opt import EMBEDDING, layer_prefix
 from dejavu_train.files import read_json, write_json
 from dejavu_train.models.config_values import INT4, quant_method, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.stored import HEAD, IN_LAYER
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import ModelFolder, folder_aside
 from dejavu_train.quantize.foreign import MatrixReader
-from dejavu_train.quantize.head import HEAD, quantised_head
+from dejavu_train.quantize.head import quantised_head
 from dejavu_train.quantize.layer import MatrixErrors
 from dejavu_train.quantize.source import StoredTensors
-from dejavu_train.quantize.stream import embed, quantised_layers
+from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
 from dejavu_train.version import package_version
 
 logger = logging.getLogger(__name__)
@@ -59,21 +58,20 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
     windows: list[np.ndarray] = []
     if config.gptq:
         windows, text = calibration_windows(config, shape, digest)
-    layouts, head = row_layouts(shape, config.model), head_sizes(shape, config.lm_head, config.model)
-    opt = OPTConfig(**{name: value for name, value in values.items() if name != "quantization_config"})
+    layouts = row_layouts(values["model_type"], shape, config.model)
+    head, skeleton = head_sizes(shape, config.lm_head, config.model), Skeleton(values, source, device)
     asked = {**dataclasses.asdict(config), "output": "", "device": str(device), "text": text}
     identity = [asked, digest, package_version(), torch.__version__]
     with folder_aside(config.output, identity) as folder, Progress("quantising", shape.n_layers, "layer") as progress:
-        batches = embed(source, windows, config.batch_size, device, folder.work / "stream", identity) if windows else []
+        batches = embed(skeleton, windows, config.batch_size, folder.work / "stream", identity) if windows else []
         log = LayerLog(folder, batches[0].stream if batches else None)
         progress.update(len(log.errors))
-        kept = [name for name in source if ".layers." not in name and (head is None or name != HEAD)]
+        kept = [name for name in source if not IN_LAYER.search(name) and (head is None or name != HEAD)]
         if not folder.nbytes:
             folder.add({source.stored_name(name): source[name] for name in kept})
-        start = source.stored_name(EMBEDDING).removesuffix(EMBEDDING)
-        layers = quantised_layers(source, reader, opt, layouts, config, batches, device, len(log.errors))
-        for others, made in layers:
-            prefix = start + layer_prefix(len(log.errors))
+        layers = quantised_layers(skeleton, reader, layouts, config, batches, len(log.errors))
+        for prefix, others, made in layers:
+            prefix = source.stored_name(prefix)
             tensors = {prefix + name: tensor for name, tensor in others.items()}
             for part, result in made.items():
                 tensors |= {f"{prefix}{part}.weight": result.rows.words, f"{prefix}{part}.scales": result.rows.scales}
@@ -83,7 +81,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
         results = log.errors
         head_errors: dict[str, MatrixErrors] = {}
         if head is not None:
-            rows, head_errors["lm_head"] = quantised_head(source, values, head, config, batches, device)
+            rows, head_errors["lm_head"] = quantised_head(skeleton, head, config, batches)
             folder.add({"lm_head.weight": rows.words, "lm_head.scales": rows.scales})
             values = {**values, "tie_word_embeddings": False}
         report: dict[str, Any] = {

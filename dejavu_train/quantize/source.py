@@ -8,21 +8,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dejavu_train.errors import UserError
-from dejavu_train.families.opt import EMBEDDING
-from dejavu_train.models.stored import full_name, own_names, stored_files
+from dejavu_train.families.base import family_named
+from dejavu_train.models.config_values import read_values
+from dejavu_train.models.opt import dense_class
+from dejavu_train.models.stored import HEAD, own_names, stored_files
 
 
 class StoredTensors:
-    """The tensors of a checkpoint by their names in transformers' OPTModel. Each is read from disk when asked for.
+    """The tensors of a checkpoint by their names without the model's before them. Each is read when asked for.
 
+    Attributes:
+        embedding: the name of the tokens' embedding. An LM head that is stored in its place goes by it.
     Raises:
         UserError: no weights there, or a damaged file.
     """
 
     def __init__(self, model: str, revision: str | None = None) -> None:
-        self.model = model
+        self.model, values = model, read_values(model, revision)
+        self.embedding = family_named(values["model_type"], model).embedding
+        self._around = dense_class(values)[0].base_model_prefix
         files = {name: file for file in stored_files(model, revision=revision) for name in self._names(file)}
-        self._files = {own: (files[name], name) for own, name in own_names(files, model, EMBEDDING).items()}
+        self._files = {own: (files[name], name) for own, name in own_names(files, model, self.embedding).items()}
 
     def _names(self, file: Path) -> list[str]:
         if file.suffix != ".safetensors":  # older uploads of the hub have nothing else; weights_only runs no code
@@ -41,7 +47,7 @@ class StoredTensors:
 
     def stored_name(self, name: str) -> str:
         """The name that transformers stores it under, whatever the file has."""
-        return full_name(name)
+        return name if name.startswith(HEAD.partition(".")[0]) else f"{self._around}.{name}"
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises :class:`UserError` for a tensor that is not there."""

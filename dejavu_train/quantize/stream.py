@@ -1,19 +1,19 @@
 """Goes through a model's layers once: reads a layer from disk, quantises it, hands it on. One layer is in memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import OPTConfig
-from transformers.models.opt.modeling_opt import OPTDecoderLayer
+from torch import Tensor, nn
 
 from dejavu_train.data.stream import Stream
-from dejavu_train.families import dims_of
-from dejavu_train.families.opt import EMBEDDING, POSITIONS_OFFSET, layer_prefix
+from dejavu_train.families import dims_of, family_of
+from dejavu_train.families.block import positions_like
 from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.models.opt import empty_model
+from dejavu_train.models.stored import own_name
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.layer import Batch, LayerQuantizer, MatrixResult
@@ -22,26 +22,59 @@ from dejavu_train.quantize.source import StoredTensors
 PAD_TOKEN = 1
 
 
+class Skeleton:
+    """A model without weights, whose modules get those of a checkpoint in fp32 when they are needed.
+
+    Args:
+        values: of its config.json. source: its tensors. device: where modules with weights lie.
+    Attributes:
+        blocks: `BlockParts` of each layer.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: StoredTensors, device: torch.device) -> None:
+        self.source, self.device = source, device
+        self.model = empty_model({name: value for name, value in values.items() if name != "quantization_config"})
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(device)
+        self.family = family_of(self.model)
+        self.blocks = self.family.blocks(self.model)
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+
+    @property
+    def tied(self) -> bool:
+        """Whether the LM head is the embedding."""
+        return bool(self.model.config.tie_word_embeddings)
+
+    def fill(self, module: nn.Module) -> None:
+        """Read the weights of a module that stands outside the layers, or of those in it."""
+        for inner in module.modules():
+            own = list(inner.named_parameters(recurse=False))
+            for name, _ in own:
+                tensor = self.source[own_name(f"{self._names[id(inner)]}.{name}")]
+                setattr(inner, name, nn.Parameter(tensor.to(self.device).float(), requires_grad=False))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(B, T, d) fp32, what the first layer reads, of ids (B, T)."""
+        hidden = self.source[self.source.embedding][ids].float().to(self.device)
+        return self.family.embed(self.model, hidden, positions_like(ids).to(self.device))
+
+
+@torch.no_grad()
 def embed(
-    source: StoredTensors,
-    windows: Sequence[np.ndarray],
-    batch_size: int,
-    device: torch.device,
-    folder: Path,
-    identity: Any,
+    skeleton: Skeleton, windows: Sequence[np.ndarray], batch_size: int, folder: Path, identity: Any
 ) -> list[Batch]:
     """Token ids, each window (T,), as what the first layer reads, in a stream of ``folder``. One that was begun for the
     same ``identity`` goes on."""
     made, start = [], 0
     parts = list(_padded(windows, batch_size))
-    table, positions = source[EMBEDDING], source["decoder.embed_positions.weight"]
     rows = sum(ids.numel() for ids, _ in parts)
-    stream = Stream(folder, identity, (rows, table.shape[1]), torch.float32)
+    stream = Stream(folder, identity, (rows, dims_of(skeleton.model.config).d_model), torch.float32)
+    for module in skeleton.family.embeddings(skeleton.model)[1:]:
+        skeleton.fill(module)
     for ids, real in parts:
-        made.append(Batch(stream, start, real.to(device)))
+        made.append(Batch(stream, start, real.to(skeleton.device)))
         if stream.next == 0:
-            hidden = table[ids].float() + positions[POSITIONS_OFFSET : POSITIONS_OFFSET + ids.shape[1]]
-            stream.read(start, ids.numel()).copy_(hidden.flatten(0, 1))
+            stream.read(start, ids.numel()).copy_(skeleton.embed(ids).flatten(0, 1))
         start += ids.numel()
     return made
 
@@ -58,22 +91,22 @@ def _padded(windows: Sequence[np.ndarray], batch_size: int) -> Iterator[tuple[Te
 
 
 def quantised_layers(
-    source: StoredTensors,
+    skeleton: Skeleton,
     reader: MatrixReader,
-    opt: OPTConfig,
     layouts: dict[str, RowLayout],
     config: QuantizeConfig,
     batches: list[Batch],
-    device: torch.device,
     first: int = 0,
-) -> Iterator[tuple[dict[str, Tensor], dict[str, MatrixResult]]]:
-    """Layer by layer: its other tensors by their names within the layer, as stored, and its matrices in 4 bits.
+) -> Iterator[tuple[str, dict[str, Tensor], dict[str, MatrixResult]]]:
+    """Layer by layer three things.
 
     Args:
         first: the first layer that was not done before, in front of which the batches stand.
+    Returns: what names of its tensors begin with, its other tensors by their names in it, its matrices in 4 bits.
     """
-    for layer in range(first, dims_of(opt).n_layers):
-        prefix = layer_prefix(layer)
+    source, device = skeleton.source, skeleton.device
+    for block in skeleton.blocks[first:]:
+        prefix = own_name(f"{block.name}.")
         others, given, weights = {}, {}, {}
         for part in layouts:
             weights[f"{part}.weight"], rows = reader.read(prefix + part, layouts[part])
@@ -82,19 +115,13 @@ def quantised_layers(
         for name in list(source):
             if name.startswith(prefix) and not reader.is_part(name):
                 others[name.removeprefix(prefix)] = source[name]
-        block = load_block(opt, {**weights, **others}, device)
-        quantizer = LayerQuantizer(block, layouts, config, given)
-        made = quantizer.run(batches)
-        biases = {f"{part}.bias": block.get_submodule(part).bias for part in layouts}
+        tensors = {name: tensor.to(device).float() for name, tensor in {**weights, **others}.items()}
+        block.whole.load_state_dict(tensors, assign=True)
+        block.whole.requires_grad_(False)
+        made = LayerQuantizer(block, skeleton.family.matrices, layouts, config, given).run(batches)
+        biases = {f"{part}.bias": block.whole.get_submodule(part).bias for part in layouts}
         changed = {name: bias.to(others[name]) for name, bias in biases.items() if name in others}
-        yield {**others, **changed}, made
+        block.whole.to("meta")
+        yield prefix, {**others, **changed}, made
         if batches:
             batches[0].stream.advance()
-
-
-def load_block(config: OPTConfig, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """A decoder layer of transformers in fp32, with these tensors by their names within it."""
-    with torch.device("meta"):
-        block = OPTDecoderLayer(config, layer_idx=0)
-    block.load_state_dict({name: tensor.to(device).float() for name, tensor in tensors.items()}, assign=True)
-    return block.requires_grad_(False).eval()

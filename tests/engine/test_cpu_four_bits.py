@@ -6,7 +6,7 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from decode_helpers import random_opt
 from family_models import save_family
-from four_bit_models import four_bits, layouts_of, round_matrices
+from four_bit_models import four_bits
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, QKV
@@ -78,9 +78,7 @@ def test_codes_of_shared_heads_and_gates_are_kept_exactly(name, tmp_path):
     """Scores equal those of fp32 rows of the same values, but for inputs of 16 bits."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     folder = save_family(name, tmp_path, **sizes)
-    bundle, model = make_bundle(folder, means=True).at(0.4, 0.6), load_opt(str(folder))
-    for layer in model.model.layers:
-        round_matrices(layer, layouts_of(layer, 4))
+    bundle, model = make_bundle(folder, means=True).at(0.4, 0.6), four_bits(load_opt(str(folder)))
     coded_rows, exact = CpuWeights.from_model(model), CpuWeights.from_model(model, "float32")
     layer, first = model.model.layers[1], coded_rows.model.first[1]
     entered = layer.mlp.gate_proj if hasattr(layer.mlp, "gate_proj") else layer.mlp.up_proj

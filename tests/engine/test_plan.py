@@ -15,13 +15,13 @@ from dejavu_train.families.dims import Activation
 from dejavu_train.kernels.common.activation import activation_of
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
 from dejavu_train.kernels.formats.matrix import Hidden
-from dejavu_train.models.int4_sizes import row_sizes
+from dejavu_train.models.int4_sizes import part_sizes
 
 OPT_66B = ModelDims(9216, 36864, 64, 72, 50272, 2048)
 OPT_6B = ModelDims(4096, 16384, 32, 32, 50272, 2048)
 FULL = Formats("float32", "float32", "float32")
 HALF = Formats("float16", "float16", "float16")
-INT4 = Formats("int4", "float16", "float16", row_sizes(OPT_66B)["fc2"].group)
+INT4 = Formats("int4", "float16", "float16", part_sizes(OPT_66B)["down"].group)
 
 
 def facts(dims=OPT_66B, ahead=0, heads=True, own_heads=False, union=0.2, **given):
@@ -173,7 +173,7 @@ def test_what_the_lists_and_early_reads_are():
 
 def test_narrow_dense_steps_of_four_bits_run_in_one_grid():
     small = ModelDims(2048, 8192, 24, 32, 50272, 2048)
-    formats = Formats("int4", "float16", "float16", row_sizes(small)["fc2"].group)
+    formats = Formats("int4", "float16", "float16", part_sizes(small)["down"].group)
     assert plan(None, formats, small).half(0, Target.MLP).kernels is K.LISTED_GRID
     assert plan(None, HALF, small).half(0, Target.MLP).kernels is K.ROWS
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.families.opt import MATRICES
+from dejavu_train.families.opt import OPTFamily
 from dejavu_train.models.config_values import CONVERTED
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.opt import load_opt
@@ -23,6 +23,7 @@ from dejavu_train.quantize.run import quantise
 from dejavu_train.quantize.source import StoredTensors
 
 N, M, GROUP = 64, 128, 64
+MATRICES = OPTFamily.matrices.values()
 
 
 def packed(nibbles, order=tuple(range(8))):
@@ -46,7 +47,8 @@ def gptq(stored, scales, zero=8, v2=False, g_idx=None):
     return {"qweight": qweight, "qzeros": packed(zeros), "scales": scales.T.contiguous(), "g_idx": own.int()}
 
 
-LAYOUT = row_layouts(ModelDims(d_model=64, d_ffn=64, n_layers=1, n_heads=4, vocab_size=9, max_positions=9))["fc1"]
+SMALL = ModelDims(d_model=64, d_ffn=64, n_layers=1, n_heads=4, vocab_size=9, max_positions=9)
+LAYOUT = row_layouts("opt", SMALL)["fc1"]
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -165,7 +167,7 @@ def test_an_exported_folder_is_read_back(tmp_path, capsys, v2, heads):
     assert {part for part, error in errors.items() if error} == inexact and errors["fc2"] < 0.03
     values = json.loads((tmp_path / "theirs" / "config.json").read_text())
     reader, made = MatrixReader(StoredTensors(theirs), values), load_opt(ours)
-    layouts, negative = row_layouts(dims_of(values, theirs)), 0
+    layouts, negative = row_layouts("opt", dims_of(values, theirs)), 0
     for part, layout in layouts.items():
         exact = made.get_submodule(f"model.decoder.layers.1.{part}")
         weight, rows = reader.read(f"decoder.layers.1.{part}", layout)
@@ -243,7 +245,7 @@ def reader_of(folder, values):
 @pytest.mark.parametrize("method", CONVERTED)
 def test_matrices_that_were_left_out_are_read_as_they_are(tmp_path, method):
     folder, values, expected = foreign_folder(tmp_path, method, *FORMS[method])
-    reader, layouts = reader_of(folder, values), row_layouts(dims_of(values))
+    reader, layouts = reader_of(folder, values), row_layouts("opt", dims_of(values))
     for name, weight in expected.items():
         prefix = name.removeprefix("model.").removesuffix(".weight")
         found, _ = reader.read(prefix, layouts[prefix.split(".", 3)[3]])
@@ -266,7 +268,7 @@ def test_what_is_no_matrix_of_4_bits_is_refused_by_name(tmp_path):
         return gptq(torch.cat([stored, stored], 1), torch.cat([scales, scales], 1))
 
     folder, values, _ = foreign_folder(tmp_path / "a", "gptq", eight_bits, {"bits": 4})
-    layouts = row_layouts(dims_of(values))
+    layouts = row_layouts("opt", dims_of(values))
     with pytest.raises(UserError, match=r"q_proj of .* is by gptq with 4 bits float32 \[64, 128\], where .*64\]"):
         reader_of(folder, values).read("decoder.layers.0.self_attn.q_proj", layouts["self_attn.q_proj"])
 

@@ -13,7 +13,7 @@ SHAPE = ModelDims(d_model=96, d_ffn=40, n_layers=1, n_heads=4, vocab_size=9, max
 
 
 def test_layouts_turn_back_and_a_unit_is_a_range_of_rows():
-    layouts = row_layouts(SHAPE)
+    layouts = row_layouts("opt", SHAPE)
     for part, (out, inputs) in {"fc1": (40, 96), "fc2": (96, 40), "self_attn.out_proj": (96, 96)}.items():
         weight, layout = torch.randn(out, inputs), layouts[part]
         rows = layout.to_rows(weight)
@@ -30,16 +30,16 @@ def test_layouts_turn_back_and_a_unit_is_a_range_of_rows():
 ])  # fmt: skip
 def test_widths_without_a_form_are_refused_by_name(change, message):
     with pytest.raises(UserError, match=message):
-        row_sizes(ModelDims(**{**SHAPE.stored(), **change}))
+        row_sizes("opt", ModelDims(**{**SHAPE.stored(), **change}))
 
 
 def test_groups_are_as_wide_as_the_width_allows():
-    groups = {row_sizes(ModelDims(d, 64, 1, 4, 9, 8))["fc1"].group: d for d in (384, 192, 160)}
+    groups = {row_sizes("opt", ModelDims(d, 64, 1, 4, 9, 8))["fc1"].group: d for d in (384, 192, 160)}
     assert groups == {128: 384, 64: 192, 32: 160}
 
 
 def test_a_module_keeps_codes_and_scales_through_every_move():
-    layout = row_layouts(SHAPE)["self_attn.out_proj"]
+    layout = row_layouts("opt", SHAPE)["self_attn.out_proj"]
     module = CodedLinear(layout, 96, 96, bias=True)
     module.words.copy_(pack_int4(torch.randint(-8, 8, (layout.sizes.rows, 24), dtype=torch.int8)))
     module.scales.copy_(torch.randn(layout.sizes.rows, 1) * 1e-3)  # some are no numbers of bfloat16

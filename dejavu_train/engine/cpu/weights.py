@@ -30,7 +30,7 @@ from dejavu_train.families.dims import Positions
 from dejavu_train.families.plain import NotPlain, plain_block
 from dejavu_train.families.read import Ends, ReadNorm, check_read, read_ends, read_norm, read_turns
 from dejavu_train.machine import free_memory
-from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows
+from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows, coded_rows
 
 ROWS_AT_ONCE = 4096
 ROTARY_BASE = 10_000.0  # of random weights
@@ -221,7 +221,7 @@ class CpuWeights:
     def put_coded_layer(self, number: int, block: BlockParts) -> None:
         """Store a decoder layer of `CodedLinear`. The output projection is turned: a row is a column of a head."""
         h, g, d, e = self.shape.n_heads, self.shape.n_kv_heads, self.shape.d_model, self.shape.head_dim
-        first, parts = self.model.first[number], [part.rows for part in (block.q, block.k, block.v)]
+        first, parts = self.model.first[number], [coded_rows(part) for part in (block.q, block.k, block.v)]
         words, scales = (_by_unit([getattr(part, name) for part in parts], g) for name in ("words", "scales"))
         self.put_codes(first[QKV], Int4Rows(words, scales))
         if block.gate is not None:

@@ -1,0 +1,115 @@
+"""Every family in 4 bits by the command: what it writes is loaded, run by all backends, exported, read back."""
+
+import dataclasses
+
+import pytest
+import torch
+from bundles import make_bundle
+from family_models import CASES, padded, save_family
+
+from dejavu_train.data.text import TextSource
+from dejavu_train.engine.cpu.engine import CpuEngine
+from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.errors import UserError
+from dejavu_train.families import blocks_of, family_of
+from dejavu_train.models.config_values import read_dims, read_values
+from dejavu_train.models.int4 import CodedLinear
+from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.stored import check_folder
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.export import ExportConfig, export
+from dejavu_train.quantize.run import calibration_windows, quantise
+from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.quantize.stream import Skeleton, embed
+from dejavu_train.sparse.model import SparseCausalLM
+
+WIDE = {  # sizes that have a 4-bit form; BLOOM's and OPT's keys are other ones
+    "hidden_size": 64, "word_embed_proj_dim": 64, "intermediate_size": 128, "ffn_dim": 128, "n_layer": 2,
+    "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+OWN = {"350m": {"word_embed_proj_dim": 32}, "nemotron": {"head_dim": 24}, "jais2": {"num_key_value_heads": 4}}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def dense(request, tmp_path_factory):
+    name = request.param
+    return save_family(name, tmp_path_factory.mktemp("wide") / name, **WIDE | OWN.get(name, {}))
+
+
+@pytest.fixture(scope="module")
+def config(dense, text_file):
+    text = TextSource(source=str(text_file))
+    return QuantizeConfig(str(dense), text=text, tokens=2560, window=64, device="cpu", lm_head="int4")
+
+
+@pytest.fixture(scope="module")
+def coded(config, tmp_path_factory):
+    """By the quantizer the folder that it wrote, with an LM head in 4 bits as well."""
+    parent = tmp_path_factory.mktemp("coded")
+    for kind in ("gptq", "rtn"):
+        quantise(dataclasses.replace(config, quantizer=kind, output=str(parent / kind)))
+    return {kind: str(parent / kind) for kind in ("gptq", "rtn")}
+
+
+@torch.no_grad()
+def logits(model, inputs):
+    return model(**inputs).logits[inputs["attention_mask"].bool()]
+
+
+def test_the_folder_is_a_model_whose_every_matrix_is_in_codes(dense, coded, tmp_path):
+    for folder in coded.values():
+        check_folder(folder, read_dims(folder))
+    model, plain, inputs = load_opt(coded["gptq"]), load_opt(str(dense)), padded()
+    names = set(family_of(model).matrices.values())
+    assert all(isinstance(block.whole.get_submodule(name), CodedLinear) for block in blocks_of(model) for name in names)
+    assert isinstance(model.get_output_embeddings(), CodedLinear)
+    expected = logits(plain, inputs)
+    assert 0 < (logits(model, inputs) - expected).norm() < 0.5 * expected.norm()
+    model.save_pretrained(tmp_path)
+    assert weight_hash(str(tmp_path), full=True) == weight_hash(coded["gptq"], full=True)
+
+
+def test_text_undoes_some_of_what_rounding_loses(dense, coded, config, tmp_path):
+    """On the text that GPTQ reads. What its first layer sees is what the model's sees."""
+    plain, shape = load_opt(str(dense)), read_dims(str(dense))
+    windows = [window for window in calibration_windows(config, shape, "")[0] if len(window) == 64][:8]
+    ids = torch.stack([torch.from_numpy(window) for window in windows]).long()
+    skeleton = Skeleton(read_values(str(dense)), StoredTensors(str(dense)), torch.device("cpu"))
+    (batch,) = embed(skeleton, windows, 8, tmp_path, "a test")
+    at = torch.arange(64).expand(8, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(batch.hidden, family_of(plain).embed(plain, ids, at), rtol=1e-5, atol=1e-5)
+        expected = plain(ids).logits
+        lost = {kind: float((load_opt(folder)(ids).logits - expected).norm()) for kind, folder in coded.items()}
+    assert lost["gptq"] < 0.9 * lost["rtn"]
+
+
+@torch.no_grad()
+def test_all_backends_run_it_alike(coded):
+    folder, inputs = coded["gptq"], padded(30)
+    bundle, found = make_bundle(folder, means=True).at(0.4, 0.6), {}
+    for backend in ("mask", "gather", "triton"):
+        ops = {"ops": "reference"} if backend == "triton" else {}
+        try:
+            model = SparseCausalLM.from_model(load_opt(folder), bundle, backend, sparse_from=3, **ops)
+            found[backend] = logits(model, inputs)
+        except UserError as refusal:
+            assert "norms behind the halves of a layer" in str(refusal), "OPT-350m alone"
+    for backend in found:
+        torch.testing.assert_close(found[backend], found["mask"], rtol=1e-3, atol=1e-3)
+    model, ids = load_opt(folder), inputs["input_ids"][1]
+    expected = -model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    found = CpuEngine(CpuWeights.from_model(model), threads=1).score([ids.tolist()])[0]
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.15)  # embeddings in 8 bits
+
+
+def test_an_exported_folder_is_quantised_again_to_the_same_codes(coded, tmp_path, capsys):
+    if read_dims(coded["rtn"]).head_dim == 24:
+        with pytest.raises(UserError, match="96 columns of heads, which GPTQ groups of 64 do not divide"):
+            export(ExportConfig(coded["rtn"], str(tmp_path / "gptq")))
+        return
+    errors = export(ExportConfig(coded["rtn"], str(tmp_path / "gptq")))
+    exact = {name for name, error in errors.items() if not error}
+    quantise(QuantizeConfig(str(tmp_path / "gptq"), output=str(tmp_path / "again"), quantizer="rtn", device="cpu"))
+    said = capsys.readouterr().out
+    assert exact and all(f"{name}: 2 exact, 0 rounded" in said for name in exact)
