@@ -148,7 +148,7 @@ class _Place:
 def _replace(model: Any, shard: Shard, values: Any) -> None:
     """Put places for a rank's codes where the matrices are, and for all codes of an LM head that has any."""
     for block in blocks_of(model):
-        replace_matrices(block.whole, row_layouts(shard.dims))
+        replace_matrices(block.whole, row_layouts(model.config.model_type, shard.dims))
     head = head_sizes(shard.whole, head_kind(values))
     if head is not None:
         replace_matrices(model, {"lm_head": head_layout(head)})
