@@ -109,7 +109,7 @@ class CpuWeights:
             model.positions[:] = _array(ends.positions)
         into, out = ends.project_in, ends.project_out
         self.put(model.embedding, ends.tokens if into is None else (ends.tokens.float() @ into.weight.float().T))
-        if isinstance(ends.head, CodedLinear) and stored == "codes":
+        if isinstance(ends.head, CodedLinear) and stored == "codes" and out is None:
             self.put_codes(model.lm_head, ends.head.rows)
         elif model.lm_head != model.embedding:
             head = ends.head.weight
