@@ -2,7 +2,7 @@
 # make bundle  the predictors that ship with the embedded model, to the same bytes: one thread, 3.9 GB in build
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
-# make test-long  what takes too long for that: every kernel compiled for Ampere and Ada, and by the oldest triton
+# make test-long  what takes too long for that: kernels compiled for Ampere and Ada and by the oldest triton, Ray, SLURM, S3
 # make tables  the tables of README.md and docs/ from committed rows
 # make release  says what a release says, fails where something is missing, then make test
 # make tag     make release, then the annotated tag of the version in pyproject.toml
@@ -17,6 +17,7 @@ TASKS ?=
 DEMO = checkpoints/demo
 SHIPPED = checkpoints/opt-mini/bundle
 OLDEST_TRITON = build/triton-3.6.0
+S3_PACKAGES = build/s3
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
@@ -47,8 +48,8 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 test: .venv/dev lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --cov=dejavu_train --cov-report=term --cov-fail-under=85
 
-test-long: .venv/dev $(OLDEST_TRITON)
-	OMP_NUM_THREADS=1 OLDEST_TRITON=$(OLDEST_TRITON) .venv/bin/python -m pytest --numprocesses 2 -m long
+test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES)
+	OMP_NUM_THREADS=1 OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) .venv/bin/python -m pytest --numprocesses 2 -m long
 
 lint: .venv/dev
 	.venv/bin/ruff check $(CODE)
@@ -90,6 +91,11 @@ docs: .venv/docs
 $(OLDEST_TRITON): | .venv/bin/python
 	@echo "installing the oldest triton that pyproject.toml allows into $@, 650 MB"
 	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==$(subst build/triton-,,$@)
+
+$(S3_PACKAGES): tests/s3_packages.txt
+	@echo "installing a server and a client of S3 into $@, 106 MB"
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target $@ --requirement $<
+	@touch $@
 
 .venv/docs: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing what makes the site into .venv"

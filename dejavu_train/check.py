@@ -11,6 +11,7 @@ from dejavu_train.files import probe_folder, require_name
 from dejavu_train.machine import check_device_map, check_device_name, has_package, require_package
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.stored import check_folder, has_config_alone
+from dejavu_train.store import Store
 
 TRAIN_EXTRA = "'dejavu-train[train]'"
 
@@ -72,6 +73,8 @@ def check_packages() -> None:
 
 def _check_asked_packages(config: RunConfig) -> None:
     check_device_map(config.collect.device_map, "collect.device_map")
+    if config.store is not None:
+        Store(config.store)
     for scheduler, package in (("ray", "ray"), ("slurm", "submitit")):
         if config.scheduler == scheduler:
             require_package(package, f"--scheduler {scheduler}", f"'dejavu-train[{scheduler}]'")

@@ -160,7 +160,7 @@ class RunConfig:
     GROUPS = {
         "run": (
             "Of this invocation",
-            ("revision", "bundle", "verify", "seed", *INVOCATION[:-1]),
+            ("revision", "bundle", "store", "verify", "seed", *INVOCATION[:-1]),
         )
     }
     NOTES = {"check": ("--check, and what the configurations take: disk, GPU, hours", check_help)}
@@ -173,6 +173,9 @@ class RunConfig:
     """Folder of everything that is made."""
     bundle: str = "bundle"
     """Folder of the bundle in it. Another name keeps the bundles of earlier settings."""
+    store: str | None = None
+    """Address on object storage, such as s3://bucket/run, where activations, predictors and bundle are kept too. A host
+    that lacks them reads them there."""
     verify: Literal["sampled", "full"] = "sampled"
     """Name the model by a hash over samples of its weights, or over every byte (slow for a large model)."""
     seed: int = 0

@@ -38,6 +38,7 @@ from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.families.dims import engine_refusal
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
+from dejavu_train.mirror import pull, push_activations, push_bundle, push_predictor
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
@@ -76,6 +77,7 @@ def run(config: RunConfig) -> None:
     # trained before keep theirs.
     stages: dict[str, Stage] = {target: train_stage(config, target) for target in TARGETS}
     jobs, own = config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers)
+    pull(config)
     with claimed_folder(config, given) as resolved:
         if config.scheduler == "local" or calibrate_stage(config).matches(bundle_stage(_bundle_folder(config))):
             _run(config, resolved, stages, jobs, own)
@@ -125,6 +127,7 @@ def _run(
     _train(resolved, stages, own, on_finished)
     logger.info("trained in %.0f s", time.monotonic() - began)
 
+    pull(config)  # what other hosts have trained meanwhile
     open_jobs = [job for job in jobs if not is_finished(output, job, stages[job[1]])]
     if open_jobs:
         names = ", ".join(f"layer {layer} {target}" for layer, target in open_jobs)
@@ -140,6 +143,7 @@ def _run(
                 logger.info("the MLPs' predictors were trained for density %g, calibrated for %g", trained, calibrated)
             experiment.record.write()
             experiment.close(finish(config, output, jobs, stage), jobs)
+            push_bundle(config)
     print(f"bundle: {folder}")
 
 
@@ -168,6 +172,7 @@ def _collect(config: RunConfig, resolved: RunConfig) -> None:
     collect(
         config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
     )
+    push_activations(config)
     say_what_density_holds(resolved, activations)
 
 
@@ -185,6 +190,7 @@ def _train(
         again = f" anew, {stages[job[1]].difference(before)}" if before else ""
         logger.info("%s: training%s", title, again)
         if run_job(resolved, job, title, stages[job[1]]):
+            push_predictor(resolved, job)
             on_finished(job)
         else:
             logger.info("%s: another process is training it", title)

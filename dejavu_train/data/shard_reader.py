@@ -30,6 +30,7 @@ from dejavu_train.data.shards import (
 )
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_sealed, sha256_file, write_sealed
+from dejavu_train.store import bring
 
 
 class ShardReader:
@@ -62,6 +63,7 @@ class ShardReader:
         self._paths = [shard_path(activations, layer, entry.index) for entry in entries]
         self._starts = np.cumsum([0] + [entry.tokens for entry in entries])
         for path, entry in zip(self._paths, entries, strict=True):
+            bring(activations, path)
             check_shard(path, self.manifest, layer, entry)
             check_digest(activations, path)
         self._files: dict[int, h5py.File] = {}

@@ -37,6 +37,7 @@ from dejavu_train.families import BlockParts, ModelDims
 from dejavu_train.families.block import activate_
 from dejavu_train.families.dims import Activation
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, system_error, write_json
+from dejavu_train.store import bring, is_marked
 
 MANIFEST, STATISTICS, WEIGHTS = "manifest.json", "statistics.json", "weights.safetensors"
 SCHEMA = 2  # 1 had other names of the sets
@@ -100,12 +101,16 @@ class ActivationManifest:
         return [entry for entry in self.shards if entry.set == name]
 
     def missing(self, folder: str | Path) -> list[ShardEntry]:
-        """The shards that are not there in every layer."""
-        return [
-            entry
-            for entry in self.shards
-            if not all(shard_path(folder, layer, entry.index).is_file() for layer in range(self.shape.n_layers))
-        ]
+        """The shards that are not there in every layer. In a store all are."""
+        return (
+            []
+            if is_marked(folder)
+            else [
+                entry
+                for entry in self.shards
+                if not all(shard_path(folder, layer, entry.index).is_file() for layer in range(self.shape.n_layers))
+            ]
+        )
 
     def row_bytes(self) -> int:
         """Bytes of one token in one layer's shards."""
@@ -354,6 +359,7 @@ class LayerWeights:
             UserError: missing, damaged, or of another model.
         """
         path = layer_folder(activations, layer) / WEIGHTS
+        bring(activations, path)
         try:
             with safe_open(path, "pt") as file:
                 about: dict[str, Any] = file.metadata() or {}
