@@ -167,7 +167,7 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
     Rows of the union are read once. Of down those that are active for a row that selects them. K and V of a head are
     read for each row that selects it.
     """
-    shape, size = engine.shape, engine.weights.embedding.element_size()
+    shape, size = engine.plan.dims, engine.weights.embedding.element_size()  # of several GPUs those of this one
     selected = {"mlp": [0.0, 0.0], "heads": [0.0, 0.0]}  # of the union, of single rows; shares, summed
     alive, total = [0.0, 0.0], 0.0
     for _ in range(n_steps):

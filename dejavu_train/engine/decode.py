@@ -28,6 +28,7 @@ from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
+from dejavu_train.engine.ranks.load import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.step import DecodeStep
@@ -52,8 +53,8 @@ class DecodeEngine(Session):
             already has its layout.
         bundle: a `Bundle`, or loaded predictors by (layer, target), as `load_predictors` gives them. None = dense.
         ranks: of one of several GPUs that decode together, each in a process of its own. Of a whole model and bundle
-            this one keeps its units. Weights may be its shard already. Predictors are whole. All ranks make the same
-            calls. None = one GPU.
+            this one keeps its units. Weights and loaded predictors may be its shard already. All ranks make the same
+            calls. None = one GPU, or as a Hugging Face model says that `load_rank` has loaded.
     Attributes:
         plan: how a step runs. See `describe`.
         memory: bytes by what they are for.
@@ -78,6 +79,8 @@ class DecodeEngine(Session):
         if options.ops == "triton":
             engine = Engine.GPU if device.type == "cuda" else Engine.INTERPRETER
         shape = model.shape if given else dims_of(model.config)
+        part = None if given else ranks_of(model)
+        ranks = ranks or part
         shard = None if ranks is None else ranks.shard
         if shard is not None and shape == shard.dims:
             shape = shard.whole
@@ -106,7 +109,8 @@ class DecodeEngine(Session):
             weights = model
         else:
             check_room({"weights": weight_bytes(model, dtype)}, device)
-            weights = DecodeWeights.from_model(model, dtype, device)
+            weights = DecodeWeights.from_model(model, dtype, device, held=None if part is None else part.shard.dims)
+            weights = weights if part is None else part.shard.with_head(weights)
         if shard is not None and weights.shape != own:
             weights = shard.weights(weights)
         guard = options.guard

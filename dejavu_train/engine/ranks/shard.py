@@ -119,16 +119,22 @@ class Shard:
         return bias if self.first else torch.zeros_like(bias)
 
     def predictor(self, whole: TargetPredictor) -> TargetPredictor:
-        """This rank's units of a predictor. What it selects of them is what the whole one selects of them."""
-        ids = self.ids(whole.layer, whole.target)
+        """This rank's units of a predictor. What it selects of them is what the whole one selects of them.
+
+        One of its units alone stays as it is.
+        """
+        if len(whole.bias) == self.dims.units(whole.target):
+            return whole
+        ids, weights = self.ids(whole.layer, whole.target), whole.weights
 
         def own(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else _taken(tensor, ids)
 
-        weights = whole.weights
-        made = dataclasses.replace(
-            weights, up=_taken(weights.up, ids), bias=own(weights.bias), up_scale=own(weights.up_scale)
-        )
+        made = weights
+        if len(weights.up) == len(whole.bias):  # one matrix may stand alone
+            made = dataclasses.replace(
+                weights, up=_taken(weights.up, ids), bias=own(weights.bias), up_scale=own(weights.up_scale)
+            )
         return dataclasses.replace(
             whole, weights=made, folded=own(whole.folded), bias=_taken(whole.bias, ids), mean=own(whole.mean),
             frequency=None if whole.frequency is None else whole.frequency[ids],

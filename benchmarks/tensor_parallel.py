@@ -1,0 +1,373 @@
+"""Times decoding steps of several GPUs together, and checks that they write what one writes. Nothing lies on disk.
+
+Each rank makes random weights of its own units. Rows go to benchmarks/results/tensor_parallel.csv as they come. A row
+holds the bytes that the slowest rank must read, its floor by the read measured in the run, and a goal where the issue
+names one. On another card than an H200 a goal is what it leaves beside its bytes there, and the bytes here.
+
+    torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --check
+    torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b 175b --cells goals
+    torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 175b --cells goals --layers 2 6
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models 66b --cells "engine=sparse batch=8" --sums nccl
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --read /tmp/30b --models 30b
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --rehearse --cells goals --check
+    python -m benchmarks.tensor_parallel --sharing checkpoints/demo/bundle
+
+--layers: a model of so few layers, and of so many. The whole one's time follows from both. --read: writes a random
+model to that folder where there is none, each rank reads its rows, and both generate. --rehearse: tiny shapes on CPUs.
+"""
+
+import dataclasses
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.decode import EXTRA, summary
+from benchmarks.decode_cells import Cell, read_cells
+from benchmarks.decode_problem import (
+    RANKS,
+    SHAPES,
+    STD,
+    measured,
+    random_predictors,
+    random_weights,
+    set_thresholds,
+    start,
+)
+from benchmarks.harness import best_read, measure, step_times
+from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
+from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.memory import DoesNotFit, describe_memory
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.ranks.group import Group, group_of_launcher
+from dejavu_train.engine.ranks.ranks import Ranks
+from dejavu_train.engine.ranks.reading import load_shard
+from dejavu_train.engine.ranks.sharing import rates_of, shards_of, waited_bytes
+from dejavu_train.engine.ranks.sums import GroupSums, Sums
+from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.families import ModelDims
+
+COLUMNS = (
+    "date gpu gpus torch triton commit model layers engine batch prompt weights mlp_union head_union active_share rank "
+    "options sums sum_us steps p20_ms p50_ms p80_ms slowest_ms tokens_per_s gb_per_rank best_tb_s floor_ms "
+    "share_of_floor goal_ms goal_here_ms note sources"
+).split()
+CELLS = [
+    "engine=dense,sparse prompt=128,1024",
+    "engine=sparse head_density=0.85",
+    "engine=sparse mlp_density=0.25 head_density=0.25",
+    "engine=dense,sparse weights=int4 lm_head=int4 head_density=0.85 predictors=int4 site=1",
+    "engine=dense,sparse batch=8 mlp_density=0.29",
+]
+H200_TB_S = 4.5
+# (model, GPUs, engine, weights, share of the heads): ms a token at batch 1 and prompt 128 on H200.
+GOALS = {
+    ("175b", 4, "dense", "float16", 1.0): 23.5,
+    ("175b", 4, "sparse", "float16", 0.5): 9.2,
+    ("175b", 4, "sparse", "float16", 0.85): 11.8,
+    ("175b", 4, "dense", "int4", 1.0): 9.0,
+    ("175b", 4, "sparse", "int4", 0.85): 6.0,
+    ("66b", 2, "dense", "float16", 1.0): 17.0,
+    ("66b", 2, "sparse", "float16", 0.5): 6.3,
+    ("66b", 4, "dense", "float16", 1.0): 9.9,
+    ("66b", 4, "sparse", "float16", 0.5): 4.4,
+}
+TINY = ModelDims(64, 256, 4, 8, 400, 256)
+SHAPES["tiny"], RANKS["tiny"] = TINY, 16
+
+
+def ranks_for(group: Group, dims: ModelDims, kind: str) -> Ranks:
+    sums: Sums = GroupSums(group.device) if kind == "nccl" else group.sums
+    return Ranks(shards_of(dims, group.world)[group.rank], sums, group)
+
+
+def own_weights(ranks: Ranks, cell: Cell, active_share: float, device: torch.device) -> DecodeWeights:
+    """Random units of this rank, with the embeddings of the first."""
+    packed, packed_head = cell.weights == "int4", cell.lm_head == "int4"
+    torch.manual_seed(ranks.shard.rank)
+    weights = random_weights(ranks.shard.dims, active_share, packed, packed_head, str(device))
+    for table in (weights.embedding, weights.positions):
+        if table is not None:
+            dist.broadcast(table, 0)
+    return ranks.shard.with_head(weights)
+
+
+def run_cell(
+    cell: Cell, name: str, dims: ModelDims, group: Group, kind: str, steps: int, active_share: float
+) -> dict[str, Any]:
+    """Values of one row, on every rank."""
+    device, gpu = group.device, group.device.type == "cuda"
+    ranks, rank = ranks_for(group, dims, kind), cell.rank or RANKS[name]
+    predictors = None
+    if cell.engine == "sparse":
+        single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
+        narrow = ranks.shard.dims
+        predictors = random_predictors(narrow, rank, *single, cell.site, cell.predictors, cell.heads_site, str(device))
+    context = min(dims.max_positions, cell.prompt + steps + EXTRA)
+    options = EngineOptions(
+        batch=cell.batch, context=context, kv_policy=cell.kv_policy, pdl=cell.pdl, look_ahead=cell.look_ahead,
+        crossover=cell.crossover, release=True, ops="triton" if gpu else "reference",
+    )  # fmt: skip
+    engine = DecodeEngine(own_weights(ranks, cell, active_share, device), predictors, options, ranks)
+    with torch.no_grad(), group.waiting():
+        start(engine, cell.prompt, steps + EXTRA)
+        if engine.predictors:
+            set_thresholds(engine, cell.mlp_density, cell.head_density)
+        row: dict[str, Any] = measured(engine)
+        times = step_times(engine.step, steps) if gpu else cpu_times(engine.step, steps)
+        row |= summary(times, cell.batch) | {"sums": ranks.sums.name, "sum_us": time_of_sum(ranks, dims, cell.batch)}
+    row["slowest_ms"] = max(group.gather(round(1e6 * row["p50_ms"]))) / 1e6
+    row["gb_per_rank"] = max(group.gather(round(1e9 * row.pop("gb_per_step")))) / 1e9
+    return row | {"rank": rank if engine.predictors else 0, "note": describe_memory(engine.memory)}
+
+
+def cpu_times(run: Callable[[], None], n: int) -> list[float]:
+    times = []
+    for _ in range(n):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+def time_of_sum(ranks: Ranks, dims: ModelDims, batch: int) -> float:
+    """Microseconds of one sum of the residual stream, in a graph on GPUs."""
+    part = ranks.sums.buffer(batch, dims.d_model)
+    out = torch.zeros_like(part)
+    if part.device.type == "cuda":
+        return measure(lambda: ranks.sums.add(part, out))
+    return 1e3 * statistics.median(cpu_times(lambda: ranks.sums.add(part, out), 20))
+
+
+def with_floor(row: dict[str, Any], cell: Cell, name: str, world: int, best: float) -> dict[str, Any]:
+    """The row with its floor, and its goal where there is one."""
+    row["floor_ms"] = row["gb_per_rank"] / best
+    row["share_of_floor"] = row["floor_ms"] / row["slowest_ms"]
+    heads = 1.0 if cell.engine == "dense" else cell.head_density
+    goal = GOALS.get((name, world, cell.engine, cell.weights, heads))
+    if goal is not None and cell.batch == 1 and cell.prompt == 128 and cell.mlp_density == 0.1:
+        row["goal_ms"] = goal
+        row["goal_here_ms"] = goal - row["gb_per_rank"] / H200_TB_S + row["floor_ms"]
+    return row
+
+
+def whole_of(few: dict[str, Any], many: dict[str, Any], counts: list[int], layers: int) -> dict[str, Any]:
+    """A whole model's row, of rows of fewer layers: times and bytes grow evenly with the layers."""
+    row = dict(many)
+    for key in ("p20_ms", "p50_ms", "p80_ms", "slowest_ms", "gb_per_rank"):
+        slope = (many[key] - few[key]) / (counts[1] - counts[0])
+        row[key] = few[key] + (layers - counts[0]) * slope
+    row["tokens_per_s"] = 1e3 * row["tokens_per_s"] * many["p50_ms"] / 1e3 / row["p50_ms"]
+    row["note"] = f"reckoned from {counts[0]} and {counts[1]} layers, slowest {few['slowest_ms']:.4g} and"
+    row["note"] += f" {many['slowest_ms']:.4g} ms"
+    return row
+
+
+def time_cells(args: Any, group: Group) -> None:
+    gpu = group.device.type == "cuda"
+    best = min(group.gather(round(1e6 * (best_read() if gpu else 0.01)))) / 1e6
+    about = made_now("kernels", "dejavu_train/engine") | {"gpus": group.world, "best_tb_s": best}
+    about |= gpu_versions() if gpu else {"gpu": "cpu", "torch": torch.__version__}
+    began = time.monotonic()
+    for name in args.models:
+        for cell in [cell for text in args.cells for cell in read_cells(text)]:
+            if any(group.gather(int(time.monotonic() - began > args.time_limit))):
+                say(group, f"time limit: left out from here: {name} {cell}")
+                return
+            row = about | {"model": name, "options": cell.options} | dataclasses.asdict(cell) | {"rank": ""}
+            row |= timed_row(args, group, name, cell, best)
+            if group.rank == 0:
+                append_row(args.out, five_digits(row), COLUMNS)
+            shown = "model engine weights options batch prompt slowest_ms floor_ms goal_here_ms sum_us note".split()
+            say(group, " | ".join(f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, ""))
+                                  for key in shown))  # fmt: skip
+
+
+def timed_row(args: Any, group: Group, name: str, cell: Cell, best: float) -> dict[str, Any]:
+    """A cell that does not fit on some rank is a row that says so: no rank waits for the others then."""
+    whole = SHAPES[name]
+    if whole.max_positions < cell.prompt + args.steps + EXTRA:
+        cell = dataclasses.replace(cell, prompt=whole.max_positions // 4)
+    counts = args.layers or [whole.n_layers]
+    room = torch.cuda.mem_get_info(group.device)[1] if group.device.type == "cuda" else 2**40
+    size = 0.53 if cell.weights == "int4" else 2.0
+    needed = max(counts) * whole.layer_weights * size / group.world + 2 * whole.vocab_size * whole.d_model
+    if needed > 0.93 * room:
+        return {"layers": max(counts), "note": f"does not fit: {needed / 1e9:.1f} GB a rank, of {room / 1e9:.1f}"}
+    rows = []
+    for count in counts:
+        dims = dataclasses.replace(whole, n_layers=count)
+        try:
+            rows.append(run_cell(cell, name, dims, group, args.sums, args.steps, args.active_share))
+        except (torch.cuda.OutOfMemoryError, DoesNotFit) as error:
+            group.fail(error)  # the others wait in a sum
+            raise
+        if group.device.type == "cuda":
+            torch.cuda.empty_cache()
+    row = rows[0] if len(rows) == 1 else whole_of(rows[0], rows[1], counts, whole.n_layers)
+    return with_floor(row | {"layers": max(counts)}, cell, name, group.world, best)
+
+
+def check(group: Group, kind: str) -> bool:
+    """Every rank builds one engine with everything, and one of its units: both write the same tokens."""
+    gpu, fine = group.device.type == "cuda", True
+    dims = ModelDims(1024, 4096, 4, 16, 5000, 512) if gpu else TINY
+    cells = [
+        "engine=dense,sparse batch=1,4", "engine=sparse site=1,2", "engine=dense,sparse weights=int4 lm_head=int4",
+        "engine=sparse weights=int4 predictors=int4 site=1",
+    ]  # fmt: skip
+    for cell in [cell for text in cells for cell in read_cells(text)]:
+        found, logits = [], []
+        for ranks in (None, ranks_for(group, dims, kind)):
+            weights = random_weights(dims, 0.6, cell.weights == "int4", cell.lm_head == "int4", str(group.device))
+            predictors = None
+            if cell.engine == "sparse":
+                predictors = random_predictors(
+                    dims, 64 if gpu else 16, 0.3, 0.6, cell.site, cell.predictors, cell.heads_site, str(group.device)
+                )
+                for number, each in enumerate(predictors.values()):
+                    torch.manual_seed(number)
+                    each.bias.copy_(torch.randn(len(each.bias)))  # so that near ties are rare
+                    if each.weights.bias is not None:
+                        each.weights.bias.copy_(each.bias)
+            options = EngineOptions(batch=cell.batch, context=256, ops="triton" if gpu else "reference", screen=False)
+            engine = DecodeEngine(weights, predictors, options, ranks)
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.randint(3, dims.vocab_size, (cell.batch, 40), generator=generator).tolist()
+            logits.append(engine.logits([row[:24] for row in rows], 8))
+            sampled = engine.generate(rows, 24, sampling=Sampling(temperature=0.8, seed=3), stop_tokens=())
+            found.append((engine.generate(rows, 48, stop_tokens=()), sampled))
+        greedy = zip(found[0][0], found[1][0], strict=True)
+        same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in greedy]
+        off = float((logits[0] - logits[1]).abs().max() / logits[0].std())
+        digest = hashlib.sha256(repr(found[1]).encode()).digest()
+        alike = len(set(group.gather(int.from_bytes(digest[:7], "little")))) == 1
+        good = off < (0.1 if gpu else 0.02) and alike
+        fine &= good
+        say(group, f"{'ok  ' if good else 'FAIL'} {cell.engine} {cell.options} batch={cell.batch}: greedy tokens equal"
+            f" {same} of 48, logits off by {off:.2g} deviations, ranks alike: {alike}")  # fmt: skip
+    return fine
+
+
+def write_model(folder: Path, dims: ModelDims) -> None:
+    """A random OPT in fp16, a file a layer."""
+    from transformers import OPTConfig
+
+    from dejavu_train.families.opt import MATRICES
+    from dejavu_train.quantize.folder import ModelFolder
+
+    folder.mkdir(parents=True)
+    made, device = ModelFolder(folder), "cuda" if torch.cuda.is_available() else "cpu"
+    d, n = dims.d_model, dims.d_ffn
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.empty(*size, dtype=torch.float16, device=device).normal_(0, STD)
+
+    def both(name: str, columns: int = d) -> dict[str, torch.Tensor]:
+        one = torch.ones(columns, dtype=torch.float16)
+        return {f"{name}.weight": one, f"{name}.bias": torch.zeros_like(one)}
+
+    decoder = "model.decoder."
+    made.add({f"{decoder}embed_tokens.weight": normal(dims.vocab_size, d),
+              f"{decoder}embed_positions.weight": normal(dims.max_positions + 2, d),
+              **both(f"{decoder}final_layer_norm")})  # fmt: skip
+    for layer in range(dims.n_layers):
+        prefix, tensors = f"{decoder}layers.{layer}.", {}
+        for part in MATRICES:
+            rows, columns = {"fc1": (n, d), "fc2": (d, n)}.get(part, (d, d))
+            tensors |= {f"{prefix}{part}.weight": normal(rows, columns)}
+            tensors |= {f"{prefix}{part}.bias": torch.zeros(rows, dtype=torch.float16)}
+        made.add(tensors | both(f"{prefix}self_attn_layer_norm") | both(f"{prefix}final_layer_norm"))
+    config = OPTConfig(
+        vocab_size=dims.vocab_size, hidden_size=d, word_embed_proj_dim=d, ffn_dim=n, num_hidden_layers=dims.n_layers,
+        num_attention_heads=dims.n_heads, max_position_embeddings=dims.max_positions, dtype="float16",
+    )  # fmt: skip
+    made.finish(str(folder), None, config.to_dict(), {})
+
+
+def read(args: Any, group: Group) -> None:
+    """Each rank reads its rows of a model on disk, and generates."""
+    (name,) = args.models
+    dims, folder = SHAPES[name], args.read
+    if group.rank == 0 and not (folder / "config.json").is_file():
+        began = time.monotonic()
+        write_model(folder, dims)
+        print(f"wrote {folder} in {time.monotonic() - began:.0f} s", flush=True)
+    group.gather(0)
+    shard, began = shards_of(dims, group.world)[group.rank], time.monotonic()
+    model, nbytes = load_shard(str(folder), shard, "float16", group.device)
+    weights = shard.with_head(DecodeWeights.from_model(model, torch.float16, group.device, True, held=shard.dims))
+    seconds = max(group.gather(round(time.monotonic() - began)))
+    every = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    say(group, f"{name}: ranks read {[round(n / 1e6) / 1e3 for n in group.gather(nbytes)]} of {every / 1e9:.1f} GB"
+        f" in {seconds} s")  # fmt: skip
+    gpu = group.device.type == "cuda"
+    options = EngineOptions(context=min(256, dims.max_positions), ops="triton" if gpu else "reference", release=True)
+    engine = DecodeEngine(weights, None, options, Ranks(shard, group.sums, group))
+    tokens = engine.generate([[2, 17, 30, 99]], 32, stop_tokens=())[0]
+    say(group, f"{name} on {group.world}: {tokens}")
+
+
+def say(group: Group, line: str) -> None:
+    if group.rank == 0:
+        print(line, flush=True)
+
+
+def show_sharing(folder: Path) -> None:
+    """The table of docs/notes/tensor-parallel.md."""
+    from dejavu_train.bundle.artifact import Bundle
+
+    bundle = Bundle.from_pretrained(folder)
+    rates = rates_of(bundle)
+    print("| GPUs | an even cut | by frequency |\n| --- | --- | --- |")
+    for world in (2, 4):
+        cells = []
+        for shards in (shards_of(bundle.shape, world), shards_of(bundle.shape, world, rates)):
+            waited, even = waited_bytes(shards, rates)
+            cells.append(f"{waited / even:.3f}")
+        print(f"| {world} | {' | '.join(cells)} |")
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--models", nargs="+", default=["66b"], choices=list(SHAPES))
+    parser.add_argument("--cells", nargs="+", metavar="CELLS", help="as of benchmarks.decode, or goals")
+    parser.add_argument("--sums", choices=["fastest", "nccl"], default="fastest")
+    parser.add_argument("--layers", nargs=2, type=int, help="two smaller numbers of layers")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--active-share", type=float, default=0.6)
+    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no new cell starts")
+    parser.add_argument("--check", action="store_true", help="compare with one GPU first")
+    parser.add_argument("--read", type=Path, help="a folder for a random model on disk")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on CPUs")
+    parser.add_argument("--sharing", type=Path, help="a bundle: what sharing out by frequency gains")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tensor_parallel.csv"))
+    args = parser.parse_args()
+    if args.sharing is not None:
+        show_sharing(args.sharing)
+        return 0
+    if args.rehearse:
+        args.models, args.steps = ["tiny"], 4
+    args.cells = CELLS if args.cells == ["goals"] else args.cells
+    group = group_of_launcher("cpu" if args.rehearse else None)
+    try:
+        if args.check and not check(group, args.sums):
+            return 1
+        if args.read is not None:
+            read(args, group)
+        elif args.cells:
+            time_cells(args, group)
+    except Exception as error:
+        group.fail(error)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
