@@ -22,7 +22,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes
 from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors
-from dejavu_train.engine.ranks.load import ranks_of
+from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of

@@ -28,7 +28,7 @@ from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
-from dejavu_train.engine.ranks.load import ranks_of
+from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.step import DecodeStep

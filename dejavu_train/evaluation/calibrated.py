@@ -6,6 +6,7 @@ Nothing else moves a bundle, and what it is moved to is said.
 import torch
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.engine.ranks.group import launched
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.models.config_values import INT4, quant_method, read_values
@@ -99,6 +100,8 @@ def _backend(config: InferConfig, device: torch.device, coded: bool) -> str:
     """What ``auto`` tries first for a prompt. Whatever is refused then is told."""
     if config.backend != "auto":
         return config.backend
+    if launched():
+        return "triton"
     if device.type != "cpu":
         return "gather" if config.device_map is not None else "triton"
     return "cpu" if (coded or config.dtype == "float32") and not config.guard.every else "gather"

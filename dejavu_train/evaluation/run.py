@@ -16,6 +16,8 @@ from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.data.text import import_text
 from dejavu_train.engine import cpu_limits
 from dejavu_train.engine.cpu import load_engine
+from dejavu_train.engine.ranks.group import Group, launched
+from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.attach import attach, numbers_of
@@ -27,6 +29,7 @@ from dejavu_train.evaluation.html_report import log_to_wandb, read_results, writ
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.provenance import hashes, new_run
+from dejavu_train.evaluation.ranks import together
 from dejavu_train.evaluation.texts import EvalText, behind_start, load_text, trained_text
 from dejavu_train.evaluation.timing import (
     CPU,
@@ -83,16 +86,29 @@ def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: b
 
 def run(config: InferConfig) -> None:
     """Everything that infer.py does. Raises :class:`UserError` for what the user can mend."""
+    with together(config) as group:
+        _run(config, group)
+
+
+def _run(config: InferConfig, group: Group | None) -> None:
+    """group: of the processes that do this together. None = this one alone."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     bundle, device = checked(config)
+    device = device if group is None else group.device
     further = plan(config)
     check_plan(further, bundle, device)
     for line in (opening(config, bundle, device), *ignored(config, bundle)):
         logger.info("%s", line)
     tokenizer = load_tokenizer(config.model, config.revision)
     texts = _load_texts(config, bundle, tokenizer) if config.tokens != 0 or config.timing else []
-    dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
+    if group is None:
+        dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
+    else:
+        from dejavu_train.engine.ranks.load import load_rank  # imports triton
+
+        dense = load_rank(config.model, bundle, config.dtype, group, config.revision)
+        logger.info("%s", group.describe())
     prompt = None if config.generate is None else _prompt(config, dense, tokenizer)
     if config.timing:
         _check_room(config, dense, texts[0].held)
@@ -106,7 +122,8 @@ def run(config: InferConfig) -> None:
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
     results = report.results(config.model, config.bundle, scored, timings, _bandwidth(timings)) | about
     results["not_measured"] = not_measured
-    if timings:  # kept, whatever comes after, as what was scored is
+    writes = group is None or group.rank == 0
+    if timings and writes:  # kept, whatever comes after, as what was scored is
         report.write_results(results, config.output)
     measure(further, dense, tokenizer, bundle)
     watched = None
@@ -120,6 +137,8 @@ def run(config: InferConfig) -> None:
         results["guard"] = watched
         print(report.guard_line(watched))
     print(report.tables(results))
+    if not writes:
+        return
     report.write_results(results, config.output)
     written = [str(Path(config.output) / "results.json")]
     if scored:
@@ -211,7 +230,7 @@ def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) ->
     """Let an engine that is asked for by name refuse this machine, or predictors of your own, before anything slow."""
     asked = [("--timing_backends", name) for name in (config.timing_backends if config.timing else ())]
     for flag, backend in asked + ([("--backend", config.backend)] if config.generate else []):
-        if backend in ("triton", DENSE_ENGINE) and not runs_on(device):
+        if backend in ("triton", DENSE_ENGINE) and not (runs_on(device) or launched()):
             raise UserError(f"{flag} {backend} needs a GPU, and this would run on {device}; use gather or cpu")
         if backend in (CPU, DENSE_CPU):
             load_engine()
@@ -322,13 +341,14 @@ def _time(
     engines: tuple[Timed, ...] = ("dense-cpu", "cpu") if dense.device.type == "cpu" else ("dense-engine", "triton")
     if config.device_map is not None:
         engines = ()  # the engines run on one device
-    waiting: list[Timed] = sorted(config.timing_backends or ("dense", *engines), key=lambda name: name != "dense")
+    every: tuple[Timed, ...] = ("dense", *engines) if ranks_of(dense) is None else ("dense-engine", "triton")
+    waiting: list[Timed] = sorted(config.timing_backends or every, key=lambda name: name != "dense")
     for backend in waiting:
         logger.info("timing %s", backend)
         try:
             timings.append(_time_one(config, dense, bundle, backend, prompt))
         except UserError as error:
-            if config.timing_backends:  # asked for by name
+            if config.timing_backends or ranks_of(dense) is not None:  # asked for by name, or by all ranks
                 raise
             logger.info("%s is not timed: %s", backend, error)
             not_measured.append({"what": f"timing of {backend}", "why": str(error)})

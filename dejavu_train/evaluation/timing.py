@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.families import dims_of
 from dejavu_train.models.finite import check_logits
 
@@ -106,7 +107,10 @@ def build_engine(
         return CpuEngine(model, bundle, batch=rows, context=tokens)
     from dejavu_train.engine.decode import DecodeEngine, EngineOptions  # imports triton
 
-    return DecodeEngine(model, bundle, EngineOptions(batch=rows, context=tokens))
+    plain = ranks_of(model) is not None and model.device.type == "cpu"  # to try several processes out
+    return DecodeEngine(
+        model, bundle, EngineOptions(batch=rows, context=tokens, ops="reference" if plain else "triton")
+    )
 
 
 @torch.no_grad()
@@ -131,7 +135,10 @@ def time_engine(model: PreTrainedModel, bundle: Bundle | None, backend: str, pro
     if on_cpu:
         megabytes = round(sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6, 3)
         engine.close()
-    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times, megabytes)
+    name, *rest = _conditions(model.device, prompt, new_tokens)
+    ranks = ranks_of(model)
+    name = name if ranks is None else f"{ranks.shard.world} x {name}"
+    return Timing(backend, name, *rest, times, megabytes)
 
 
 def _conditions(device: torch.device, prompt: Tensor, new_tokens: int) -> tuple[str, int, int, int]:

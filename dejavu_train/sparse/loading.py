@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.engine.ranks.group import group_of_launcher, launched
-from dejavu_train.engine.ranks.load import RANKS, load_rank
+from dejavu_train.engine.ranks.part import RANKS
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.base import dense_type
@@ -75,6 +75,8 @@ def load_together(
                 f"under torchrun {caller}.from_pretrained takes name, predictors, backend, sparse_from, kv_policy,"
                 " dtype and hub keywords alone; leave the others out"
             )
+        from dejavu_train.engine.ranks.load import load_rank  # imports triton
+
         dense = load_rank(str(folder), bundle, dtype, group_of_launcher(None if device == "cpu" else device))
     else:
         dense, info = load_with_info(str(folder), dtype, device, device_map, None, asked.attributes, **asked.options)

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft, default_of
-from dejavu_train.engine.ranks.load import ranks_of
+from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of
 from dejavu_train.predictors.custom import PredictorClass

@@ -17,7 +17,7 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine import runs
 from dejavu_train.engine.options import POLICIES
-from dejavu_train.engine.ranks.load import ranks_of
+from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of, dims_of

@@ -1,23 +1,18 @@
 """Two processes over gloo: they load their rows, write the same text as one, and end together."""
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
-import sys
-import time
 
 import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
+from rank_helpers import processes
 
 from dejavu_train.engine.ranks import group as groups
-from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.errors import UserError
 from dejavu_train.sparse.model import SparseOPTForCausalLM
-
-FORK = multiprocessing.get_context("fork")  # everything is imported here already
 
 
 @pytest.fixture(scope="module")
@@ -25,37 +20,6 @@ def folder(tmp_path_factory):
     made = save_tiny_opt(tmp_path_factory.mktemp("ranks") / "model")
     make_bundle(made, means=True).at(mlp_density=0.3, head_density=0.5).save_pretrained(made / "predictors")
     return made
-
-
-def processes(tmp_path, run, world=2, ranks=None, seconds=60):
-    """Exit codes and what was said on stderr, of `run(rank)` in processes as torchrun starts them."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-
-    def work(rank):
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        os.dup2(os.open(tmp_path / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
-        sys.stderr = os.fdopen(2, "w", buffering=1)
-        groups._found.clear()
-        code = exit_on_user_error(lambda _: run(rank))
-        if groups._found:
-            groups._say_bye(groups._found[0].watch)
-        os._exit(code)
-
-    began = time.monotonic()
-    children = {rank: FORK.Process(target=work, args=(rank,)) for rank in (range(world) if ranks is None else ranks)}
-    for child in children.values():
-        child.start()
-    for child in children.values():
-        child.join(max(0.0, began + seconds - time.monotonic()))
-    hung = [rank for rank, child in children.items() if child.is_alive()]
-    for child in children.values():
-        child.kill()
-        child.join()
-    assert not hung, f"ranks {hung} hang"
-    codes = [child.exitcode for child in children.values()]
-    return codes, [(tmp_path / f"stderr-{rank}").read_text().splitlines() for rank in children]
 
 
 def load(folder):

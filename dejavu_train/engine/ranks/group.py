@@ -66,6 +66,11 @@ class Group:
                 self.watch.lost()
             raise
 
+    def describe(self) -> str:
+        """Who decodes together, in a line."""
+        where = "GPUs" if self.device.type == "cuda" else "processes on a CPU, in plain torch"
+        return f"{self.world} {where} decode together, sums by {self.sums.name}"
+
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends."""
         self.watch.fail(first_line(error) if isinstance(error, Exception) else type(error).__name__)

@@ -5,12 +5,11 @@ from typing import Any
 import torch
 
 from dejavu_train.engine.ranks.group import Group
+from dejavu_train.engine.ranks.part import RANKS
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.sharing import rates_of, shards_of
 from dejavu_train.models.config_values import read_dims
-
-RANKS = "dejavu_ranks"  # of a model that is a part
 
 
 def load_rank(
@@ -26,9 +25,3 @@ def load_rank(
     model, nbytes = load_shard(name, shard, dtype, group.device, revision)
     setattr(model, RANKS, Ranks(shard, group.sums, group, nbytes))
     return model
-
-
-def ranks_of(model: Any) -> Ranks | None:
-    """Of a model that is a part. None = it is whole."""
-    found: Ranks | None = getattr(model, RANKS, None)
-    return found
