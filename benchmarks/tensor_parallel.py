@@ -1,8 +1,8 @@
 """Times decoding steps of several GPUs together, and checks that they write what one writes. Nothing lies on disk.
 
 Each rank makes random weights of its own units. Rows go to benchmarks/results/tensor_parallel.csv as they come. A row
-holds the bytes that the slowest rank must read, its floor by the read measured in the run, and a goal where the issue
-names one. On another card than an H200 a goal is what it leaves beside its bytes there, and the bytes here.
+holds the bytes that the slowest rank must read, and its floor by the read measured in the run. Some have a goal. On
+another card than an H200 a goal is what it leaves beside its bytes there, and the bytes here.
 
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --check
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b 175b --cells goals

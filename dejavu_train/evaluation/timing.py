@@ -135,10 +135,8 @@ def time_engine(model: PreTrainedModel, bundle: Bundle | None, backend: str, pro
     if on_cpu:
         megabytes = round(sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6, 3)
         engine.close()
-    name, *rest = _conditions(model.device, prompt, new_tokens)
-    ranks = ranks_of(model)
-    name = name if ranks is None else f"{ranks.shard.world} x {name}"
-    return Timing(backend, name, *rest, times, megabytes)
+    timing, ranks = Timing(backend, *_conditions(model.device, prompt, new_tokens), times, megabytes), ranks_of(model)
+    return timing if ranks is None else dataclasses.replace(timing, device=f"{ranks.shard.world} x {timing.device}")
 
 
 def _conditions(device: torch.device, prompt: Tensor, new_tokens: int) -> tuple[str, int, int, int]:
