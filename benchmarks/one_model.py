@@ -37,6 +37,7 @@ from benchmarks.one_model_data import TASKS
 from benchmarks.one_model_plan import DENSITY, GPUS, HEADS, SCALES, Scale, describe, flags_of, forecast
 from benchmarks.rows import ROOT, command_line
 from benchmarks.texts import TEXTS
+from dejavu_train.children import start_child, stop_child
 
 PAIRS = (f"{DENSITY}/1", f"{2 * DENSITY}/1", f"{DENSITY}/{HEADS}")  # of neurons and heads
 HELDOUT = ("general", "books", "docs")  # the first one stops pretraining
@@ -101,14 +102,29 @@ class Run:
         with (self.rows / "said.txt").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def step(self, name: str, command: Sequence[str], gpus: Sequence[int] | None = None) -> int:
-        """Run a process to its end. Its output goes to a log, its time and exit code to times.csv."""
+    @property
+    def left(self) -> float | None:
+        """Seconds of the run that are left. None: nobody counts them."""
+        return max(20.0, 60 * self.options.minutes - self.elapsed) if self.options.minutes else None
+
+    def step(
+        self, name: str, command: Sequence[str], gpus: Sequence[int] | None = None, seconds: float | None = None
+    ) -> int:
+        """Run a process to its end, or end it after so many seconds. Returns its exit code, or 124.
+
+        Its output goes to a log, its time and exit code to times.csv.
+        """
         began = self.elapsed
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         if gpus is not None and self.options.device == "cuda":
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         with (self.rows / f"{name}.log").open("ab") as log:
-            code = subprocess.run(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
+            process = start_child(command, environment, log)
+            try:
+                code = process.wait(seconds or self.left)
+            except subprocess.TimeoutExpired:
+                stop_child(process)
+                code = 124
         with self._lock, (self.rows / "times.csv").open("a", encoding="utf-8") as file:
             file.write(f"{self.options.scale},{name},{code},{began:.0f},{self.elapsed - began:.0f}\n")
         last = (self.rows / f"{name}.log").read_text("utf-8", "replace").strip().splitlines()[-1:]
@@ -123,6 +139,22 @@ class Run:
         self.model.mkdir(parents=True, exist_ok=True)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "checkpoints/opt-mini" / name, self.model)
+        streams = sorted(map(str, self.data.glob("*.tokens.xz")))
+        command = [*self.together(), "-m", "dejavu_train.training.pretrain", f"--output={self.model}"]
+        command += ["--text", *streams, "--heldout", *(str(self.data / f"{name}.jsonl") for name in HELDOUT)]
+        command += [*self.pretrain_flags(), "--patience=3", "--validation_steps=50"]
+        plainer = ["--compile=false", f"--micro_rows={max(1, scale.micro_rows // 2)}"]  # what comes last counts
+        for name, flags in (("pretrain", []), ("pretrain-again", plainer)):
+            seconds = self.pretrain_seconds()
+            self.say(f"{name}: {seconds:.0f} s on {len(streams)} files of token ids")
+            around = self.expected["pretrain"] - scale.pretrain_seconds
+            limit = seconds + 2 * around + 60 if options.minutes else None
+            if self.step(name, [*command, f"--seconds={seconds:.0f}", *flags], seconds=limit) == 0:
+                return
+
+    def pretrain_seconds(self) -> float:
+        """So many that the later stages have their time."""
+        scale, options = self.scale, self.options
         seconds = scale.pretrain_seconds
         if options.minutes:
             around = self.expected["pretrain"] - scale.pretrain_seconds
@@ -130,13 +162,7 @@ class Run:
             seconds = min(seconds, 60 * options.minutes - self.elapsed - around - later)
         if seconds < 20:
             raise SystemExit(f"{seconds:.0f} s are left to pretrain; choose a smaller --scale")
-        streams = sorted(map(str, self.data.glob("*.tokens.xz")))
-        command = [*self.together(), "-m", "dejavu_train.training.pretrain", f"--output={self.model}"]
-        command += ["--text", *streams, "--heldout", *(str(self.data / f"{name}.jsonl") for name in HELDOUT)]
-        command += self.pretrain_flags() + [f"--seconds={seconds:.0f}", "--patience=3", "--validation_steps=50"]
-        self.say(f"pretrain: {seconds:.0f} s on {len(streams)} files of token ids")
-        if self.step("pretrain", command) and self.options.device == "cuda":
-            self.step("pretrain-again", [*command, "--compile=false"])  # the flag that comes last counts
+        return seconds
 
     def together(self) -> list[str]:
         """What starts a process for each GPU."""
@@ -163,7 +189,7 @@ class Run:
         beside = threading.Thread(target=self.quantise, args=(flags,))
         beside.start()
         if not (self.bundle / "bundle.json").is_file():
-            self.step("predictors", [sys.executable, "train.py", *flags, jobs])
+            self.step("predictors", [sys.executable, str(ROOT / "train.py"), *flags, jobs])
         beside.join()
         if (self.bundle / "bundle.json").is_file() and (self.int4 / "config.json").is_file():
             relabel(self.bundle, self.int4, self.int4_bundle)
@@ -276,7 +302,14 @@ def measurements(run: Run, share: float) -> list[Job]:
             neurons, heads = pair.split("/")
             timed = [*(dense if pair == PAIRS[0] else ()), sparse]
             name = f"speed-{weights}-{neurons}-{heads}"
-            infer = ["infer.py", f"--model={model}", f"--bundle={bundle}", "--tokens=0", "--timing=true", device]
+            infer = [
+                str(ROOT / "infer.py"),
+                f"--model={model}",
+                f"--bundle={bundle}",
+                "--tokens=0",
+                "--timing=true",
+                device,
+            ]
             infer += [f"--text=wikitext={run.data / 'wikitext.jsonl'}", f"--prompt={scale.prompt}"]
             infer += [f"--new_tokens={min(64, scale.new_tokens)}", f"--timing_mlp_density={neurons}"]
             infer += [f"--timing_head_density={heads}", f"--dtype={'float16' if on_gpu else 'float32'}"]

@@ -7,6 +7,7 @@ assumed besides stands in ``ASSUMED``, and what was not measured before says so.
 import dataclasses
 from collections.abc import Mapping
 
+from benchmarks.rows import ROOT
 from dejavu_train.cli import parse_config
 from dejavu_train.config import RunConfig
 from dejavu_train.data.samples import CYCLE
@@ -95,7 +96,7 @@ def flags_of(scale: Scale, model: str, output: str, cache: str, share: float, de
     """The flags of train.py. share: of the tokens, where a run is late."""
     on_gpu = device == "cuda"
     return [
-        "--config=configs/base.yaml", f"--model={model}", f"--output={output}", f"--text.cache={cache}",
+        f"--config={ROOT / 'configs/base.yaml'}", f"--model={model}", f"--output={output}", f"--text.cache={cache}",
         f"--text.sample.tokens={int(share * scale.own_tokens)}", "--collect.window=512",
         "--collect.train_tokens=null", "--collect.val_tokens=null", "--collect.calibration_tokens=null",
         f"--collect.dtype={'float16' if on_gpu else 'float32'}", f"--mlp.rank={scale.rank}",

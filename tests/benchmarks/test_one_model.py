@@ -44,7 +44,7 @@ def test_a_stage_that_is_late_halves_its_tokens(run, options, monkeypatch):
 
 def test_pretraining_gives_up_what_the_later_stages_need(run, options, monkeypatch):
     asked = []
-    monkeypatch.setattr(run, "step", lambda name, command, gpus=None: asked.append(command) or 0)
+    monkeypatch.setattr(run, "step", lambda name, command, seconds: asked.append(command) or 0)
     run.pretrain()
     run.began = time.time() - 600
     run.pretrain()
@@ -52,6 +52,9 @@ def test_pretraining_gives_up_what_the_later_stages_need(run, options, monkeypat
     later = sum(forecast(SCALES["1.3b"]).values()) - run.mark("text")
     assert seconds[0] == 540 and seconds[1] < 60 * 23 - 600 - later
     assert asked[0][:5] == run.together() and "--nproc-per-node=4" in asked[0]
+    monkeypatch.setattr(run, "step", lambda name, command, seconds: asked.append(command) or 1)
+    run.pretrain()
+    assert "--micro_rows=4" in asked[-1] and "--micro_rows=4" not in asked[-2], "a second try is a plainer one"
     run.began = time.time() - 1200
     with pytest.raises(SystemExit, match="choose a smaller --scale"):
         run.pretrain()
@@ -84,6 +87,7 @@ def test_measurements_wait_for_what_they_need_and_failures_leave_others_alone(ru
 
 def test_a_process_leaves_its_time_and_its_last_line(run):
     assert run.step("fails", ["python3", "-c", "print('the reason'); raise SystemExit(3)"], [0]) == 3
+    assert run.step("hangs", ["sleep", "60"], seconds=0.2) == 124
     assert run.failed("fails") and not run.failed("works")
     assert "the reason" in (run.rows / "said.txt").read_text()
     (run.work / "run.log").write_text("says something\n")
