@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,34 +205,48 @@ def perplexity(args: argparse.Namespace) -> Found:
     return result
 
 
-def defaults(args: argparse.Namespace) -> Found:
-    """A pipeline of the dense model and one of ours, each prompt through both. The first call of each is not timed."""
+def pipeline_times(
+    model: str, bundle: Bundle, prompts: Sequence[str], clock: Callable[[], float], **call: Any
+) -> dict[str, list[float]]:
+    """Milliseconds a token of a pipeline of the dense model, and of one of ours, for each prompt.
+
+    Each prompt goes through both, and the first is not counted. call: what is given beside the prompt, by default
+    nothing.
+    """
     from transformers import OPTForCausalLM, pipeline
 
-    bundle, tokenizer = Bundle.from_pretrained(args.bundle), load_tokenizer(args.model)
+    tokenizer = load_tokenizer(model)
     models = {
-        "transformers dense": OPTForCausalLM.from_pretrained(args.model),
-        "sparse": SparseOPTForCausalLM.from_pretrained(args.model, bundle),
+        "transformers dense": OPTForCausalLM.from_pretrained(model),
+        "sparse": SparseOPTForCausalLM.from_pretrained(model, bundle),
     }
     writers = {
-        name: pipeline("text-generation", model, tokenizer=tokenizer, device="cpu") for name, model in models.items()
+        name: pipeline("text-generation", each, tokenizer=tokenizer, device="cpu") for name, each in models.items()
     }
     times: dict[str, list[float]] = {name: [] for name in writers}
-    for turn, prompt in enumerate(("Once", *PROMPTS)):
+    for turn, prompt in enumerate(prompts):
         for name, write in writers.items():
             torch.manual_seed(turn)
-            before = time.perf_counter()
-            (made,) = write(prompt, return_tensors=True)
-            seconds = time.perf_counter() - before
+            before = clock()
+            (made,) = write(prompt, return_tensors=True, **call)
+            seconds = clock() - before
             new = len(made["generated_token_ids"]) - len(tokenizer(prompt)["input_ids"])
             times[name].append(1e3 * seconds / new)
+    return {name: taken[1:] for name, taken in times.items()}
+
+
+def defaults(args: argparse.Namespace) -> Found:
+    """A pipeline of the dense model and one of ours, each prompt through both. The first call of each is not timed."""
+    bundle = Bundle.from_pretrained(args.bundle)
+    times = pipeline_times(args.model, bundle, ("Once", *PROMPTS), time.perf_counter)
     kept = {"mlp_density": bundle.mean_density("mlp"), "head_density": bundle.mean_density("heads")}
-    dense, sparse = (taken[1:] for taken in times.values())
-    ratios = [slow / fast for slow, fast in zip(dense, sparse, strict=True)]
+    ratios = [slow / fast for slow, fast in zip(*times.values(), strict=True)]
     note = f"{len(ratios)} pairs, {min(ratios):.3g} to {max(ratios):.3g}; load {os.getloadavg()[0]:.1f}"
+    medians = [
+        kept | {"case": name, "value": statistics.median(taken), "unit": "ms/token"} for name, taken in times.items()
+    ]
     return [
-        kept | {"case": "transformers dense", "value": statistics.median(dense), "unit": "ms/token"},
-        kept | {"case": "sparse", "value": statistics.median(sparse), "unit": "ms/token"},
+        *medians,
         kept | {"case": "sparse over dense", "value": statistics.median(ratios), "unit": "times", "note": note},
     ]
 
