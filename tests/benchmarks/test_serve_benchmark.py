@@ -8,8 +8,12 @@ import json
 import pytest
 
 from benchmarks import serve_speed
+from benchmarks.cpu_decode import our_rival, run_in_turns
+from benchmarks.random_folder import write
 from benchmarks.rows import append_json
 from benchmarks.tables_serve import LOAD, SPEED, load_table, speed_table
+from dejavu_train.families import ModelDims
+from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 
 def compared(monkeypatch, engine_rates):
@@ -66,3 +70,14 @@ def test_the_tables_show_the_newest_rows(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[0])["commit"] == "old"
     assert "| cpu, m | 64 | 600 | 5 | 0 | 0 | 0 | 0 | 2 | 1.5 | 1.5 | 1.5 | 1.5 |" in load_table(tmp_path)
     assert "commit new" in load_table(tmp_path)
+
+
+def test_a_folder_of_random_weights_selects_what_was_asked(tmp_path):
+    """What a server on a GPU is timed with. Here a small shape, on the CPU engine."""
+    shape = ModelDims(64, 1024, 2, 4, 8192, 64)
+    write("opt", shape, tmp_path / "m", (0.2, 0.5), 16)
+    model = SparseOPTForCausalLM.from_pretrained(tmp_path / "m", backend="cpu", sparse_from="prompt")
+    rival = our_rival("sparse", model.engine_pool().engine(1, 64), [[2, 3, 4]], 40)
+    run_in_turns([rival], 1, 30)
+    assert sum(rival.mlp) / len(rival.mlp) == pytest.approx(0.2, abs=0.08)
+    assert model.bundle.mean_density("mlp") == 0.2 and model.bundle.mean_density("heads") == 0.5
