@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dejavu_train.calibration.by_layers import ByLayers
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
-from dejavu_train.crew import COLLECT, REST, run_elsewhere, train_together
+from dejavu_train.crew import COLLECT, REST, collect_together, run_elsewhere, train_together
 from dejavu_train.data.collect import LoadSets, check_same_text, collect
 from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shard_reader import ShardReader, active_densities
@@ -169,9 +170,10 @@ def work(config: RunConfig, part: str) -> None:
 def _collect(config: RunConfig, resolved: RunConfig) -> None:
     """Make the activations complete."""
     full_hash, activations = config.verify == "full", Path(config.output) / "activations"
-    collect(
-        config.model, config.text, config.collect, activations, config.seed, config.revision, full_hash, sampled(config)
-    )
+    together = config.jobs != 1 and config.collect.device in ("auto", "cpu", "cuda")
+    share = partial(collect_together, config, activations) if together else None
+    how = (config.seed, config.revision, full_hash, sampled(config), share)
+    collect(config.model, config.text, config.collect, activations, *how)
     push_activations(config)
     say_what_density_holds(resolved, activations)
 

@@ -1,10 +1,16 @@
-"""A process that crew.py starts: ``python -m dejavu_train.worker PART CONFIG.yaml OUTPUT LAYERS TARGETS``."""
+"""A process that crew.py starts.
+
+It is called as ``python -m dejavu_train.worker PART CONFIG.yaml OUTPUT LAYERS TARGETS``, and does a part of a run. With
+``ACTIVATIONS NUMBER COUNT`` it collects a range of the shards by layers.
+"""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from dejavu_train.children import end_with_parent, forget_launcher
 from dejavu_train.cli import parse_config, set_up_logging
+from dejavu_train.data.parts import record_part
 from dejavu_train.errors import GOES_ON, exit_on_user_error
 from dejavu_train.pipeline import work
 
@@ -13,16 +19,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do a part of the run in a folder.
 
     Args:
-        argv: the part, path of the run's configuration, its folder, layers ("" for all) and targets. None: of the
-            process.
+        argv: the part, path of the run's configuration, its folder, layers ("" for all) and targets. Or the folder of
+            activations, which range of the shards it is, and how many there are. None: of the process.
 
     Raises:
         UserError: as :func:`dejavu_train.pipeline.work`.
     """
     end_with_parent()
     forget_launcher()
-    part, path, output, layers, targets = sys.argv[1:] if argv is None else argv
+    given = sys.argv[1:] if argv is None else argv
     set_up_logging()
+    if len(given) == 3:
+        return record_part(Path(given[0]), int(given[1]), int(given[2]))
+    part, path, output, layers, targets = given
     own = ["--layers", layers] if layers else []
     work(parse_config(["--config", path, "--output", output, "--targets", targets, *own]), part)
 

@@ -3,13 +3,16 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file
 from small_runs import flags, start_main
 from torch.testing import assert_close
 
+from dejavu_train import crew
 from dejavu_train.cli import main, parse_config
+from dejavu_train.data.collect import collect
 from dejavu_train.errors import UserError
 from dejavu_train.run_folder import saved_config
 
@@ -79,3 +82,25 @@ def test_a_run_goes_on_with_jobs(alone):
     """--jobs decides nothing of what is made, so a run's folder is still enough."""
     main([f"--output={alone}", "--jobs=2"])
     assert parse_config([f"--output={alone}", "--jobs=2"]).jobs in (2, "2")
+
+
+def collected(activations):
+    files = [path for path in activations.rglob("*") if path.suffix in (".h5", ".safetensors", ".json")]
+    return {path.relative_to(activations): path.read_bytes() for path in files}
+
+
+def test_workers_collect_by_layers_and_what_one_leaves_is_collected(tiny_opt, text_file, tmp_path, caplog, monkeypatch):
+    config = parse_config(flags(tiny_opt, text_file, tmp_path / "run", "--jobs=2", "--collect.by_layers=true"))
+    about, activations, task = (str(tiny_opt), config.text, config.collect), tmp_path / "run" / "activations", crew.Task
+    collect(*about, tmp_path / "alone")
+
+    def astray(name, number, count, arguments, log):
+        return task(name, number, count, (arguments[0], "nowhere", *arguments[2:]) if number else arguments, log)
+
+    monkeypatch.setattr(crew, "Task", astray)
+    caplog.set_level("INFO")
+    collect(*about, activations, share=partial(crew.collect_together, config, activations))
+    assert collected(activations) == collected(tmp_path / "alone")
+    assert {path.name for path in activations.iterdir()} == {path.name for path in (tmp_path / "alone").iterdir()}
+    assert "collecting in 2 processes" in caplog.text and "worker 1 ended early (2)" in caplog.text
+    assert "worker 0" not in caplog.text

@@ -6,6 +6,7 @@ makes the same plan again, keeps the shards that are complete and redoes the one
 larger than its device runs by layers (collect_layers.py).
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from dejavu_train.data.collect_layers import collect_by_layers, save_layer_weights, stream_bytes
 from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.parts import remove_parts, write_parts
 from dejavu_train.data.recording import (
     HeadReference,
     MeanHeads,
@@ -66,11 +68,13 @@ def collect(
     revision: str | None = None,
     full_hash: bool = False,
     load: LoadSets | None = None,
+    share: Callable[[], None] | None = None,
 ) -> ActivationManifest:
     """Make the activations folder complete: nothing if it is, else what is missing.
 
     With ``full_hash`` the model is named by a hash over every byte of its weights rather than over samples.
-    ``load`` gives the documents when they are needed. None reads ``text``.
+    ``load`` gives the documents when they are needed. None reads ``text``. By layers, ``share`` has other processes
+    record their parts (parts.py), and what they leave is recorded here.
 
     Raises:
         UserError: the model, the text, too little disk, or a folder that holds something else.
@@ -79,7 +83,7 @@ def collect(
     with locked(activations / ".holders", f"another process is collecting into {activations}; waiting for it"):
         digest = weight_hash(model_name, full_hash, revision)
         load = load or (lambda: load_sets(text, model_name))
-        return _collect(model_name, digest, text, load, config, activations, seed, revision)
+        return _collect(model_name, digest, text, load, config, activations, seed, revision, share)
 
 
 def _collect(
@@ -91,6 +95,7 @@ def _collect(
     activations: Path,
     seed: int,
     revision: str | None,
+    share: Callable[[], None] | None,
 ) -> ActivationManifest:
     shape = read_dims(model_name, revision)
     request = config.request(seed)
@@ -106,9 +111,9 @@ def _collect(
     text_metadata = text_manifest.to_json()
     if "test" in sets:  # a model's own text is never reported on
         # Near-duplicates are common in documentation; how common belongs beside every figure measured on it.
-        share = shared_ngrams(sets["test"], sets["train"])
-        logger.info("%.1f %% of the 8-grams of the test documents also occur in the train documents", 100 * share)
-        text_metadata |= {"report_8grams_in_train": round(share, 5)}
+        known_share = shared_ngrams(sets["test"], sets["train"])
+        logger.info("%.1f %% of the 8-grams of the test documents also occur in the train documents", 100 * known_share)
+        text_metadata |= {"report_8grams_in_train": round(known_share, 5)}
     shards: list[tuple[ShardEntry, list[Window]]] = []
     for number, set_name in enumerate(SETS):
         planned = plan_windows(sets[set_name], tokenizer, config, config.budget(set_name), seed + number)
@@ -139,18 +144,28 @@ def _collect(
     for leftover in activations.glob("layer_*/.tmp-*"):  # of a killed run; the lock says nobody else is writing
         leftover.unlink()
     device = resolve_device(config.device)
-    model: Any
-    if config.by_layers:
-        model = LayerWalk(model_name, device, config.dtype, revision)
-    else:
-        model = load_opt(model_name, config.dtype, device, config.device_map, revision)
+
+    def load_model() -> Any:
+        if config.by_layers:
+            return LayerWalk(model_name, device, config.dtype, revision)
+        return load_opt(model_name, config.dtype, device, config.device_map, revision)
+
+    shared = config.by_layers and share is not None
+    model = None if shared else load_model()
     known = file_digests(activations)
     rewritten = [str(shard_path("", layer, entry.index)) for layer in range(shape.n_layers) for entry in missing]
     known = {name: sha256 for name, sha256 in known.items() if name != MANIFEST and name not in rewritten}
     (activations / STATISTICS).unlink(missing_ok=True)
     manifest.save(activations)
     recording = Recording(manifest, shards, missing, config, activations)
-    (collect_by_layers if config.by_layers else _collect_whole)(model, recording)
+    if shared:
+        write_parts(recording, model_name, revision)
+        assert share is not None
+        share()
+        recording = dataclasses.replace(recording, missing=set(manifest.missing(activations)))
+    if recording.missing:
+        (collect_by_layers if config.by_layers else _collect_whole)(model or load_model(), recording)
+    remove_parts(activations)
     write_statistics(activations, manifest, known)
     return manifest
 

@@ -133,13 +133,19 @@ class _Batches:
 
 
 def collect_by_layers(walk: LayerWalk, recording: Recording) -> None:
-    """Record the missing shards, a layer after the other."""
+    """Record the missing shards, a layer after the other. The first process of several judges the model."""
     manifest, config = recording.manifest, recording.config
-    probes = probes_of([window.ids for window in recording.windows if len(window.ids) > 1])
+    number, count = recording.part
+    probes = probes_of([window.ids for window in recording.windows if len(window.ids) > 1]) if number == 0 else []
     parts = _Batches.of(recording, probes)
     identity = [manifest.weight_hash, [entry.index for entry, _ in parts.of_shards], config.batch_size]
     size, n_layers = (parts.rows, manifest.shape.d_model), manifest.shape.n_layers
-    stream = Stream(recording.activations / STREAM, identity, size, torch_dtype(config.dtype))
+    stream = Stream(
+        recording.activations / (STREAM if count == 1 else f"{STREAM}-{number}-of-{count}"),
+        identity,
+        size,
+        torch_dtype(config.dtype),
+    )
     passes = StreamPass(walk, stream)
     with Progress("collecting", parts.rows * n_layers, "row", parts.rows * stream.next) as progress:
         while stream.next < n_layers:

@@ -36,6 +36,7 @@ class Recording:
     Attributes:
         planned: all shards with their windows.
         missing: those that are not there, which are to be made.
+        part: the number of this process among those that share the work, and how many these are.
     """
 
     manifest: ActivationManifest
@@ -43,6 +44,7 @@ class Recording:
     missing: Collection[ShardEntry]
     config: CollectConfig
     activations: Path
+    part: tuple[int, int] = (0, 1)
 
     @property
     def windows(self) -> list[Window]:

@@ -7,7 +7,8 @@ from small_runs import COLLECT
 from dejavu_train.data import collect_layers
 from dejavu_train.data.collect import collect
 from dejavu_train.data.config import CollectConfig
-from dejavu_train.data.shards import file_digests
+from dejavu_train.data.parts import record_part
+from dejavu_train.data.shards import ActivationManifest, file_digests
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError
 
@@ -53,6 +54,23 @@ def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path):
     (folder / "layer_01" / "shard_0001.h5").unlink()
     assert made(tiny_opt, text_file, folder, by_layers=True) == whole
     assert kept.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("parts", [(0, 1, 2), (2,), ()])
+def test_parts_of_several_processes_are_the_whole(tiny_opt, text_file, tmp_path, parts):
+    """Also where some of three recorded nothing."""
+    whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers"
+    config, left = CollectConfig(**COLLECT | {"mean_tokens": 300, "by_layers": True}), []
+
+    def share():
+        for number in parts:
+            record_part(folder, number, 3)
+        left.append(len(ActivationManifest.load(folder).missing(folder)))
+
+    collect(str(tiny_opt), TextSource(source=str(text_file)), config, folder, share=share)
+    assert file_digests(folder) == whole
+    assert left == [{3: 0, 1: 4, 0: 5}[len(parts)]]
+    assert not list(folder.glob("stream*")) + list(folder.glob("parts*"))
 
 
 def test_a_device_map_is_another_way():
