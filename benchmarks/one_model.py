@@ -373,14 +373,15 @@ def look(options: argparse.Namespace) -> None:
     work, ends, said = Path(options.work), time.time() + options.seconds, 0
     while True:
         lines = (work / "run.log").read_text("utf-8", "replace").splitlines()
-        print("\n".join(lines[said:]), flush=True)
+        newest = max((work / "rows").glob("*.log"), key=lambda path: path.stat().st_mtime, default=None)
+        if newest is not None:
+            lines_of = newest.read_text("utf-8", "replace").replace("\r", "\n").strip().splitlines()
+            print(f"  {newest.stem}: {' '.join(lines_of[-1:])[:150]}")
+        print(*lines[said:], sep="\n", flush=True)
         said = len(lines)
         if (work / FINISHED).exists() or time.time() > ends:
             break
         time.sleep(min(30, max(1, ends - time.time())))
-    logs = sorted((work / "rows").glob("*.log"), key=lambda path: path.stat().st_mtime)
-    for path in logs[-2:]:
-        print(f"== {path.name}", *path.read_text("utf-8", "replace").strip().splitlines()[-3:], sep="\n")
     pack(options)
 
 
