@@ -15,6 +15,7 @@ from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.prefill import embedded
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
+from dejavu_train.families.dims import QkNorm
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.settings import settings_file
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
@@ -33,7 +34,7 @@ class SlotPass:
     Attributes:
         logits: (8, V) fp32, of the last pass.
     Raises:
-        UserError: rotary positions, ALiBi, shared K/V or capped logits.
+        UserError: norms of queries and keys, or capped logits.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class SlotPass:
     ) -> None:
         self.weights, self.caches, self.ops, self.pdl = weights, caches, ops, pdl
         shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
-        if weights.placed is not None or shape.kv_group > 1 or shape.logit_cap:
+        if shape.qk_norm is not QkNorm.NONE or shape.logit_cap:
             raise UserError(
-                "lossless decoding on a GPU verifies models with learned positions alone; leave lossless out, or pass"
-                " backend='cpu'"
+                "lossless decoding on a GPU verifies no models with norms of queries and keys, or with capped logits;"
+                " leave lossless out, or pass backend='cpu'"
             )
         d, h, e = shape.d_model, shape.n_heads, shape.head_dim
         self.screen: ScreenedHead | None = None
@@ -103,7 +104,7 @@ class SlotPass:
         ops, pdl = self.ops, self.pdl
         ops.layer_norm(self.x[0], layer.norm1, self.normed, pdl=pdl)
         ops.slot_qkv(self.normed, layer.qkv, position, self.q, cache, self.products, pdl=pdl)
-        ops.attend_slots(self.q, cache.k, cache.v, position, self.mixed, self.attention, pdl=pdl)
+        ops.attend_slots(self.q, cache.k, cache.v, position, self.mixed, self.attention, cache.positions, pdl=pdl)
         self._project(layer.out, self.mixed.flatten(1), self.x[1], self.x[0])
 
     def _multiply(self, layer: LayerWeights) -> None:
@@ -130,7 +131,7 @@ class SlotPass:
             UserError: they do, here.
         """
         layer, device, shape = self.weights.layers[0], self.x.device, self.weights.shape
-        room = torch.zeros(2, 1, shape.n_heads, SLOTS, shape.head_dim, dtype=self.normed.dtype, device=device)
+        room = torch.zeros(2, 1, shape.n_kv_heads, SLOTS, shape.head_dim, dtype=self.normed.dtype, device=device)
         cache = dataclasses.replace(self.caches[0], k=room[0], v=room[1], watermark=None, valid=None)
 
         def qkv(x: Tensor, position: Tensor) -> Tensor:

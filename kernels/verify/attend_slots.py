@@ -1,13 +1,14 @@
 """Attention of eight *slots*, none of which depends on the others: positions of one sequence, or of eight.
 
-    s[i, j, p] = q[i, j] . k_cache[j, p] / sqrt(head_dim)       p = 0 .. position[i]
-    out[i, j]  = softmax_p(s[i, j, p]) v_cache[j, p]
+    s[i, j, p] = q[i, j] . k_cache[j / r, p] / sqrt(head_dim) + slope[j] (p - position[i])      p = 0 .. position[i]
+    out[i, j]  = softmax_p(s[i, j, p]) v_cache[j / r, p]
 
-Slot i, head j. q (8, h, head_dim), caches (1 or 8, h, T, head_dim), out (8, h, head_dim) as q. position (8) int32.
+Slot i, head j, r heads share K and V. Slopes (`positions.Alibi`) are zero where there are none.
+q (8, h, head_dim), caches (1 or 8, h / r, T, head_dim), out (8, h, head_dim) as q. position (8) int32.
 
 A program owns one head and SPLIT positions, which begin at a multiple of SPLIT, whatever slots there are. It holds the
-keys while it multiplies with all eight queries, so K and V are read once. The last program of a head to arrive adds
-what the splits gave, in their order, up to the slot's own. Positions behind a slot's own count exactly zero: their
+keys while it multiplies with all eight queries. So K and V are read once a head. The last program of a head adds what
+the splits gave, in their order, up to the slot's own. Positions behind a slot's own count exactly zero: their
 scores are minus infinity. Another slot may have left values there that are not finite. They are taken for zero. Of
 eight sequences a program owns one. It multiplies in the same way, with zeros for the queries of others, so a slot's
 numbers are the same.
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, check_head_dim, check_shape, require
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.positions import Alibi, Rotary
 
 SLOTS = 8
 SPLIT = 128
@@ -57,24 +59,31 @@ def attend_slots_reference(
     position: Tensor,
     out: Tensor,
     scratch: SlotScratch | None = None,
+    placed: Rotary | Alibi | None = None,
     pdl: bool = False,
 ) -> None:
     """Plain torch, slot by slot."""
+    share = q.shape[1] // k_cache.shape[1]
     for i, last in enumerate(position.tolist()):
-        keys, values = (cache[i % len(cache), :, : last + 1].float() for cache in (k_cache, v_cache))
+        keys, values = (
+            cache[i % len(cache), :, : last + 1].float().repeat_interleave(share, 0) for cache in (k_cache, v_cache)
+        )
         scores = (keys @ q[i].float()[:, :, None])[..., 0] / q.shape[-1] ** 0.5
+        if isinstance(placed, Alibi):
+            scores = scores + placed.slopes[:, None] * (torch.arange(last + 1, device=q.device) - last)
         out[i] = (scores.softmax(-1)[:, None] @ values)[:, 0]
 
 
 @triton.jit
 def _attend_slots_kernel(
-    q, k_cache, v_cache, position, out, partial, largest, total, tickets, capacity, n_splits, scale,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, SLOT_COUNT: tl.constexpr,
+    q, k_cache, v_cache, position, out, partial, largest, total, tickets, slopes, capacity, n_splits, scale,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, SLOT_COUNT: tl.constexpr,
     ROW_TILE: tl.constexpr, POSITIONS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     split = tl.program_id(1)
     place = tl.program_id(2) * HEADS + head  # among the heads of all sequences
+    kept = place // SHARE  # heads divide into groups that share K and V, so sequences do as well
     i = tl.arange(0, ROW_TILE)
     c = tl.arange(0, HEAD_TILE)
     mine = i < SLOT_COUNT
@@ -87,7 +96,7 @@ def _attend_slots_kernel(
     if first <= furthest:
         inside = c < HEAD_DIM
         p = first + tl.arange(0, POSITIONS)
-        at = (place.to(tl.int64) * capacity + p)[:, None] * HEAD_DIM + c[None, :]
+        at = (kept.to(tl.int64) * capacity + p)[:, None] * HEAD_DIM + c[None, :]
         read = (p <= furthest)[:, None] & inside[None, :]
         k = tl.load(k_cache + at, mask=read, other=0.0)
         v = tl.load(v_cache + at, mask=read, other=0.0)
@@ -96,6 +105,8 @@ def _attend_slots_kernel(
         slots = mine[:, None] & inside[None, :]
         queries = tl.load(q + at_q, mask=slots, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        if slopes is not None:
+            scores += tl.load(slopes + head) * (p[None, :] - last[:, None]).to(tl.float32)
         scores = tl.where(p[None, :] <= last[:, None], scores, float("-inf"))
         most = tl.max(scores, 1)
         usable = tl.where(most == float("-inf"), 0.0, most)  # a split behind the slot: exp(-inf) = 0
@@ -137,19 +148,27 @@ def attend_slots(
     position: Tensor,
     out: Tensor,
     scratch: SlotScratch,
+    placed: Rotary | Alibi | None = None,
     pdl: bool = False,
 ) -> None:
     """out (8, h, head_dim) of q, for slots at these positions of the sequence in the caches, or each of its own.
 
+    placed: what attention knows of positions. Only slopes are looked at.
+
     Errors: shapes, dtypes, head dims, a CPU tensor.
     """
     check_device("q", q)
-    sequences, h, capacity, head_dim = k_cache.shape
+    sequences, groups, capacity, head_dim = k_cache.shape
+    h = q.shape[1]
     require(sequences in (1, SLOTS), f"caches of {sequences} sequences, expected 1 or {SLOTS}")
     check_head_dim(head_dim)
+    require(h % groups == 0, f"{groups} heads of K and V do not divide {h} heads")
     check_shape("q", q, SLOTS, h, head_dim)
-    check_shape("k_cache", k_cache, sequences, h, capacity, head_dim)
-    check_shape("v_cache", v_cache, sequences, h, capacity, head_dim)
+    check_shape("k_cache", k_cache, sequences, groups, capacity, head_dim)
+    check_shape("v_cache", v_cache, sequences, groups, capacity, head_dim)
+    slopes = placed.slopes if isinstance(placed, Alibi) else None
+    if slopes is not None:
+        check_shape("slopes", slopes, h)
     check_shape("position", position, SLOTS)
     check_shape("out", out, SLOTS, h, head_dim)
     splits = triton.cdiv(capacity, SPLIT)
@@ -157,7 +176,8 @@ def attend_slots(
     require(q.dtype == k_cache.dtype == v_cache.dtype, f"q and caches differ: {q.dtype}, {k_cache.dtype}")
     pdl = use_pdl(pdl, q.device)
     _attend_slots_kernel[(h, splits, sequences)](
-        q, k_cache, v_cache, position, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets, capacity,
-        splits, head_dim**-0.5, HEADS=h, HEAD_DIM=head_dim, HEAD_TILE=max(16, triton.next_power_of_2(head_dim)),
-        SLOT_COUNT=SLOTS, ROW_TILE=ROWS, POSITIONS=SPLIT, SEQUENCES=sequences, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        q, k_cache, v_cache, position, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets, slopes,
+        capacity, splits, head_dim**-0.5, HEADS=h, SHARE=h // groups, HEAD_DIM=head_dim,
+        HEAD_TILE=max(16, triton.next_power_of_2(head_dim)), SLOT_COUNT=SLOTS, ROW_TILE=ROWS, POSITIONS=SPLIT,
+        SEQUENCES=sequences, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

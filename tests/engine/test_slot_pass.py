@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decode_helpers import random_opt
+from family_models import random_family
 
 from benchmarks.verification import count_differences
 from dejavu_train.engine.decode import DecodeEngine
@@ -12,6 +13,7 @@ from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.slot_pass import SlotPass
+from dejavu_train.errors import UserError
 
 ROW = [5, 7, 11, 13, 17, 19]
 
@@ -39,6 +41,51 @@ def test_logits_are_those_of_the_dense_engine():
         made.run(text[6:], torch.arange(6, 14, dtype=torch.int32))
     expected = engine.logits([text.tolist()])[0, 6:]
     torch.testing.assert_close(made.logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def family_engine(name, ops="reference", **sizes):
+    model = random_family(name, **sizes)
+    engine = DecodeEngine(model, None, EngineOptions(ops=ops, context=40))
+    engine.begin([ROW], [20], [6], [6], Sampling())
+    return engine
+
+
+@pytest.mark.parametrize("name", ["llama", "fatrelu", "drelu", "arcee", "nemotron", "jais2", "galactica", "bloom"])
+def test_slots_of_every_family_are_the_dense_engine(name):
+    """Logits, and the text of lossless decoding from the text itself."""
+    engine = family_engine(name)
+    made = SlotPass(engine.weights, engine.core.caches, engine.core.ops, False)
+    text = torch.tensor([*ROW, *range(20, 28)], dtype=torch.int32)
+    with torch.no_grad():
+        made.run(text[6:], torch.arange(6, 14, dtype=torch.int32))
+    torch.testing.assert_close(made.logits, engine.logits([text.tolist()])[0, 6:], atol=1e-4, rtol=1e-4)
+    plain = engine.generate([ROW], 24, stop_tokens=())
+    assert engine.generate([ROW], 24, lossless=Draft(3), stop_tokens=()) == plain
+
+
+@pytest.mark.parametrize("name", ["drelu", "bloom"])
+def test_a_slot_of_a_family_does_not_see_what_others_read(name):
+    """By the kernels, with the logits of the reference. One layer, because they run in Triton's interpreter."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "n_head": 4, "head_dim": 16, "n_layer": 1}
+    sizes["num_hidden_layers"] = 1
+    found, position = {}, torch.arange(6, 14, dtype=torch.int32)
+    for ops in ("reference", "triton"):
+        engine = family_engine(name, ops, **sizes)
+        made = SlotPass(engine.weights, engine.core.caches, engine.core.ops, False)
+        for others in (20, 40):
+            tokens = torch.tensor([7, 8, 9, *range(others, others + 5)], dtype=torch.int32)
+            with torch.no_grad():
+                made.run(tokens, position)
+            found[ops, others] = made.logits.clone()
+    assert torch.equal(found["triton", 20][:3], found["triton", 40][:3])
+    assert not torch.equal(found["triton", 20][3:], found["triton", 40][3:])
+    torch.testing.assert_close(found["triton", 20], found["reference", 20], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["persimmon", "nanochat"])
+def test_norms_of_heads_are_refused_by_name(name):
+    with pytest.raises(UserError, match="norms of queries and keys"):
+        family_engine(name).pair(Draft(3))
 
 
 def test_a_screen_that_chooses_other_tokens_is_not_used():

@@ -3,25 +3,26 @@
 import pytest
 import torch
 
+from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.verify.attend_slots import SLOTS, SPLIT, SlotScratch, attend_slots, attend_slots_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-def problem(h, head_dim, capacity, dtype, seed=0):
+def problem(h, head_dim, capacity, dtype, seed=0, share=1):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(SLOTS, h, head_dim, generator=generator)
-    k, v = torch.randn(2, 1, h, capacity, head_dim, generator=generator)
+    k, v = torch.randn(2, 1, h // share, capacity, head_dim, generator=generator)
     return [each.to(DEVICE, dtype) for each in (q, k, v)]
 
 
-def run(q, k, v, position):
+def run(q, k, v, position, placed=None):
     out = torch.full_like(q, float("nan"))
     scratch = SlotScratch.empty(q.shape[1], q.shape[2], k.shape[2], DEVICE)
     for buffer in (scratch.partial, scratch.largest, scratch.total):
         buffer.fill_(float("nan"))
-    attend_slots(q, k, v, torch.tensor(position, dtype=torch.int32, device=DEVICE), out, scratch)
+    attend_slots(q, k, v, torch.tensor(position, dtype=torch.int32, device=DEVICE), out, scratch, placed)
     return out
 
 
@@ -35,6 +36,24 @@ def test_slots_attend_as_the_reference_does(dtype, h, head_dim, capacity, first)
     expected = torch.empty_like(q)
     attend_slots_reference(q, k, v, torch.tensor(position), expected)
     torch.testing.assert_close(run(q, k, v, position).float(), expected.float(), atol=DTYPES[dtype], rtol=0)
+
+
+@pytest.mark.parametrize(("share", "slopes"), [(3, False), (1, True), (2, True)])
+def test_heads_that_share_and_slopes_are_as_the_reference_has_them(share, slopes):
+    """Each slot alone, too: the same numbers beside NaN."""
+    q, k, v = problem(6, 16, 2 * SPLIT, torch.float32, share=share)
+    placed = Alibi.of(6, DEVICE) if slopes else None
+    position = list(range(SPLIT - 4, SPLIT + 4))
+    expected = torch.empty_like(q)
+    attend_slots_reference(q, k, v, torch.tensor(position), expected, placed=placed)
+    found = run(q, k, v, position, placed)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    other = torch.full_like(q, float("nan"))
+    other[2] = q[6]
+    k[:, :, position[6] + 1 :] = v[:, :, position[6] + 1 :] = float("nan")
+    places = [SPLIT + 40] * SLOTS
+    places[2] = position[6]
+    assert torch.equal(run(other, k, v, places, placed)[2], found[6])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
