@@ -1,4 +1,4 @@
-"""Collects and calibrates a random OPT that is larger than its device, a layer at a time: memory, minutes.
+"""Collects, calibrates and quantises a random OPT larger than its device, a layer at a time: memory, minutes.
 
     python -m benchmarks.by_layers --shape 30b --tokens 100000                    # makes the model, appends rows
     python -m benchmarks.by_layers --shape 66b --layers 12 --tokens 400000
@@ -11,12 +11,14 @@ goes on where it was stopped. Each stage is a process of its own, whose peaks ar
 Columns of benchmarks/results/by_layers.csv: `layer_gb` is a layer as stored. `device_gb` is the peak on the device,
 `beside_gb` that less the layer. `host_gb` is the peak of anonymous memory of the process. `read_gbps` is at what rate
 layers were read, `disk_gbps` that of plain reads of the same files afterwards. `written_gb` is what was collected, or
-the states at the end of calibration. `minutes` of a run that was stopped are those of its last part, which began with
+the states at the end of another stage. `minutes` of a run that was stopped are those of its last part, which began with
 the layer `went_on_from`. Losses of heads are measured on the tokens of the column, sensitivities on a quarter of them.
+GPTQ reads ten tokens for each neuron. Two layers alone are timed, and nothing is written but states.
 """
 
 import argparse
 import dataclasses
+import itertools
 import re
 import shutil
 import subprocess
@@ -45,14 +47,20 @@ from dejavu_train.data.windows import Window, plan_shards
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.families.opt import layer_prefix
 from dejavu_train.files import replacing, write_json
+from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.stored import INDEX, full_name
 from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.foreign import MatrixReader
+from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
 
 TINY = ModelDims(64, 256, 3, 4, 512, 2048)
 GB, WINDOW = 1e9, 512
-OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate")
+SOURCES = ("dejavu_train/data", "dejavu_train/models", "dejavu_train/calibration", "dejavu_train/quantize")
+OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate", "quantise")
 
 
 def sizes_of(arguments: argparse.Namespace) -> ModelDims:
@@ -210,25 +218,43 @@ def calibrate(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any])
     model.remove_states()
 
 
+def quantise(shape: ModelDims, model: Path, run: Path, row: dict[str, Any], device: torch.device) -> None:
+    """GPTQ of the first two layers."""
+    source, values, stream = StoredTensors(str(model)), config_values(shape), run / "quantise"
+    skeleton = Skeleton(values, source, device)
+    windows = [window.ids for window in random_windows(shape, row["tokens"])]
+    batches = embed(skeleton, windows, 8, stream, [row["shape"], row["tokens"]])
+    layers = quantised_layers(
+        skeleton, MatrixReader(source, values), row_layouts("opt", shape), QuantizeConfig(), batches
+    )
+    for layer, _ in enumerate(itertools.islice(layers, 2)):
+        print(f"layer {layer} quantised", flush=True)
+    row["written_gb"] = sum(file.stat().st_size for file in stream.iterdir()) / GB
+    batches[0].stream.remove()
+
+
 def run_stage(arguments: argparse.Namespace, stage: str) -> None:
     shape, device = sizes_of(arguments), resolve_device(arguments.device)
     model, run = places(arguments)
     run.mkdir(parents=True, exist_ok=True)
+    tokens = {"collect": arguments.tokens, "calibrate": arguments.calibration_tokens, "quantise": 10 * shape.d_ffn}
     row: dict[str, Any] = {
         "shape": arguments.shape, "layers": shape.n_layers, "stage": stage, "device": device_name(device),
-        "tokens": arguments.tokens if stage == "collect" else arguments.calibration_tokens,
+        "tokens": tokens[stage],
         "layer_gb": (model / "model-00000.safetensors").stat().st_size / GB,
     }  # fmt: skip
     with watched(device, row):
-        walk = LayerWalk(str(model), device, dtype_on(device))
-        (collect if stage == "collect" else calibrate)(walk, shape, run, row)
-    reading = walk.reader.reading
-    row |= {"read_gb": reading.nbytes / GB, "read_gbps": reading.nbytes / GB / max(reading.seconds, 1e-9)}
+        if stage == "quantise":
+            quantise(shape, model, run, row, device)
+        else:
+            walk = LayerWalk(str(model), device, dtype_on(device))
+            (collect if stage == "collect" else calibrate)(walk, shape, run, row)
+    if stage != "quantise":
+        reading = walk.reader.reading
+        row |= {"read_gb": reading.nbytes / GB, "read_gbps": reading.nbytes / GB / max(reading.seconds, 1e-9)}
     row |= {"disk_gbps": plain_read_rate(model)}
     row = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
-    append_row(
-        arguments.results, row | made_now("dejavu_train/data", "dejavu_train/models", "dejavu_train/calibration")
-    )
+    append_row(arguments.results, row | made_now(*SOURCES))
     print(row, flush=True)
 
 
