@@ -87,7 +87,8 @@ class CalibrateConfig:
                     check_reachable(densities[target], key, target, self.dense_layers, shape)
         if self.cascade is not None and shape.gated:
             raise UserError(
-                "calibrate.cascade tests a neuron by its one map, and this model's MLP is gated; pass --calibrate.cascade null"
+                "calibrate.cascade tests a neuron by its one map, and this model's MLP is gated; pass"
+                " --calibrate.cascade null"
             )
         if self.cascade is not None and shape.d_model % 8:
             raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
