@@ -8,6 +8,7 @@ another card than an H200 a goal is what it leaves beside its bytes there, and t
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b 175b --cells goals
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 175b --cells goals --layers 2 6
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models 66b --cells "engine=sparse batch=8" --sums nccl
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --kill
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --read /tmp/30b --models 30b
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --rehearse --cells goals --check
     python -m benchmarks.tensor_parallel --sharing checkpoints/demo/bundle
@@ -18,6 +19,8 @@ model to that folder where there is none, each rank reads its rows, and both gen
 
 import dataclasses
 import hashlib
+import os
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -314,6 +317,23 @@ def read(args: Any, group: Group) -> None:
     say(group, f"{name} on {group.world}: {tokens}")
 
 
+def kill(group: Group, kind: str) -> None:
+    """The last rank is killed between two steps, while the others wait for it."""
+    gpu, dims = group.device.type == "cuda", ModelDims(1024, 4096, 4, 16, 5000, 512)
+    weights = random_weights(dims, 0.6, device=str(group.device))
+    options = EngineOptions(context=256, ops="triton" if gpu else "reference")
+    engine = DecodeEngine(weights, None, options, ranks_for(group, dims, kind))
+    engine.generate([[2, 17, 30]], 8, stop_tokens=())
+    say(group, f"the last rank is killed at {time.time():.1f}")
+
+    def die(row: int, token: int, heard: list[int] = []) -> None:  # noqa: B006  counts
+        heard.append(token)
+        if len(heard) == 20 and group.rank == group.world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    engine.generate([[2, 17, 30]], 200, stop_tokens=(), callback=die)
+
+
 def say(group: Group, line: str) -> None:
     if group.rank == 0:
         print(line, flush=True)
@@ -344,6 +364,7 @@ def main() -> int:
     parser.add_argument("--active-share", type=float, default=0.6)
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no new cell starts")
     parser.add_argument("--check", action="store_true", help="compare with one GPU first")
+    parser.add_argument("--kill", action="store_true", help="end the last rank in a step: all must end with one line")
     parser.add_argument("--read", type=Path, help="a folder for a random model on disk")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on CPUs")
     parser.add_argument("--sharing", type=Path, help="a bundle: what sharing out by frequency gains")
@@ -356,10 +377,13 @@ def main() -> int:
         args.models, args.steps = ["tiny"], 4
     args.cells = CELLS if args.cells == ["goals"] else args.cells
     group = group_of_launcher("cpu" if args.rehearse else None)
+    group.watch.stuck_seconds = 900  # a cell of a large model, its kernels compiled
     try:
         if args.check and not check(group, args.sums):
             return 1
-        if args.read is not None:
+        if args.kill:
+            kill(group, args.sums)
+        elif args.read is not None:
             read(args, group)
         elif args.cells:
             time_cells(args, group)

@@ -34,6 +34,7 @@ class Watch:
 
     Args:
         connections: of the first rank by rank those to all others, of another one that to rank 0.
+        stuck_seconds: after which a rank that still waits for others ends them all.
         leave: what ends this process, with the line to print or None.
     """
 
@@ -41,7 +42,7 @@ class Watch:
         self, rank: int, world: int, connections: dict[int, socket.socket],
         leave: Callable[[str | None], object] = say_and_leave, stuck_seconds: float = STUCK_SECONDS,
     ) -> None:  # fmt: skip
-        self.rank, self.world, self._leave, self._stuck = rank, world, leave, stuck_seconds
+        self.rank, self.world, self._leave, self.stuck_seconds = rank, world, leave, stuck_seconds
         self._peers, self._held = dict(connections), {peer: b"" for peer in connections}
         self._selector = selectors.DefaultSelector()
         for peer, connection in connections.items():
@@ -81,8 +82,8 @@ class Watch:
         while self._selector.get_map() and not self._over:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 self._hear(key.data)
-            if self._entered and time.monotonic() - self._entered > self._stuck:
-                waited = f"rank {self.rank} of {self.world} has waited {self._stuck:.0f} s for the others"
+            if self._entered and time.monotonic() - self._entered > self.stuck_seconds:
+                waited = f"rank {self.rank} of {self.world} has waited {self.stuck_seconds:.0f} s for the others"
                 self._end(f"{waited}; all ranks end", True)
 
     def _hear(self, peer: int) -> None:
