@@ -13,7 +13,8 @@ DIMS = ModelDims(d_model=64, d_ffn=1536, n_layers=2, n_heads=12, vocab_size=301,
 
 
 def test_every_unit_is_on_one_rank_and_each_has_as_many():
-    rates = {UnitKey(0, Target.MLP): torch.rand(1536), UnitKey(1, Target.HEADS): torch.rand(12)}
+    few = torch.tensor([50.0] + 11 * [0.1])  # one head is as heavy as all others
+    rates = {UnitKey(0, Target.MLP): torch.rand(1536), UnitKey(1, Target.HEADS): few}
     for world in (1, 2, 3, 4, 6):
         shards = shards_of(DIMS, world, rates)
         for layer in range(2):
