@@ -131,6 +131,9 @@ def get_loss(named: str | dict[str, Any], key: str = "loss") -> Loss:
         return kind(**bound_arguments(kind, named, key))
     if _is_ours(named):
         bound_arguments(kind, named, key, logits=None, batch=None)
+        for name, value in (named.get("init_args") or {}).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise UserError(f"{key}.init_args.{name} must be a number from 0 on, got {value}")
     return functools.partial(kind, **(named.get("init_args") or {}))
 
 

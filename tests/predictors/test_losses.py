@@ -43,6 +43,11 @@ def test_arguments_of_a_loss_are_settings():
     assert needs_contribution({"class_path": "contribution"}) and not needs_contribution({"class_path": "paper"})
     with pytest.raises(UserError, match=r"mlp.loss: .*contribution cannot be called with .*weight"):
         get_loss({"class_path": "contribution", "init_args": {"weight": 0.3}}, "mlp.loss")
+    for wrong in ("much", True, -1, float("nan")):
+        with pytest.raises(
+            UserError, match=f"mlp.loss.init_args.negative_weight must be a number from 0 on, got {wrong}"
+        ):
+            get_loss({"class_path": "contribution", "init_args": {"negative_weight": wrong}}, "mlp.loss")
 
 
 def test_share_is_least_where_logits_are_log_contributions():
