@@ -66,11 +66,11 @@ class Mlp:
         rows = work.every_neuron if self.neurons is None else work.carried.packed
         if self.ahead is not None:
             work.ops.mlp_ahead(
-                x, weights.norm2, weights.mlp, rows, out, self.ahead, work.partials, plan.early, work.pdl
+                x, weights.norm2, weights.mlp, rows, out, self.ahead, work.partials, plan.early, pdl=work.pdl
             )
             return
         source, norm = (work.carried.normalised, None) if plan.own else (x, weights.norm2)
-        work.ops.listed_mlp(source, norm, weights.mlp, base, rows, out, work.partials, plan.early, work.pdl)
+        work.ops.listed_mlp(source, norm, weights.mlp, base, rows, out, work.partials, plan.early, pdl=work.pdl)
 
     def _listed_batch(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         work, weights, neurons = self.work, self.weights.mlp, self.neurons

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,14 @@ from dejavu_train.kernels.stages.mlp_batch import (
     up_batch_reference,
 )
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def of_numbers(operation: Callable[P, R]) -> Callable[P, R]:
-    """The operation, which then takes 4-bit rows too: as numbers in fp32, those of heads (h, d, head_dim) turned."""
+def of_numbers(operation: Callable[..., R]) -> Callable[..., R]:
+    """The operation, which then takes 4-bit rows too: as numbers in fp32, those of heads (h, d, head_dim) turned.
+
+    It also takes a kernel's keyword `pdl`, which means nothing to plain torch.
+    """
 
     def numbers(given: Any) -> Any:
         if isinstance(given, Linear):
@@ -45,18 +47,18 @@ def of_numbers(operation: Callable[P, R]) -> Callable[P, R]:
         return Rows(whole.transpose(0, 1).flatten(1) if whole.dim() == 3 else whole)
 
     @functools.wraps(operation)
-    def call(*given: P.args, **options: P.kwargs) -> R:
-        return operation(*map(numbers, given), **options)  # type: ignore[arg-type]
+    def call(*given: Any, pdl: bool = False, **options: Any) -> R:
+        return operation(*map(numbers, given), **options)
 
     return call
 
 
-def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
+def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor) -> None:
     """See `dejavu_train.kernels.common.layer_norm.layer_norm`."""
     out.copy_(layer_norm_reference(x, ln, out.dtype))
 
 
-def pack(rows: Selection, out: PackedSelection, pdl: bool = False) -> None:
+def pack(rows: Selection, out: PackedSelection) -> None:
     """See `dejavu_train.kernels.mlp.pack.pack`."""
     ids = rows.indices()
     out.ids[: len(ids)] = ids.int()
@@ -71,7 +73,6 @@ def attend_pack(
     out: Tensor,
     scratch: AttentionScratch,
     neurons: tuple[Selection, PackedSelection],
-    pdl: bool = False,
     mean: Tensor | None = None,
 ) -> None:
     """See `dejavu_train.kernels.lookahead.attend_pack.attend_pack`."""
@@ -88,8 +89,6 @@ def listed_mlp(
     out: Tensor,
     partials: Tensor | None = None,
     early: str | None = None,
-    pdl: bool = False,
-    settings: object = None,
 ) -> None:
     """See `kernels.stages.mlp.mlp`."""
     ids = rows.ids[: int(rows.count)].long()
@@ -112,14 +111,13 @@ def mlp_ahead(
     ahead: LateSite,
     partials: Tensor | None = None,
     early: str | None = None,
-    pdl: bool = False,
 ) -> None:
     """See `dejavu_train.kernels.lookahead.mlp_ahead.mlp_ahead`."""
     listed_mlp(x, ln, weights, x, rows, out)
     add_ahead_reference(x, out, ahead)
 
 
-def up_batch(x: Tensor, weights: MlpWeights, selection: Selection, out: BatchActivations, pdl: bool = False) -> None:
+def up_batch(x: Tensor, weights: MlpWeights, selection: Selection, out: BatchActivations) -> None:
     """See `dejavu_train.kernels.stages.mlp_batch.up_batch`."""
     unit = kept_unit(weights, out.values.dtype)
     h = (up_batch_reference(x, weights, selection.to_mask(len(x))) * unit).to(out.values.dtype)
@@ -129,15 +127,13 @@ def up_batch(x: Tensor, weights: MlpWeights, selection: Selection, out: BatchAct
     out.count.fill_(len(ids))
 
 
-def down_batch(rows: BatchActivations, weights: MlpWeights, residual: Tensor, out: Tensor, pdl: bool = False) -> None:
+def down_batch(rows: BatchActivations, weights: MlpWeights, residual: Tensor, out: Tensor) -> None:
     """See `dejavu_train.kernels.stages.mlp_batch.down_batch`."""
     h = rows.to_dense(len(out)) / kept_unit(weights, rows.values.dtype)
     out.copy_(down_batch_reference(h, weights, residual))
 
 
-def hidden_row(
-    x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, pdl: bool = False, settings: object = None
-) -> None:
+def hidden_row(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, pdl: bool = False) -> None:
     """See `dejavu_train.kernels.stages.hidden.hidden_row`. Rows of fp32 hold squares as they are."""
     up = weights.up.weight
     dtype = torch.float32 if up.format is Format.INT4 else up.numbers.dtype
@@ -150,7 +146,6 @@ def hidden_tokens(
     weights: MlpWeights,
     listed: tuple[PackedSelection, Tensor] | None = None,
     pdl: bool = False,
-    settings: object = None,
 ) -> Tensor:
     """See `dejavu_train.kernels.stages.hidden.hidden_tokens`. The bits alone say what is selected."""
     h = hidden_reference(x.float(), weights) * kept_unit(weights, torch.float16)
@@ -174,7 +169,6 @@ def dense_add(
     residual: Tensor,
     out: Tensor,
     transposed: bool = False,
-    pdl: bool = False,
     unit: float = 1.0,
 ) -> None:
     """See `dejavu_train.kernels.dense.dense_batch.dense_add`."""

@@ -74,14 +74,7 @@ def by_head(weight: Tensor, n_heads: int) -> Tensor:
 
 
 def project_heads_reference(
-    mixed: Tensor,
-    weight: Matrix,
-    bias: Tensor,
-    residual: Tensor,
-    selection: Selection | None,
-    out: Tensor,
-    pdl: bool = False,
-    settings: object = None,
+    mixed: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, selection: Selection | None, out: Tensor
 ) -> None:
     """Plain torch. mixed is zero in heads that are not selected. Of 4-bit rows in fp64 where mixed is."""
     if weight.format is Format.INT4:
@@ -102,7 +95,6 @@ def project_heads(
     selection: Selection | None,
     out: Tensor,
     pdl: bool = False,
-    settings: ProjectSettings | HeadRowSettings | None = None,
 ) -> None:
     """mixed (B, h * head_dim), residual and out (B, d) fp32, bias (d). selection None = all heads.
 
@@ -134,9 +126,7 @@ def project_heads(
         return
     sink, source = LinearSink(out, bias, residual), None if selection is None else HeadSource(selection.row_bits)
     if weight.format is Format.INT4:
-        chosen = settings or HeadRowSettings.find(weight.format, out.device, d=d, all=selection is None)
-        if not isinstance(chosen, HeadRowSettings):
-            raise ValueError("4-bit rows need HeadRowSettings")
+        chosen = HeadRowSettings.find(weight.format, out.device, d=d, all=selection is None)
         programs, walk = head_walk(weight, chosen, selection is None and use_pdl(pdl, out.device))
         if selection is not None:
             walk = walk._replace(share=n_heads // selection.n)
@@ -145,9 +135,7 @@ def project_heads(
             num_warps=chosen.warps, maxnreg=chosen.registers,
         )  # fmt: skip
         return
-    plain = settings or ProjectSettings.find(weight.format, out.device, d=d, all=selection is None)
-    if isinstance(plain, HeadRowSettings):
-        raise ValueError("HeadRowSettings are for 4-bit rows")
+    plain = ProjectSettings.find(weight.format, out.device, d=d, all=selection is None)
     how, warps = column_walk(plain, width, n_heads)
     require(source is not None or not plain.stages, "tiles of heads need a selection of heads")
     launch_walk(triton.cdiv(d, plain.rows), mixed, None, weight.parts(), sink, source, d, how, pdl, num_warps=warps)

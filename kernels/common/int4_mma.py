@@ -264,10 +264,7 @@ def _unit_scales(scales, unit, W: tl.constexpr, GROUP: tl.constexpr, V: tl.const
     """A lane's scales of `unit` of the row at `scales` and of the eighth row behind it, zero beyond the end."""
     at = scales + unit // units_a_group(GROUP, V)
     there = unit * (4 * V) < W
-    return (
-        tl.load(at, mask=there, other=0.0),
-        tl.load(at + 8 * groups_of(W, GROUP), mask=there, other=0.0),
-    )
+    return (tl.load(at, mask=there, other=0.0), tl.load(at + 8 * groups_of(W, GROUP), mask=there, other=0.0))
 
 
 @triton.jit

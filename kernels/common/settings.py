@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -181,6 +181,10 @@ class Settings:
         for found in _listeners:
             found.append(asked)
         return cls(**(_tried.get(cls.stage) or _values(asked, device)))
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Within, every launch of the stage has these."""
+        return tried(self.stage, vars(self))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from dejavu_train.kernels.common.positions import turned_reference
 from dejavu_train.kernels.dense.dense_batch import dense_hidden, qkv_batch
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
-from dejavu_train.kernels.stages.rows import Int4RowSettings, RowSettings, launch_row
+from dejavu_train.kernels.stages.rows import launch_row
 from dejavu_train.kernels.stages.sink import LinearSink, QkvSink
 
 
@@ -31,14 +31,7 @@ def operands_reference(x: Tensor, ln: LayerNormWeights, weight: Matrix) -> tuple
 
 
 def dense_rows_reference(
-    x: Tensor,
-    ln: LayerNormWeights,
-    weight: Matrix,
-    bias: Tensor | None,
-    activation: str,
-    out: Tensor,
-    pdl: bool = False,
-    settings: object = None,
+    x: Tensor, ln: LayerNormWeights, weight: Matrix, bias: Tensor | None, activation: str, out: Tensor
 ) -> None:
     """Plain torch, any batch."""
     numbers, n = operands_reference(x, ln, weight)
@@ -49,14 +42,7 @@ def dense_rows_reference(
 
 
 def qkv_dense_reference(
-    x: Tensor,
-    ln: LayerNormWeights,
-    weights: Linear,
-    position: Tensor,
-    q: Tensor,
-    cache: KvCache,
-    pdl: bool = False,
-    settings: object = None,
+    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache
 ) -> None:
     """Plain torch. No host synchronisation."""
     weight, n = operands_reference(x, ln, weights.weight)
@@ -79,7 +65,6 @@ def dense_rows(
     activation: str,
     out: Tensor,
     pdl: bool = False,
-    settings: RowSettings | Int4RowSettings | None = None,
 ) -> None:
     """x (B, d) fp32, weight (n, d), bias (n) or None, activation of `ACTIVATIONS` -> out (B, n) fp32.
 
@@ -95,18 +80,11 @@ def dense_rows(
     if batch > 1:
         out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
         return
-    launch_row(x, ln, weight, LinearSink(out, bias, activation=ACTIVATIONS[activation]), n, pdl, settings)
+    launch_row(x, ln, weight, LinearSink(out, bias, activation=ACTIVATIONS[activation]), n, pdl)
 
 
 def qkv_dense(
-    x: Tensor,
-    ln: LayerNormWeights,
-    weights: Linear,
-    position: Tensor,
-    q: Tensor,
-    cache: KvCache,
-    pdl: bool = False,
-    settings: RowSettings | Int4RowSettings | None = None,
+    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
 ) -> None:
     """x (B, d) fp32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions (B) int32.
 
@@ -117,4 +95,4 @@ def qkv_dense(
         qkv_batch(x, ln, weights, position, q, cache, pdl)
         return
     sink = QkvSink.of(q, cache, weights.bias, position)
-    launch_row(x, ln, weights.weight, sink, sink.n_rows, pdl, settings)
+    launch_row(x, ln, weights.weight, sink, sink.n_rows, pdl)

@@ -28,22 +28,12 @@ class WideSettings(Settings, stage="wide"):
     warps: int
 
 
-def dense_wide_reference(
-    y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False, settings: object = None
-) -> None:
+def dense_wide_reference(y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor) -> None:
     """Plain torch, any batch."""
     out.copy_(torch.nn.functional.linear(y.float(), weight.dense()) + bias.float() + residual)
 
 
-def dense_wide(
-    y: Tensor,
-    weight: Matrix,
-    bias: Tensor,
-    residual: Tensor,
-    out: Tensor,
-    pdl: bool = False,
-    settings: WideSettings | None = None,
-) -> None:
+def dense_wide(y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False) -> None:
     """y (B, n), weight (d, n), bias (d), residual and out (B, d) fp32. Several rows as a matrix product.
 
     Errors: shapes, a CPU tensor.
@@ -57,7 +47,7 @@ def dense_wide(
     if batch > 1:
         dense_add(y, weight, bias, residual, out, pdl=pdl)
         return
-    settings = settings or WideSettings.find(weight.format, y.device, d=d)
+    settings = WideSettings.find(weight.format, y.device, d=d)
     walk = ColumnWalk(n, n, 1, settings.rows, min(settings.chunk, triton.next_power_of_2(n)))
     launch_walk(
         triton.cdiv(d, settings.rows), y, None, weight.parts(), LinearSink(out, bias, residual), None, d, walk, pdl,

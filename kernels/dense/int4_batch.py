@@ -32,7 +32,7 @@ from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
-from dejavu_train.kernels.stages.rows import TokenSettings, launch_tokens
+from dejavu_train.kernels.stages.rows import launch_tokens
 from dejavu_train.kernels.stages.sink import LinearSink, QkvSink
 
 
@@ -59,12 +59,7 @@ def takes(weight: Matrix, batch: int) -> TypeGuard[Int4Rows]:
 
 
 def int4_linear(
-    x: Tensor,
-    weight: Int4Rows,
-    bias: Tensor | None = None,
-    activation: str = "none",
-    pdl: bool = False,
-    settings: TokenSettings | None = None,
+    x: Tensor, weight: Int4Rows, bias: Tensor | None = None, activation: str = "none", pdl: bool = False
 ) -> Tensor:
     """x (B, d) fp16, weight (..., d) -> (B, n) fp16. Errors: shapes, dtypes, a CPU tensor."""
     check_device("x", x)
@@ -76,19 +71,11 @@ def int4_linear(
         check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
     require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation}")
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
-    launch_tokens(x, weight, LinearSink(y, bias, activation=ACTIVATIONS[activation]), pdl, settings)
+    launch_tokens(x, weight, LinearSink(y, bias, activation=ACTIVATIONS[activation]), pdl)
     return y
 
 
-def int4_qkv(
-    x: Tensor,
-    weights: Linear,
-    position: Tensor,
-    q: Tensor,
-    cache: KvCache,
-    pdl: bool = False,
-    settings: TokenSettings | None = None,
-) -> None:
+def int4_qkv(x: Tensor, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False) -> None:
     """x (B, d) fp16, position (B) int32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions.
 
     The weight has 4 bits. It and the bias are head-major, as `qkv` has them.
@@ -100,18 +87,10 @@ def int4_qkv(
     weight = check_int4("weight", weights.weight, weights.weight.shape, x)
     _check_tokens(x, batch, d)
     check_tensor("q", q, q.shape, (torch.float32,), x)
-    launch_tokens(x, weight, QkvSink.of(q, cache, weights.bias, position), pdl, settings)
+    launch_tokens(x, weight, QkvSink.of(q, cache, weights.bias, position), pdl)
 
 
-def int4_by_head(
-    x: Tensor,
-    weight: Int4Rows,
-    bias: Tensor,
-    residual: Tensor,
-    out: Tensor,
-    pdl: bool = False,
-    settings: TokenSettings | None = None,
-) -> None:
+def int4_by_head(x: Tensor, weight: Int4Rows, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False) -> None:
     """x (B, h * head_dim) fp16, weight (h, d, head_dim) with a scale a row, bias (d), residual and out (B, d) fp32.
 
     Errors: shapes, dtypes, a CPU tensor.
@@ -125,7 +104,7 @@ def int4_by_head(
     check_tensor("bias", bias, (d,), FLOAT_TYPES, x)
     for name, tensor in (("residual", residual), ("out", out)):
         check_tensor(name, tensor, (batch, d), (torch.float32,), x)
-    launch_tokens(x, weight, LinearSink(out, bias, residual), pdl, settings, segments=n_heads)
+    launch_tokens(x, weight, LinearSink(out, bias, residual), pdl, segments=n_heads)
 
 
 def _check_tokens(x: Tensor, batch: int, n: int) -> None:

@@ -159,7 +159,7 @@ class ScreenedHead:
         return screen + self.rows_read() * self.weight[0].nbytes
 
 
-def screened_head_reference(x, head: ScreenedHead, position, least, stops, pdl=False) -> None:
+def screened_head_reference(x, head: ScreenedHead, position, least, stops) -> None:
     """Plain torch: all logits, of which the best goes into `head.best`."""
     logits = torch.nn.functional.linear(layer_norm_reference(x, head.ln, head.weight.dtype), head.weight)[0].float()
     bad = bool(logits.isnan().any())

@@ -53,16 +53,9 @@ def attend_pack(
     """
     pdl = use_pdl(pdl, q.device)
     check_shape("q", q, 1, *q.shape[1:])
-    given = (q, cache, selection, position, out, scratch, mean, None)
+    given = (q, cache, selection, position, out, scratch, mean)
     arguments, sizes, constants, warps = attention_launch(*given)
     n_packs, pack_arguments, pack_constants = pack_launch(*neurons, PACKED_ENTRIES)
     _attend_pack_kernel[(n_packs + sizes.GROUPS * sizes.SPLITS,)](
-        *arguments,
-        *pack_arguments,
-        n_packs,
-        **constants,
-        **pack_constants,
-        PDL=pdl,
-        num_warps=warps,
-        launch_pdl=pdl,
+        *arguments, *pack_arguments, n_packs, **constants, **pack_constants, PDL=pdl, num_warps=warps, launch_pdl=pdl
     )

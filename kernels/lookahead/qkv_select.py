@@ -45,7 +45,6 @@ def qkv_select_reference(
     mlp: Predictor,
     row_state: Tensor,
     policy: str = "backfill",
-    pdl: bool = False,
     late: LateSite | None = None,
 ) -> None:
     """Plain torch, in place."""
@@ -105,7 +104,7 @@ def qkv_select(
     given, made, gains = weights, (None, None), None
     if late is not None:
         given, gains = replace(weights, bias=late.shifts), late.gains
-    n_tiles, arguments, sizes, options = qkv_launch(given, cache, selection, position, q, policy, gains=gains)
+    n_tiles, arguments, sizes, options = qkv_launch(given, cache, selection, position, q, policy, gains)
     check_shape("q", q, 1, *q.shape[1:])
     check_shape("hidden", mlp.hidden, 1, mlp.hidden.shape[1])
     check_selects(mlp, row_state)

@@ -78,9 +78,7 @@ def int4_fc2_reference(
     residual: Tensor,
     out: Tensor,
     partials: Tensor | None = None,
-    pdl: bool = False,
     unit: float = 1.0,
-    settings: object = None,
     every: bool = False,
 ) -> None:
     """Plain torch, any batch, in fp64 where h is."""
@@ -286,7 +284,6 @@ def int4_fc2(
     partials: Tensor | None = None,
     pdl: bool = False,
     unit: float = 1.0,
-    settings: Int4Fc2Settings | None = None,
     every: bool = False,
 ) -> None:
     """h (1, n) fp32, or (B, n) fp16 with B from 2 to 8. residual and out (B, d) fp32, weight (n, d). Bitwise
@@ -308,7 +305,7 @@ def int4_fc2(
         raise ValueError(
             f"groups of {rows.group} of {d} columns: expected an even number of multiples of {32 * min(4, tokens)}"
         )
-    settings = settings or Int4Fc2Settings.find(weight.format, h.device, tokens=batch)
+    settings = Int4Fc2Settings.find(weight.format, h.device, tokens=batch)
     lanes = 32 * settings.warps
     fetched_fit = 0 <= settings.fetched <= lanes and settings.fetched % 8 == 0
     require(fetched_fit, f"{settings.fetched} rows fetched, expected a multiple of 8, at most {lanes}, one a thread")

@@ -104,7 +104,7 @@ class TokenState:
         )
 
 
-def embed_reference(state: TokenState, embedding, positions, x, pdl=False) -> None:
+def embed_reference(state: TokenState, embedding, positions, x) -> None:
     """Plain torch: x (B, d) fp32."""
     at = state.position.long()
     token = state.tokens.gather(1, at[:, None])[:, 0].long()
@@ -166,7 +166,7 @@ def penalised_reference(row: torch.Tensor, state: TokenState, b: int) -> torch.T
     return row - torch.where(seen > 1, state.presence[b] + state.frequency[b] * (seen >> 1), 0.0)
 
 
-def advance_reference(logits, state: TokenState, mode="greedy", score=False, pdl=False, chosen=None) -> None:
+def advance_reference(logits, state: TokenState, mode="greedy", score=False, chosen=None) -> None:
     """Plain torch. Noise comes from torch's generator seeded by (seed, position): same distribution, other numbers."""
     batch, capacity = state.tokens.shape
     if chosen is not None:  # as logits of a row in which nothing else can win

@@ -76,9 +76,7 @@ def flash_decode_reference(
     position: Tensor,
     out: Tensor,
     scratch: AttentionScratch | None = None,
-    pdl: bool = False,
     mean: Tensor | None = None,
-    settings: object = None,
 ) -> None:
     """Plain torch over the whole capacity, masked, in fp64 where q is. No host synchronisation."""
     batch, n_groups, capacity, head_dim = cache.k.shape
@@ -180,17 +178,7 @@ def _combine(result, head, n_live, c, inside, usual, S: tl.constexpr):
 
 @triton.jit
 def attend(
-    pair,
-    split,
-    q,
-    kept,
-    result,
-    capacity,
-    scale,
-    slopes,
-    S: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    pair, split, q, kept, result, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
 ):
     """One (row, group) and one range of positions, as a function: look-ahead gives the grid other programs too.
 
@@ -298,7 +286,6 @@ def attention_launch(
     out: Tensor,
     scratch: AttentionScratch,
     mean: Tensor | None,
-    settings: AttendSettings | None,
 ) -> tuple[tuple[Any, ...], AttendSizes, dict[str, Any], int]:
     """(arguments, sizes, constants, warps) of `attend`, the same in every grid that carries it, checked."""
     check_device("q", q)
@@ -316,9 +303,7 @@ def attention_launch(
     slopes = cache.positions.slopes if isinstance(cache.positions, Alibi) else None
     if slopes is not None:
         check_shape("slopes", slopes, n_heads)
-    settings = settings or AttendSettings.find(
-        "float", q.device, rows=batch, heads=n_groups, share=share, capacity=capacity
-    )
+    settings = AttendSettings.find("float", q.device, rows=batch, heads=n_groups, share=share, capacity=capacity)
     allowed = f"a program has {', '.join(map(str, POSITIONS))} positions, not {settings.positions}"
     require(settings.positions in POSITIONS, allowed)
     blocks = triton.cdiv(capacity, BLOCK)
@@ -353,11 +338,10 @@ def flash_decode(
     scratch: AttentionScratch,
     pdl: bool = False,
     mean: Tensor | None = None,
-    settings: AttendSettings | None = None,
 ) -> None:
     """See the module's formula. Selection None = all groups. Errors: shapes, head dims, a CPU tensor."""
     pdl = use_pdl(pdl, q.device)
-    given = (q, cache, selection, position, out, scratch, mean, settings)
+    given = (q, cache, selection, position, out, scratch, mean)
     arguments, sizes, constants, warps = attention_launch(*given)
     grid = (len(q) * sizes.GROUPS, sizes.SPLITS)
     _flash_decode_kernel[grid](*arguments, **constants, PDL=pdl, num_warps=warps, launch_pdl=pdl)

@@ -38,13 +38,7 @@ class HeadNorms:
 
 
 def norm_heads_reference(
-    q: Tensor,
-    cache: KvCache,
-    selection: Selection | None,
-    position: Tensor,
-    norms: HeadNorms,
-    policy: str = "backfill",
-    pdl: bool = False,
+    q: Tensor, cache: KvCache, selection: Selection | None, position: Tensor, norms: HeadNorms, policy: str = "backfill"
 ) -> None:
     """Plain torch, one (row, head) at a time, in fp64 where q is."""
     rotary = cache.positions if isinstance(cache.positions, Rotary) else None

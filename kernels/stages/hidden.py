@@ -21,7 +21,7 @@ from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import MlpWeights
-from dejavu_train.kernels.stages.rows import Int4RowSettings, RowSettings, TokenSettings, launch_row, launch_tokens
+from dejavu_train.kernels.stages.rows import launch_row, launch_tokens
 from dejavu_train.kernels.stages.sink import HiddenSink
 
 
@@ -45,14 +45,7 @@ def hidden_passes(weights: MlpWeights, y: Tensor, row_bits: Tensor | None = None
     return made
 
 
-def hidden_row(
-    x: Tensor,
-    ln: LayerNormWeights,
-    weights: MlpWeights,
-    out: Tensor,
-    pdl: bool = False,
-    settings: RowSettings | Int4RowSettings | None = None,
-) -> None:
+def hidden_row(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, out: Tensor, pdl: bool = False) -> None:
     """x (1, d) fp32 -> out (1, n) fp32 of all neurons. Errors: shapes, dtypes, groups, a CPU tensor."""
     check_device("x", x)
     n, d = weights.up.weight.shape
@@ -60,15 +53,11 @@ def hidden_row(
     check_tensor("out", out, (1, n), (torch.float32,), x)
     for weight, sink in hidden_passes(weights, out):
         check_rows("weight", weight, (n, d), x)
-        launch_row(x, ln, weight, sink, n, pdl, settings)
+        launch_row(x, ln, weight, sink, n, pdl)
 
 
 def hidden_tokens(
-    x: Tensor,
-    weights: MlpWeights,
-    listed: tuple[PackedSelection, Tensor] | None = None,
-    pdl: bool = False,
-    settings: TokenSettings | None = None,
+    x: Tensor, weights: MlpWeights, listed: tuple[PackedSelection, Tensor] | None = None, pdl: bool = False
 ) -> Tensor:
     """x (B, d) fp16, B up to eight, 4-bit up and gate (n, d) -> (B, n) fp16.
 
@@ -88,5 +77,5 @@ def hidden_tokens(
             check_tensor(name, tensor, (size,), (torch.int32,), x)
     y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
     for weight, sink in hidden_passes(weights, y, row_bits):
-        launch_tokens(x, check_int4("weight", weight, (n, d), x), sink, pdl, settings, (ids, count))
+        launch_tokens(x, check_int4("weight", weight, (n, d), x), sink, pdl, (ids, count))
     return y

@@ -362,14 +362,14 @@ class Int4Neurons(NamedTuple):
         return constants_key(self)
 
 
-def launch(x: Tensor, weights: MlpWeights, norm: bool, settings: Int4MlpSettings | None) -> ListedLaunch:
+def launch(x: Tensor, weights: MlpWeights, norm: bool) -> ListedLaunch:
     """Of matrices of 4 bits whose groups are of one size."""
     n, d = weights.up.weight.shape
     groups = [check_int4(f"{name}.weight", linear.weight, (n, d), x).group for name, linear in weights.named()]
     group, device = groups[0], x.device
     require(set(groups) == {group}, f"an MLP's matrices must have groups of one size, not {groups}")
     check_dtype("x", x, (torch.float32 if norm else torch.float16,))
-    settings = settings or Int4MlpSettings.find("int4", device, d=d)
+    settings = Int4MlpSettings.find("int4", device, d=d)
     most = most_splits(device)
     programs = min(max(settings.programs * n_sms(device), triton.cdiv(n, MOST_ROWS)), most)
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)

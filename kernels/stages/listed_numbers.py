@@ -278,17 +278,14 @@ class NumberNeurons(NamedTuple):
         return constants_key(self)
 
 
-def launch(
-    x: Tensor, weights: MlpWeights, norm: bool, settings: MlpSettings | None, number: Any = to_fp32,
-    factor: Any = no_factor,
-) -> ListedLaunch:  # fmt: skip
+def launch(x: Tensor, weights: MlpWeights, norm: bool, number: Any = to_fp32, factor: Any = no_factor) -> ListedLaunch:
     """Of matrices of numbers, or of codes that `number` and `factor` make numbers of."""
     n, d = weights.up.weight.shape
     for name, linear in weights.named():
         check_shape(f"{name}.weight", linear.weight.parts()[0], n, d)
     device = x.device
     gated = weights.gate is not None
-    settings = settings or MlpSettings.find("float", device, d=d, norm=norm, gated=gated)
+    settings = MlpSettings.find("float", device, d=d, norm=norm, gated=gated)
     block = min(settings.block, max(16, next_power_of_two(d)))
     kind = dot_type(weights.up.weight.parts()[0].dtype)
     how = NumberNeurons(d, block, settings.rows, kind, number, factor)

@@ -52,7 +52,7 @@ LAUNCHES: dict[str, Any] = {
     Format.BF16: listed_numbers.launch,
     Format.INT4: listed_int4.launch,
 }
-"""How each format is launched: (x, weights, norm, settings) -> `ListedLaunch`. A new format adds itself."""
+"""How each format is launched: (x, weights, norm) -> `ListedLaunch`. A new format adds itself."""
 
 
 def mlp_reference(
@@ -155,7 +155,6 @@ def mlp_sums(
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
-    settings: Any = None,
     late: LateNorm | None = None,
 ) -> tuple[Tensor, int]:
     """(sums of programs, how many of them) whose sum with residual and down's bias is `mlp`. pdl as `use_pdl` gives it.
@@ -172,7 +171,7 @@ def mlp_sums(
     require(late is None or ln is not None, "there is nothing to estimate where x is normalised already")
     for name, linear in weights.named():
         check_shape(f"{name}.bias", linear.bias, d if name == "down" else n)
-    launch = LAUNCHES[weights.up.weight.format](x, weights, ln is not None, settings)
+    launch = LAUNCHES[weights.up.weight.format](x, weights, ln is not None)
     matrices = {name: NeuronRows(linear.weight.parts(), linear.bias) for name, linear in weights.named()}
     if partials is None:
         partials = partial_sums(d, x.device)
@@ -198,7 +197,6 @@ def mlp(
     partials: Tensor | None = None,
     early: str | None = None,
     pdl: bool = False,
-    settings: Any = None,
 ) -> None:
     """Reads rows.ids and rows.count. residual and out (1, d) fp32. Bitwise deterministic. See the module's docstring.
 
@@ -210,5 +208,5 @@ def mlp(
     d = weights.up.weight.shape[1]
     for name, tensor in (("x", x), ("residual", residual), ("out", out)):
         check_shape(name, tensor, 1, d)
-    sums = mlp_sums(x, ln, weights, rows, partials, early, pdl, settings)
+    sums = mlp_sums(x, ln, weights, rows, partials, early, pdl)
     add_partials(*sums, weights.down.bias, residual, out, pdl)

@@ -114,8 +114,7 @@ def predict_down_reference(
 
 
 def predict_reference(
-    x: Tensor, ln: LayerNormWeights, predictor: Predictor, normalised_out: Tensor | None = None, pdl: bool = False,
-    settings: object = None,
+    x: Tensor, ln: LayerNormWeights, predictor: Predictor, normalised_out: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Plain torch, in place. What is kept as well is rounded before it is multiplied."""
     n = layer_norm_reference(x, ln, torch.float32 if normalised_out is None else normalised_out.dtype)
@@ -132,7 +131,6 @@ def site_predict_reference(
     row_state: Tensor,
     attn_in: Tensor,
     mlp: Predictor | None = None,
-    pdl: bool = False,
 ) -> None:
     """Plain torch, in place: writes `attn_in` at `position`, the selection where there are rows, and mlp.hidden."""
     n = layer_norm_reference(x, ln, attn_in.dtype)
@@ -329,12 +327,10 @@ def _predict_kernel(
         predicted_rows(pid, HEAD_PROGRAMS, x, norm, down, n_rows, kept, hidden_facts, store_hidden, WAIT, S, PDL)
 
 
-def row_launch(
-    x: Tensor, n_rows: Sequence[int], nibbles: bool, relu: bool, settings: PredictSettings | None = None
-) -> tuple[int, RowSizes, int]:
+def row_launch(x: Tensor, n_rows: Sequence[int], nibbles: bool, relu: bool) -> tuple[int, RowSizes, int]:
     """(programs, constants, warps) of `predicted_rows` for x (B, d), over matrices of so many rows each."""
     batch, d = x.shape
-    settings = settings or PredictSettings.of((d + 1) // 2 if nibbles else d, sum(n_rows), x.device)
+    settings = PredictSettings.of((d + 1) // 2 if nibbles else d, sum(n_rows), x.device)
     require(settings.rows <= MAX_ROWS, f"a program takes up to {MAX_ROWS} rows, not {settings.rows}")
     programs = sum(triton.cdiv(rows, settings.rows) for rows in n_rows if rows) or n_sms(x.device)
     own = next_power_of_two(-(-d // programs))  # columns of n that each stores
@@ -371,12 +367,7 @@ def _check_norm(x: Tensor, ln: LayerNormWeights) -> tuple[int, int]:
 
 
 def predict(
-    x: Tensor,
-    ln: LayerNormWeights,
-    predictor: Predictor,
-    normalised_out: Tensor | None = None,
-    pdl: bool = False,
-    settings: PredictSettings | None = None,
+    x: Tensor, ln: LayerNormWeights, predictor: Predictor, normalised_out: Tensor | None = None, pdl: bool = False
 ) -> None:
     """The first half of a predictor of one row. x (1, d) fp32/fp16/bf16 -> predictor.hidden (1, rank) fp32.
 
@@ -392,7 +383,7 @@ def predict(
         check_tensor("normalised_out", normalised_out, (1, d), FLOAT_TYPES, x)
     own = predictor.weights
     rank, nibbles = len(own.down), own.down.dtype == torch.uint8
-    programs, sizes, warps = row_launch(x, (rank,), nibbles, own.relu, settings)
+    programs, sizes, warps = row_launch(x, (rank,), nibbles, own.relu)
     has_pdl, dependent = programmatic(x, pdl)
     # The selection that follows asks for its own weights meanwhile.
     _predict_kernel[(programs,)](

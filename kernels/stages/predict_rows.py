@@ -48,7 +48,7 @@ class PredictRowsSettings(Settings, stage="predict_rows"):
     warps: int
 
 
-def predict_rows_reference(x: Tensor, predictor: Predictor, pdl: bool = False) -> None:
+def predict_rows_reference(x: Tensor, predictor: Predictor) -> None:
     """Plain torch, in place, any number of rows: predictor.hidden of normalised x (B, d)."""
     own = predictor.weights
     hidden = x.float() @ unscaled(own.down, own.down_scale, torch.float32, x.shape[1]).T

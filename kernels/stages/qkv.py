@@ -73,14 +73,7 @@ class QkvSettings(Settings, stage="qkv"):
 
 
 def qkv_reference(
-    weights: Linear,
-    cache: KvCache,
-    selection: Selection,
-    position: Tensor,
-    q: Tensor,
-    policy: str = "backfill",
-    pdl: bool = False,
-    settings: object = None,
+    weights: Linear, cache: KvCache, selection: Selection, position: Tensor, q: Tensor, policy: str = "backfill"
 ) -> None:
     """Plain torch, one (row, head) at a time."""
     batch, n_heads = cache.k.shape[:2]
@@ -135,11 +128,10 @@ def qkv(
     q: Tensor,
     policy: str = "backfill",
     pdl: bool = False,
-    settings: QkvSettings | None = None,
 ) -> None:
     """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
     pdl = use_pdl(pdl, q.device)
-    n_tiles, arguments, sizes, options = qkv_launch(weights, cache, selection, position, q, policy, settings)
+    n_tiles, arguments, sizes, options = qkv_launch(weights, cache, selection, position, q, policy)
     _qkv_kernel[(n_tiles,)](*arguments, S=sizes, PDL=pdl, launch_pdl=pdl, **options)
 
 
@@ -150,7 +142,6 @@ def qkv_launch(
     position: Tensor,
     q: Tensor,
     policy: str,
-    settings: QkvSettings | None = None,
     gains: Tensor | None = None,
 ) -> tuple[int, tuple[Any, ...], QkvSizes, dict[str, int]]:
     """(tiles, arguments, constants, options) of `qkv_tile`, the same in every grid that carries it, checked.
@@ -169,7 +160,7 @@ def qkv_launch(
     if policy == "backfill" and cache.watermark is None:
         raise ValueError('the policy "backfill" needs the tensor of watermarks')
     table = None if cache.turning is None else cache.turning.fitting(cache.k)
-    found = settings or QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy=policy)
+    found = QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy=policy)
     if weight.format is Format.INT4:
         check_dtype("attn_in", attn_in, (torch.float16,))
         require(batch <= MOST_TOKENS, f"4-bit rows of selected heads take up to {MOST_TOKENS} batch rows, not {batch}")
@@ -180,7 +171,7 @@ def qkv_launch(
         rows, group = QkvRows(weight.words, weight.scales, weights.bias, gains), weight.group
         attn_in = attn_in.view(torch.int32)
     else:
-        found = settings or found.fitted(head_dim, d, weight.numbers.element_size())
+        found = found.fitted(head_dim, d, weight.numbers.element_size())
         rows, group = QkvRows(weight.numbers, None, weights.bias, None), 0
     valid = cache.valid if policy == "stale" else None
     arguments = (

@@ -97,29 +97,17 @@ def launch_walk(
     _rows_kernel[grid](x, norm, weight, scales, sink, source, n, constants(how), PDL=pdl, launch_pdl=pdl, **options)
 
 
-def launch_row(
-    x: Tensor,
-    ln: LayerNormWeights,
-    weight: Matrix,
-    sink: Sink,
-    n: int,
-    pdl: bool,
-    settings: RowSettings | Int4RowSettings | None,
-) -> None:
+def launch_row(x: Tensor, ln: LayerNormWeights, weight: Matrix, sink: Sink, n: int, pdl: bool) -> None:
     d, sms = x.shape[1], n_sms(x.device)
     how: NumberWalk | UnitWalk
     if weight.format is not Format.INT4:
-        plain = settings or RowSettings.find(weight.format, x.device, d=d)
-        if isinstance(plain, Int4RowSettings):
-            raise ValueError("Int4RowSettings are for 4-bit rows")
+        plain = RowSettings.find(weight.format, x.device, d=d)
         together = sink.together.value
         require(plain.rows % together == 0, f"{plain.rows} rows of a step are no multiple of {together}")
         grid, warps = min(sms * plain.programs, triton.cdiv(n, plain.rows)), plain.warps_for(d)
         how = NumberWalk(d, plain.block(d), plain.rows)
     else:
-        chosen = settings or Int4RowSettings.find(weight.format, x.device, d=d)
-        if not isinstance(chosen, Int4RowSettings):
-            raise ValueError("4-bit rows need Int4RowSettings")
+        chosen = Int4RowSettings.find(weight.format, x.device, d=d)
         words, group, warps, fetches = d // 8, weight.group, chosen.warps, fetches_rows(x.device)
         beside = norm_bytes(words, group, warps)
         ahead = pairs_ahead(words, group, warps, chosen.ahead, MOST_BYTES - beside)
@@ -137,7 +125,6 @@ def launch_tokens(
     weight: Int4Rows,
     sink: Sink,
     pdl: bool,
-    settings: TokenSettings | None,
     listed: tuple[Tensor | None, Tensor | None] = (None, None),
     segments: int = 1,
 ) -> None:
@@ -146,7 +133,7 @@ def launch_tokens(
     n = weight.words.shape[:-1].numel() // segments
     tokens = max(2, next_power_of_two(batch))
     form = "list" if listed[0] is not None else "heads" if segments > 1 else "rows"
-    settings = settings or TokenSettings.find(weight.format, x.device, d=d, tokens=tokens, form=form)
+    settings = TokenSettings.find(weight.format, x.device, d=d, tokens=tokens, form=form)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps
     slot = line_slot_bytes(lanes, unit_vector(words, group))
     programs = min(n_sms(x.device) * settings.programs, triton.cdiv(n, 16))

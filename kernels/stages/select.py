@@ -93,9 +93,7 @@ def chosen_reference(predictor: Predictor, logits: Tensor, row_state: Tensor | N
     return mask_by_state(logits > predictor.threshold, row_state)
 
 
-def select_reference(
-    predictor: Predictor, row_state: Tensor | None = None, logits_out: Tensor | None = None, pdl: bool = False
-) -> None:
+def select_reference(predictor: Predictor, row_state: Tensor | None = None, logits_out: Tensor | None = None) -> None:
     """Plain torch, in place: selection, and the list without gaps where there is one."""
     logits = logits_reference(predictor.hidden, predictor.weights)
     if logits_out is not None:

@@ -60,7 +60,6 @@ def attend_slots_reference(
     out: Tensor,
     scratch: SlotScratch | None = None,
     placed: Rotary | Alibi | None = None,
-    pdl: bool = False,
 ) -> None:
     """Plain torch, slot by slot."""
     share = q.shape[1] // k_cache.shape[1]

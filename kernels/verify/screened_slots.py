@@ -163,13 +163,7 @@ class ScreenedWalk(NamedTuple):
 
 
 def screened_slots_reference(
-    x: Tensor,
-    n: Tensor,
-    head: ScreenedHead,
-    stops: Tensor,
-    logits: Tensor,
-    scratch: ScreenScratch | None,
-    pdl: bool = False,
+    x: Tensor, n: Tensor, head: ScreenedHead, stops: Tensor, logits: Tensor, scratch: ScreenScratch | None
 ) -> None:
     """Plain torch: all logits."""
     logits.copy_(torch.nn.functional.linear(n.to(head.weight.dtype), head.weight))

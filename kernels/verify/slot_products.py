@@ -45,7 +45,7 @@ def _check(x: Tensor, weight: Matrix, shape: tuple[int, ...]) -> None:
 
 def _launch(x: Tensor, weight: Matrix, sink: Sink, scratch: ProductScratch, pdl: bool) -> None:
     if weight.format is Format.INT4:
-        launch_tokens(x, weight, sink, pdl, None)
+        launch_tokens(x, weight, sink, pdl)
     else:
         launch_slots(x, weight, sink, scratch, False, 1.0, pdl)
 
@@ -59,7 +59,6 @@ def slot_linear_reference(
     scratch: ProductScratch | None,
     turned: bool = False,
     unit: float = 1.0,
-    pdl: bool = False,
 ) -> None:
     """Plain torch, of numbers."""
     (numbers,) = weight.parts()
@@ -94,7 +93,7 @@ def slot_linear(
     if weight.format is not Format.INT4:
         launch_slots(x, weight, sink, scratch, turned, unit, pdl)
     elif not turned:
-        launch_tokens(x, weight, sink, pdl, None, segments=weight.shape[0] if by_head else 1)
+        launch_tokens(x, weight, sink, pdl, segments=weight.shape[0] if by_head else 1)
     elif takes_down(weight.group, n, SLOTS.value) and residual is not None and bias is not None:
         int4_fc2(x, weight, bias, residual, out, scratch.sums, pdl, unit, every=True)
     else:
@@ -102,13 +101,7 @@ def slot_linear(
 
 
 def slot_qkv_reference(
-    x: Tensor,
-    weights: Linear,
-    position: Tensor,
-    q: Tensor,
-    cache: KvCache,
-    scratch: ProductScratch | None,
-    pdl: bool = False,
+    x: Tensor, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, scratch: ProductScratch | None
 ) -> None:
     """Plain torch, of numbers."""
     (numbers,) = weights.weight.parts()
@@ -145,9 +138,7 @@ def slot_qkv(
     _launch(x, weights.weight, QkvSink.of(q, cache, weights.bias, position), scratch, pdl)
 
 
-def slot_hidden_reference(
-    x: Tensor, weights: MlpWeights, y: Tensor, scratch: ProductScratch | None, pdl: bool = False
-) -> None:
+def slot_hidden_reference(x: Tensor, weights: MlpWeights, y: Tensor, scratch: ProductScratch | None) -> None:
     """Plain torch, of numbers."""
     y.copy_(hidden_reference(x.float(), weights) * kept_unit(weights, y.dtype))
 

@@ -50,7 +50,8 @@ def test_project_head_rows(device, n_heads, head_dim, d, density, settings):
         kept = weight.scales.clone()
         weight.scales[rest[-1].row_bits == 0] = NAN
     out = torch.full((1, d), NAN, device=device)
-    project_heads(mixed, weight, *rest, out, settings=HeadRowSettings(*settings))
+    with HeadRowSettings(*settings).in_use():
+        project_heads(mixed, weight, *rest, out)
     if rest[-1] is not None:
         weight.scales.copy_(kept)
     check(out, mixed, weight, *rest)
@@ -103,5 +104,6 @@ def test_at_true_shapes(n_heads, head_dim, d, density):
 def test_the_queue_in_assembly(device, queues_in_assembly, density):
     mixed, weight, *rest = case(device, 7, 32, 40, density)
     out = torch.full((1, 40), NAN, device=device)
-    project_heads(mixed, weight, *rest, out, settings=HeadRowSettings(1, 2, 3))
+    with HeadRowSettings(1, 2, 3).in_use():
+        project_heads(mixed, weight, *rest, out)
     check(out, mixed, weight, *rest)

@@ -114,7 +114,8 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
     position, watermark = tensors[4:]
     watermark[:, 0], watermark[:, 1] = 0, position
     settings = QkvSettings(16, 2, 32 * warps, steps, warps, 8)
-    check(qkv, qkv_reference, tensors, settings=settings)
+    with settings.in_use():
+        check(qkv, qkv_reference, tensors)
 
 
 def lacking(device, lacks, selected, d=64, group=32):
@@ -168,7 +169,8 @@ def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy,
     """Words of a first step that are asked for before the inputs, in several steps or beyond a row's end. No program
     leaves while copies are on their way."""
     tensors = lacking(device, *LACKING[case_number], d=d, group=group)
-    check(qkv, qkv_reference, tensors, policy, settings=QkvSettings(16, 2, 32 * warps, steps, warps, wide))
+    with QkvSettings(16, 2, 32 * warps, steps, warps, wide).in_use():
+        check(qkv, qkv_reference, tensors, policy)
     if queues_in_assembly is not None:
         assert queues_in_assembly.shared.size > 0
         assert queues_in_assembly.left + queues_in_assembly.on_their_way() == 0
@@ -201,8 +203,8 @@ def test_errors_name_what_does_not_fit(device):
     tensors = case(device, 1, 2, 16, 64, 64, 1.0)
     with pytest.raises(ValueError, match="attn_in: expected float16, got float32"):
         check(qkv, qkv_reference, (tensors[0].float(), *tensors[1:]))
-    with pytest.raises(ValueError, match="pairs 2 and wide 4 or 8"):
-        check(qkv, qkv_reference, tensors, settings=QkvSettings(16, 2, 32, 4, 1, 16))
+    with pytest.raises(ValueError, match="pairs 2 and wide 4 or 8"), QkvSettings(16, 2, 32, 4, 1, 16).in_use():
+        check(qkv, qkv_reference, tensors)
     with pytest.raises(ValueError, match="up to 8 batch rows, not 9"):
         check(qkv, qkv_reference, case(device, 9, 2, 16, 64, 64, 1.0))
 

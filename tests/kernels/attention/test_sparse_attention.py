@@ -100,11 +100,12 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
     )
     watermark[:, 0], watermark[:, 1], watermark[:, 2] = 0, position, position - 20
     made = []
-    for options in ({"settings": QkvSettings(16, pairs, 32, 2, 1, wide)}, None):
+    for call in (qkv, qkv_reference):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
         arguments = (weights, KvCache(k, v, attn_in, watermark), selection, position, q)
-        qkv_reference(*arguments) if options is None else qkv(*arguments, **options)
+        with QkvSettings(16, pairs, 32, 2, 1, wide).in_use():
+            call(*arguments)
         made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -215,5 +216,5 @@ def test_mistakes_are_one_line(device):
     ):
         with pytest.raises(ValueError, match=f"{wrong}: expected shape"):
             flash_decode(q, KvCache(k, k, attn_in, *given[:2]), selection, position, out, given[2])
-    with pytest.raises(ValueError, match="32, 64, 128 positions, not 48"):
-        flash_decode(q, cache, selection, position, out, scratch, settings=AttendSettings(48, 2))
+    with pytest.raises(ValueError, match="32, 64, 128 positions, not 48"), AttendSettings(48, 2).in_use():
+        flash_decode(q, cache, selection, position, out, scratch)

@@ -24,7 +24,8 @@ def test_dense_rows(device, n, d, rows, activation, bias):
     x, ln, weight = torch.randn(1, d, device=device) * 2 + 1, norm(d, device), torch.randn(n, d, device=device)
     b = torch.randn(n, device=device) if bias else None
     got, expected = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device)
-    dense_rows(x, ln, Rows(weight), b, activation, got, settings=RowSettings(1, rows, 4))
+    with RowSettings(1, rows, 4).in_use():
+        dense_rows(x, ln, Rows(weight), b, activation, got)
     dense_rows_reference(x, ln, Rows(weight), b, activation, expected)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

@@ -41,9 +41,9 @@ def by_head_case(device, n_heads, d, head_dim, batch):
     return inputs(device, batch, n_heads * head_dim), weight, bias, residual
 
 
-def assert_by_head(x, weight, bias, residual, settings=None):
+def assert_by_head(x, weight, bias, residual):
     out = torch.full_like(residual, float("nan"))
-    int4_by_head(x, weight, bias, residual, out, settings=settings)
+    int4_by_head(x, weight, bias, residual, out)
     wide = x.double().view(len(x), weight.shape[0], -1).abs()
     sums = torch.einsum("bhj,hij->bi", wide, magnitudes(weight))
     assert_rounded_products(out, int4_by_head_reference(x.double(), weight, bias, residual), sums)
@@ -59,24 +59,24 @@ def listed_case(device, n, d, group, batch, density):
     return x, MlpWeights(up, up), (rows, selection.row_bits)
 
 
-def assert_listed(case, settings=None):
+def assert_listed(case):
     x, weights, (_, row_bits) = case
     weight = weights.up.weight
-    got = hidden_tokens(*case, settings=settings)
+    got = hidden_tokens(*case)
     bits = (row_bits >> torch.arange(len(x), device=x.device)[:, None]) & 1
     want = torch.where(bits != 0, hidden_reference(x.double(), weights), 0.0)
     assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
     assert bool((got[want == 0] == 0).all())
 
 
-def assert_qkv(device, n_heads, head_dim, d, group, batch, capacity=6, settings=None, pdl=False):
+def assert_qkv(device, n_heads, head_dim, d, group, batch, capacity=6, pdl=False):
     """q and each row's place in the caches against float64. Nothing else is written. Returns q, k and v."""
     x, weight = inputs(device, batch, d), random_rows(device, n_heads, 3, head_dim, d, group=group)
     bias = torch.randn(n_heads, 3, head_dim, device=device).half()
     position = torch.tensor([3, 0, 5, 1, 4, 2, 2, 0][:batch], dtype=torch.int32, device=device)
     q = torch.full((batch, n_heads, head_dim), float("nan"), device=device)
     caches = [torch.full((batch, n_heads, capacity, head_dim), -77.0, device=device).half() for _ in range(2)]
-    int4_qkv(x, Linear(weight, bias), position, q, KvCache(*caches, x[:, :0]), pdl, settings)
+    int4_qkv(x, Linear(weight, bias), position, q, KvCache(*caches, x[:, :0]), pdl)
     rows = weight.view(3 * n_heads * head_dim, d)
     want = int4_linear_reference(x.double(), rows, bias.flatten(), "none")
     sizes = (x.double().abs() @ magnitudes(rows).T + 1).view(batch, n_heads, 3, head_dim).unbind(2)
@@ -146,25 +146,25 @@ def test_a_fault_stays_with_its_token(device):
 @pytest.mark.parametrize(("warps", "tiles"), [(1, 3), (2, 1), (4, 2)])
 def test_programs_of_several_warps_and_blocks(device, warps, tiles):
     """Units are shared out, some warps and the last block have fewer. The queue wraps around."""
-    settings = TokenSettings(1, warps, tiles, 3)
     x, weight = inputs(device, 4, 1920), random_rows(device, 24, 1920)
-    got = int4_linear(x, weight, settings=settings)
+    with TokenSettings(1, warps, tiles, 3).in_use():
+        got = int4_linear(x, weight)
+        assert_by_head(*by_head_case(device, 5, 20, 80, 2))
+        assert_listed(listed_case(device, 40, 1920, 128, 8, 0.6))
     want = int4_linear_reference(x.double(), weight, None, "none")
     assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
-    assert_by_head(*by_head_case(device, 5, 20, 80, 2), settings)
-    assert_listed(listed_case(device, 40, 1920, 128, 8, 0.6), settings)
 
 
 @pytest.mark.parametrize(("tokens", "tiles"), [(2, 1), (4, 3), (8, 2)])
 def test_queues_in_assembly(device, queues_in_assembly, tokens, tiles):
     """Slots that are asked for anew, in one block and from one to the next, lines of two rows and of two heads."""
-    settings = TokenSettings(1, 2, tiles, 2)
     x, weight = inputs(device, tokens, 1280), random_rows(device, 50, 1280)
-    got = int4_linear(x, weight, settings=settings)
+    with TokenSettings(1, 2, tiles, 2).in_use():
+        got = int4_linear(x, weight)
+        assert_by_head(*by_head_case(device, 7, 40, 80, tokens))
+        assert_listed(listed_case(device, 60, 640, 128, tokens, 0.5))
     want = int4_linear_reference(x.double(), weight, None, "none")
     assert_rounded_products(got, want, x.double().abs() @ magnitudes(weight).T + 1)
-    assert_by_head(*by_head_case(device, 7, 40, 80, tokens), settings)
-    assert_listed(listed_case(device, 60, 640, 128, tokens, 0.5), settings)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -197,8 +197,8 @@ def test_at_true_shapes(device, d, batch):
 
 def test_errors_name_what_does_not_fit(device):
     weight = random_rows(device, 32, 64, group=32)
-    with pytest.raises(ValueError, match="no pair of units"):
-        int4_linear(torch.zeros(2, 64, device=device).half(), weight, settings=TokenSettings(1, 1, 1, 0))
+    with pytest.raises(ValueError, match="no pair of units"), TokenSettings(1, 1, 1, 0).in_use():
+        int4_linear(torch.zeros(2, 64, device=device).half(), weight)
     with pytest.raises((ValueError, TypeError), match="bias"):
         int4_linear(torch.zeros(2, 64, device=device).half(), weight, torch.zeros(32, device=device).long())
     with pytest.raises(ValueError, match="9 tokens, expected 1 to 8"):

@@ -34,7 +34,8 @@ def test_dense_rows(device, n, d, group, warps, ahead):
     weight = random_rows(device, n, d, group=group)
     activation, bias = ("relu", torch.randn(n, device=device)) if n % 2 else ("none", None)
     out, want = torch.full((1, n), NAN, device=device), torch.empty(1, n, device=device).double()
-    dense_rows(x, ln, weight, bias, activation, out, settings=Int4RowSettings(1, warps, ahead))
+    with Int4RowSettings(1, warps, ahead).in_use():
+        dense_rows(x, ln, weight, bias, activation, out)
     dense_rows_reference(x.double(), ln, weight, bias, activation, want)
     # x itself may round to the neighbouring fp16 number, where the kernel's LayerNorm differs in its last digit
     assert_rounded_products(out, want, rounding(x, ln, weight), 2**-11)

@@ -1,5 +1,7 @@
 """fc2 over all neurons with 4-bit weights, one to eight tokens, against float64."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from int4_helpers import random_rows, with_outliers
@@ -12,7 +14,7 @@ from dejavu_train.kernels.mlp.int4_fc2 import Int4Fc2Settings, int4_fc2, int4_fc
 NAN = float("nan")
 
 
-def check(device, n, d, group, batch, live=0.6, pdl=False, settings=None):
+def check(device, n, d, group, batch, live=0.6, pdl=False):
     torch.manual_seed(n + d)
     weight = random_rows(device, n, d, group=group, size=n**-0.5)
     h = with_outliers(torch.randn(batch, n, device=device)).abs() * (torch.rand(batch, n, device=device) < live)
@@ -20,7 +22,7 @@ def check(device, n, d, group, batch, live=0.6, pdl=False, settings=None):
     h = torch.cat((h, torch.full_like(h, NAN))).to(torch.float32 if batch == 1 else torch.float16)[:batch]
     bias, residual = torch.randn(d, device=device), torch.randn(batch, d, device=device)
     out, partials = torch.full((batch, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
-    int4_fc2(h, weight, bias, residual, out, partials, pdl, settings=settings)
+    int4_fc2(h, weight, bias, residual, out, partials, pdl)
     want = torch.empty(batch, d, dtype=torch.float64, device=device)
     int4_fc2_reference(h.double(), weight, bias, residual, want)
     size = h.double() @ weight.dense(torch.float64).abs() + bias.abs() + residual.abs()
@@ -45,13 +47,15 @@ def check(device, n, d, group, batch, live=0.6, pdl=False, settings=None):
 def test_int4_fc2(device, n, d, group, batch, live, settings, monkeypatch):
     if settings is not None:
         monkeypatch.setattr(module, "n_sms", lambda _: 1)  # its programs are those of the grid
-    check(device, n, d, group, batch, live, settings=settings)
+    with nullcontext() if settings is None else settings.in_use():
+        check(device, n, d, group, batch, live)
 
 
 @pytest.mark.parametrize(("d", "group", "batch"), [(320, 32, 1), (640, 64, 2), (512, 128, 8)])
 def test_the_queue_in_assembly(device, queues_in_assembly, d, group, batch, monkeypatch):
     monkeypatch.setattr(module, "n_sms", lambda _: 1)
-    check(device, 90, d, group, batch, settings=Int4Fc2Settings(2, 2, 2, 128, 0))
+    with Int4Fc2Settings(2, 2, 2, 128, 0).in_use():
+        check(device, 90, d, group, batch)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -92,7 +96,8 @@ def test_what_the_l2_is_asked_for_early_lies_within(device, monkeypatch):
     n, d = 60, 576  # 72 words a row: of the second stripe, which has 8, as many are asked for as of the first
     weight = random_rows(device, n, d, group=32)
     h, zero = torch.ones(1, n, device=device), torch.zeros(1, d, device=device)
-    int4_fc2(h, weight, zero[0], zero, zero.clone(), settings=Int4Fc2Settings(2, 1, 4, 128, 8))
+    with Int4Fc2Settings(2, 1, 4, 128, 8).in_use():
+        int4_fc2(h, weight, zero[0], zero, zero.clone())
     assert asked and all(at % 16 == 0 and size % 16 == 0 for at, size in asked)
     words, scales = ((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (weight.words, weight.scales))
     rows = {(at - words[0], size) for at, size in asked if words[0] <= at < words[1]}
@@ -125,9 +130,9 @@ def test_what_does_not_fit_is_refused(device):
         with pytest.raises(ValueError, match=f"h: expected {expected}, got {got}"):
             int4_fc2(given, narrow, zero[0], rows, rows.clone())
     for fetched in (12, 40, -8):
-        with pytest.raises(ValueError, match=f"{fetched} rows fetched, expected a multiple of 8, at most 32"):
-            settings = Int4Fc2Settings(1, 2, 4, 128, fetched)
-            int4_fc2(h[:1], narrow, zero[0], zero[:1], zero[:1].clone(), settings=settings)
+        refused = pytest.raises(ValueError, match=f"{fetched} rows fetched, expected a multiple of 8, at most 32")
+        with refused, Int4Fc2Settings(1, 2, 4, 128, fetched).in_use():
+            int4_fc2(h[:1], narrow, zero[0], zero[:1], zero[:1].clone())
 
 
 @pytest.mark.gpu

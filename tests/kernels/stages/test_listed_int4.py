@@ -71,7 +71,8 @@ def test_equals_both_products(device, n, d, group, warps, density):
     kept = [each.scales.clone() for each in (w1, w2)]
     for each in (w1, w2):
         each.scales[unread] = NAN  # skipped rows are not read
-    run(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(2, warps, 2, 255))
+    with Int4MlpSettings(2, warps, 2, 255).in_use():
+        run(tensors[0], None, *tensors[1:], rows, out, partials)
     for each, scales in zip((w1, w2), kept, strict=True):
         each.scales.copy_(scales)
     check(out, selection, *tensors)
@@ -81,7 +82,8 @@ def test_a_program_has_room_for_all_its_rows(device):
     selection, rows, tensors = make_problem(device, 50, 64, 1.0)
     tensors[2].add_(40)  # all live
     out = torch.full((1, 64), NAN, device=device)
-    run(tensors[0], None, *tensors[1:], rows, out, settings=Int4MlpSettings(2, 1, 2, 255))
+    with Int4MlpSettings(2, 1, 2, 255).in_use():
+        run(tensors[0], None, *tensors[1:], rows, out)
     check(out, selection, *tensors)
 
 
@@ -116,7 +118,8 @@ def test_settings_and_a_layer_norm(device, early):
         ln = LayerNormWeights(torch.rand(96, device=device).half() + 0.5, torch.randn(96, device=device).half())
         n = layer_norm_reference(x.double(), ln, torch.float16)
     out = torch.full((1, 96), NAN, device=device)
-    run(x, ln, *tensors, rows, out, early=early, settings=Int4MlpSettings(2, 1, 3, 255))
+    with Int4MlpSettings(2, 1, 3, 255).in_use():
+        run(x, ln, *tensors, rows, out, early=early)
     check(out, selection, n, *tensors)
 
 
@@ -145,7 +148,8 @@ def test_more_neurons_take_more_programs(device):
     n = 2 * module.MOST_ROWS + 1
     selection, rows, tensors = make_problem(device, n, 32, 0.02)
     out, partials = torch.full((1, 32), NAN, device=device), partial_sums(32, device).fill_(NAN)
-    run(tensors[0], None, *tensors[1:], rows, out, partials, settings=Int4MlpSettings(1, 1, 2, 255))
+    with Int4MlpSettings(1, 1, 2, 255).in_use():
+        run(tensors[0], None, *tensors[1:], rows, out, partials)
     check(out, selection, *tensors)
     n = module.MOST_ROWS * module.most_splits(torch.device(device)) + 1
     w = random_rows(device, n, 32, group=32)

@@ -70,7 +70,8 @@ def test_settings_change_nothing_but_the_order(device):
     few, many = MlpSettings(1, 32, 1, 1), MlpSettings(70, 64, 2, 2)  # many: more programs than entries
     for settings, early in ((few, None), (few, "list"), (MlpSettings(3, 128, 4, 2), "x"), (many, None)):
         out = torch.full((1, 96), NAN, device=device)
-        run(tensors[0], None, *tensors[1:], rows, out, early=early, settings=settings)
+        with settings.in_use():
+            run(tensors[0], None, *tensors[1:], rows, out, early=early)
         torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
 
 

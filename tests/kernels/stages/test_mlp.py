@@ -67,12 +67,12 @@ def exactly(weights):
     return MlpWeights(*wide, weights.hidden)
 
 
-def run(device, kind, n, d, density, gated, hidden, settings=None, size=1.0):
+def run(device, kind, n, d, density, gated, hidden, size=1.0):
     rows, given, weights, mask = problem(device, kind, n, d, density, gated, hidden, size)
     x = torch.randn(1, d, device=device).to(FORMATS[kind] or torch.float16)
     residual, out = torch.randn(1, d, device=device), torch.full((1, d), NAN, device=device)
     partials = partial_sums(d, device).fill_(NAN)
-    mlp(x, None, given, residual, rows, out, partials, settings=settings)
+    mlp(x, None, given, residual, rows, out, partials)
     check(out, x, weights, residual, mask, kind)
 
 
@@ -97,9 +97,11 @@ def test_odd_sizes_nothing_and_everything(device, kind, n, d, density, gated):
 @pytest.mark.parametrize("gated", [False, True])
 def test_settings_change_nothing_but_the_order(device, gated):
     for settings in (MlpSettings(1, 32, 1, 1), MlpSettings(25, 64, 3, 2), MlpSettings(3, 128, 4, 2)):
-        run(device, "fp32", 60, 96, 0.5, gated, Hidden("relu2"), settings)
+        with settings.in_use():
+            run(device, "fp32", 60, 96, 0.5, gated, Hidden("relu2"))
     for settings in (Int4MlpSettings(1, 2, 2, 255), Int4MlpSettings(4, 1, 1, 255)):
-        run(device, "int4", 40, 96, 0.5, gated, Hidden("relu2"), settings)
+        with settings.in_use():
+            run(device, "int4", 40, 96, 0.5, gated, Hidden("relu2"))
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int4"])
@@ -147,4 +149,5 @@ def test_a_nan_is_passed_on(device, kind, gated):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_queues_in_assembly(device, queues_in_assembly, gated):
-    run(device, "int4", 70, 320, 0.8, gated, Hidden("relu"), Int4MlpSettings(2, 2, 2, 255))
+    with Int4MlpSettings(2, 2, 2, 255).in_use():
+        run(device, "int4", 70, 320, 0.8, gated, Hidden("relu"))

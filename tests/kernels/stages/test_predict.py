@@ -12,12 +12,12 @@ from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, n
 NAN = float("nan")
 
 
-def predict_down(x, ln, weight, sums, out, scale=None, relu=False, normalised_out=None, pdl=False, settings=None):
+def predict_down(x, ln, weight, sums, out, scale=None, relu=False, normalised_out=None, pdl=False):
     """The first half alone: out (1, rank) receives hidden."""
     zero = torch.zeros(1, len(weight), device=x.device)
     own = PredictorWeights(weight, zero, None, scale, None, relu, sums)
     predictor = Predictor(own, zero, Selection.empty(1, x.device), out, Products.REGISTERS)
-    predict(x, ln, predictor, normalised_out, pdl, settings)
+    predict(x, ln, predictor, normalised_out, pdl)
 
 
 @pytest.mark.parametrize(("d", "rank"), [(16, 1), (48, 7), (96, 32), (257, 20)])
@@ -57,7 +57,8 @@ def test_a_mean_far_from_zero_and_settings(device):
     want = predict_down_reference(x.double(), ln, weight)
     for settings in (PredictSettings(1, 64, 2), PredictSettings(2, 128, 4), PredictSettings(6, 32, 1)):
         out = torch.full((1, 9), NAN, device=device)
-        predict_down(x, ln, weight, norm_sums(weight, ln), out, settings=settings)
+        with settings.in_use():
+            predict_down(x, ln, weight, norm_sums(weight, ln), out)
         torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=1e-2)
 
 
