@@ -350,8 +350,9 @@ def int4_cases(d: int) -> Iterator[Case]:
             positions, q = torch.ones(tokens, dtype=torch.int32), torch.empty(tokens, h, d // h)
             given = (rows, own.qkv, positions, q, kv)
             yield f"int4_qkv {d} {tokens}", partial(int4_batch.int4_qkv, *given, True)
-            given = (rows, by_head, own.out_bias, residual, out)
-            yield f"int4_by_head {d} {tokens}", partial(int4_batch.int4_by_head, *given, True)
+            given = (rows, by_head, own.out_bias, residual, None, out)
+            if tokens > 1:
+                yield f"int4_by_head {d} {tokens}", partial(out_projection.project_heads, *given, True)
     yield from slot_cases(own, by_head, w)
 
 

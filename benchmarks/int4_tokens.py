@@ -24,11 +24,12 @@ import torch
 
 from benchmarks.harness import SETS, measure
 from benchmarks.rows import append_row, command_line, gpu_versions, made_now
+from dejavu_train.kernels.attention.out_projection import project_heads
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.common.settings import tried
-from dejavu_train.kernels.dense.int4_batch import int4_by_head, int4_qkv
+from dejavu_train.kernels.dense.int4_batch import int4_qkv
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.int4_fc2 import int4_fc2
@@ -65,7 +66,7 @@ def steps(d: int, tokens: int, sets: int = SETS) -> dict[str, Callable[[int], ob
     pack(chosen, listed)
     calls: dict[str, Callable[[int], object]] = {
         "qkv": lambda i: int4_qkv(x, qkv[i], position, q, cache, True),
-        "out": lambda i: int4_by_head(x, heads[i], out_bias, residual, out, True),
+        "out": lambda i: project_heads(x, heads[i], out_bias, residual, None, out, True),
         "fc1": lambda i: hidden_tokens(x, mlps[i], pdl=True),
         "listed": lambda i: hidden_tokens(x, mlps[i], (listed, chosen.row_bits), True),
         "fc2": lambda i: int4_fc2(hidden, mlps[i].down.weight, out_bias, residual, out, partials, True),

@@ -2,11 +2,11 @@
 
 import torch
 
-from dejavu_train.kernels.common.layer_norm import layer_norm
+from dejavu_train.kernels.common.layer_norm import layer_norm, layer_norm_reference
 from dejavu_train.kernels.common.limits import ROW_LANES, Products, takes_row_words
 from dejavu_train.kernels.stages.predict import predict
 from dejavu_train.kernels.stages.predict_rows import predict_rows
-from dejavu_train.kernels.stages.predictor import Predictor
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, down_reference
 from dejavu_train.kernels.stages.select import select
 
 
@@ -23,6 +23,12 @@ def products_of(weights, batch=1, block=64):
 def predictor_of(weights, threshold, selection, batch=1, products=None, **options):
     products = products or products_of(weights, batch, selection.block)
     return Predictor.of(weights, threshold, selection, products, batch, **options)
+
+
+def predict_down_reference(x, ln, weight, scale=None, relu=False):
+    """(B, rank) of the first half alone, with its norm, in plain torch. fp64 when x is fp64."""
+    n = layer_norm_reference(x, ln, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return down_reference(n, PredictorWeights(weight, weight, None, scale, None, relu))
 
 
 def predict_select(x, predictor, ln=None, row_state=None, normalised_out=None, logits_out=None, pdl=False):

@@ -16,12 +16,14 @@ import triton
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import (
+    FLOAT_TYPES,
     check_device,
     check_dtype,
     check_head_dim,
     check_int4,
     check_numbers,
     check_shape,
+    check_tensor,
     require,
 )
 from dejavu_train.kernels.common.int4_numbers import written_out_by_output
@@ -31,13 +33,12 @@ from dejavu_train.kernels.common.limits import HEAD_DIMS, MOST_TOKENS
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
-from dejavu_train.kernels.dense.int4_batch import int4_by_head
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix, Rows
 from dejavu_train.kernels.stages.columns import VECTOR, ColumnWalk, HeadSource, TileWalk
 from dejavu_train.kernels.stages.int4_heads import HeadWalk, queue_bytes
-from dejavu_train.kernels.stages.rows import launch_walk
+from dejavu_train.kernels.stages.rows import launch_tokens, launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink
 
 
@@ -57,20 +58,16 @@ class ProjectSettings(Settings, stage="project"):
 
 @dataclass(frozen=True)
 class HeadRowSettings(Settings, stage="project_int4"):
-    """warps: of a program. span: heads of a warp that are on their way, 2, 4 or 8. tiles: of 8 outputs of a program.
+    """warps: of a program. span: heads of a warp that are on their way, a power of two up to 8.
 
-    registers: of a thread, at most: programs that are not resident at once wait for a second round.
+    tiles: of 8 outputs of a program. registers: of a thread, at most: programs that are not resident at once wait for a
+    second round.
     """
 
     warps: int
     span: int
     tiles: int = 2
     registers: int = 128
-
-
-def by_head(weight: Tensor, n_heads: int) -> Tensor:
-    """weight (d, h * head_dim) -> (h, d, head_dim), contiguous: what is quantised and packed row by row."""
-    return weight.view(len(weight), n_heads, -1).transpose(0, 1).contiguous()
 
 
 def project_heads_reference(
@@ -107,7 +104,7 @@ def project_heads(
     batch, width = mixed.shape
     d = weight.shape[-2]
     for name, tensor in (("residual", residual), ("out", out)):
-        check_shape(name, tensor, batch, d)
+        check_tensor(name, tensor, (batch, d), (torch.float32,), mixed)
     if weight.format is Format.INT4:
         n_heads = weight.shape[0]
         fits = selection is None or n_heads % selection.n == 0
@@ -120,7 +117,7 @@ def project_heads(
         if weight.format is not Format.INT4:
             dense_add(mixed, weight, bias, residual, out, pdl=pdl)
         elif batch <= MOST_TOKENS:
-            int4_by_head(mixed, weight, bias, residual, out, pdl)
+            launch_tokens(mixed, weight, LinearSink(out, bias, residual), pdl, segments=n_heads)
         else:
             dense_add(mixed, Rows(written_out_by_output(weight, pdl)), bias, residual, out, pdl=pdl)
         return
@@ -170,4 +167,4 @@ def _check_by_head(mixed: Tensor, weight: Int4Rows, bias: Tensor) -> None:
     check_dtype("mixed", mixed, (torch.float16,))
     check_int4("weight", weight, (n_heads, d, head_dim), mixed)
     require(weight.scales.shape[-1] == 1, f"weight: {weight.scales.shape[-1]} groups a head, expected one")
-    check_shape("bias", bias, d)
+    check_tensor("bias", bias, (d,), FLOAT_TYPES, mixed)

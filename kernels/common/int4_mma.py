@@ -70,7 +70,15 @@ def units_a_group(group, vector):
     return (group + 32 * vector - 1) // (32 * vector)
 
 
-def _mma_asm(vector: int) -> str:
+@triton.constexpr_function
+def _operands(outputs, vector, offsets=0):
+    """Of an assembly with registers of x for `vector` words. Outputs are written before the last input is read: "&"."""
+    words = 6 if outputs == 4 else 4
+    return ",".join(["=&f"] * outputs + ["r"] * (words * vector) + ["f"] * offsets)
+
+
+@triton.constexpr_function
+def _mma_asm(vector):
     """PTX: $0..$3 = sums over `vector` words of two rows with four pairs of x each."""
     text = (
         "{ .reg .b32 rest, magic, minus1032, sixteenth, minus72, p<4>, r<4>; .reg .f32 zero;"
@@ -86,12 +94,23 @@ def _mma_asm(vector: int) -> str:
     return text + "}"
 
 
-MMA1, MMA2, MMA4 = (tl.constexpr(_mma_asm(vector)) for vector in (1, 2, 4))
-# Outputs are written before the last input is read: "&".
-MMA1_OPERANDS, MMA2_OPERANDS, MMA4_OPERANDS = (
-    tl.constexpr(",".join(["=&f"] * 4 + ["r"] * (6 * vector))) for vector in (1, 2, 4)
-)
 FOUR_FLOATS = tl.constexpr((tl.float32,) * 4)
+
+
+@triton.jit
+def _plain_products(words, x, RAISED: tl.constexpr, V: tl.constexpr):
+    """`int4_mma` in plain arithmetic, of codes that are raised by so much."""
+    L: tl.constexpr = words[0].shape[0]
+    sums = ()
+    for row in tl.static_range(2):
+        total = tl.zeros((L // 32, 8, 8), tl.float32)
+        for v in tl.static_range(V):
+            codes = tl.reshape(codes_of(words[row * V + v]) + RAISED, (L // 32, 8, 1, 32))
+            numbers = halves_of(x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3])
+            total += tl.sum(codes * tl.reshape(numbers, (L // 32, 1, 8, 32)), 3)
+        even, odd = tl.split(tl.reshape(total, (L, 2)))
+        sums = sums + (even, odd)
+    return sums
 
 
 @triton.jit
@@ -100,31 +119,20 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 
     words: V of row g, then V of row g + 8. x: 4 V planes of pairs of input g's columns.
     """
-    L: tl.constexpr = words[0].shape[0]
     if ASM:
-        if V == 1:
-            sums = tl.inline_asm_elementwise(MMA1, MMA1_OPERANDS, words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1)
-        elif V == 2:
-            sums = tl.inline_asm_elementwise(MMA2, MMA2_OPERANDS, words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1)
-        else:
-            sums = tl.inline_asm_elementwise(MMA4, MMA4_OPERANDS, words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1)
+        sums = tl.inline_asm_elementwise(
+            _mma_asm(V), _operands(4, V), words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1
+        )
     else:
-        sums = ()
-        for row in tl.static_range(2):
-            total = tl.zeros((L // 32, 8, 8), tl.float32)
-            for v in tl.static_range(V):
-                codes = tl.reshape(codes_of(words[row * V + v]), (L // 32, 8, 1, 32))
-                numbers = halves_of(x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3])
-                total += tl.sum(codes * tl.reshape(numbers, (L // 32, 1, 8, 32)), 3)
-            even, odd = tl.split(tl.reshape(total, (L, 2)))
-            sums = sums + (even, odd)
+        sums = _plain_products(words, x, 0.0, V)
     return sums
 
 
 RAISED_UNIT = tl.constexpr(2.0**-20)  # what sums of raised codes times x are multiplied by
 
 
-def _raised_asm(vector: int) -> str:
+@triton.constexpr_function
+def _raised_asm(vector):
     """PTX: $0..$3 = the last two operands, of both rows, plus sums of `vector` words of two rows with their x."""
     text = "{ .reg .b32 rest, p<4>, r<4>; .reg .f32 zero, low<4>; mov.b32 zero, 0;"
     last = 4 + 6 * vector
@@ -145,7 +153,8 @@ def _raised_asm(vector: int) -> str:
     return text + "}"
 
 
-def _offset_asm(vector: int) -> str:
+@triton.constexpr_function
+def _offset_asm(vector):
     """PTX: $0, $1 = the sums of 4 `vector` pairs of x of the inputs 2 t and 2 t + 1, times minus 8 RAISED_UNIT."""
     text = "{ .reg .b32 one; .reg .f32 zero, other<2>; mov.b32 one, 0x3C003C00; mov.b32 zero, 0;"
     for k in range(2 * vector):
@@ -155,24 +164,14 @@ def _offset_asm(vector: int) -> str:
     return text + "mul.rn.f32 $0, $0, 0fB7000000; mul.rn.f32 $1, $1, 0fB7000000; }"  # -2^-17
 
 
-RAISED1, RAISED2, RAISED4 = (tl.constexpr(_raised_asm(vector)) for vector in (1, 2, 4))
-RAISED1_OPERANDS, RAISED2_OPERANDS, RAISED4_OPERANDS = (
-    tl.constexpr(",".join(["=&f"] * 4 + ["r"] * (6 * vector) + ["f"] * 2)) for vector in (1, 2, 4)
-)
-OFFSET1, OFFSET2, OFFSET4 = (tl.constexpr(_offset_asm(vector)) for vector in (1, 2, 4))
-OFFSET1_OPERANDS, OFFSET2_OPERANDS, OFFSET4_OPERANDS = (
-    tl.constexpr(",".join(["=&f"] * 2 + ["r"] * (4 * vector))) for vector in (1, 2, 4)
-)
-
-
 @triton.jit
 def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """What `raised_mma` begins with, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
     L: tl.constexpr = x[0].shape[0]
     if ASM:
-        ASSEMBLED: tl.constexpr = OFFSET1 if V == 1 else OFFSET2 if V == 2 else OFFSET4
-        OPERANDS: tl.constexpr = OFFSET1_OPERANDS if V == 1 else OFFSET2_OPERANDS if V == 2 else OFFSET4_OPERANDS
-        sums = tl.inline_asm_elementwise(ASSEMBLED, OPERANDS, x, dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
+        sums = tl.inline_asm_elementwise(
+            _offset_asm(V), _operands(2, V), x, dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+        )
     else:
         total = tl.zeros((L // 32, 8), tl.float32)
         for v in tl.static_range(V):
@@ -187,23 +186,15 @@ def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 @triton.jit
 def raised_mma(words, x, offset, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """RAISED_UNIT times `int4_mma`. offset: `raised_offset` of x."""
-    L: tl.constexpr = words[0].shape[0]
     if ASM:
-        ASSEMBLED: tl.constexpr = RAISED1 if V == 1 else RAISED2 if V == 2 else RAISED4
-        OPERANDS: tl.constexpr = RAISED1_OPERANDS if V == 1 else RAISED2_OPERANDS if V == 2 else RAISED4_OPERANDS
         sums = tl.inline_asm_elementwise(
-            ASSEMBLED, OPERANDS, words + x + offset, dtype=FOUR_FLOATS, is_pure=True, pack=1
+            _raised_asm(V), _operands(4, V, 2), words + x + offset, dtype=FOUR_FLOATS, is_pure=True, pack=1
         )
     else:
+        own = _plain_products(words, x, 8.0, V)
         sums = ()
-        for row in tl.static_range(2):
-            total = tl.zeros((L // 32, 8, 8), tl.float32)
-            for v in tl.static_range(V):
-                codes = tl.reshape(codes_of(words[row * V + v]) + 8.0, (L // 32, 8, 1, 32))
-                numbers = halves_of(x[4 * v], x[4 * v + 1], x[4 * v + 2], x[4 * v + 3])
-                total += tl.sum(codes * tl.reshape(numbers, (L // 32, 1, 8, 32)), 3)
-            even, odd = tl.split(tl.reshape(total * RAISED_UNIT, (L, 2)))
-            sums = sums + (even + offset[0], odd + offset[1])
+        for k in tl.static_range(4):
+            sums = sums + (own[k] * RAISED_UNIT + offset[k % 2],)
     return sums
 
 

@@ -10,6 +10,7 @@ Each assembly has a twin in plain arithmetic for the interpreter (ASM False), wh
 import triton
 import triton.language as tl
 
+from dejavu_train.kernels.common import limits
 from dejavu_train.kernels.common.checks import INTERPRET
 from dejavu_train.kernels.common.launch import THROUGH_L1
 
@@ -19,7 +20,8 @@ FACTOR_UNIT = tl.constexpr(64.0)
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 
 
-def codes_asm(word: str, pairs: str) -> str:
+@triton.constexpr_function
+def codes_asm(word, pairs):
     """PTX: the pairs 0..3 of a word's codes."""
     return (
         f"shr.u32 rest, {word}, 8;"
@@ -72,10 +74,7 @@ def split_words(tile, VECTOR: tl.constexpr):
     return words
 
 
-@triton.constexpr_function
-def word_vector(words):
-    """V: words of a row that a lane reads at once."""
-    return 4 if words % 16 == 0 else 2 if words % 2 == 0 else 1
+word_vector = triton.constexpr_function(limits.word_vector)
 
 
 @triton.jit

@@ -251,8 +251,3 @@ def sums_together(tiles, N: tl.constexpr):
             halves = halves + (first, second)
         sums = halves
     return sums
-
-
-def column_block(d: int, warps: int = 4) -> int:
-    """Columns a step: 16 bytes of fp16 a thread, less for narrow matrices."""
-    return min(256 * warps, max(16, next_power_of_two(d)))

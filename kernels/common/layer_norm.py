@@ -99,13 +99,6 @@ def layer_norm_reference(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype = t
 
 
 @triton.jit
-def mean_and_rstd(total, squares, D: tl.constexpr, eps):
-    """Of D values, from their sum and the sum of their squares in fp32."""
-    mean = total / D
-    return mean, tl.rsqrt(tl.maximum(squares / D - mean * mean, 0.0) + eps)
-
-
-@triton.jit
 def row_moments(total, squares, norm, D: tl.constexpr):
     """(mean, 1 / deviation) of D values as the norm has them, from their sum and the sum of their squares in fp32."""
     mean = norm.mean(total, D)

@@ -25,7 +25,7 @@ from dejavu_train.kernels.dense.int4_batch import int4_linear, int4_qkv, takes
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.hidden import hidden_tokens, kept_unit
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.rows import launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink, QkvSink, Sink
 
@@ -41,16 +41,13 @@ def _walk_products(x, norm, weight, scales, sink, source, n_rows, how: tl.conste
     sink.put(sink, values, ahead, lines, b, inside, n_rows)
 
 
+@keyed
 class ProductWalk(NamedTuple):
     """Over products (B, n) that are there. unit: what they are kept times. block: of a program."""
 
     unit: float = 1.0
     block: int = 1024
     walk: Any = _walk_products
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 def sink_products(products: Tensor, sink: Sink, pdl: bool, unit: float = 1.0) -> None:
@@ -123,7 +120,7 @@ def dense_add(
     """out (B, d) fp32 = residual + bias + y W^T, weight (d, n), or y W with a transposed weight (n, d).
 
     y is stored times unit.
-    Codes are written out as numbers: for fc2 of few rows see `int4_fc2`, for heads `int4_by_head`.
+    Codes are written out as numbers: for fc2 of few rows see `int4_fc2`, for heads `project_heads`.
     """
     numbers = numbers_of(weight, pdl)
     y = y.to(numbers.dtype)

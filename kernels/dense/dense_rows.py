@@ -14,12 +14,11 @@ from dejavu_train.kernels.common.activation import ACTIVATIONS
 from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from dejavu_train.kernels.common.positions import turned_reference
 from dejavu_train.kernels.dense.dense_batch import dense_hidden, qkv_batch
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
 from dejavu_train.kernels.stages.rows import launch_row
-from dejavu_train.kernels.stages.sink import LinearSink, QkvSink
+from dejavu_train.kernels.stages.sink import LinearSink, QkvSink, qkv_sink_reference
 
 
 def operands_reference(x: Tensor, ln: LayerNormWeights, weight: Matrix) -> tuple[Tensor, Tensor]:
@@ -46,15 +45,8 @@ def qkv_dense_reference(
 ) -> None:
     """Plain torch. No host synchronisation."""
     weight, n = operands_reference(x, ln, weights.weight)
-    rows = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1])).float() + weights.bias.float().flatten()
-    rows = rows.view(len(q), *weights.bias.shape)
-    turns, v = rows[:, :, :-1], rows[:, :, -1]
-    if cache.turning is not None:
-        turns = turned_reference(turns, cache.turning, position[:, None, None].expand(turns.shape[:-1]))
-    q.copy_(turns[:, :, :-1].reshape(q.shape))
-    each = torch.arange(len(q), device=x.device)
-    cache.k[each, :, position.long()] = turns[:, :, -1].to(cache.k.dtype)
-    cache.v[each, :, position.long()] = v.to(cache.v.dtype)
+    products = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1]))
+    qkv_sink_reference(products, weights.bias, position, q, cache)
 
 
 def dense_rows(

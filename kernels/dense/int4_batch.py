@@ -1,14 +1,12 @@
 """Up to eight tokens times 4-bit rows, which are read once and as codes.
 
     y[b, i]   = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])            `int4_linear`, weight (n, d)
-    out[b, i] = residual[b, i] + bias[i] + sum_h sum_j code[h, i, j] scale[h, i] x[b, h head_dim + j]
-                                                                                        `int4_by_head`, (h, d, head_dim)
     q, k_cache, v_cache at position[b] <- the first, without act, weight head-major              `int4_qkv`
 
 x (B, .) fp16. Products are exact, sums in fp32. Programs walk over the rows, sixteen at a time, with all tokens in
-their registers (`stages.int4_rows`), where one token takes the place of two. Neurons that are selected have
-`stages.hidden`, and fc2, whose rows are neurons, has a kernel of its own (`int4_fc2`). More tokens than eight are worth
-writing the matrix out once (`int4_numbers`).
+their registers (`stages.int4_tokens`), where one token takes the place of two. Neurons that are selected have
+`stages.hidden`, rows by head `attention.out_projection`. fc2, whose rows are neurons, has a kernel of its own
+(`int4_fc2`). More tokens than eight are worth writing the matrix out once (`int4_numbers`).
 """
 
 from typing import TypeGuard
@@ -43,14 +41,6 @@ def int4_linear_reference(x: Tensor, weight: Matrix, bias: Tensor | None, activa
     if bias is not None:
         y = y + bias
     return y.relu() if activation == "relu" else y
-
-
-def int4_by_head_reference(x: Tensor, weight: Int4Rows, bias: Tensor, residual: Tensor) -> Tensor:
-    """Plain torch, in fp64 where x is."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    n_heads, _, head_dim = weight.shape
-    y = torch.einsum("bhj,hij->bi", x.to(wide).view(-1, n_heads, head_dim), weight.dense(wide))
-    return y + bias.to(wide) + residual.to(wide)
 
 
 def takes(weight: Matrix, batch: int) -> TypeGuard[Int4Rows]:
@@ -88,23 +78,6 @@ def int4_qkv(x: Tensor, weights: Linear, position: Tensor, q: Tensor, cache: KvC
     _check_tokens(x, batch, d)
     check_tensor("q", q, q.shape, (torch.float32,), x)
     launch_tokens(x, weight, QkvSink.of(q, cache, weights.bias, position), pdl)
-
-
-def int4_by_head(x: Tensor, weight: Int4Rows, bias: Tensor, residual: Tensor, out: Tensor, pdl: bool = False) -> None:
-    """x (B, h * head_dim) fp16, weight (h, d, head_dim) with a scale a row, bias (d), residual and out (B, d) fp32.
-
-    Errors: shapes, dtypes, a CPU tensor.
-    """
-    check_device("x", x)
-    batch = len(x)
-    n_heads, d, head_dim = weight.shape
-    check_int4("weight", weight, (n_heads, d, head_dim), x)
-    check_shape("weight.scales", weight.scales, n_heads, d, 1)
-    _check_tokens(x, batch, n_heads * head_dim)
-    check_tensor("bias", bias, (d,), FLOAT_TYPES, x)
-    for name, tensor in (("residual", residual), ("out", out)):
-        check_tensor(name, tensor, (batch, d), (torch.float32,), x)
-    launch_tokens(x, weight, LinearSink(out, bias, residual), pdl, segments=n_heads)
 
 
 def _check_tokens(x: Tensor, batch: int, n: int) -> None:

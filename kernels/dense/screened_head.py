@@ -2,17 +2,17 @@
 
     n = norm(x), rounded to the head's dtype;  logit[v] = sum_j w[v, j] n[j];  wanted: the largest, lowest id first
 
-Beside its numbers the head has int8 codes c (V, d) of w', which is w with columns of one size: w[v, j] = w'[v, j] a[j],
-w' = scale c + e with a scale a row, and n' = n a takes what columns differ by. The screen multiplies codes by levels of
-n' = t q + f, whole q = 128 high + low of at most 127 * 128, high and low in a byte each (`dp4a`). By Cauchy and Schwarz
-the screen's logit, scale t (c . q), is off by no more than
+Columns differ in size, so w[v, j] = w'[v, j] a[j], and n' = n a. Beside its numbers the head has int8 codes c (V, d) of
+w' = scale c + e, with a scale a row. The screen multiplies codes by levels of n' = t q + f. Whole q = 128 high + low is
+at most 127 * 128, high and low in a byte each (`dp4a`). The screen's logit is scale t (c . q). By Cauchy and Schwarz it
+is off by no more than
 
     |e| |n'| + |scale c| |f|,    | | the Euclidean norm,
 
-and what fp32 sums and the rounding of n add. A token whose logit, off by as much as it can be, is below what the best
-of the screen reaches at least is not the largest. The rows of all others, a few dozen of 50,000, are multiplied as
-`dense_rows` does it, with the same sums in the same order: the token is the one that all logits would have given, bit
-for bit, and a greedy step reads half the LM head's bytes. Where logits hardly differ more rows are read, at worst all.
+and what fp32 sums and the rounding of n add. So each logit has a lower and an upper bound. A token whose upper bound
+is below another's lower bound is not the largest. The rows of all others, a few dozen of 50,000, are multiplied as in
+`dense_rows`, with the same sums in the same order. The token is the one that all logits would have given, bit for bit.
+A greedy step reads half the LM head's bytes. Where logits hardly differ more rows are read, at worst all.
 
 Tokens of `stops` may be barred (before position `least`, see `kernels/sample/sampling.py`), so no bound is taken from
 those rows.
@@ -50,8 +50,9 @@ ROWS_AT_ONCE = 512  # rounded to codes together
 
 @dataclass(frozen=True)
 class ScreenSettings(Settings, stage="screen"):
-    """programs: per multiprocessor. rows: of a step, 2, 4, 8 or 16. warps: of a program, a thread has four words of a
-    piece."""
+    """programs: per multiprocessor. rows: of a step, a power of two up to 16. warps: of a program.
+
+    A thread has four words of a piece."""
 
     programs: int
     rows: int
@@ -255,8 +256,9 @@ def _reversed(number, n):
 
 @triton.jit
 def _sums(tiles, N: tl.constexpr):
-    """The sums of N tiles (BLOCK,), a power of two of them, as (N,), by one reduction: `sums_together` splits them into
-    scalars, and what follows here would be done N times."""
+    """The sums (N,) of N tiles (BLOCK,), a power of two of them, by one reduction.
+
+    `sums_together` splits them into scalars, and what follows here would be done N times."""
     ordered = ()
     for k in tl.static_range(N):
         ordered = ordered + (tiles[_reversed(k, N)],)

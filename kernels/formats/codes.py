@@ -1,10 +1,9 @@
-"""How the weights of predictors lie: as numbers, or as int8 or fp8 codes or nibbles with a scale a row, and as numbers
-in kernels.
+"""How the weights of predictors lie, and as what kernels read them.
 
-Rows of uint8 are nibbles as a bundle stores them: of a row's H = ceil(d / 2) bytes, byte j holds u = code + 8 of column
-j in its low nibble and of column H + j in the high one. Kernels read them as floats 1 + u / 16, the nibble in the
-mantissa of 1.0, four instructions and eight byte permutations for eight floats (`nibble_floats`), or as fp16 codes for
-the tensor cores (`nibble_halves`).
+They are numbers, or int8 or fp8 codes or nibbles with a scale a row. Rows of uint8 are nibbles as a bundle stores them.
+A row has H = ceil(d / 2) bytes. Byte j holds u = code + 8 of column j in its low nibble, of column H + j in the high
+one. Kernels read them as floats 1 + u / 16, the nibble in the mantissa of 1.0 (`nibble_floats`). Eight floats take four
+instructions and eight byte permutations. For the tensor cores they are read as fp16 codes (`nibble_halves`).
 """
 
 import torch
@@ -37,8 +36,8 @@ def unscaled(weight: Tensor, scale: Tensor | None, dtype: torch.dtype, columns: 
 
 @triton.jit
 def to_float(tile):
-    """fp32, exactly. The GPU converts int8 at a quarter of its rate for sums: here a code's byte becomes the end of
-    the mantissa of 2^23, four codes at a time, and 2^23 (and the 128 that makes it positive) is subtracted."""
+    """fp32, exactly. The GPU converts int8 at a quarter of its rate for sums. Here a code's byte becomes the end of the
+    mantissa of 2^23, four codes at a time. Then 2^23 is subtracted, with the 128 that makes a code positive."""
     if tile.dtype == tl.int8 and not INTERPRETED:
         floats = tl.inline_asm_elementwise(
             """

@@ -23,7 +23,6 @@ def _attend_pack_kernel(
     S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr,
     ALL_RANGES: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
-    SPLITS: tl.constexpr = S.SPLITS
     pid = tl.program_id(0)
     if pid < n_packs:
         pack_ranges(
@@ -32,7 +31,17 @@ def _attend_pack_kernel(
         )  # fmt: skip
     else:
         attend(
-            (pid - n_packs) // SPLITS, (pid - n_packs) % SPLITS, q, kept, result, capacity, scale, slopes, S, BIAS, PDL
+            (pid - n_packs) // S.SPLITS,
+            (pid - n_packs) % S.SPLITS,
+            q,
+            kept,
+            result,
+            capacity,
+            scale,
+            slopes,
+            S,
+            BIAS,
+            PDL,
         )
 
 

@@ -5,8 +5,8 @@ heads.
     head i of the next layer is selected where <heads[i], LayerNorm(residual)> + head_bias[i] > threshold
 
 One row. u and moments as in `late_norm`, u kept at the present position of attn_in. The heads' predictor reads what the
-MLP read, half a block before the layer whose heads it selects: its programs run while the MLP does, since residual is
-older than that. So no stage lies between the layers. Without such a predictor (`heads` None) nothing is selected.
+MLP read, half a block before the layer whose heads it selects. Its programs run while the MLP does: residual is older
+than that. So no stage lies between the layers. Without such a predictor (`heads` None) nothing is selected.
 The other stages are `qkv_select` and `attend_pack`. The first layer begins with `site_predict`, and so does one whose
 heads are selected at their own site.
 """
@@ -29,7 +29,7 @@ from dejavu_train.kernels.common.launch import (
     use_pdl,
     wait_for_started,
 )
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, mean_and_rstd
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, row_moments
 from dejavu_train.kernels.common.limits import TILE_ROWS, TILED_FROM
 from dejavu_train.kernels.common.partial_sums import SumSettings, summed_partials
 from dejavu_train.kernels.common.row_state import by_state
@@ -163,7 +163,7 @@ class Selecting(NamedTuple):
     """The predictor of the next layer's heads, with the sums that fold its norm, and what it fills. All are None where
     no heads are selected."""
 
-    head_gain: Any = None
+    norm: Any = None
     head_rows: Any = None
     head_gains: Any = None
     head_shifts: Any = None
@@ -174,9 +174,7 @@ class Selecting(NamedTuple):
 
 
 @triton.jit
-def _select_head(
-    head, residual, heads, D: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _select_head(head, residual, heads, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """All of it before the wait: residual is older than the launch before, and no L1 may have it as it was."""
     start_dependents(PDL)
     columns = tl.arange(0, BLOCK)
@@ -192,11 +190,11 @@ def _select_head(
         c = begin + columns
         x = tl.load(residual + c, mask=c < D, other=0.0, cache_modifier=".cg")
         w = tl.load(heads.head_rows + head * D + c, mask=c < D, other=0.0).to(tl.float32)
-        products += x * tl.load(heads.head_gain + c, mask=c < D, other=0.0).to(tl.float32) * w
+        products += x * tl.load(heads.norm.gain + c, mask=c < D, other=0.0).to(tl.float32) * w
         total += x
         squares += x * x
     sums = sums_together((products, total, squares), 3)
-    mean, rstd = mean_and_rstd(sums[1], sums[2], D, EPS)
+    mean, rstd = row_moments(sums[1], sums[2], heads.norm, D)
     logit = rstd * (sums[0] - mean * gain_sum) + shift_sum + offset
     chosen = by_state(logit > limit, state).to(tl.int32)
     wait_for_started(PDL)
@@ -207,12 +205,12 @@ def _select_head(
 def _add_ahead_kernel(
     partials, bias, residual, out, gain, estimate, position, attn_in, moments, arrived, heads, D: tl.constexpr,
     STRIPE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    EPS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     stripe = tl.program_id(0) - H
     if stripe < 0:
         if H > 0:
-            _select_head(stripe + H, residual, heads, D, BLOCK, EPS, PDL)
+            _select_head(stripe + H, residual, heads, D, BLOCK, PDL)
     else:
         columns = stripe * STRIPE + tl.arange(0, STRIPE)
         inside = columns < D
@@ -268,13 +266,13 @@ def _add_ahead(
         check_tensor("threshold of heads", predictor.threshold, (1,), (torch.float32,), out)
         require(predictor.selection.block == 1, "a selection of heads has one of them a block")
         selecting = Selecting(
-            heads.ln.folded[0], predictor.rows, *predictor.sums, predictor.bias, predictor.threshold, heads.row_state,
-            predictor.selection.row_bits,
+            heads.ln.args()._replace(shift=None), predictor.rows, *predictor.sums, predictor.bias, predictor.threshold,
+            heads.row_state, predictor.selection.row_bits,
         )  # fmt: skip
     settings = SumSettings.of(partials, splits)
     _add_ahead_kernel[(n_heads + triton.cdiv(d, settings.stripe),)](
         partials, bias, residual, out, ahead.norm.ln.folded[0], ahead.norm.estimate, ahead.position, ahead.attn_in,
         ahead.norm.moments, ahead.arrived, selecting, D=d, STRIPE=settings.stripe, SPLITS=splits,
-        CHUNK=settings.chunk, H=n_heads, BLOCK=min(1024, triton.next_power_of_2(d)),
-        EPS=1e-5 if heads is None else heads.ln.eps, PDL=pdl, num_warps=settings.warps, launch_pdl=pdl,
+        CHUNK=settings.chunk, H=n_heads, BLOCK=min(1024, triton.next_power_of_2(d)), PDL=pdl,
+        num_warps=settings.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -6,8 +6,8 @@ Independent work in a grid costs no launch edge and no event, and it fills the l
 need more registers than a tile of q/k/v does, so this product runs on the tensor cores as well. It is one of words
 where rows are nibbles whose words have room, else of tiles (`up_rows`). One batch row. Shapes and layouts as in `qkv`
 and `select`. hidden (1, rank) fp32.
-Where the MLP before made the input (`mlp_ahead`), there was no stage 1: hidden is made by the first programs of this
-grid, in tiles (`qkv_owned`) or a few rows each (`late_rows`), and the last ones wait for these.
+Where the MLP before made the input (`mlp_ahead`), there was no stage 1. Then the first programs of this grid make
+hidden, in tiles (`qkv_owned`) or a few rows each (`late_rows`). The last ones wait for these.
 """
 
 from dataclasses import replace
@@ -126,6 +126,7 @@ def qkv_select(
     )
     given_hidden, up_rows, lists, n, _ = select_arguments(mlp, row_state)
     _qkv_select_kernel[(ahead.DOWN + n_tiles + mlp.selection.counts.numel(),)](
-        *arguments, *made, given_hidden, up_rows, lists, n, n_tiles, S=sizes, A=ahead, LATE_ROWS=late_rows_sizes,
-        READ=how.READ, MULTIPLY=how.MULTIPLY, UP=how.constants["S"], PDL=pdl, launch_pdl=pdl, **options,
+        *arguments, *made, given_hidden, up_rows, lists, n, n_tiles, S=constant_fields(sizes), A=ahead,
+        LATE_ROWS=late_rows_sizes, READ=how.READ, MULTIPLY=how.MULTIPLY, UP=how.constants["S"], PDL=pdl,
+        launch_pdl=pdl, **options,
     )  # fmt: skip

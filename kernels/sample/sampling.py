@@ -24,6 +24,7 @@ One greedy row may do without logits. Its LM head (`kernels/dense/screened_head.
 each, NaN where any of its logits was one.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +105,14 @@ class TokenState:
         )
 
 
+# What a kernel is handed of a `TokenState`, and what a mixed step is handed besides.
+Held = namedtuple(
+    "Held",
+    "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault",
+)
+Mixed = namedtuple("Mixed", "min_p repetition presence frequency seen")
+
+
 def embed_reference(state: TokenState, embedding, positions, x) -> None:
     """Plain torch: x (B, d) fp32."""
     at = state.position.long()
@@ -141,19 +150,9 @@ def embed(
     check_shape("embedding", embedding, embedding.shape[0], d)
     pdl = use_pdl(pdl, x.device)
     _embed_kernel[(batch, triton.cdiv(d, 1024))](
-        state.tokens,
-        state.position,
-        embedding,
-        positions,
-        x,
-        state.tokens.shape[1],
-        OFFSET=POSITION_OFFSET,
-        D=d,
-        BLOCK=1024,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        state.tokens, state.position, embedding, positions, x, state.tokens.shape[1], OFFSET=POSITION_OFFSET, D=d,
+        BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def penalised_reference(row: torch.Tensor, state: TokenState, b: int) -> torch.Tensor:
@@ -231,14 +230,14 @@ def _larger(a, b):
 
 @triton.jit
 def _noisy(
-    scaled, top, ids, inside, b, at, temperature, top_p, top_k, min_p, seed, n_vocab, V_TILE: tl.constexpr,
-    MODE: tl.constexpr, STEPS: tl.constexpr,
+    scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE: tl.constexpr, MODE: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """Logits of a tile, of row b, of which top is the largest, filtered and with the noise of (seed, at, id)."""
-    scaled = (scaled - top) / tl.load(temperature + b)
+    scaled = (scaled - top) / tl.load(state.temperature + b)
     if MODE >= 3:
         # The largest cut-off above which top_k tokens still stand, by bisection on the logit.
-        number = tl.load(top_k + b)
+        number = tl.load(state.top_k + b)
         if MODE == 4:
             number = tl.where(number > 0, number, n_vocab)
         low = -88.0
@@ -252,9 +251,9 @@ def _noisy(
     if MODE >= 2:
         # The same for the kept probability, which must reach top_p.
         weight = tl.where(inside, tl.exp(scaled), 0.0)
-        mass = tl.load(top_p + b) * tl.sum(weight)
+        mass = tl.load(state.top_p + b) * tl.sum(weight)
         if MODE == 4:  # without top-k and top-p as the mode temperature, which sums nothing up
-            mass = tl.where((tl.load(top_p + b) < 1.0) | (tl.load(top_k + b) > 0), mass, float("inf"))
+            mass = tl.where((tl.load(state.top_p + b) < 1.0) | (tl.load(state.top_k + b) > 0), mass, float("inf"))
         low = -88.0
         high = 1e-6
         for _ in range(STEPS):
@@ -264,59 +263,30 @@ def _noisy(
             high = tl.where(enough, high, middle)
         scaled = tl.where(scaled >= low, scaled, float("-inf"))
     if MODE == 4:
-        scaled = tl.where(scaled >= tl.log(tl.load(min_p + b)), scaled, float("-inf"))
-    uniform = tl.rand(tl.load(seed + b), at * V_TILE + ids)
+        scaled = tl.where(scaled >= tl.log(tl.load(mixed.min_p + b)), scaled, float("-inf"))
+    uniform = tl.rand(tl.load(state.seed + b), at * V_TILE + ids)
     noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
     return tl.where(inside, scaled + noise, float("-inf"))
 
 
 @triton.jit
 def _advance_kernel(
-    logits,
-    tokens,
-    nll,
-    position,
-    known,
-    least,
-    limit,
-    done,
-    sparse_from,
-    row_state,
-    stops,
-    temperature,
-    top_p,
-    top_k,
-    seed,
-    fault,
-    chosen,
-    min_p,
-    repetition,
-    presence,
-    frequency,
-    seen,
-    capacity,
-    n_row,
-    n_vocab,
-    V_TILE: tl.constexpr,
-    N_STOPS: tl.constexpr,
-    MODE: tl.constexpr,
-    SCORE: tl.constexpr,
-    STEPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, state, chosen, mixed, capacity, n_row, n_vocab, V_TILE: tl.constexpr, N_STOPS: tl.constexpr,
+    MODE: tl.constexpr, SCORE: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # One program a row holds all logits in registers: no sort, no softmax in memory. What the step before left is older
     # than the LM head's launch, so it is read before the wait; past the L1, which may hold values of an earlier step.
     b = tl.program_id(0)
-    finished_before = tl.load(done + b, cache_modifier=".cg")
-    at = tl.load(position + b, cache_modifier=".cg") + 1
-    given = at < tl.load(known + b, cache_modifier=".cg")
-    kept = tl.load(tokens + b * capacity + at, mask=finished_before == 0, other=0, cache_modifier=".cg")
-    first_stop = tl.load(least + b, cache_modifier=".cg")
-    last_place = tl.load(limit + b, cache_modifier=".cg")
-    dense_before = tl.load(sparse_from + b, cache_modifier=".cg")
+    finished_before = tl.load(state.done + b, cache_modifier=".cg")
+    at = tl.load(state.position + b, cache_modifier=".cg") + 1
+    given = at < tl.load(state.known + b, cache_modifier=".cg")
+    kept = tl.load(state.tokens + b * capacity + at, mask=finished_before == 0, other=0, cache_modifier=".cg")
+    first_stop = tl.load(state.least + b, cache_modifier=".cg")
+    last_place = tl.load(state.limit + b, cache_modifier=".cg")
+    dense_before = tl.load(state.sparse_from + b, cache_modifier=".cg")
     wait_for_predecessor(PDL)
     if finished_before != 0:
-        tl.store(row_state + b, 0)
+        tl.store(state.row_state + b, 0)
     else:
         ids = tl.arange(0, V_TILE)
         inside = ids < n_row
@@ -328,27 +298,22 @@ def _advance_kernel(
         scaled = row
         top = best
         if MODE == 4:
-            times = tl.load(seen + b.to(tl.int64) * n_vocab + ids, mask=inside, other=0)
-            scale = tl.load(repetition + b)
+            times = tl.load(mixed.seen + b.to(tl.int64) * n_vocab + ids, mask=inside, other=0)
+            scale = tl.load(mixed.repetition + b)
             scaled = tl.where(times > 0, tl.where(row < 0, row * scale, row / scale), row)
-            taken = tl.load(presence + b) + tl.load(frequency + b) * (times >> 1).to(tl.float32)
+            taken = tl.load(mixed.presence + b) + tl.load(mixed.frequency + b) * (times >> 1).to(tl.float32)
             scaled = tl.where(times > 1, scaled - taken, scaled)
             top = tl.max(scaled, 0)
         if at < first_stop:
             for i in tl.static_range(N_STOPS):
-                scaled = tl.where(ids == tl.load(stops + i), float("-inf"), scaled)
+                scaled = tl.where(ids == tl.load(state.stops + i), float("-inf"), scaled)
             top = tl.max(scaled, 0)
         if MODE == 4:
-            if tl.load(temperature + b) > 0:
-                scaled = _noisy(
-                    scaled, top, ids, inside, b, at, temperature, top_p, top_k, min_p, seed, n_vocab, V_TILE, MODE,
-                    STEPS,
-                )  # fmt: skip
+            if tl.load(state.temperature + b) > 0:
+                scaled = _noisy(scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE, MODE, STEPS)
                 top = tl.max(scaled, 0)
         elif MODE > 0:
-            scaled = _noisy(
-                scaled, top, ids, inside, b, at, temperature, top_p, top_k, None, seed, n_vocab, V_TILE, MODE, STEPS,
-            )  # fmt: skip
+            scaled = _noisy(scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE, MODE, STEPS)
             top = tl.max(scaled, 0)
         choice = tl.min(tl.where(scaled == top, ids, n_vocab), 0)
         choice = tl.minimum(choice, n_vocab - 1)
@@ -356,22 +321,22 @@ def _advance_kernel(
         if SCORE:
             if given:
                 target = tl.sum(tl.where(ids == token, row, 0.0))
-                tl.store(nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
-        tl.store(tokens + b * capacity + at, token)
+                tl.store(state.nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
+        tl.store(state.tokens + b * capacity + at, token)
         if MODE == 4:
-            counted = seen + b.to(tl.int64) * n_vocab + token
+            counted = mixed.seen + b.to(tl.int64) * n_vocab + token
             before = tl.load(counted)
             tl.store(counted, tl.where(given, before | 1, before + 2))
         stop = 0
         for i in tl.static_range(N_STOPS):
-            stop |= (tl.load(stops + i) == token).to(tl.int32)
+            stop |= (tl.load(state.stops + i) == token).to(tl.int32)
         stop = tl.where(given, 0, stop)
         if bad:
-            tl.store(fault + b, at)
+            tl.store(state.fault + b, at)
         finished = (stop != 0) | bad | (at + 1 >= last_place)
-        tl.store(position + b, at)
-        tl.store(done + b, finished.to(tl.int32))
-        tl.store(row_state + b, tl.where(finished, 0, tl.where(at < dense_before, 2, 1)))
+        tl.store(state.position + b, at)
+        tl.store(state.done + b, finished.to(tl.int32))
+        tl.store(state.row_state + b, tl.where(finished, 0, tl.where(at < dense_before, 2, 1)))
 
 
 def advance(
@@ -397,41 +362,16 @@ def advance(
     modes = {"greedy": 0, "temperature": 1, "top_p": 2, "top_k": 3, "mixed": 4}
     if mode not in modes:
         raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(modes)}")
-    mixed = (state.min_p, state.repetition, state.presence, state.frequency, state.seen)
     if mode == "mixed":
         check_shape("seen", state.seen, batch, n_vocab)
     pdl = use_pdl(pdl, logits.device)
     n_row = n_vocab if chosen is None else chosen.values.numel()
     tile = triton.next_power_of_2(n_row)
     settings = AdvanceSettings.find("float", state.tokens.device, tile=tile, screened=chosen is not None)
+    held = Held(*(getattr(state, name) for name in Held._fields))
+    mixed = Mixed(*(getattr(state, name) for name in Mixed._fields)) if mode == "mixed" else None
     _advance_kernel[(batch,)](
-        logits if chosen is None else chosen.values,
-        state.tokens,
-        state.nll,
-        state.position,
-        state.known,
-        state.least,
-        state.limit,
-        state.done,
-        state.sparse_from,
-        state.row_state,
-        state.stops,
-        state.temperature,
-        state.top_p,
-        state.top_k,
-        state.seed,
-        state.fault,
-        None if chosen is None else chosen.ids,
-        *(mixed if mode == "mixed" else (None,) * len(mixed)),
-        state.tokens.shape[1],
-        n_row,
-        n_vocab,
-        V_TILE=tile,
-        N_STOPS=state.stops.shape[0],
-        MODE=modes[mode],
-        SCORE=score,
-        STEPS=SEARCH_STEPS,
-        PDL=pdl,
-        num_warps=settings.warps,
-        launch_pdl=pdl,
-    )
+        logits if chosen is None else chosen.values, held, None if chosen is None else chosen.ids, mixed,
+        state.tokens.shape[1], n_row, n_vocab, V_TILE=tile, N_STOPS=state.stops.shape[0], MODE=modes[mode],
+        SCORE=score, STEPS=SEARCH_STEPS, PDL=pdl, num_warps=settings.warps, launch_pdl=pdl,
+    )  # fmt: skip

@@ -9,9 +9,9 @@ A program owns one (row, group) and one range of POSITIONS positions. The grid i
 the position leave. The last program of a group to finish (an integer ticket) combines the partial results in order of
 their index: bitwise deterministic. It also sets watermark[b, i] = position[b] + 1. Positions that were never written
 ("stale") are skipped through `valid`.
-Position, watermark and selection are older than the launch before this one, and so are the K/V below the watermark:
-they are read before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may
-read early only what is older than q/k/v.
+Position, watermark, selection and the K/V below the watermark are older than the launch before this one. They are read
+before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may read early only
+what is older than q/k/v.
 Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
 q (B, h, head_dim) fp32. Caches (B, g, T, head_dim), h = g r. `out` (B, h * head_dim) fp32, or rounded to fp16.
 Watermark (B, g) int32.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
+from dejavu_train.kernels.common.launch import constant_fields, start_dependents_and_wait, use_pdl
 from dejavu_train.kernels.common.positions import Alibi, alibi_bias, no_bias
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
@@ -39,7 +39,7 @@ COMBINED = 16  # partial results combined at a time
 
 @dataclass(frozen=True)
 class AttendSettings(Settings, stage="attend"):
-    """positions: of a program, 32, 64 or 128. warps: of one.
+    """positions: of a program, one of `POSITIONS`. warps: of one.
 
     Few heads leave room for many programs. Where heads share K/V a program holds its keys while it multiplies with
     each of them.
@@ -152,28 +152,23 @@ def _partial_results(partial, largest, first, some, n_live, c, inside, HEAD_DIM:
 @triton.jit
 def _combine(result, head, n_live, c, inside, usual, S: tl.constexpr):
     """Combines the partial results of a head of q, with its batch row (`head`), and stores what they are together."""
-    SPLITS: tl.constexpr = S.SPLITS
-    SPLIT_TILE: tl.constexpr = S.SPLIT_TILE
-    PARTS: tl.constexpr = S.PARTS
-    HEAD_TILE: tl.constexpr = S.HEAD_TILE
-    HEAD_DIM: tl.constexpr = S.HEAD_DIM
     # Everything is asked for before the first value is used: the ways to the L2 are what takes time here.
-    some = tl.arange(0, PARTS)
-    s = tl.arange(0, SPLIT_TILE)
+    some = tl.arange(0, S.PARTS)
+    s = tl.arange(0, S.SPLIT_TILE)
     live = s < n_live
-    first = head * SPLITS
-    parts, heights = _partial_results(result.partial, result.largest, first, some, n_live, c, inside, HEAD_DIM)
+    first = head * S.SPLITS
+    parts, heights = _partial_results(result.partial, result.largest, first, some, n_live, c, inside, S.HEAD_DIM)
     tops = tl.load(result.largest + first + s, mask=live, other=-1e30, cache_modifier=".cg")
     sums = tl.load(result.total + first + s, mask=live, other=0.0, cache_modifier=".cg")
     highest = tl.max(tops, 0)
-    mixed = tl.zeros([HEAD_TILE], tl.float32)
-    for part in range(0, n_live, PARTS):
+    mixed = tl.zeros([S.HEAD_TILE], tl.float32)
+    for part in range(0, n_live, S.PARTS):
         mixed += tl.sum(parts * tl.exp(heights - highest)[:, None], 0)
         parts, heights = _partial_results(
-            result.partial, result.largest, first, part + PARTS + some, n_live, c, inside, HEAD_DIM
+            result.partial, result.largest, first, part + S.PARTS + some, n_live, c, inside, S.HEAD_DIM
         )
     mixed = mixed / tl.sum(sums * tl.exp(tops - highest))
-    tl.store(result.out + head * HEAD_DIM + c, mixed - usual, mask=inside)
+    tl.store(result.out + head * S.HEAD_DIM + c, mixed - usual, mask=inside)
 
 
 @triton.jit
@@ -184,27 +179,21 @@ def attend(
 
     BIAS: what is added to scores, with `slopes` (`positions`).
     """
-    HEAD_TILE: tl.constexpr = S.HEAD_TILE
-    POSITIONS: tl.constexpr = S.POSITIONS
-    SHARE: tl.constexpr = S.SHARE
-    GROUPS: tl.constexpr = S.GROUPS
-    HEAD_DIM: tl.constexpr = S.HEAD_DIM
-    SPLITS: tl.constexpr = S.SPLITS
-    b = pair // GROUPS
-    group = pair % GROUPS
-    c = tl.arange(0, HEAD_TILE)
-    inside = c < HEAD_DIM
+    b = pair // S.GROUPS
+    group = pair % S.GROUPS
+    c = tl.arange(0, S.HEAD_TILE)
+    inside = c < S.HEAD_DIM
     usual = ()
-    for j in tl.static_range(SHARE):
+    for j in tl.static_range(S.SHARE):
         if result.mean is None:
-            usual = usual + (tl.zeros([HEAD_TILE], tl.float32),)
+            usual = usual + (tl.zeros([S.HEAD_TILE], tl.float32),)
         else:
-            at_mean = result.mean + (group * SHARE + j) * HEAD_DIM + c
+            at_mean = result.mean + (group * S.SHARE + j) * S.HEAD_DIM + c
             usual = usual + (tl.load(at_mean, mask=inside, other=0.0),)
     last = tl.load(kept.position + b, cache_modifier=".cg")
-    first = split * POSITIONS
-    p = first + tl.arange(0, POSITIONS)
-    at = (pair.to(tl.int64) * capacity + p)[:, None] * HEAD_DIM + c[None, :]
+    first = split * S.POSITIONS
+    p = first + tl.arange(0, S.POSITIONS)
+    at = (pair.to(tl.int64) * capacity + p)[:, None] * S.HEAD_DIM + c[None, :]
     if kept.row_bits is None:
         selected = last >= 0
     else:
@@ -219,8 +208,8 @@ def attend(
     if selected:
         if first <= last:
             queries = ()
-            for j in tl.static_range(SHARE):
-                at_q = q + (pair * SHARE + j) * HEAD_DIM + c
+            for j in tl.static_range(S.SHARE):
+                at_q = q + (pair * S.SHARE + j) * S.HEAD_DIM + c
                 queries = queries + (tl.load(at_q, mask=inside, other=0.0) * scale,)
             seen = p <= last
             late = (seen & (p >= ready))[:, None] & inside[None, :]
@@ -232,8 +221,8 @@ def attend(
             mixed = ()
             tops = ()
             masses = ()
-            for j in tl.static_range(SHARE):
-                scores = BIAS(tl.sum(k * queries[j][None, :], 1), slopes, group * SHARE + j, p - last)
+            for j in tl.static_range(S.SHARE):
+                scores = BIAS(tl.sum(k * queries[j][None, :], 1), slopes, group * S.SHARE + j, p - last)
                 scores = tl.where(seen, scores, float("-inf"))
                 # A range whose positions are all missing must not give NaN: its weight below is exactly zero.
                 top = tl.maximum(tl.max(scores, 0), -1e30)
@@ -241,34 +230,34 @@ def attend(
                 mixed = mixed + (tl.sum(weights[:, None] * v, 0),)
                 tops = tops + (top,)
                 masses = masses + (tl.sum(weights),)
-            n_live = last // POSITIONS + 1
+            n_live = last // S.POSITIONS + 1
             arrived = 0
             if n_live > 1:
-                for j in tl.static_range(SHARE):
-                    slot = (pair * SHARE + j) * SPLITS + split
-                    tl.store(result.partial + slot * HEAD_DIM + c, mixed[j], mask=inside)
+                for j in tl.static_range(S.SHARE):
+                    slot = (pair * S.SHARE + j) * S.SPLITS + split
+                    tl.store(result.partial + slot * S.HEAD_DIM + c, mixed[j], mask=inside)
                     tl.store(result.largest + slot, tops[j])
                     tl.store(result.total + slot, masses[j])
                 tl.debug_barrier()
                 arrived = tl.atomic_add(result.tickets + pair, 1, sem="acq_rel")
             if n_live == 1:
-                for j in tl.static_range(SHARE):
-                    own = result.out + (pair * SHARE + j) * HEAD_DIM + c
+                for j in tl.static_range(S.SHARE):
+                    own = result.out + (pair * S.SHARE + j) * S.HEAD_DIM + c
                     tl.store(own, mixed[j] / masses[j] - usual[j], mask=inside)
                 if kept.watermark is not None:
                     tl.store(kept.watermark + pair, last + 1)
             elif arrived == n_live - 1:
                 tl.debug_barrier()
-                for j in tl.static_range(SHARE):
-                    _combine(result, pair * SHARE + j, n_live, c, inside, usual[j], S)
+                for j in tl.static_range(S.SHARE):
+                    _combine(result, pair * S.SHARE + j, n_live, c, inside, usual[j], S)
                 tl.store(result.tickets + pair, 0)
                 if kept.watermark is not None:
                     tl.store(kept.watermark + pair, last + 1)
     else:
         if split == 0:
-            for j in tl.static_range(SHARE):
-                nothing = tl.zeros([HEAD_TILE], tl.float32)
-                tl.store(result.out + (pair * SHARE + j) * HEAD_DIM + c, nothing, mask=inside)
+            for j in tl.static_range(S.SHARE):
+                nothing = tl.zeros([S.HEAD_TILE], tl.float32)
+                tl.store(result.out + (pair * S.SHARE + j) * S.HEAD_DIM + c, nothing, mask=inside)
 
 
 @triton.jit
@@ -325,7 +314,7 @@ def attention_launch(
         n_groups, share, head_dim, triton.next_power_of_2(head_dim), splits, triton.next_power_of_2(splits),
         max(2, COMBINED // triton.next_power_of_2(share)), settings.positions,
     )  # fmt: skip
-    constants = {"S": sizes, "BIAS": no_bias if slopes is None else alibi_bias}
+    constants = {"S": constant_fields(sizes), "BIAS": no_bias if slopes is None else alibi_bias}
     return arguments, sizes, constants, settings.warps
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dejavu_train.kernels.common.launch import wait_for_predecessor
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.select import selected_heads
 
 VECTOR = tl.constexpr(8)  # neighbouring columns that one thread sums on its own
@@ -40,11 +40,10 @@ def _step(at, inside, order, begin, n, how: tl.constexpr):
 
 @triton.jit
 def _walk_columns(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
-    BLOCK: tl.constexpr = how.block
     rows = tl.program_id(0) * how.rows + tl.arange(0, how.rows)
     inside = rows < n_rows
     at = weight + rows.to(tl.int64)[:, None] * how.d
-    c = tl.arange(0, BLOCK)
+    c = tl.arange(0, how.block)
     order = None
     n = how.d
     if source is not None:
@@ -53,17 +52,18 @@ def _walk_columns(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
     w, columns = _step(at, inside, order, 0, n, how)
     ahead = sink.ahead(sink, rows, 0, inside, inside, n_rows)
     wait_for_predecessor(PDL)
-    acc = tl.zeros((how.rows, BLOCK // VECTOR), tl.float32)
-    for begin in range(0, n, BLOCK):
+    acc = tl.zeros((how.rows, how.block // VECTOR), tl.float32)
+    for begin in range(0, n, how.block):
         own = tl.load(x + columns, mask=begin + c < n, other=0.0)
-        coming, next_columns = _step(at, inside, order, begin + BLOCK, n, how)
-        products = tl.reshape(w.to(tl.float32) * own[None, :], (how.rows, BLOCK // VECTOR, VECTOR))
+        coming, next_columns = _step(at, inside, order, begin + how.block, n, how)
+        products = tl.reshape(w.to(tl.float32) * own[None, :], (how.rows, how.block // VECTOR, VECTOR))
         acc += tl.sum(products, 2)
         w = coming
         columns = next_columns
     sink.put(sink, tl.sum(acc, 1), ahead, rows, 0, inside, n_rows)
 
 
+@keyed
 class ColumnWalk(NamedTuple):
     """d: columns. head_dim: of a head's columns. heads: of a tile of all heads. rows: of a program. block: columns of a
     step."""
@@ -74,10 +74,6 @@ class ColumnWalk(NamedTuple):
     rows: int
     block: int
     walk: Any = _walk_columns
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 @triton.jit
@@ -106,6 +102,7 @@ def _walk_tiles(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr
     sink.put(sink, tl.sum(y, 1), ahead, rows, 0, inside, n_rows)
 
 
+@keyed
 class TileWalk(NamedTuple):
     """As `ColumnWalk`. parts: steps of a head. tile: of a part's columns. stages: of the pipeline over heads."""
 
@@ -117,10 +114,6 @@ class TileWalk(NamedTuple):
     stages: int
     parts: int = 1
     walk: Any = _walk_tiles
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 class HeadSource(NamedTuple):

@@ -20,7 +20,7 @@ from dejavu_train.kernels.common.int4_mma import column_sums, from_lane, int4_mm
 from dejavu_train.kernels.common.int4_tiles import split_words
 from dejavu_train.kernels.common.lane_queue import ask, lane_queue, take
 from dejavu_train.kernels.common.launch import wait_for_predecessor
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.select import selected_heads
 
 ROWS = tl.constexpr(8)
@@ -106,65 +106,62 @@ def _ask_heads(
 
 @triton.jit
 def _walk_heads(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
-    H: tl.constexpr = how.heads
-    L: tl.constexpr = how.lanes
-    SPAN: tl.constexpr = how.span
-    TILES: tl.constexpr = how.tiles
     W: tl.constexpr = how.head_dim // 8
     V: tl.constexpr = unit_vector(W, how.head_dim)
     UNITS: tl.constexpr = (W + 4 * V - 1) // (4 * V)
-    WARPS: tl.constexpr = L // 32
-    PAIRS: tl.constexpr = SPAN // 2
-    lane = tl.arange(0, L)
-    line = tl.program_id(0) * (ROWS * TILES)
+    WARPS: tl.constexpr = how.lanes // 32
+    PAIRS: tl.constexpr = how.span // 2
+    lane = tl.arange(0, how.lanes)
+    line = tl.program_id(0) * (ROWS * how.tiles)
     rows = line + lane % 32 // 4
     order = lane
-    n = H
+    n = how.heads
     if source is not None:
-        order, n = selected_heads(source.row_bits, H, how.head_tile, how.share)
-    its = _warps_heads(order, n, lane, UNITS, H, source is None)
-    heads = _heads(its, 0, lane, UNITS, SPAN, H)
-    queue = lane_queue(lane, max(how.room, queue_bytes(L, SPAN, TILES, how.head_dim)))
+        order, n = selected_heads(source.row_bits, how.heads, how.head_tile, how.share)
+    its = _warps_heads(order, n, lane, UNITS, how.heads, source is None)
+    heads = _heads(its, 0, lane, UNITS, how.span, how.heads)
+    queue = lane_queue(lane, max(how.room, queue_bytes(how.lanes, how.span, how.tiles, how.head_dim)))
     factors = ()
     for p in tl.static_range(PAIRS):
-        for m in tl.static_range(TILES):
+        for m in tl.static_range(how.tiles):
             queue, found = _ask_heads(
-                queue, words, scales, heads, 0, n, rows + ROWS * m, n_rows, lane, W, V, UNITS, p, p * TILES + m
+                queue, words, scales, heads, 0, n, rows + ROWS * m, n_rows, lane, W, V, UNITS, p, p * how.tiles + m
             )
             factors = factors + found
     ahead = ()
-    for m in tl.static_range(0, TILES, 2):
+    for m in tl.static_range(0, how.tiles, 2):
         own = line + ROWS * m + tl.arange(0, 16)
-        inside = own < tl.minimum(n_rows, line + ROWS * TILES)
+        inside = own < tl.minimum(n_rows, line + ROWS * how.tiles)
         ahead = ahead + (sink.ahead(sink, own, 0, inside, inside, n_rows),)
     wait_for_predecessor(PDL)
     acc = ()
-    for _ in tl.static_range(TILES):
-        acc = acc + (tl.zeros((L,), tl.float32),)
-    its_x = _head_input(x, heads, 0, n, lane, W, V, UNITS, SPAN)
-    for begin in range(0, n * UNITS, SPAN * WARPS):
-        heads = _heads(its, begin + SPAN * WARPS, lane, UNITS, SPAN, H)
-        coming = _head_input(x, heads, begin + SPAN * WARPS, n, lane, W, V, UNITS, SPAN)
+    for _ in tl.static_range(how.tiles):
+        acc = acc + (tl.zeros((how.lanes,), tl.float32),)
+    its_x = _head_input(x, heads, 0, n, lane, W, V, UNITS, how.span)
+    for begin in range(0, n * UNITS, how.span * WARPS):
+        heads = _heads(its, begin + how.span * WARPS, lane, UNITS, how.span, how.heads)
+        coming = _head_input(x, heads, begin + how.span * WARPS, n, lane, W, V, UNITS, how.span)
         for p in tl.static_range(PAIRS):
-            for m in tl.static_range(TILES):
-                w, queue = take(queue, lane, p * TILES + m, V, PAIRS * TILES - 1)
+            for m in tl.static_range(how.tiles):
+                w, queue = take(queue, lane, p * how.tiles + m, V, PAIRS * how.tiles - 1)
                 part = int4_mma(w, its_x, V)
                 # The tiles' sums in turn: the first of the tuple is this tile's.
                 more = acc[0] + part[0] * factors[0].to(tl.float32) + part[3] * factors[1].to(tl.float32)
                 acc = acc[1:] + (more,)
                 queue, found = _ask_heads(
-                    queue, words, scales, heads, begin + SPAN * WARPS, n, rows + ROWS * m, n_rows, lane, W, V, UNITS,
-                    p, p * TILES + m,
+                    queue, words, scales, heads, begin + how.span * WARPS, n, rows + ROWS * m, n_rows, lane, W, V,
+                    UNITS, p, p * how.tiles + m,
                 )  # fmt: skip
                 factors = factors[2:] + found
         its_x = coming
-    acc = acc + (tl.zeros((L,), tl.float32),)  # beside the last of an odd number of tiles
-    for m in tl.static_range(0, TILES, 2):
+    acc = acc + (tl.zeros((how.lanes,), tl.float32),)  # beside the last of an odd number of tiles
+    for m in tl.static_range(0, how.tiles, 2):
         own = line + ROWS * m + tl.arange(0, 16)
-        inside = own < tl.minimum(n_rows, line + ROWS * TILES)
-        sink.put(sink, column_sums(acc[m], acc[m + 1], L), ahead[m // 2], own, 0, inside, n_rows)
+        inside = own < tl.minimum(n_rows, line + ROWS * how.tiles)
+        sink.put(sink, column_sums(acc[m], acc[m + 1], how.lanes), ahead[m // 2], own, 0, inside, n_rows)
 
 
+@keyed
 class HeadWalk(NamedTuple):
     """heads: all. head_tile: of a tile of these. lanes: threads. span: heads of a warp that are on their way. tiles: of
     8 outputs of a program. room: bytes that the queue takes at least (`lane_queue.even_room`). share: heads that are
@@ -179,7 +176,3 @@ class HeadWalk(NamedTuple):
     room: int
     share: int = 1
     walk: Any = _walk_heads
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)

@@ -44,7 +44,7 @@ from dejavu_train.kernels.common.lane_queue import (
     take_unit,
 )
 from dejavu_train.kernels.common.launch import wait_for_predecessor
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 
 ROLLED_FROM = tl.constexpr(5)  # pairs of a warp: whole steps of 6.7B, where dense rows have 4, are faster without
 
@@ -105,40 +105,38 @@ def two_rows(rows, lane, m: tl.constexpr):
 @triton.jit
 def _ask(queue, words, rows, pair, lane, m: tl.constexpr):
     """The queue with the words of sixteen rows for the warp's pair number `pair` on their way, in its first slot."""
-    W: tl.constexpr = m.words
-    V: tl.constexpr = unit_vector(W, m.group)
+    V: tl.constexpr = unit_vector(m.words, m.group)
     WARPS: tl.constexpr = m.lanes // 32
-    INSIDE: tl.constexpr = pairs_of_a_warp(W, V, WARPS) * WARPS * 8 * V <= W
+    INSIDE: tl.constexpr = pairs_of_a_warp(m.words, V, WARPS) * WARPS * 8 * V <= m.words
     place = pair * (WARPS * 8 * V) + lane // 32 * (8 * V)
     left = tl.full(lane.shape, 8 * V, tl.int32)
     if not INSIDE:
-        left = W - place
+        left = m.words - place
     if m.listed:
-        queue = ask_listed_lines(queue, lane, words + place, rows[:6], rows[6:], left, V, W, INSIDE)
+        queue = ask_listed_lines(queue, lane, words + place, rows[:6], rows[6:], left, V, m.words, INSIDE)
     else:
-        at = words + tl.cast(rows[0], tl.int64) * W + place
+        at = words + tl.cast(rows[0], tl.int64) * m.words + place
         number = rows[1] - rows[0]
         if m.whole:
             number = tl.where(rows[0] < rows[1], 16, 0)  # one comparison for all rows
-        queue = ask_lines(queue, lane, at, number, left, 0, V, W, 0, True)
+        queue = ask_lines(queue, lane, at, number, left, 0, V, m.words, 0, True)
     return queue
 
 
 @triton.jit
 def row_scales(scales, rows, lane, m: tl.constexpr):
     """A lane's scales of rows g and g + 8 for the units whose products it has, in turn, for each eight units."""
-    W: tl.constexpr = m.words
-    V: tl.constexpr = unit_vector(W, m.group)
+    V: tl.constexpr = unit_vector(m.words, m.group)
     row, other_row, there, other_there = two_rows(rows, lane, m)
     found = ()
     for k in tl.static_range((m.pairs + 3) // 4):
         for odd in tl.static_range(2):
             unit = unit_of(8 * k + lane % 4 * 2 + odd, lane // 32, m.lanes // 32)
             place = unit // units_a_group(m.group, V)
-            inside = unit < tl.where(there, segment_units(W, V), 0)
-            other_inside = unit < tl.where(other_there, segment_units(W, V), 0)
-            found = found + (tl.load(scales + row * groups_of(W, m.group) + place, mask=inside, other=0.0),)
-            at = scales + other_row * groups_of(W, m.group) + place
+            inside = unit < tl.where(there, segment_units(m.words, V), 0)
+            other_inside = unit < tl.where(other_there, segment_units(m.words, V), 0)
+            found = found + (tl.load(scales + row * groups_of(m.words, m.group) + place, mask=inside, other=0.0),)
+            at = scales + other_row * groups_of(m.words, m.group) + place
             found = found + (tl.load(at, mask=other_inside, other=0.0),)
     return found
 
@@ -168,17 +166,16 @@ def rows_of_list(ids, first, end, last, lane):
 @triton.jit
 def ask_first_rows(queue, words, scales, rows, lane, m: tl.constexpr):
     """(the empty queue with the first m.ahead pairs of `rows` on their way, those that there are, all their scales)."""
-    W: tl.constexpr = m.words
-    V: tl.constexpr = unit_vector(W, m.group)
+    V: tl.constexpr = unit_vector(m.words, m.group)
     tl.static_assert(not (m.listed and m.fetched), "the rows of a list are no neighbours")
     for k in tl.static_range(m.ahead):
         own = at_slot(queue, k, line_slot_bytes(m.lanes, V))
         queue = after_slot(queue, _ask(own, words, rows, k, lane, m))
     BEGIN: tl.constexpr = 8 * V * m.ahead * (m.lanes // 32)
-    if m.fetched > 0 and BEGIN < W:
+    if m.fetched > 0 and BEGIN < m.words:
         row = rows[0] + lane
-        at = words + row.to(tl.int64) * W + BEGIN
-        fetch_ahead(at, (lane < 16) & (row < rows[1]), 4 * min(W - BEGIN, m.fetched))
+        at = words + row.to(tl.int64) * m.words + BEGIN
+        fetch_ahead(at, (lane < 16) & (row < rows[1]), 4 * min(m.words - BEGIN, m.fetched))
     return queue, row_scales(scales, rows, lane, m)
 
 
@@ -232,28 +229,27 @@ def int4_rows_step(queue, slot, s, x, words, scales, rows, next_rows, lane, m: t
     eight units, where there are more, else before them.
     """
     V: tl.constexpr = unit_vector(m.words, m.group)
-    PAIRS: tl.constexpr = m.pairs
-    BODIES: tl.constexpr = (PAIRS + 3) // 4
+    BODIES: tl.constexpr = (m.pairs + 3) // 4
     SHARE: tl.constexpr = 4  # pairs that share registers of x, and four scales
-    LATE: tl.constexpr = PAIRS > SHARE  # the first products come sooner
-    if PAIRS % m.ahead == 0:
+    LATE: tl.constexpr = m.pairs > SHARE  # the first products come sooner
+    if m.pairs % m.ahead == 0:
         slot = 0
     coming = ()
     if not LATE:
         coming = row_scales(scales, next_rows, lane, m)
     zero = tl.zeros(lane.shape, tl.float32)
     sums = (zero, zero)
-    for first in tl.static_range(0, PAIRS, SHARE):
+    for first in tl.static_range(0, m.pairs, SHARE):
         own_x = x[V * first : V * first + 4 * V]
         own_s = s[first : first + 4]
         offset = x[4 * V * BODIES + first // 2 : 4 * V * BODIES + first // 2 + 2]
-        if m.listed or PAIRS >= ROLLED_FROM:
-            for number in range(0, as_it_comes(min(SHARE, PAIRS - first), True)):
+        if m.listed or m.pairs >= ROLLED_FROM:
+            for number in range(0, as_it_comes(min(SHARE, m.pairs - first), True)):
                 queue, slot, sums = _pair_step(
                     queue, slot, sums, own_s, own_x, offset, words, rows, next_rows, number, first + number, lane, m
                 )
         else:
-            for number in tl.static_range(min(SHARE, PAIRS - first)):
+            for number in tl.static_range(min(SHARE, m.pairs - first)):
                 queue, slot, sums = _pair_step(
                     queue, slot, sums, own_s, own_x, offset, words, rows, next_rows, number, first + number, lane, m
                 )
@@ -284,6 +280,7 @@ def _walk_units(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr,
         sink.put(sink, values, ahead, lines, 0, inside, n_rows)
 
 
+@keyed
 class UnitWalk(NamedTuple):
     """A program's walk over rows, sixteen at a time, with one row, which it normalises and rounds to fp16.
 
@@ -291,7 +288,3 @@ class UnitWalk(NamedTuple):
 
     form: Int4Form
     walk: Any = _walk_units
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)

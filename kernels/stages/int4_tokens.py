@@ -16,7 +16,7 @@ multiplied.
 Words come through a queue in lines of 128 bytes (`lane_queue`), `ahead` pairs before they are taken. Behind the last
 turn these are the next block's. What lies beyond the last row or column is not read. Turns are a loop that stays one.
 Instructions that are too many to be kept take longer to come than words do. In plain torch:
-`kernels.dense.int4_batch.int4_by_head_reference`.
+`kernels.dense.int4_batch.int4_linear_reference`.
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ from dejavu_train.kernels.common.lane_queue import (
     take_unit,
 )
 from dejavu_train.kernels.common.launch import wait_for_predecessor
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 
 
 @triton.constexpr_function
@@ -104,34 +104,33 @@ def _ask_pair(queue, slot, words, first, ids, end, pair, lane, how: tl.constexpr
     """The queue with the words of the tile from `first` on for the warp's pair number `pair` on their way, in `slot`.
 
     ids: of a list, those of the tile's entries in the lanes 0..15 of each warp."""
-    W: tl.constexpr = how.words
-    V: tl.constexpr = unit_vector(W, how.group)
+    V: tl.constexpr = unit_vector(how.words, how.group)
     WARPS: tl.constexpr = how.lanes // 32
-    INSIDE: tl.constexpr = ends_with_row(W, how.group, WARPS, how.tokens, how.segments)
+    INSIDE: tl.constexpr = ends_with_row(how.words, how.group, WARPS, how.tokens, how.segments)
     own = at_slot(queue, slot, line_slot_bytes(how.lanes, V))
     place = pair * (WARPS * 8 * V) + lane // 32 * (8 * V)
     left = tl.full(lane.shape, 8 * V, tl.int32)
     if not INSIDE:
-        left = W - place
+        left = how.words - place
     if how.listed:
         rows = ()
         there = ()
         for k in tl.static_range(6):
             rows = rows + (from_lane(ids, listed_row(lane, k)),)
             there = there + (first + listed_row(lane, k) < end,)
-        own = ask_listed_lines(own, lane, words + place, rows, there, left, V, W, INSIDE)
+        own = ask_listed_lines(own, lane, words + place, rows, there, left, V, how.words, INSIDE)
     elif how.segments > 1:
         unit = (pair * WARPS + lane // 32) * 2
         one, left_one = _unit_place(unit, end, how)
         two, left_two = _unit_place(unit + 1, end, how)
-        at = words + tl.cast(first, tl.int64) * W
-        own = ask_units(own, lane, at, one, two, end - first, left_one, left_two, V, W)
+        at = words + tl.cast(first, tl.int64) * how.words
+        own = ask_units(own, lane, at, one, two, end - first, left_one, left_two, V, how.words)
     else:
-        at = words + tl.cast(first, tl.int64) * W + place
+        at = words + tl.cast(first, tl.int64) * how.words + place
         number = end - first
         if how.whole:
             number = tl.where(first < end, 16, 0)  # one comparison for all rows
-        own = ask_lines(own, lane, at, number, left, 0, V, W, 0, True)
+        own = ask_lines(own, lane, at, number, left, 0, V, how.words, 0, True)
     return after_slot(queue, own)
 
 
@@ -156,17 +155,15 @@ def _tile_scales(scales, first, ids, end, turn, lane, how: tl.constexpr):
     """A lane's scales of rows g and g + 8 of a tile, for the units of a turn whose products it has, fp16.
 
     Or where `pairs_of_scales`, those of both units of a pair, int32."""
-    W: tl.constexpr = how.words
-    V: tl.constexpr = unit_vector(W, how.group)
-    T: tl.constexpr = how.tokens
-    UNITS: tl.constexpr = segment_units(W, V)
+    V: tl.constexpr = unit_vector(how.words, how.group)
+    UNITS: tl.constexpr = segment_units(how.words, V)
     WARPS: tl.constexpr = how.lanes // 32
-    GROUPS: tl.constexpr = groups_of(W, how.group)
-    INSIDE: tl.constexpr = ends_with_row(W, how.group, WARPS, T, how.segments) and not how.listed
-    PAIRED: tl.constexpr = pairs_of_scales(W, how.group, T, how.segments)
+    GROUPS: tl.constexpr = groups_of(how.words, how.group)
+    INSIDE: tl.constexpr = ends_with_row(how.words, how.group, WARPS, how.tokens, how.segments) and not how.listed
+    PAIRED: tl.constexpr = pairs_of_scales(how.words, how.group, how.tokens, how.segments)
     found = ()
-    for k in tl.static_range(1 if PAIRED else max(1, T // 4)):
-        unit = unit_of(2 * turn * pairs_a_turn(T) + k + lane % 4 * 2 // T, lane // 32, WARPS)
+    for k in tl.static_range(1 if PAIRED else max(1, how.tokens // 4)):
+        unit = unit_of(2 * turn * pairs_a_turn(how.tokens) + k + lane % 4 * 2 // how.tokens, lane // 32, WARPS)
         for half in tl.static_range(2):
             line = first + listed_row(lane, 4 + half)
             if how.listed:
@@ -192,14 +189,13 @@ def _token_planes(x, batch, turn, lane, how: tl.constexpr):
 
     x: (B, segments 8 W), here its int32 pairs. Tokens from `batch` on are the last one again."""
     V: tl.constexpr = unit_vector(how.words, how.group)
-    T: tl.constexpr = how.tokens
     WARPS: tl.constexpr = how.lanes // 32
-    INSIDE: tl.constexpr = ends_with_row(how.words, how.group, WARPS, T, how.segments)
+    INSIDE: tl.constexpr = ends_with_row(how.words, how.group, WARPS, how.tokens, how.segments)
     column = lane % 32 // 4
-    row = x + tl.minimum(column % T, batch - 1) * (4 * how.segments * how.words)
+    row = x + tl.minimum(column % how.tokens, batch - 1) * (4 * how.segments * how.words)
     planes = ()
-    for k in tl.static_range(max(1, T // 4)):
-        unit = unit_of(2 * turn * pairs_a_turn(T) + k + column // T, lane // 32, WARPS)
+    for k in tl.static_range(max(1, how.tokens // 4)):
+        unit = unit_of(2 * turn * pairs_a_turn(how.tokens) + k + column // how.tokens, lane // 32, WARPS)
         place, left = _unit_place(unit, 1, how)
         there = lane % 4 * V < left
         for v in tl.static_range(V):
@@ -235,18 +231,17 @@ def _take_pair(queue, slot, lane, how: tl.constexpr):
 def _add_pair(sums, w, s, x, offsets, number: tl.constexpr, lane, how: tl.constexpr):
     """A tile's four sums plus RAISED_UNIT times the products of a turn's pair `number`, whose words are `w`."""
     V: tl.constexpr = unit_vector(how.words, how.group)
-    T: tl.constexpr = how.tokens
-    PAIRED: tl.constexpr = pairs_of_scales(how.words, how.group, T, how.segments)
+    PAIRED: tl.constexpr = pairs_of_scales(how.words, how.group, how.tokens, how.segments)
     for odd in tl.static_range(2):
         own = w[2 * V * odd : 2 * V * odd + 2 * V]
-        if T == 8:
+        if how.tokens == 8:
             part = raised_mma(own, x[4 * V * odd : 4 * V * odd + 4 * V], offsets[2 * odd : 2 * odd + 2], V)
             if PAIRED:
                 sums = scaled(sums, part, half_of(s[0], odd), half_of(s[1], odd))
             else:
                 sums = scaled(sums, part, s[2 * odd], s[2 * odd + 1])
         else:  # what lies in columns of other units counts nothing
-            mine = lane % 4 * 2 // T == 2 * number + odd
+            mine = lane % 4 * 2 // how.tokens == 2 * number + odd
             sums = scaled(sums, raised_mma(own, x, offsets, V), tl.where(mine, s[0], 0.0), tl.where(mine, s[1], 0.0))
     return sums
 
@@ -281,11 +276,11 @@ def _store_zeros(sink, batch, n_rows, TOKENS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
-    T: tl.constexpr = how.tokens
-    R: tl.constexpr = how.tiles
-    EACH: tl.constexpr = 4 if T == 8 and not pairs_of_scales(how.words, how.group, T, how.segments) else 2
-    PAIRS: tl.constexpr = pairs_a_turn(T)  # of a turn
-    TURNS: tl.constexpr = turns_of(how.words, how.group, how.lanes // 32, T, how.segments)
+    EACH: tl.constexpr = (
+        4 if how.tokens == 8 and not pairs_of_scales(how.words, how.group, how.tokens, how.segments) else 2
+    )
+    PAIRS: tl.constexpr = pairs_a_turn(how.tokens)  # of a turn
+    TURNS: tl.constexpr = turns_of(how.words, how.group, how.lanes // 32, how.tokens, how.segments)
     lane = tl.arange(0, how.lanes)
     begin = tl.program_id(0) * 16
     end = n_rows
@@ -300,26 +295,26 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
     ids = _block_ids(source, begin, n_rows, step, lane, how)
     queue = lane_queue(lane, max(how.room, how.ahead * line_slot_bytes(how.lanes, unit_vector(how.words, how.group))))
     for k in tl.static_range(how.ahead):
-        tile = begin + k // PAIRS % R * step
-        pair = k // (PAIRS * R) * PAIRS + k % PAIRS
-        queue = _ask_pair(queue, k, words, tile, ids[k // PAIRS % R], end, pair, lane, how)
+        tile = begin + k // PAIRS % how.tiles * step
+        pair = k // (PAIRS * how.tiles) * PAIRS + k % PAIRS
+        queue = _ask_pair(queue, k, words, tile, ids[k // PAIRS % how.tiles], end, pair, lane, how)
     s = ()
-    for r in tl.static_range(R):
+    for r in tl.static_range(how.tiles):
         s = s + _tile_scales(scales, begin + r * step, ids[r], end, 0, lane, how)
     if how.listed:
-        _store_zeros(sink, source.batch, n_rows, T, 2 * how.lanes)
+        _store_zeros(sink, source.batch, n_rows, how.tokens, 2 * how.lanes)
     else:
         wait_for_predecessor(PDL)
     planes = _token_planes(x, source.batch, 0, lane, how)
-    each_token = tl.arange(0, T)[None, :]
+    each_token = tl.arange(0, how.tokens)[None, :]
     b = tl.minimum(each_token, source.batch - 1)
     slot = 0
-    for first in range(begin, end, R * step):
-        next_first = first + R * step
+    for first in range(begin, end, how.tiles * step):
+        next_first = first + how.tiles * step
         next_ids = _block_ids(source, next_first, n_rows, step, lane, how)
         zero = tl.zeros(lane.shape, tl.float32)
         sums = ()
-        for _ in tl.static_range(4 * R):
+        for _ in tl.static_range(4 * how.tiles):
             sums = sums + (zero,)
         for turn in range(0, as_it_comes(TURNS)):
             own_planes = planes
@@ -329,7 +324,7 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
             next_turn = tl.where(is_last, 0, turn + 1)
             planes = _token_planes(x, source.batch, next_turn, lane, how)
             s = ()
-            for r in tl.static_range(R):
+            for r in tl.static_range(how.tiles):
                 tile = tl.where(is_last, next_first, first) + r * step
                 own_ids = tl.where(is_last, next_ids[r], ids[r])
                 s = s + _tile_scales(scales, tile, own_ids, end, next_turn, lane, how)
@@ -344,7 +339,7 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
                     )  # fmt: skip
                     slot = tl.where(slot + 1 < how.ahead, slot + 1, 0)
                 sums = sums[4:] + own
-        for r in tl.static_range(R):
+        for r in tl.static_range(how.tiles):
             entries = first + r * step + tl.arange(0, 16)[:, None]
             inside = entries < end
             stored = (each_token < source.batch) & inside
@@ -352,11 +347,12 @@ def _walk_tokens(x, norm, words, scales, sink, source, n_rows, how: tl.constexpr
             if how.listed:
                 lines = tl.load(source.ids + tl.minimum(entries, n_rows - 1), cache_modifier=".cg")
             ahead = sink.ahead(sink, lines, b, inside, stored, n_rows)
-            values = tile_sums(sums[4 * r : 4 * r + 4], how.lanes, T) * (1 / RAISED_UNIT)
+            values = tile_sums(sums[4 * r : 4 * r + 4], how.lanes, how.tokens) * (1 / RAISED_UNIT)
             sink.put(sink, values, ahead, lines, b, stored, n_rows)
         ids = next_ids
 
 
+@keyed
 class TokenWalk(NamedTuple):
     """Constants. words: of a row of a segment. tiles: of a block. ahead: pairs that the queue has room for, at most as
     many as a block has. whole: there are a multiple of 16 rows. room: bytes that the queue takes at least
@@ -373,10 +369,6 @@ class TokenWalk(NamedTuple):
     listed: bool = False
     room: int = 0
     walk: Any = _walk_tokens
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 class TokenSource(NamedTuple):

@@ -1,17 +1,24 @@
 """How a format multiplies the listed neurons of one token (`stages.mlp`)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
 
 from dejavu_train.kernels.common.checks import INTERPRET
 
+Kind = TypeVar("Kind", bound=type)
 
-def constants_key(constants: tuple[Any, ...]) -> str:
-    """What Triton keeps compiled kernels under: constants that are functions count by their sources, not by name."""
+
+def _key(constants: tuple[Any, ...]) -> str:
     return " ".join(str(getattr(each, "cache_key", each)) for each in constants)
+
+
+def keyed(kind: Kind) -> Kind:
+    """A named tuple of constants. Triton keeps compiled kernels by its functions' sources, not by their names."""
+    kind.cache_key = property(_key)  # type: ignore[attr-defined]
+    return kind
 
 
 def constants(how: Any) -> Any:

@@ -50,7 +50,7 @@ from dejavu_train.kernels.stages.int4_rows import (
     rows_of_list,
     with_offsets,
 )
-from dejavu_train.kernels.stages.listed import ListedLaunch, constants_key
+from dejavu_train.kernels.stages.listed import ListedLaunch, keyed
 
 ROWS = tl.constexpr(16)  # of a step
 QUEUE_BYTES = 40 * 1024  # of shared memory for words and LayerNorm: a list of rows and sums have the rest of 48 KB
@@ -79,7 +79,7 @@ def lane_vector(words):
 
 @triton.constexpr_function
 def sharing(words, group):
-    """T: 1, 2 or 4 neighbouring lane groups of a row that share a scale."""
+    """T, a power of two up to 4: how many neighbouring lane groups of a row share a scale."""
     if group == 8 * words:
         return 4
     groups = group // (8 * lane_vector(words))
@@ -112,14 +112,14 @@ def slots_of(words, group, warps):
 
 @triton.jit
 def _item(listed, held, unit, number, scales, lane, how: tl.constexpr):
-    """Of a lane's rows 4 t .. 4 t + 3 of sixteen of the list, for pass `number`: the four row numbers, whether these
-    are there, their h, and their scales of the stripe whose column of B is the lane's."""
-    W: tl.constexpr = how.words
-    GROUP: tl.constexpr = how.group
-    V: tl.constexpr = lane_vector(W)
+    """What a lane needs of its rows 4 t .. 4 t + 3 of sixteen of the list, for pass `number`.
+
+    The four row numbers, whether these are there, and their h. Their scales of the stripe whose column of B is the
+    lane's."""
+    V: tl.constexpr = lane_vector(how.words)
     WARPS: tl.constexpr = lane.shape[0] // 32
-    T: tl.constexpr = sharing(W, GROUP)
-    SLOTS: tl.constexpr = slots_of(W, GROUP, WARPS)
+    T: tl.constexpr = sharing(how.words, how.group)
+    SLOTS: tl.constexpr = slots_of(how.words, how.group, WARPS)
     g = lane % 32 // 4
     t = lane % 4
     four = four_rows(listed, unit * 4 + t, how.capacity)
@@ -127,7 +127,7 @@ def _item(listed, held, unit, number, scales, lane, how: tl.constexpr):
     slot = g // (8 // T)
     stripe = (number * SLOTS + slot) * WARPS + lane // 32
     word = stripe * (8 * V) + g % (8 // T) * (T * V)
-    inside = (slot < SLOTS) & (word < W)
+    inside = (slot < SLOTS) & (word < how.words)
     numbers = ()
     there = ()
     h = ()
@@ -138,7 +138,7 @@ def _item(listed, held, unit, number, scales, lane, how: tl.constexpr):
         number_of = tl.where(own, four[j], 0)  # beyond the end there may be anything
         numbers = numbers + (number_of,)
         h = h + (tl.where(own, four[4 + j], 0.0),)
-        at = scales + number_of.to(tl.int64) * (8 * W // GROUP) + word * 8 // GROUP
+        at = scales + number_of.to(tl.int64) * (8 * how.words // how.group) + word * 8 // how.group
         found = found + (tl.load(at, mask=own & inside, other=0.0).to(tl.float32),)
     return numbers + there + h + found
 
@@ -158,15 +158,13 @@ def _ask_slot(queue, words, item, word, place, W: tl.constexpr, V: tl.constexpr)
 @triton.jit
 def _sums_of_columns(queue, words, scales, listed, held, to, lane, how: tl.constexpr):
     """Down of the `held` rows of the list, whose sums are stored as fp16 at `to` (8 W,). queue: an empty one."""
-    W: tl.constexpr = how.words
-    GROUP: tl.constexpr = how.group
-    V: tl.constexpr = lane_vector(W)
+    V: tl.constexpr = lane_vector(how.words)
     L: tl.constexpr = lane.shape[0]
     WARPS: tl.constexpr = L // 32
-    T: tl.constexpr = sharing(W, GROUP)
+    T: tl.constexpr = sharing(how.words, how.group)
     A: tl.constexpr = 8 // T  # scales of a stripe
-    PASSES: tl.constexpr = passes_of(W, GROUP, WARPS)
-    SLOTS: tl.constexpr = slots_of(W, GROUP, WARPS)
+    PASSES: tl.constexpr = passes_of(how.words, how.group, WARPS)
+    SLOTS: tl.constexpr = slots_of(how.words, how.group, WARPS)
     STRIDE: tl.constexpr = WARPS * 8 * V  # words from one slot's stripe to the next
     g = lane % 32 // 4
     t = lane % 4
@@ -175,8 +173,8 @@ def _sums_of_columns(queue, words, scales, listed, held, to, lane, how: tl.const
     units = (held + 15) // 16
     item = _item(listed, held, 0, 0, scales, lane, how)
     for k in tl.static_range(SLOTS):
-        own = at_slot(queue, k, slot_bytes(W, WARPS))
-        queue = after_slot(queue, _ask_slot(own, words, item, begin + k * STRIDE, place, W, V))
+        own = at_slot(queue, k, slot_bytes(how.words, WARPS))
+        queue = after_slot(queue, _ask_slot(own, words, item, begin + k * STRIDE, place, how.words, V))
     zero = tl.zeros((L,), tl.float32)
     for number in range(0, as_it_comes(PASSES)):
         acc = ()
@@ -192,7 +190,7 @@ def _sums_of_columns(queue, words, scales, listed, held, to, lane, how: tl.const
             left = tl.where(next_number < PASSES, held, 0)
             item = _item(listed, left, tl.where(more, unit + 1, 0), next_number, scales, lane, how)
             for slot in range(0, as_it_comes(SLOTS)):
-                own = at_slot(queue, slot, slot_bytes(W, WARPS))
+                own = at_slot(queue, slot, slot_bytes(how.words, WARPS))
                 w01, own = take(own, place, 0, V, 2 * SLOTS - 1)
                 w23, own = take(own, place, 1, V, 2 * SLOTS - 2)
                 mine = g // A == slot
@@ -200,12 +198,12 @@ def _sums_of_columns(queue, words, scales, listed, held, to, lane, how: tl.const
                 f1 = tl.where(mine, b1, 0)
                 for v in tl.static_range(V):
                     acc = acc[16:] + fc2_products(acc[:16], (w01[v], w01[V + v], w23[v], w23[V + v]), f0, f1)
-                own = _ask_slot(own, words, item, begin + (next_number * SLOTS + slot) * STRIDE, place, W, V)
+                own = _ask_slot(own, words, item, begin + (next_number * SLOTS + slot) * STRIDE, place, how.words, V)
                 queue = after_slot(queue, own)
         # Of C[g, n] that column n is meant whose scale is lane group g's: n = A s + g // T of stripe s.
         own_slot = t // (A // 2)
         word = ((number * SLOTS + own_slot) * WARPS + lane // 32) * (8 * V) + g * V
-        meant = (own_slot < SLOTS) & (t % (A // 2) == g // T // 2) & (word < W)
+        meant = (own_slot < SLOTS) & (t % (A // 2) == g // T // 2) & (word < how.words)
         odd = g // T % 2 != 0
         raised = tl.where(odd, ones[1], ones[0]) * (8.0 / (FACTOR_UNIT * how.unit))
         pairs = ()
@@ -334,6 +332,7 @@ def _int4_finish(how: tl.constexpr, state, gate, up, down, n, partials, act: tl.
     _sums_of_columns(queue, down.parts[0], down.parts[1], listed, held, to, lane, how)
 
 
+@keyed
 class Int4Neurons(NamedTuple):
     """words: of a row. group: columns that share a scale. lanes: threads. form: of the first matrices' rows.
     capacity: rows of a program's list. unit: what hidden values are kept times.
@@ -356,10 +355,6 @@ class Int4Neurons(NamedTuple):
     products: Any = _int4_products
     add: Any = _int4_add
     finish: Any = _int4_finish
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 def launch(x: Tensor, weights: MlpWeights, norm: bool) -> ListedLaunch:

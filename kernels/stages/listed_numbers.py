@@ -29,7 +29,7 @@ from dejavu_train.kernels.common.layer_norm import norm_vectors, row_moments
 from dejavu_train.kernels.common.partial_sums import most_splits
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.matrix import MlpWeights
-from dejavu_train.kernels.stages.listed import ListedLaunch, constants_key
+from dejavu_train.kernels.stages.listed import ListedLaunch, keyed
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,7 @@ def _number_finish(how: tl.constexpr, state, gate, up, down, n, partials, act: t
         tl.store(partials + tl.program_id(0) * how.d + c, acc[j], mask=c < how.d)
 
 
+@keyed
 class NumberNeurons(NamedTuple):
     """d: columns. lanes: of a piece of a row. rows: of a step. rounded: what a normalised x is rounded to.
 
@@ -272,10 +273,6 @@ class NumberNeurons(NamedTuple):
     products: Any = _number_products
     add: Any = _number_add
     finish: Any = _number_finish
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 def launch(x: Tensor, weights: MlpWeights, norm: bool, number: Any = to_fp32, factor: Any = no_factor) -> ListedLaunch:

@@ -23,8 +23,8 @@ A format is a set of functions (`NumberNeurons`, `Int4Neurons`), which the kerne
     add          the state with what these values are multiplied with
     finish       stores the program's sums
 
-What is known before the wait for the stage before is read there: x, where a launch before that one made it (EARLY_X,
-the predictor normalised it), or the list and its first rows (EARLY_LIST, a look-ahead predictor).
+What is known before the wait for the stage before is read there. EARLY_X: x, which a launch before that one made, where
+a predictor normalised it. EARLY_LIST: the list and its first rows, of a look-ahead predictor.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights
 from dejavu_train.kernels.stages import listed_int4, listed_numbers
-from dejavu_train.kernels.stages.listed import constants, constants_key
+from dejavu_train.kernels.stages.listed import constants, keyed
 
 LAUNCHES: dict[str, Any] = {
     Format.FP32: listed_numbers.launch,
@@ -132,6 +132,7 @@ class NeuronRows(NamedTuple):
     bias: Tensor | None
 
 
+@keyed
 class Activating(NamedTuple):
     function: Any
     threshold: float
@@ -141,10 +142,6 @@ class Activating(NamedTuple):
     def of(cls, hidden: Hidden) -> "Activating":
         """Errors: what `activation_of` refuses."""
         return cls(activation_of(hidden.activation, hidden.threshold), hidden.threshold, hidden.both)
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 def mlp_sums(

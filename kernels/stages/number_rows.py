@@ -2,8 +2,7 @@
 
 Programs stride over the rows, ROWS at a time. Rows that come next are always on their way before these are summed. The
 first ones are before the wait for the stage before: weights depend on nothing. x stays in registers, in one-dimensional
-pieces spread over all threads of a program: a width such as 7168 is seven pieces of 1024, where two powers of two would
-pad it to 8192.
+pieces spread over all threads of a program. So a width of 7168 takes seven pieces of a power of two, and no padding.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import triton.language as tl
 
 from dejavu_train.kernels.common.launch import load_vector, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import norm_vectors, normalised_pieces
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 
 
 @triton.jit
@@ -44,31 +43,28 @@ def row_product(w, n, r, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _walk_numbers(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
-    D: tl.constexpr = how.d
-    BLOCK: tl.constexpr = how.block
-    ROWS: tl.constexpr = how.rows
-    c = tl.arange(0, BLOCK)
+    c = tl.arange(0, how.block)
     TOGETHER: tl.constexpr = sink.together
-    first = tl.program_id(0) * ROWS
-    step = tl.num_programs(0) * ROWS
-    w = row_pieces(weight, first, n_rows, c, D, BLOCK, ROWS)
+    first = tl.program_id(0) * how.rows
+    step = tl.num_programs(0) * how.rows
+    w = row_pieces(weight, first, n_rows, c, how.d, how.block, how.rows)
     wait_for_predecessor(PDL)
-    xs = load_vector(x, c, D, BLOCK)
-    gains, shifts = norm_vectors(norm, c, D, BLOCK)
-    n = normalised_pieces(xs, gains, shifts, norm, c, D, BLOCK, weight.dtype.element_ty)
+    xs = load_vector(x, c, how.d, how.block)
+    gains, shifts = norm_vectors(norm, c, how.d, how.block)
+    n = normalised_pieces(xs, gains, shifts, norm, c, how.d, how.block, weight.dtype.element_ty)
     for begin in range(first, n_rows, step):
-        coming = row_pieces(weight, begin + step, n_rows, c, D, BLOCK, ROWS)
+        coming = row_pieces(weight, begin + step, n_rows, c, how.d, how.block, how.rows)
         ahead = ()
-        for r in tl.static_range(0, ROWS, TOGETHER):
+        for r in tl.static_range(0, how.rows, TOGETHER):
             line = tl.cast(begin + r, tl.int32)
             if TOGETHER == 2:
                 line = line + tl.arange(0, 2)
             ahead = ahead + (sink.ahead(sink, line, 0, line < n_rows, line < n_rows, n_rows),)
-        for r in tl.static_range(0, ROWS, TOGETHER):
-            acc = row_product(w, n, r, D, BLOCK)
+        for r in tl.static_range(0, how.rows, TOGETHER):
+            acc = row_product(w, n, r, how.d, how.block)
             line = tl.cast(begin + r, tl.int32)
             if TOGETHER == 2:
-                both = tl.join(tl.sum(acc, 0), tl.sum(row_product(w, n, r + 1, D, BLOCK), 0))
+                both = tl.join(tl.sum(acc, 0), tl.sum(row_product(w, n, r + 1, how.d, how.block), 0))
                 line = line + tl.arange(0, 2)
                 sink.put(sink, both, ahead[r // 2], line, 0, line < n_rows, n_rows)
             elif line < n_rows:
@@ -76,6 +72,7 @@ def _walk_numbers(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
         w = coming
 
 
+@keyed
 class NumberWalk(NamedTuple):
     """d: columns. block: of a piece of a row. rows: of a step."""
 
@@ -83,7 +80,3 @@ class NumberWalk(NamedTuple):
     block: int
     rows: int
     walk: Any = _walk_numbers
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)

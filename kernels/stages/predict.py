@@ -12,6 +12,7 @@ computed later. Heads are selected for several rows of the batch, one after the 
 
 How rows are read, and what becomes of their products, are functions that are handed in. Of nibbles, what their floats
 have too much comes off a sum:
+
     sum_j code[j] z[j] = 16 sum_j (1 + u[j] / 16) z[j] - 24 sum_j z[j]
 """
 
@@ -39,9 +40,9 @@ from dejavu_train.kernels.common.launch import (
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, row_moments
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.formats.codes import CODE_TYPES, nibble_floats, stored_width, to_float, unscaled
+from dejavu_train.kernels.formats.codes import CODE_TYPES, nibble_floats, stored_width, to_float
 from dejavu_train.kernels.stages.predict_rows import predict_rows_reference
-from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, norm_sums
+from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, down_reference, norm_sums
 
 MAX_ROWS = 7
 
@@ -104,15 +105,6 @@ class RowSizes(NamedTuple):
     relu: bool = False
 
 
-def predict_down_reference(
-    x: Tensor, ln: LayerNormWeights, weight: Tensor, scale: Tensor | None = None, relu: bool = False
-) -> Tensor:
-    """(B, rank) in plain torch. fp64 when x is fp64."""
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    y = layer_norm_reference(x, ln, wide) @ unscaled(weight, scale, wide, x.shape[1]).T
-    return y.relu() if relu else y
-
-
 def predict_reference(
     x: Tensor, ln: LayerNormWeights, predictor: Predictor, normalised_out: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -140,8 +132,8 @@ def site_predict_reference(
         logits = n.float() @ heads.rows.float().T + heads.bias
         heads.selection.set_mask(mask_by_state(logits > heads.threshold, row_state))
     if mlp is not None:
-        own = mlp.weights
-        mlp.hidden.copy_(predict_down_reference(x, ln, own.down, own.down_scale, own.relu))
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        mlp.hidden.copy_(down_reference(layer_norm_reference(x, ln, wide), mlp.weights))
 
 
 @triton.jit

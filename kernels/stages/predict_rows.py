@@ -31,8 +31,8 @@ from dejavu_train.kernels.common.launch import (
 )
 from dejavu_train.kernels.common.limits import MOST_TOKENS, Products, takes_nibbles
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.formats.codes import QUANTIZED_TYPES, unscaled
-from dejavu_train.kernels.stages.predictor import Predictor
+from dejavu_train.kernels.formats.codes import QUANTIZED_TYPES
+from dejavu_train.kernels.stages.predictor import Predictor, down_reference
 from dejavu_train.kernels.stages.select import check_selects
 from dejavu_train.kernels.stages.up_rows import row_words, saturated, units_of
 
@@ -50,9 +50,7 @@ class PredictRowsSettings(Settings, stage="predict_rows"):
 
 def predict_rows_reference(x: Tensor, predictor: Predictor) -> None:
     """Plain torch, in place, any number of rows: predictor.hidden of normalised x (B, d)."""
-    own = predictor.weights
-    hidden = x.float() @ unscaled(own.down, own.down_scale, torch.float32, x.shape[1]).T
-    predictor.hidden.copy_(hidden.relu() if own.relu else hidden)
+    predictor.hidden.copy_(down_reference(x.float(), predictor.weights))
 
 
 @triton.jit(do_not_specialize=["batch", "n_rows"])

@@ -52,6 +52,12 @@ class PredictorWeights:
         return PredictorWeights(down, up, self.bias, down_scale, up_scale, self.relu)
 
 
+def down_reference(n: Tensor, predictor: PredictorWeights) -> Tensor:
+    """The first half in plain torch: (B, rank) of normalised n (B, d), in its dtype."""
+    hidden = n @ unscaled(predictor.down, predictor.down_scale, n.dtype, n.shape[1]).T
+    return hidden.relu() if predictor.relu else hidden
+
+
 def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """weight (n, d) -> (n, d) int8 or float8_e4m3fn, scales (n,) fp32, weight ~ quantized * scale[:, None]."""
     limit = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)

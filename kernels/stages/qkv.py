@@ -8,12 +8,13 @@
 A head i of K and V is selected with the r heads of q that share it, j. turn: by the cache's table of a rotation, if it
 has one (`common.positions`). weight (h, r + 2, head_dim, d) head-major: of each head r times rows of q, then
 those of k and of v. bias (h, r + 2, head_dim). q (B, h * r, head_dim) fp32. k_cache, v_cache (B,
-h, T, head_dim). watermark (B, h) int32 is only read here: the attention kernel, the next stage, advances it, because
-other programs of the same head may still be reading it.
-A program multiplies a tile of a head's rows with up to `pairs` inputs at once on the tensor cores: the (batch row,
-position) pairs that the head lacks, the present one among them. A pair that does not exist is not read, so back-fill
-and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was idle for
-long lacks more: its pairs are shared out to several programs, which read the same weights at about the same time.
+h, T, head_dim). watermark (B, h) int32 is only read here. The attention kernel, the next stage, advances it: other
+programs of the same head may still be reading it.
+A program multiplies a tile of a head's rows with up to `pairs` inputs at once on the tensor cores. They are the (batch
+row, position) pairs that the head lacks, the present one among them. A pair that does not exist is not read. So
+back-fill and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was
+idle for long lacks more. Its pairs are shared out to several programs, which read the same weights at about the same
+time.
 A format's programs are handed in (`PROGRAMS`). With 4-bit rows attn_in is fp16.
 Policies: "backfill" as above. "always" writes K/V of every head at t and reads all their weights. "stale" writes
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import row_or, use_pdl
+from dejavu_train.kernels.common.launch import constant_fields, row_or, use_pdl
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.positions import turned_reference
 from dejavu_train.kernels.common.selection import Selection
@@ -49,9 +50,10 @@ class QkvSettings(Settings, stage="qkv"):
 
     wide: inputs of one product for a head that lacks more than `pairs`. Above `pairs` in steps of half the columns. Of
     4-bit rows and one batch row: for what a head lacks beyond the first `pairs`.
-    4-bit rows: 16 rows, 2 pairs, wide 4 or 8. block: a tile's threads. stages: units of columns of a warp on their way.
+    4-bit rows have tiles of 16 rows and 2 pairs. wide is then 4 or 8, block a tile's threads, and stages are units of
+    columns of a warp on their way.
     registers: of a thread, at most, where that is less than the compiler would take, or 0. room: bytes of shared memory
-    that the queue of 4-bit rows takes at least, so that no more programs fit on a multiprocessor than are meant to.
+    that the queue of 4-bit rows takes at least. So no more programs fit on a multiprocessor than are meant to.
 
     Chosen in whole steps under the carveout of `launch.share_carveout`. A chain of this stage alone misleads: its
     programs then start beside those of the same kernel. "always" fills all multiprocessors at once in some widths.
@@ -132,7 +134,7 @@ def qkv(
     """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
     pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, sizes, options = qkv_launch(weights, cache, selection, position, q, policy)
-    _qkv_kernel[(n_tiles,)](*arguments, S=sizes, PDL=pdl, launch_pdl=pdl, **options)
+    _qkv_kernel[(n_tiles,)](*arguments, S=constant_fields(sizes), PDL=pdl, launch_pdl=pdl, **options)
 
 
 def qkv_launch(

@@ -1,23 +1,26 @@
 """Query, key and value rows of the selected heads with 4-bit weights. Formulas, layouts and policies as in `qkv`.
 
-Program p owns the 16 rows of the head-major weight from row 16 p on, rows of one head's q, k or v, whichever heads are
-selected. So it knows what it will read before it knows whether it is needed, and asks for its first words and scales
-before it waits for the launch before: they come while it waits and then reads which heads are selected. A program that
-had to look its tile up in the list of selected heads would ask about 2 us later (one H200). Of a head that is not
+Program p owns the 16 rows of the head-major weight from row 16 p on, whichever heads are selected. They are rows of one
+head's q, k or v. So it knows what it will read before it knows whether it is needed. It asks for its first words and
+scales before it waits for the launch before. They come while it waits and reads which heads are selected. A program
+that had to look its tile up in the list of selected heads would ask about 2 us later (one H200). Of a head that is not
 selected these words come for nothing: a ninth of its bytes at d = 9216, a quarter at 4096.
 With one batch row the inputs do not wait for the selection either: the positions that a head lacks are known before.
-A program multiplies its tile with up to PAIRS of its head's pairs (`qkv_pairs`), of several batch rows with up to WIDE,
-perhaps in turns of fewer units. Heads that were idle for longer lack more groups of WIDE pairs.
-These are a list of items that the programs of heads that are not selected share out: they begin at once, where the
-head's own programs, perhaps among the last to begin, would end long after all others. Where these would have more than
+A program multiplies its tile with up to PAIRS of its head's pairs (`qkv_pairs`). Of several batch rows it takes up to
+WIDE, perhaps in turns of fewer units. Heads that were idle for longer lack more groups of WIDE pairs.
+These are a list of items that the programs of heads that are not selected share out. They begin at once. The head's own
+programs, perhaps among the last to begin, would end long after all others. Where these would have more than
 SHARE_OF_IDLE items each, or no head is idle, all programs share them out, after their own tiles.
 
 Inputs may be those of a LayerNorm that comes late (`late_norm`, LATE, one batch row).
-Products are put right before they are stored: those of the present position with factors from the moments, those of
-others with factors that were kept, as the present ones are. bias then has W shift, `gains` (h, r + 2, head_dim) W gain.
-The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input, the first half
-of an MLP predictor, and count themselves in `arrived` when their values lie in memory:
-    hidden[r] = act(scale[r] (down[r] n)),   down (DOWN * 16, d) as the weight, of which `rank` rows count
+Products are put right before they are stored. The factors of the present position come from the moments, and are kept
+for later ones. Then bias has W shift, and `gains` (h, r + 2, head_dim) W gain.
+The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input. It is the first
+half of an MLP predictor. They count themselves in `arrived` when their values lie in memory:
+
+    hidden[r] = act(scale[r] (down[r] n))
+
+down (DOWN * 16, d) lies as the weight does. Of its rows `rank` count.
 """
 
 from typing import Any, NamedTuple
@@ -97,23 +100,19 @@ def _later_item(item, wanted, S: tl.constexpr, FIRST: tl.constexpr):
 
     Heads in turn. Of each its groups beyond the FIRST pairs, of each the tiles of k and v.
     """
-    HEAD_DIM: tl.constexpr = S.HEAD_DIM
-    WIDE: tl.constexpr = S.WIDE
-    TILES: tl.constexpr = 2 * HEAD_DIM // ROWS
-    OF_Q: tl.constexpr = S.SHARE * HEAD_DIM
-    B_TILE: tl.constexpr = S.B_TILE
-    H_TILE: tl.constexpr = S.H_TILE
-    b = tl.arange(0, B_TILE)
-    heads = tl.arange(0, H_TILE)
+    TILES: tl.constexpr = 2 * S.HEAD_DIM // ROWS
+    OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM
+    b = tl.arange(0, S.B_TILE)
+    heads = tl.arange(0, S.H_TILE)
     _, lacking = lacking_positions(wanted, b, heads, S)
     head_bits = tl.load(wanted.row_bits + heads, mask=heads < S.H, other=0)
-    items = TILES * _later_groups(lacking, head_bits, b, FIRST, WIDE)
+    items = TILES * _later_groups(lacking, head_bits, b, FIRST, S.WIDE)
     ends = tl.cumsum(items, 0)
     own = (ends > item) & (ends - items <= item)
     head = tl.sum(tl.where(own, heads, 0))
     place = item - tl.sum(tl.where(own, ends - items, 0))
     n = tl.sum(tl.where(own[None, :] & (((head_bits[None, :] >> b[:, None]) & 1) != 0), lacking, 0), 1)
-    return head, OF_Q + place % TILES * ROWS, FIRST + place // TILES * WIDE, n
+    return head, OF_Q + place % TILES * ROWS, FIRST + place // TILES * S.WIDE, n
 
 
 @triton.jit
@@ -149,10 +148,8 @@ def _multiply(
     now: factors of the present position, of a LayerNorm that comes late. Nothing that is used after the product is
     loaded after it: that comes meanwhile.
     """
-    HEAD_DIM: tl.constexpr = S.HEAD_DIM
-    SHARED_BY: tl.constexpr = S.SHARE
     W: tl.constexpr = S.D // 8
-    line = head * ((SHARED_BY + 2) * HEAD_DIM) + row
+    line = head * ((S.SHARE + 2) * S.HEAD_DIM) + row
     r = tl.arange(0, ROWS)
     offset = tl.load(rows.bias + line + r)
     i = tl.arange(0, N)
@@ -185,27 +182,15 @@ def own_tile(
 
     late, down, A: or None. S.BLOCK: its threads. S.STAGES: units of a warp that are on their way.
     """
-    B: tl.constexpr = S.B
-    B_TILE: tl.constexpr = S.B_TILE
-    H: tl.constexpr = S.H
-    H_TILE: tl.constexpr = S.H_TILE
-    HEAD_DIM: tl.constexpr = S.HEAD_DIM
-    OF_Q: tl.constexpr = S.SHARE * HEAD_DIM
-    OF_HEAD: tl.constexpr = (S.SHARE + 2) * HEAD_DIM
-    D: tl.constexpr = S.D
-    W: tl.constexpr = D // 8
-    GROUP: tl.constexpr = S.GROUP
-    L: tl.constexpr = S.BLOCK
-    STEPS: tl.constexpr = S.STAGES
-    PAIRS: tl.constexpr = S.PAIRS
-    WIDE: tl.constexpr = S.WIDE
-    POLICY: tl.constexpr = S.POLICY
+    OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM
+    OF_HEAD: tl.constexpr = (S.SHARE + 2) * S.HEAD_DIM
+    W: tl.constexpr = S.D // 8
     DOWN: tl.constexpr = 0 if down is None else A.DOWN
     TILES: tl.constexpr = OF_HEAD // ROWS
-    FIRST: tl.constexpr = PAIRS if B == 1 else WIDE  # pairs that a tile's own program takes
-    WIDE_TURN: tl.constexpr = wide_turn(STEPS, WIDE)
-    lane = tl.arange(0, L)
-    queue = lane_queue(lane, max(S.ROOM, tile_room(D, GROUP, L, STEPS, PAIRS, WIDE)))
+    FIRST: tl.constexpr = S.PAIRS if S.B == 1 else S.WIDE  # pairs that a tile's own program takes
+    WIDE_TURN: tl.constexpr = wide_turn(S.STAGES, S.WIDE)
+    lane = tl.arange(0, S.BLOCK)
+    queue = lane_queue(lane, max(S.ROOM, tile_room(S.D, S.GROUP, S.BLOCK, S.STAGES, S.PAIRS, S.WIDE)))
     own_head = tile // TILES
     own_row = tile % TILES * ROWS
     of_head = True
@@ -219,55 +204,57 @@ def own_tile(
         own_bias = tl.where(of_head, rows.bias, down.shifts)
         own_gains = tl.where(of_head, rows.gains, down.gains)
         own = QkvRows(own_weight, own_scales, own_bias, own_gains)
-    ask_words(queue, own.weight, own_head * OF_HEAD + own_row, W, GROUP, L, STEPS)
-    begun = first_scales(own.scales, own_head * OF_HEAD + own_row, W, GROUP, L, STEPS, PAIRS, STEPS)
+    ask_words(queue, own.weight, own_head * OF_HEAD + own_row, W, S.GROUP, S.BLOCK, S.STAGES)
+    begun = first_scales(own.scales, own_head * OF_HEAD + own_row, W, S.GROUP, S.BLOCK, S.STAGES, S.PAIRS, S.STAGES)
     # Positions and watermarks are those that the step before left.
-    b = tl.arange(0, B_TILE)
-    heads = tl.arange(0, H_TILE)
-    own_n = tl.where(b < B, 1, 0)  # positions of each batch row
+    b = tl.arange(0, S.B_TILE)
+    heads = tl.arange(0, S.H_TILE)
+    own_n = tl.where(b < S.B, 1, 0)  # positions of each batch row
     if DOWN > 0:
         own_rows = own_row + tl.arange(0, ROWS)
         row_scales = tl.load(down.scale + own_rows, mask=own_rows < tl.where(of_head, 0, A.RANK), other=0.0)
-    if POLICY == 0:
+    if S.POLICY == 0:
         last, lacking = lacking_positions(wanted, b, heads, S)
-        mark = tl.load(wanted.watermark + b * H + own_head, mask=b < B, other=0)
-        own_n = tl.where((b < B) & of_head & (own_row >= OF_Q), last + 1 - tl.minimum(mark, last), own_n)
+        mark = tl.load(wanted.watermark + b * S.H + own_head, mask=b < S.B, other=0)
+        own_n = tl.where((b < S.B) & of_head & (own_row >= OF_Q), last + 1 - tl.minimum(mark, last), own_n)
     else:
-        last = tl.load(wanted.position + b, mask=b < B, other=0)
+        last = tl.load(wanted.position + b, mask=b < S.B, other=0)
     wait_for_predecessor(PDL)
     own_bits = tl.load(wanted.row_bits + own_head)
     needed = own_bits != 0
-    if POLICY == 1:
+    if S.POLICY == 1:
         needed = needed | (own_row >= OF_Q)
     if DOWN > 0:
         needed = needed | (tile < 0)
-    if B > 1:
+    if S.B > 1:
         for_row = ((own_bits >> b) & 1) != 0
-        if POLICY == 1:
+        if S.POLICY == 1:
             for_row = for_row | (own_row >= OF_Q)
         own_n = tl.where(for_row, own_n, 0)
     own_pairs = tl.sum(own_n)
-    own_wide = (own_pairs > PAIRS) & (FIRST > PAIRS)
-    own_x = _inputs(attn_in, lane, tl.where(own_wide, WIDE, PAIRS), 0, own_pairs, last, own_n, stored.capacity, B, D)
+    own_wide = (own_pairs > S.PAIRS) & (FIRST > S.PAIRS)
+    own_x = _inputs(
+        attn_in, lane, tl.where(own_wide, S.WIDE, S.PAIRS), 0, own_pairs, last, own_n, stored.capacity, S.B, S.D
+    )
     if own_wide:
-        ask_inputs(queue, own_x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+        ask_inputs(queue, own_x, W, S.GROUP, S.BLOCK, S.STAGES, S.WIDE, WIDE_TURN)
     elif own_pairs > 0:
-        ask_inputs(queue, own_x, W, GROUP, L, STEPS, PAIRS, STEPS)
+        ask_inputs(queue, own_x, W, S.GROUP, S.BLOCK, S.STAGES, S.PAIRS, S.STAGES)
     if DOWN > 0:
         own_pairs = tl.where(of_head, own_pairs, 0)  # nothing to store for a head
     now = ()
     if late is not None:
-        now = late_factors(late.moments, late.estimate, A.EPS, D)
-    # A program's own tile comes as an item before those of the list: so the code of a product with WIDE, which of
+        now = late_factors(late.moments, late.estimate, A.EPS, S.D)
+    # A program's own tile comes as an item before those of the list: so the code of a product with S.WIDE, which of
     # several batch rows may be its own tile's, is there once.
     first = tl.where(needed, tile - n_tiles, tile)  # below zero
     end = 0
     step = n_tiles
-    if POLICY == 0:  # the others need a position of each row at most
-        head_bits = tl.load(wanted.row_bits + heads, mask=heads < H, other=0)
-        idle = ((heads < H) & (head_bits == 0)).to(tl.int32)
+    if S.POLICY == 0:  # the others need a position of each row at most
+        head_bits = tl.load(wanted.row_bits + heads, mask=heads < S.H, other=0)
+        idle = ((heads < S.H) & (head_bits == 0)).to(tl.int32)
         n_idle = tl.sum(idle) * TILES
-        n_later = tl.sum(_later_groups(lacking, head_bits, b, FIRST, WIDE)) * (2 * HEAD_DIM // ROWS)
+        n_later = tl.sum(_later_groups(lacking, head_bits, b, FIRST, S.WIDE)) * (2 * S.HEAD_DIM // ROWS)
         end = n_later
         if n_later <= SHARE_OF_IDLE * n_idle:  # for the programs of idle heads alone
             end = tl.where(needed, 0, n_later)
@@ -289,18 +276,20 @@ def own_tile(
         if item >= 0:
             head, row, start, n = _later_item(item, wanted, S, FIRST)
             n_pairs = tl.sum(n)
-            ask_words(queue, rows.weight, head * OF_HEAD + row, W, GROUP, L, STEPS)
-            x = _inputs(attn_in, lane, WIDE, start, n_pairs, last, n, stored.capacity, B, D)
-            ask_inputs(queue, x, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+            ask_words(queue, rows.weight, head * OF_HEAD + row, W, S.GROUP, S.BLOCK, S.STAGES)
+            x = _inputs(attn_in, lane, S.WIDE, start, n_pairs, last, n, stored.capacity, S.B, S.D)
+            ask_inputs(queue, x, W, S.GROUP, S.BLOCK, S.STAGES, S.WIDE, WIDE_TURN)
         if wide:
-            begun_wide = first_scales(rows.scales, head * OF_HEAD + row, W, GROUP, L, STEPS, WIDE, WIDE_TURN)
+            begun_wide = first_scales(
+                rows.scales, head * OF_HEAD + row, W, S.GROUP, S.BLOCK, S.STAGES, S.WIDE, WIDE_TURN
+            )
             _multiply(
-                queue, x, begun_wide, now, head, row, start, n_pairs, last, n, rows, late, stored, S, WIDE, WIDE_TURN
+                queue, x, begun_wide, now, head, row, start, n_pairs, last, n, rows, late, stored, S, S.WIDE, WIDE_TURN
             )
         else:
             values = _multiply(
-                queue, own_x, begun, now, own_head, own_row, 0, own_pairs, last, own_n, own, late, stored, S, PAIRS,
-                STEPS,
+                queue, own_x, begun, now, own_head, own_row, 0, own_pairs, last, own_n, own, late, stored, S, S.PAIRS,
+                S.STAGES,
             )  # fmt: skip
             if DOWN > 0:
                 if tile < 0:

@@ -111,20 +111,18 @@ def turning(table, row, p, exists, R: tl.constexpr, S: tl.constexpr):
 def store_rows(values, by, head, row, rows, of_row, p, exists, stored, S: tl.constexpr):
     """Stores the values (R, N) of a head's rows (R,), row and its next, of N pairs those that exist. by: `turning`."""
     N: tl.constexpr = values.shape[1]
-    HEAD_DIM: tl.constexpr = S.HEAD_DIM
     OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM
-    H: tl.constexpr = S.H
     if stored.table is not None:
         values = turned(values, by)
-    pair = of_row * H + head
-    slots = (pair * stored.capacity + p).to(tl.int64)[None, :] * HEAD_DIM + (rows % HEAD_DIM)[:, None]
+    pair = of_row * S.H + head
+    slots = (pair * stored.capacity + p).to(tl.int64)[None, :] * S.HEAD_DIM + (rows % S.HEAD_DIM)[:, None]
     mask = exists[None, :] & (rows >= 0)[:, None]
     if row < OF_Q:
         tl.store(stored.q + pair[None, :] * OF_Q + rows[:, None], values, mask=mask)
-    elif row < OF_Q + HEAD_DIM:
+    elif row < OF_Q + S.HEAD_DIM:
         tl.store(stored.k_cache + slots, values.to(stored.k_cache.dtype.element_ty), mask=mask)
     else:
         tl.store(stored.v_cache + slots, values.to(stored.v_cache.dtype.element_ty), mask=mask)
         if S.POLICY == 2:
-            if row == OF_Q + HEAD_DIM:
+            if row == OF_Q + S.HEAD_DIM:
                 tl.store(stored.valid + pair * stored.capacity + p, tl.full((N,), 1, tl.uint8), mask=exists)

@@ -54,7 +54,7 @@ class RowSettings(Settings, stage="rows"):
 class Int4RowSettings(Settings, stage="rows_int4"):
     """programs: per multiprocessor. warps: of one. ahead: pairs of units that a warp's queue has room for, at most.
 
-    A pair is 128 bytes of 16 rows, 2 KB (`stages.int4_rows`).
+    A pair takes 2 KB: a line of each of sixteen rows (`stages.int4_rows`).
     fetched: words of each of a program's first rows that the L2 is asked for behind those, before the wait.
     """
 

@@ -35,7 +35,7 @@ from dejavu_train.kernels.common.row_state import by_state, mask_by_state
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import CODE_TYPES, stored_width, unscaled
 from dejavu_train.kernels.stages import up_rows
-from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, down_reference
 from dejavu_train.kernels.stages.up_rows import BlockSizes
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of 16 bits, whose sum a hidden value is
@@ -76,8 +76,7 @@ def predict_reference(x: Tensor, predictor: PredictorWeights, ln: LayerNormWeigh
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     if ln is not None:
         x = layer_norm_reference(x, ln, wide)
-    hidden = x.to(wide) @ unscaled(predictor.down, predictor.down_scale, wide, x.shape[1]).T
-    return logits_reference(hidden.relu() if predictor.relu else hidden, predictor)
+    return logits_reference(down_reference(x.to(wide), predictor), predictor)
 
 
 def logits_reference(hidden: Tensor, predictor: PredictorWeights) -> Tensor:

@@ -10,13 +10,14 @@ batch rows, which broadcast to the values' shape. inside: a line is one of n_row
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.activation import ACTIVATIONS
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.positions import angles, turned
+from dejavu_train.kernels.common.positions import angles, turned, turned_reference
 
 
 @triton.jit
@@ -154,3 +155,15 @@ class QkvSink(NamedTuple):
 
 
 Sink = LinearSink | HiddenSink | QkvSink
+
+
+def qkv_sink_reference(products: Tensor, bias: Tensor, position: Tensor, q: Tensor, cache: KvCache) -> None:
+    """What a `QkvSink` does with products (B, n), in plain torch. No host synchronisation."""
+    rows = (products.float() + bias.float().flatten()).view(len(q), *bias.shape)
+    turns, at = rows[:, :, :-1], position.long()
+    if cache.turning is not None:
+        turns = turned_reference(turns, cache.turning, position[:, None, None].expand(turns.shape[:-1]))
+    q.copy_(turns[:, :, :-1].reshape(q.shape))
+    sequence = torch.arange(len(q), device=q.device) % len(cache.k)
+    cache.k[sequence, :, at] = turns[:, :, -1].to(cache.k.dtype)
+    cache.v[sequence, :, at] = rows[:, :, -1].to(cache.v.dtype)

@@ -317,11 +317,10 @@ def multiply_words(words, planes, up, number, n, batch, S: tl.constexpr, MADE_HE
     """
     W: tl.constexpr = S.rank // 8
     V: tl.constexpr = word_vector(W)
-    L: tl.constexpr = S.lanes
     UNITS: tl.constexpr = units_of(W)
-    ROUNDS: tl.constexpr = S.block // (L // 2)
+    ROUNDS: tl.constexpr = S.block // (S.lanes // 2)
     PAIRED: tl.constexpr = S.batch == 4
-    lane = tl.arange(0, L)
+    lane = tl.arange(0, S.lanes)
     group = lane % 32 // 4
     if PAIRED:
         token = group // 2
@@ -330,9 +329,11 @@ def multiply_words(words, planes, up, number, n, batch, S: tl.constexpr, MADE_HE
         token = group
         first = planes
     first += tl.minimum(token, batch - 1) * (4 * W)
-    zero = tl.zeros((L,), tl.float32)
-    for k in tl.static_range((S.batch * W + L - 1) // L):  # all of hidden comes to the L1 at once, not unit after unit
-        _touch(planes + 8 * tl.minimum(k * L + lane, batch * W - 1))
+    zero = tl.zeros((S.lanes,), tl.float32)
+    for k in tl.static_range(
+        (S.batch * W + S.lanes - 1) // S.lanes
+    ):  # all of hidden comes to the L1 at once, not unit after unit
+        _touch(planes + 8 * tl.minimum(k * S.lanes + lane, batch * W - 1))
     sums = ()
     for _ in tl.static_range(ROUNDS):
         sums = sums + (zero, zero, zero, zero)
@@ -355,12 +356,12 @@ def multiply_words(words, planes, up, number, n, batch, S: tl.constexpr, MADE_HE
         if PAIRED:  # a lane's two columns are the two parts of one batch row
             upper = sums[4 * k] + sums[4 * k + 1]
             lower = sums[4 * k + 2] + sums[4 * k + 3]
-            lanes = tl.reshape(tl.join(upper, lower), (L // 32, 8, 4, 2))
+            lanes = tl.reshape(tl.join(upper, lower), (S.lanes // 32, 8, 4, 2))
             tile = tl.permute(lanes, (0, 3, 1, 2))
         else:
             evens = tl.join(sums[4 * k], sums[4 * k + 2])
             odds = tl.join(sums[4 * k + 1], sums[4 * k + 3])
-            lanes = tl.reshape(tl.join(evens, odds), (L // 32, 8, 4, 2, 2))
+            lanes = tl.reshape(tl.join(evens, odds), (S.lanes // 32, 8, 4, 2, 2))
             tile = tl.permute(lanes, (0, 3, 1, 2, 4))
-        rounds = rounds + (tl.reshape(tile, (L // 2, S.batch)),)
+        rounds = rounds + (tl.reshape(tile, (S.lanes // 2, S.batch)),)
     return _stacked(rounds, ROUNDS)

@@ -20,7 +20,7 @@ from dejavu_train.kernels.common.checks import check_device, check_shape, check_
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
 from dejavu_train.kernels.dense.screened_head import ScreenedHead, levels_of
 from dejavu_train.kernels.formats.matrix import Rows
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.rows import launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink
 from dejavu_train.kernels.verify.slot_walk import SLOTS, SlotSettings, put_slots, slot_sums
@@ -145,6 +145,7 @@ def _walk_screened(x, norm, weight, scales, sink, source, n_rows, how: tl.conste
         put_slots(tl.full((how.rows, how.wide), float("-inf"), tl.float32), sink, lines, n_rows, how)
 
 
+@keyed
 class ScreenedWalk(NamedTuple):
     """As `SlotWalk`, of rows as stored, which are not cut."""
 
@@ -156,10 +157,6 @@ class ScreenedWalk(NamedTuple):
     turned: bool = False
     unit: float = 1.0
     walk: Any = _walk_screened
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 def screened_slots_reference(

@@ -25,14 +25,13 @@ from dejavu_train.kernels.common.checks import (
 from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.limits import takes_down
-from dejavu_train.kernels.common.positions import turned_reference
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from dejavu_train.kernels.mlp.int4_fc2 import int4_fc2
 from dejavu_train.kernels.stages.hidden import hidden_passes, kept_unit
 from dejavu_train.kernels.stages.mlp import hidden_reference
 from dejavu_train.kernels.stages.rows import launch_tokens
-from dejavu_train.kernels.stages.sink import LinearSink, QkvSink, Sink
+from dejavu_train.kernels.stages.sink import LinearSink, QkvSink, Sink, qkv_sink_reference
 from dejavu_train.kernels.verify.slot_walk import SLOTS, ProductScratch, launch_slots
 
 
@@ -105,15 +104,8 @@ def slot_qkv_reference(
 ) -> None:
     """Plain torch, of numbers."""
     (numbers,) = weights.weight.parts()
-    rows = F.linear(x.to(numbers.dtype), numbers.flatten(0, -2)).float() + weights.bias.float().flatten()
-    rows = rows.view(len(x), *weights.bias.shape)
-    turns, at = rows[:, :, :-1], position.long()
-    if cache.turning is not None:
-        turns = turned_reference(turns, cache.turning, position[:, None, None].expand(turns.shape[:-1]))
-    q.copy_(turns[:, :, :-1].reshape(q.shape))
-    sequence = torch.arange(len(x), device=x.device) % len(cache.k)
-    cache.k[sequence, :, at] = turns[:, :, -1].to(cache.k.dtype)
-    cache.v[sequence, :, at] = rows[:, :, -1].to(cache.v.dtype)
+    products = F.linear(x.to(numbers.dtype), numbers.flatten(0, -2))
+    qkv_sink_reference(products, weights.bias, position, q, cache)
 
 
 def slot_qkv(

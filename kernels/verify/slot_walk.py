@@ -22,7 +22,7 @@ from dejavu_train.kernels.common.launch import fetches_rows, n_sms, wait_for_pre
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.matrix import Rows
-from dejavu_train.kernels.stages.listed import constants_key
+from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.rows import launch_walk
 from dejavu_train.kernels.stages.sink import Sink
 
@@ -123,18 +123,16 @@ def put_slots(values, sink, lines, n_rows, how: tl.constexpr):
 @triton.jit
 def slot_sums(x, weight, lines, first, n_rows, EACH: tl.constexpr, EVEN: tl.constexpr, how: tl.constexpr):
     """(rows, wide) fp32: products with EACH columns from `first` on."""
-    D: tl.constexpr = how.d
-    BLOCK: tl.constexpr = how.block
     i = tl.arange(0, how.wide)
-    c = tl.arange(0, BLOCK)
+    c = tl.arange(0, how.block)
     acc = tl.zeros((how.rows, how.wide), tl.float32)
-    for column in tl.range(0, EACH, BLOCK, num_stages=how.stages):
+    for column in tl.range(0, EACH, how.block, num_stages=how.stages):
         k = first + column + c
         w = _tile(weight, lines, k, n_rows, EVEN, how)
-        at = x + i[None, :] * D + k[:, None]
+        at = x + i[None, :] * how.d + k[:, None]
         live = (i < SLOTS)[None, :]
         if not EVEN:
-            live = live & (k < D)[:, None]
+            live = live & (k < how.d)[:, None]
         own = tl.load(at, mask=live, other=0.0)
         acc = tl.dot(w, own, acc, input_precision="ieee")
     return acc
@@ -142,11 +140,8 @@ def slot_sums(x, weight, lines, first, n_rows, EACH: tl.constexpr, EVEN: tl.cons
 
 @triton.jit
 def _walk_slots(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
-    D: tl.constexpr = how.d
-    BLOCK: tl.constexpr = how.block
-    SPLITS: tl.constexpr = how.splits
-    EACH: tl.constexpr = (D + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
-    EVEN: tl.constexpr = D % (BLOCK * SPLITS) == 0
+    EACH: tl.constexpr = (how.d + how.block * how.splits - 1) // (how.block * how.splits) * how.block
+    EVEN: tl.constexpr = how.d % (how.block * how.splits) == 0
     tile = tl.program_id(0)
     first = tl.program_id(1) * EACH
     lines = tile * how.rows + tl.arange(0, how.rows)
@@ -154,23 +149,24 @@ def _walk_slots(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr
     _fetch_rows(weight, first, EACH, n_rows, how)
     wait_for_predecessor(PDL)
     acc = slot_sums(x, weight, lines, first, n_rows, EACH, EVEN, how)
-    if SPLITS == 1:
+    if how.splits == 1:
         put_slots(acc, sink, lines, n_rows, how)
     else:
         SIZE: tl.constexpr = how.rows * SLOTS
-        left = source.partials + tile * (SPLITS * SIZE) + tl.arange(0, how.rows)[:, None] * SLOTS + i[None, :]
+        left = source.partials + tile * (how.splits * SIZE) + tl.arange(0, how.rows)[:, None] * SLOTS + i[None, :]
         there = (tl.arange(0, how.rows) >= 0)[:, None] & (i < SLOTS)[None, :]
         tl.store(left + tl.program_id(1) * SIZE, acc, mask=there, cache_modifier=".cg")
         tl.debug_barrier()  # every thread's sums are stored before one thread releases the ticket
         arrived = tl.atomic_add(source.tickets + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
+        if arrived == how.splits - 1:
             total = tl.zeros((how.rows, how.wide), tl.float32)
-            for split in range(SPLITS):
+            for split in range(how.splits):
                 total += tl.load(left + split * SIZE, mask=there, other=0.0, cache_modifier=".cg")
             put_slots(total, sink, lines, n_rows, how)
             tl.store(source.tickets + tile, 0)
 
 
+@keyed
 class SlotWalk(NamedTuple):
     """d: columns. rows: of a tile. block, stages: of a step. splits: of columns. turned: columns are rows in memory.
 
@@ -191,10 +187,6 @@ class SlotWalk(NamedTuple):
     fetched: int
     line: int
     walk: Any = _walk_slots
-
-    @property
-    def cache_key(self) -> str:
-        return constants_key(self)
 
 
 def is_cut(weight: Rows) -> bool:

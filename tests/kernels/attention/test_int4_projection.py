@@ -6,7 +6,6 @@ from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.attention.out_projection import (
     HeadRowSettings,
-    by_head,
     project_heads,
     project_heads_reference,
 )
@@ -66,11 +65,6 @@ def test_several_rows_are_a_matrix_product(device, int4):
     (project_heads if int4 else project_heads_reference)(mixed, weight, bias.half(), residual, None, out)
     project_heads_reference(mixed.double(), weight, bias.half(), residual, None, want)
     torch.testing.assert_close(out.double(), want, atol=0.1, rtol=5e-3)  # weights in fp16, the product rounded to it
-
-
-def test_heads_lie_one_after_another():
-    weight = torch.arange(24.0).view(2, 12)
-    assert torch.equal(by_head(weight, 3)[1], weight[:, 4:8])
 
 
 def test_errors_name_what_does_not_fit(device):

@@ -4,14 +4,12 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
+from dejavu_train.kernels.attention.out_projection import project_heads, project_heads_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch
 from dejavu_train.kernels.dense.int4_batch import (
-    TokenSettings,
-    int4_by_head,
-    int4_by_head_reference,
     int4_linear,
     int4_linear_reference,
     int4_qkv,
@@ -21,6 +19,7 @@ from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages.hidden import hidden_tokens
 from dejavu_train.kernels.stages.mlp import hidden_reference
+from dejavu_train.kernels.stages.rows import TokenSettings
 
 
 def inputs(device, batch, n):
@@ -43,10 +42,12 @@ def by_head_case(device, n_heads, d, head_dim, batch):
 
 def assert_by_head(x, weight, bias, residual):
     out = torch.full_like(residual, float("nan"))
-    int4_by_head(x, weight, bias, residual, out)
+    project_heads(x, weight, bias, residual, None, out)
+    want = torch.empty_like(residual, dtype=torch.float64)
+    project_heads_reference(x.double(), weight, bias, residual, None, want)
     wide = x.double().view(len(x), weight.shape[0], -1).abs()
     sums = torch.einsum("bhj,hij->bi", wide, magnitudes(weight))
-    assert_rounded_products(out, int4_by_head_reference(x.double(), weight, bias, residual), sums)
+    assert_rounded_products(out, want, sums)
 
 
 def listed_case(device, n, d, group, batch, density):

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from int4_helpers import with_outliers
-from predictor_helpers import predict_select, predictor_of
+from predictor_helpers import predict_down_reference, predict_select, predictor_of
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.codes import nibble_codes
-from dejavu_train.kernels.stages.predict import predict, predict_down_reference
+from dejavu_train.kernels.stages.predict import predict
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 from dejavu_train.kernels.stages.select import predict_reference, top_k_mask
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, unpack_nibbles
