@@ -21,13 +21,15 @@ from dejavu_train.kernels.verify.slot_walk import SLOTS, ProductScratch, SlotSet
 
 S, NAN = SLOTS.value, float("nan")
 WIDTH = 256  # of whole groups of four bits, in pairs
-SHARE = {torch.float32: 1e-5, torch.float16: 2e-3}
+SHARE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class Product:
     """One product over inputs (8, d): `run` gives what it leaves for each slot, `exact` the same in float64."""
 
     def __init__(self, device, name, dtype, n=40, d=WIDTH, heads=2, seed=0):
+        if dtype == torch.bfloat16 and device == "cpu":
+            pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
         torch.manual_seed(seed)
         self.device, self.name, self.dtype, self.n = device, name, torch.float16 if dtype == "int4" else dtype, n
         self.packed, self.turned = dtype == "int4", name == "turned"
@@ -104,7 +106,7 @@ def positions(device, *numbers):
 
 
 ALL = ("linear", "turned", "qkv", "hidden", "gated")
-CASES = [(name, dtype) for name in ALL for dtype in (torch.float32, torch.float16, "int4")] + [("by_head", "int4")]
+CASES = [(name, dtype) for name in ALL for dtype in (*SHARE, "int4")] + [("by_head", "int4")]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)

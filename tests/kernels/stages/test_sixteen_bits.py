@@ -1,0 +1,177 @@
+"""Stages with weights and caches of 16 bits in the interpreter, both kinds, against float64.
+
+Other files have stages of fp32 and of 4 bits, and true shapes of 16 bits on a GPU.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dejavu_train.kernels.attention.out_projection import ProjectSettings, project_heads
+from dejavu_train.kernels.common.activation import ACTIVATIONS, activation_reference
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
+from dejavu_train.kernels.common.positions import Alibi, Rotary
+from dejavu_train.kernels.common.selection import Selection
+from dejavu_train.kernels.dense.dense_rows import dense_rows, qkv_dense, qkv_dense_reference
+from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
+from dejavu_train.kernels.sample.sampling import POSITION_OFFSET, TokenState, embed
+from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode, flash_decode_reference
+from dejavu_train.kernels.stages.hidden import kept_unit
+from dejavu_train.kernels.stages.mlp import hidden_reference
+from dejavu_train.kernels.stages.mlp_batch import BatchActivations, down_batch, up_batch
+from dejavu_train.kernels.stages.predictor import head_selection
+from dejavu_train.kernels.stages.qkv import qkv, qkv_reference
+
+NAN = float("nan")
+OFF = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # twice what a rounding may change, as a share
+both = pytest.mark.parametrize("dtype", OFF, ids=str)
+
+
+def needs_tensor_cores(dtype, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
+
+
+def close(got, want, dtype, size=4.0):
+    torch.testing.assert_close(got.double(), want.double(), rtol=OFF[dtype], atol=OFF[dtype] * size, equal_nan=True)
+
+
+def projection(device, dtype, batch, positions=None, share=2, n_heads=3, head_dim=16, d=40, capacity=9):
+    """(weights, cache, position, q) with kept inputs up to each row's position."""
+    torch.manual_seed(batch)
+    rows = (n_heads, share + 2, head_dim)
+    weights = Linear.of(
+        (torch.randn(*rows, d, device=device) * d**-0.5).to(dtype), torch.randn(*rows, device=device).to(dtype)
+    )
+    k, v = torch.full((2, batch, n_heads, capacity, head_dim), NAN, device=device).to(dtype)
+    inputs = torch.randn(batch, capacity, d, device=device).to(dtype)
+    position = torch.tensor([capacity - 1, 3][:batch], dtype=torch.int32, device=device)
+    marks = torch.stack([position - 2, position, position * 0], 1)
+    q = torch.full((batch, share * n_heads, head_dim), NAN, device=device)
+    return weights, KvCache(k, v, inputs, marks, positions=positions), position, q
+
+
+def rotary(device, capacity=9, head_dim=16):
+    cos, sin = torch.randn(2, capacity, head_dim // 4, device=device)
+    return Rotary.of(cos.repeat(1, 2), sin.repeat(1, 2), head_dim)
+
+
+def widened(cache, q):
+    return dataclasses.replace(cache, k=cache.k.double(), v=cache.v.double()), q.double()
+
+
+@both
+@pytest.mark.parametrize(("density", "turns", "batch"), [(0.0, True, 1), (0.6, True, 2), (1.0, False, 1)])
+def test_rows_of_selected_heads(device, dtype, density, turns, batch):
+    needs_tensor_cores(dtype, device)
+    weights, cache, position, q = projection(device, dtype, batch, rotary(device) if turns else None)
+    selection = head_selection(3, device)
+    selection.set_mask(torch.rand(batch, 3, device=device) < density)
+    exact, want = widened(cache, q)
+    qkv_reference(weights, exact, selection, position, want)
+    qkv(weights, cache, selection, position, q)
+    for got, expected in ((q, want), (cache.k, exact.k), (cache.v, exact.v)):
+        close(got, expected, dtype)
+    assert bool(q.isnan().all()) == (density == 0)
+
+
+@both
+@pytest.mark.parametrize(("turns", "batch"), [(True, 1), (False, 1), (True, 2)])
+def test_rows_of_all_heads(device, dtype, turns, batch):
+    weights, cache, position, q = projection(device, dtype, batch, rotary(device) if turns else None)
+    x = torch.randn(batch, 40, device=device) * 2 + 1
+    ln = LayerNormWeights(torch.rand(40, device=device) + 0.5, None, kind=NormKind.RMS_NORM)
+    exact, want = widened(cache, q)
+    wide = Linear.of(weights.weight.dense(torch.float64), weights.bias.double())
+    qkv_dense_reference(x.double(), ln, wide, position, want, exact)
+    qkv_dense(x, ln, weights, position, q, cache)
+    for got, expected in ((q, want), (cache.k, exact.k), (cache.v, exact.v)):
+        close(got, expected, dtype, size=8.0)
+
+
+@both
+@pytest.mark.parametrize(("density", "slopes"), [(None, True), (0.0, False), (0.6, False)])
+def test_attention_over_caches(device, dtype, density, slopes):
+    positions = Alibi.of(6, device) if slopes else None
+    _, cache, position, q = projection(device, dtype, 2, positions, capacity=40)
+    for kept in (cache.k, cache.v):
+        for b in range(2):
+            kept[b, :, : int(position[b]) + 1] = torch.randn(3, int(position[b]) + 1, 16, device=device).to(dtype)
+    selection = None
+    if density is not None:
+        selection = head_selection(3, device)
+        selection.set_mask(torch.rand(2, 3, device=device) < density)
+    q = torch.randn(q.shape, device=device)
+    out = torch.full((2, 96), NAN, device=device)
+    want = out.double()
+    marks = cache.watermark.clone()
+    flash_decode_reference(q.double(), cache, selection, position, want)
+    cache.watermark.copy_(marks)
+    flash_decode(q, cache, selection, position, out, AttentionScratch.empty(2, 6, 16, 40, device))
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)  # K/V are numbers of 16 bits in both
+
+
+@both
+@pytest.mark.parametrize(("density", "tiles"), [(None, False), (0.0, False), (0.6, False), (0.6, True), (1.0, True)])
+def test_the_output_projection(device, dtype, density, tiles):
+    if tiles:
+        needs_tensor_cores(dtype, device)
+    n_heads, head_dim, d = 3, 16, 37
+    weight = (torch.randn(d, n_heads * head_dim, device=device) * 0.2).to(dtype)
+    bias, residual = torch.randn(d, device=device).to(dtype), torch.randn(1, d, device=device)
+    mask = torch.rand(1, n_heads, device=device) < (1 if density is None else density)
+    selection = None
+    if density is not None:
+        selection = head_selection(n_heads, device)
+        selection.set_mask(mask)
+    mixed = torch.randn(1, n_heads * head_dim, device=device) * mask.repeat_interleave(head_dim, 1)
+    out = torch.full((1, d), NAN, device=device)
+    with (ProjectSettings(16, 0, 3, 1) if tiles else ProjectSettings(4, 16, 0, 4)).in_use():
+        project_heads(mixed, Rows(weight), bias, residual, selection, out)
+    close(out, mixed.double() @ weight.double().T + bias.double() + residual, dtype)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("hidden", [None, Hidden("silu")], ids=str)
+def test_an_mlp_of_several_rows_of_bf16(device, density, hidden):
+    n, d, batch, dtype = 70, 48, 3, torch.bfloat16
+    needs_tensor_cores(dtype, device)
+    up, gate, down = (
+        Linear.of(torch.randn(n, d, device=device).mul(size**-0.5).to(dtype), torch.randn(biases, device=device))
+        for size, biases in ((d, n), (d, n), (n, d))
+    )
+    weights = MlpWeights(up, down) if hidden is None else MlpWeights(up, down, gate, hidden)
+    x, residual = torch.randn(batch, d, device=device).to(dtype), torch.randn(batch, d, device=device)
+    mask, out = torch.rand(batch, n, device=device) < density, torch.full((batch, d), NAN, device=device)
+    active = BatchActivations.empty(n, batch, d, dtype, device)
+    up_batch(x, weights, Selection.from_mask(mask), active)
+    down_batch(active, weights, residual, out)
+    h = torch.where(mask, hidden_reference(x.double(), weights), 0.0)
+    assert kept_unit(weights, dtype) == 1
+    close(out, h @ down.weight.dense(torch.float64) + down.bias.double() + residual, dtype)
+
+
+@both
+@pytest.mark.parametrize("learned", [False, True])
+def test_embeddings(device, dtype, learned):
+    state = TokenState.empty(2, 8, device)
+    state.position.copy_(torch.tensor([0, 5]))
+    state.tokens.copy_(torch.randint(0, 11, (2, 8)))
+    table, positions = torch.randn(11, 37, device=device).to(dtype), torch.randn(10, 37, device=device).to(dtype)
+    x = torch.full((2, 37), NAN, device=device)
+    embed(state, table, positions if learned else None, x)
+    want = table[state.tokens[[0, 1], [0, 5]].long()].float()
+    assert torch.equal(x, want + positions[[POSITION_OFFSET, 5 + POSITION_OFFSET]].float() if learned else want)
+
+
+@both
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_rows_with_every_activation(device, dtype, name):
+    x, ln = torch.randn(1, 37, device=device), LayerNormWeights(None, None)
+    weight, bias = torch.randn(11, 37, device=device).to(dtype), torch.randn(11, device=device)
+    out = torch.full((1, 11), NAN, device=device)
+    dense_rows(x, ln, Rows(weight), bias, name, out)
+    values = layer_norm_reference(x.double(), ln, torch.float64) @ weight.double().T + bias.double()
+    close(out, activation_reference(values, name), dtype, size=60.0 if name == "relu2" else 8.0)
