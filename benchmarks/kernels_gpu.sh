@@ -46,7 +46,7 @@ step() {  # NAME SECONDS COMMAND...: within its seconds and what is left; the en
 }
 
 report() {  # FILE NAME: the end of a step's log, with what failed
-  { echo "== $2"; grep -E "^(FAILED|ERROR)|ERROR SUMMARY|RACECHECK SUMMARY|selected| passed| failed" "$logs/$2.log" | tail -n 60; } >> "$out/$1"
+  { echo "== $2"; grep -E "^(FAILED|ERROR)|ERROR SUMMARY|RACECHECK SUMMARY|selected| passed| failed|^tests.*: [0-9]+$" "$logs/$2.log" | tail -n 60; } >> "$out/$1"
 }
 
 whole() {  # NAME FOLDER PROCESSES SECONDS
