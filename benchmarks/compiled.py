@@ -34,7 +34,7 @@ from dejavu_train.kernels.common import checks, launch, settings
 from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
 from dejavu_train.kernels.common.limits import Products, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
@@ -48,7 +48,8 @@ from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
+from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
+from dejavu_train.kernels.stages.norm import HeadNorms, layer_norm, norm_heads
 from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights
 from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
 from dejavu_train.kernels.verify.slot_walk import ProductScratch
@@ -451,8 +452,8 @@ def position_cases(d: int) -> Iterator[Case]:
         yield f"{name} flash_decode {d}", partial(attend.flash_decode, *given, True)
     norm = LayerNormWeights(halves(hd), halves(hd))
     later = dataclasses.replace(kept, positions=Rotary(table, later=True))
-    given = (q, later, heads, ones, head_norm.HeadNorms(norm, norm))
-    yield f"head_norm {d}", partial(head_norm.norm_heads, *given, pdl=True)
+    given = (q, later, heads, ones, HeadNorms(norm, norm))
+    yield f"head_norm {d}", partial(norm_heads, *given, pdl=True)
 
 
 def cases(widths: Sequence[int] = WIDTHS) -> Iterator[Case]:

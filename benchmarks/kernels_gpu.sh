@@ -24,7 +24,7 @@ export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_
 # FILE or FILE::NAME, each with the words that -k takes behind "|". What has an atomic, a ticket or a queue of its own.
 memory=${MEMORY:-"tests/kernels/stages/test_listed_int4.py tests/kernels/stages/test_mlp.py|int4 tests/kernels/mlp/test_int4_fc2.py
   tests/kernels/dense/test_int4_batch.py tests/kernels/attention/test_int4_qkv.py tests/kernels/stages/test_attend.py
-  tests/kernels/stages/test_head_norm.py tests/kernels/stages/test_nibbles.py tests/kernels/verify"}
+  tests/kernels/stages/test_norm.py tests/kernels/stages/test_nibbles.py tests/kernels/verify"}
 races=${RACES:-"tests/kernels/stages/test_listed_int4.py tests/kernels/mlp/test_int4_fc2.py tests/kernels/dense/test_int4_batch.py|programs
   tests/kernels/attention/test_int4_qkv.py|idle tests/kernels/verify/test_attend_slots.py tests/kernels/verify/test_slot_products.py|float64
   tests/kernels/verify/test_screened_slots.py"}

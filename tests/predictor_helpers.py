@@ -2,8 +2,9 @@
 
 import torch
 
-from dejavu_train.kernels.common.layer_norm import layer_norm, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 from dejavu_train.kernels.common.limits import ROW_LANES, Products, takes_row_words
+from dejavu_train.kernels.stages.norm import layer_norm
 from dejavu_train.kernels.stages.predict import predict
 from dejavu_train.kernels.stages.predict_rows import predict_rows
 from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, down_reference

@@ -3,12 +3,11 @@
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
 from dejavu_train.kernels.attention import out_projection
-from dejavu_train.kernels.common import layer_norm
 from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, screened_head
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
-from dejavu_train.kernels.stages import attend, head_norm, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
+from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, norm, predict, predict_rows, qkv, select
 from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
 
 
@@ -16,7 +15,7 @@ class StepOps:
     """What a step asks for, as Triton kernels. Shapes, dtypes and errors are those of the kernel of the same name."""
 
     embed = staticmethod(sampling.embed)
-    norm_heads = staticmethod(head_norm.norm_heads)
+    norm_heads = staticmethod(norm.norm_heads)
     qkv = staticmethod(qkv.qkv)
     site_predict = staticmethod(predict.site_predict)
     qkv_select = staticmethod(qkv_select.qkv_select)
@@ -27,7 +26,7 @@ class StepOps:
     predict = staticmethod(predict.predict)
     predict_rows = staticmethod(predict_rows.predict_rows)
     select = staticmethod(select.select)
-    layer_norm = staticmethod(layer_norm.layer_norm)
+    layer_norm = staticmethod(norm.layer_norm)
     pack = staticmethod(pack.pack)
     listed_mlp = staticmethod(mlp.mlp)
     mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
@@ -53,7 +52,7 @@ class TorchOps(StepOps):
     """The same in plain torch, called alike. 4-bit weights are written out as numbers first."""
 
     embed = staticmethod(of_numbers(sampling.embed_reference))
-    norm_heads = staticmethod(of_numbers(head_norm.norm_heads_reference))
+    norm_heads = staticmethod(of_numbers(norm.norm_heads_reference))
     qkv = staticmethod(of_numbers(qkv.qkv_reference))
     site_predict = staticmethod(of_numbers(predict.site_predict_reference))
     qkv_select = staticmethod(of_numbers(qkv_select.qkv_select_reference))

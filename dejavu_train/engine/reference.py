@@ -54,7 +54,7 @@ def of_numbers(operation: Callable[..., R]) -> Callable[..., R]:
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor) -> None:
-    """See `dejavu_train.kernels.common.layer_norm.layer_norm`."""
+    """See `dejavu_train.kernels.stages.norm.layer_norm`."""
     out.copy_(layer_norm_reference(x, ln, out.dtype))
 
 

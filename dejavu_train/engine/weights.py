@@ -36,7 +36,7 @@ from dejavu_train.kernels.common.positions import Alibi, Rotary, pair_order
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, Matrix, MlpWeights, Rows
-from dejavu_train.kernels.stages.head_norm import HeadNorms
+from dejavu_train.kernels.stages.norm import HeadNorms
 from dejavu_train.models.grouped import GroupedProjection
 from dejavu_train.models.int4 import CodedLinear, coded_rows
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_sizes, part_sizes

@@ -23,18 +23,9 @@ BLOCK = 1024  # words of a program
 
 @triton.jit
 def _write_out_kernel(
-    words,
-    scales,
-    out,
-    n_words,
-    n_rows,
-    outer_stride,
-    row_stride,
-    W: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    words, scales, out, n_words, n_rows, outer_stride, row_stride, W: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_predecessor(PDL)
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = number < n_words
@@ -70,18 +61,7 @@ def _write_out(weight: Int4Rows, out: Tensor, pdl: bool) -> Tensor:
     pdl = use_pdl(pdl, out.device)
     n_words = weight.words.numel()
     _write_out_kernel[(triton.cdiv(n_words, BLOCK),)](
-        weight.words,
-        weight.scales,
-        out,
-        n_words,
-        n,
-        out.stride(-3) if out.dim() > 2 else 0,
-        out.stride(-2),
-        W=d // COLUMNS_PER_WORD,
-        GROUP=weight.group,
-        BLOCK=BLOCK,
-        PDL=pdl,
-        num_warps=8,
-        launch_pdl=pdl,
-    )
+        weight.words, weight.scales, out, n_words, n, out.stride(-3) if out.dim() > 2 else 0, out.stride(-2),
+        W=d // COLUMNS_PER_WORD, GROUP=weight.group, BLOCK=BLOCK, PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
     return out

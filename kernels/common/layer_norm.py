@@ -5,7 +5,7 @@
     RMSNorm       x / sqrt(mean of x^2 + eps) * weight
 
 Each also without weight or bias. For one batch row a norm is no kernel of its own. Kernels that read the residual
-stream x (1, d) fp32 normalise it on the way in. For a batch it is one (`layer_norm`).
+stream x (1, d) fp32 normalise it on the way in. For a batch it is one (`stages.norm`).
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_tensor
-from dejavu_train.kernels.common.launch import load_vector, next_power_of_two, programmatic, wait_for_predecessor
+from dejavu_train.kernels.common.launch import load_vector
 
 
 class NormKind(StrEnum):
@@ -148,24 +147,3 @@ def normalised_pieces(xs, gains, shifts, norm, c, D: tl.constexpr, BLOCK: tl.con
         value = norm.scaled(z, gains[j], shifts[j])
         n = n + (value.to(TYPE).to(tl.float32),)
     return n
-
-
-@triton.jit
-def _layer_norm_kernel(x, norm, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    c = tl.arange(0, BLOCK)
-    gains, shifts = norm_vectors(norm, c, D, BLOCK)
-    wait_for_predecessor(PDL)
-    row = tl.program_id(0).to(tl.int64) * D + c
-    xs = (tl.load(x + row, mask=c < D, other=0.0).to(tl.float32),)
-    n = normalised_pieces(xs, gains, shifts, norm, c, D, BLOCK, out.dtype.element_ty)
-    tl.store(out + row, n[0].to(out.dtype.element_ty), mask=c < D)
-
-
-def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
-    """x (B, d) -> out (B, d), one program a row, where every consumer of its own would cost more."""
-    batch, d = check_input("x", x)
-    check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
-    has_pdl, use_pdl = programmatic(x, pdl)
-    _layer_norm_kernel[(batch,)](
-        x, ln.args(), out, D=d, BLOCK=next_power_of_two(d), PDL=has_pdl, num_warps=16, launch_pdl=use_pdl
-    )

@@ -47,17 +47,9 @@ def summed_partials(
 
 @triton.jit
 def _add_kernel(
-    partials,
-    bias,
-    residual,
-    out,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    STRIPE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partials, bias, residual, out, D: tl.constexpr, SIZE: tl.constexpr, STRIPE: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out = residual + bias + the sum of the partial sums, of SIZE / D rows."""
     columns = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE)
     inside = columns < SIZE
@@ -75,19 +67,9 @@ def add_partials(partials: Tensor, splits: int, bias: Tensor, residual: Tensor, 
     batch, d = out.shape
     settings = SumSettings.of(partials, splits)
     _add_kernel[(triton.cdiv(batch * d, settings.stripe),)](
-        partials,
-        bias,
-        residual,
-        out,
-        D=d,
-        SIZE=batch * d,
-        STRIPE=settings.stripe,
-        SPLITS=splits,
-        CHUNK=settings.chunk,
-        PDL=pdl,
-        num_warps=settings.warps,
-        launch_pdl=pdl,
-    )
+        partials, bias, residual, out, D=d, SIZE=batch * d, STRIPE=settings.stripe, SPLITS=splits, CHUNK=settings.chunk,
+        PDL=pdl, num_warps=settings.warps, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def most_splits(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 class Rotary:
     """table: (T, head_dim / 2, 2) fp32, cosine and sine of each position and pair.
 
-    later: q and k are normed first, and then turned, by `stages.head_norm`. Else q/k/v turn them.
+    later: q and k are normed first, and then turned, by `stages.norm`. Else q/k/v turn them.
     """
 
     table: Tensor

@@ -20,12 +20,13 @@ from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.int4_numbers import numbers_of
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import wait_for_predecessor
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.int4_batch import int4_linear, int4_qkv, takes
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.hidden import hidden_tokens, kept_unit
 from dejavu_train.kernels.stages.listed import keyed
+from dejavu_train.kernels.stages.norm import layer_norm
 from dejavu_train.kernels.stages.rows import launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink, QkvSink, Sink
 

@@ -14,19 +14,9 @@ ENTRIES = 1024  # of the list, for a program of `pack`
 
 @triton.jit
 def pack_ranges(
-    number_of,
-    ids,
-    counts,
-    packed_ids,
-    packed_count,
-    n_ranges,
-    SLOTS: tl.constexpr,
-    SLOTS_PAD: tl.constexpr,
-    ALL_RANGES: tl.constexpr,
-    RANGES: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    number_of, ids, counts, packed_ids, packed_count, n_ranges, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr,
+    ALL_RANGES: tl.constexpr, RANGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program number_of's RANGES ranges, with its wait: a program's whole work, also as a part of another grid."""
     # All slots are read beside the counts that say which of them are valid: one round trip.
     if EARLY:

@@ -107,8 +107,7 @@ class TokenState:
 
 # What a kernel is handed of a `TokenState`, and what a mixed step is handed besides.
 Held = namedtuple(
-    "Held",
-    "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault",
+    "Held", "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault"
 )
 Mixed = namedtuple("Mixed", "min_p repetition presence frequency seen")
 

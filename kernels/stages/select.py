@@ -152,19 +152,9 @@ def _store_selected(logits, limit, state, rows, number, lists, n, batch, S: tl.c
 
 @triton.jit
 def select_block(
-    number,
-    hidden,
-    rows_of,
-    lists,
-    n,
-    batch,
-    READ: tl.constexpr,
-    MULTIPLY: tl.constexpr,
-    S: tl.constexpr,
-    PDL: tl.constexpr,
-    arrived=None,
-    COUNT: tl.constexpr = 0,
-):
+    number, hidden, rows_of, lists, n, batch, READ: tl.constexpr, MULTIPLY: tl.constexpr, S: tl.constexpr,
+    PDL: tl.constexpr, arrived=None, COUNT: tl.constexpr = 0,
+):  # fmt: skip
     """A program's whole work, its wait included: list and bits of neurons number * block .. + block - 1.
 
     rows_of: `UpRows`. lists: `Lists`. READ, MULTIPLY: a way of `up_rows`. COUNT: so many programs of this grid make

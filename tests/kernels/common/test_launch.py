@@ -7,9 +7,10 @@ import pytest
 import torch
 import triton
 
-from dejavu_train.kernels.common import launch, layer_norm
+from dejavu_train.kernels.common import launch
 from dejavu_train.kernels.common.launch import loaded_kernels, padded_batch, share_carveout
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, SPARSE_CARVEOUT
+from dejavu_train.kernels.stages import norm
 
 
 def test_padded_batch():
@@ -46,21 +47,21 @@ def test_a_carveout_is_asked_of_every_kernel_of_this_package(monkeypatch):
     driver = SimpleNamespace(cuFuncSetAttribute=lambda function, *rest: asked.append((function.value, *rest)) or 0)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(triton, "JITFunction", Compiled)
-    monkeypatch.setattr(layer_norm, "_layer_norm_kernel", Compiled())
-    assert layer_norm in loaded_kernels()
+    monkeypatch.setattr(norm, "_layer_norm_kernel", Compiled())
+    assert norm in loaded_kernels()
     assert share_carveout(SPARSE_CARVEOUT) == len(asked) == 1 and asked[0][0] == 7 and asked[0][2] == SPARSE_CARVEOUT
 
 
 @pytest.mark.gpu
 def test_a_carveout_leaves_results_alone():
-    from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
+    from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 
     x, ln = torch.randn(1, 64, device="cuda"), LayerNormWeights(torch.ones(64).cuda(), torch.zeros(64).cuda())
     before, after = torch.empty_like(x), torch.empty_like(x)
-    layer_norm(x, ln, before)
+    norm.layer_norm(x, ln, before)
     for percent in (SPARSE_CARVEOUT, DRIVERS_CARVEOUT):
         assert share_carveout(percent) > 0
-        layer_norm(x, ln, after.zero_())
+        norm.layer_norm(x, ln, after.zero_())
         assert torch.equal(before, after)
 
 

@@ -6,7 +6,7 @@ from int4_helpers import random_rows
 from torch.nn import functional as F
 
 from dejavu_train.kernels.common.late_norm import late_sums
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense.dense_rows import dense_rows
@@ -14,6 +14,7 @@ from dejavu_train.kernels.dense.screened_head import ScreenedHead, screened_head
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights, Rows
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages.mlp import mlp
+from dejavu_train.kernels.stages.norm import layer_norm
 from dejavu_train.kernels.stages.predict import predict
 from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, norm_sums
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.matrix import Rows
+from dejavu_train.kernels.stages.norm import layer_norm
 from dejavu_train.kernels.verify.screened_slots import ScreenScratch, screened_slots
 from dejavu_train.kernels.verify.slot_products import slot_linear
 from dejavu_train.kernels.verify.slot_walk import SLOTS, ProductScratch

@@ -14,7 +14,7 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
 from dejavu_train.kernels.common.positions import Rotary, pair_order
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode
-from dejavu_train.kernels.stages.head_norm import HeadNorms, norm_heads, norm_heads_reference
+from dejavu_train.kernels.stages.norm import HeadNorms, norm_heads, norm_heads_reference
 from dejavu_train.kernels.stages.predictor import head_selection
 from dejavu_train.kernels.stages.qkv import qkv
 

@@ -1,11 +1,15 @@
-"""Norms of q and k, a head at a time, for models that have them. A stage of its own between q/k/v and attention.
+"""Norms that are stages of their own: of the rows of a batch, and of the heads of q and k.
+
+    out[b] = norm(x[b])                               `layer_norm`, where every consumer of its own would cost more
+
+Norms of heads stand between q/k/v and attention (`norm_heads`):
 
     q[b, j]          -> turn(norm_q(q[b, j]), t)              t = position[b], for heads that row b selects
     k_cache[b, i, p] -> turn(norm_k(k_cache[b, i, p]), p)     p = watermark[b, i] .. t
 
-A norm needs a whole head, and programs of q/k/v have a tile of it. So q/k/v leave both as products, and what turns them
-(`Rotary.later`) does so here. RMSNorm without a weight may as well come after a rotation: it does not see one. Which
-positions are new depends on the policy of q/k/v, as in `qkv`. Calling this twice for one position norms it twice.
+The norm of a head needs all of it, and programs of q/k/v have a tile. So q/k/v leave both as products, and what turns
+them (`Rotary.later`) does so here. RMSNorm without a weight may as well come after a rotation: it does not see one.
+Which positions are new depends on the policy of q/k/v, as in `qkv`. Calling this twice for one position norms it twice.
 q (B, h, head_dim) fp32, k_cache (B, g, T, head_dim): the norm of k reads what the cache's dtype keeps of the products.
 Weights and biases of norms have the order of the rows of q and k.
 """
@@ -17,10 +21,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
+from dejavu_train.kernels.common.checks import (
+    FLOAT_TYPES,
+    check_cache,
+    check_device,
+    check_head_dim,
+    check_input,
+    check_shape,
+    check_tensor,
+    require,
+)
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import row_or, use_pdl, wait_for_predecessor
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.launch import next_power_of_two, programmatic, row_or, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import (
+    LayerNormWeights,
+    layer_norm_reference,
+    norm_vectors,
+    normalised_pieces,
+)
 from dejavu_train.kernels.common.positions import Rotary, angles, turned, turned_reference
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.stages.qkv import POLICIES
@@ -151,23 +169,31 @@ def norm_heads(
     filled = policy == "backfill" and cache.watermark is not None
     pdl = use_pdl(pdl, q.device)
     _head_norm_kernel[(batch * n_heads, CHUNKS if filled else 1)](
-        q,
-        cache.k,
-        None if selection is None else selection.row_bits,
-        position,
-        row_or(cache.watermark, position),
-        table,
-        cache.capacity,
-        norms.q.args(),
-        norms.k.args(),
-        H=n_heads,
-        SHARE=n_q // n_heads,
-        SHARE_TILE=triton.next_power_of_2(n_q // n_heads),
-        HEAD_DIM=head_dim,
-        HEAD_TILE=triton.next_power_of_2(head_dim),
-        POSITIONS=POSITIONS,
+        q, cache.k, None if selection is None else selection.row_bits, position, row_or(cache.watermark, position),
+        table, cache.capacity, norms.q.args(), norms.k.args(), H=n_heads, SHARE=n_q // n_heads,
+        SHARE_TILE=triton.next_power_of_2(n_q // n_heads), HEAD_DIM=head_dim,
+        HEAD_TILE=triton.next_power_of_2(head_dim), POSITIONS=POSITIONS,
         POLICY=POLICIES["backfill"] if filled else POLICIES["always"] if policy == "always" else POLICIES["stale"],
-        PDL=pdl,
-        num_warps=1,
-        launch_pdl=pdl,
+        PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _layer_norm_kernel(x, norm, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    gains, shifts = norm_vectors(norm, c, D, BLOCK)
+    wait_for_predecessor(PDL)
+    row = tl.program_id(0).to(tl.int64) * D + c
+    xs = (tl.load(x + row, mask=c < D, other=0.0).to(tl.float32),)
+    n = normalised_pieces(xs, gains, shifts, norm, c, D, BLOCK, out.dtype.element_ty)
+    tl.store(out + row, n[0].to(out.dtype.element_ty), mask=c < D)
+
+
+def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
+    """x (B, d) -> out (B, d), one program a row, where every consumer of its own would cost more."""
+    batch, d = check_input("x", x)
+    check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
+    waits, dependent = programmatic(x, pdl)
+    _layer_norm_kernel[(batch,)](
+        x, ln.args(), out, D=d, BLOCK=next_power_of_two(d), PDL=waits, num_warps=16, launch_pdl=dependent
     )
