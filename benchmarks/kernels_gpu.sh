@@ -21,6 +21,7 @@ work=${WORK:-$(pick /dev/shm/kernels_gpu /tmp/kernels_gpu)}
 logs=$work/logs before=${BEFORE:-.before} tuned=${TUNED:-}
 began=$SECONDS
 export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2
+if [ -n "$try" ]; then export TRITON_INTERPRET=1; fi
 # FILE or FILE::NAME, each with the words that -k takes behind "|". What has an atomic, a ticket or a queue of its own.
 memory=${MEMORY:-"tests/kernels/stages/test_listed_int4.py tests/kernels/stages/test_mlp.py|int4 tests/kernels/mlp/test_int4_fc2.py
   tests/kernels/dense/test_int4_batch.py tests/kernels/attention/test_int4_qkv.py tests/kernels/stages/test_attend.py
@@ -41,7 +42,7 @@ step() {  # NAME SECONDS COMMAND...: within its seconds and what is left; the en
   timeout -k 5 "$((room > 1 ? room : 1))" "$@" > "$logs/$name.log" 2>&1
   code=$?
   echo "$name,$code,$((at - began)),$((SECONDS - began))" | tee -a "$out/steps.csv"
-  tail -n "$(pick 3 3)" "$logs/$name.log"
+  tail -n 3 "$logs/$name.log"
   return "$code"
 }
 
