@@ -163,7 +163,6 @@ class Selecting(NamedTuple):
     """The predictor of the next layer's heads, with the sums that fold its norm, and what it fills. All are None where
     no heads are selected."""
 
-    norm: Any = None
     head_rows: Any = None
     head_gains: Any = None
     head_shifts: Any = None
@@ -174,7 +173,7 @@ class Selecting(NamedTuple):
 
 
 @triton.jit
-def _select_head(head, residual, heads, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _select_head(head, residual, norm, heads, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """All of it before the wait: residual is older than the launch before, and no L1 may have it as it was."""
     start_dependents(PDL)
     columns = tl.arange(0, BLOCK)
@@ -190,11 +189,11 @@ def _select_head(head, residual, heads, D: tl.constexpr, BLOCK: tl.constexpr, PD
         c = begin + columns
         x = tl.load(residual + c, mask=c < D, other=0.0, cache_modifier=".cg")
         w = tl.load(heads.head_rows + head * D + c, mask=c < D, other=0.0).to(tl.float32)
-        products += x * tl.load(heads.norm.gain + c, mask=c < D, other=0.0).to(tl.float32) * w
+        products += x * tl.load(norm.gain + c, mask=c < D, other=0.0).to(tl.float32) * w
         total += x
         squares += x * x
     sums = sums_together((products, total, squares), 3)
-    mean, rstd = row_moments(sums[1], sums[2], heads.norm, D)
+    mean, rstd = row_moments(sums[1], sums[2], norm, D)
     logit = rstd * (sums[0] - mean * gain_sum) + shift_sum + offset
     chosen = by_state(logit > limit, state).to(tl.int32)
     wait_for_started(PDL)
@@ -203,14 +202,14 @@ def _select_head(head, residual, heads, D: tl.constexpr, BLOCK: tl.constexpr, PD
 
 @triton.jit
 def _add_ahead_kernel(
-    partials, bias, residual, out, gain, estimate, position, attn_in, moments, arrived, heads, D: tl.constexpr,
+    partials, bias, residual, out, gain, estimate, position, attn_in, moments, arrived, norm, heads, D: tl.constexpr,
     STRIPE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     stripe = tl.program_id(0) - H
     if stripe < 0:
         if H > 0:
-            _select_head(stripe + H, residual, heads, D, BLOCK, PDL)
+            _select_head(stripe + H, residual, norm, heads, D, BLOCK, PDL)
     else:
         columns = stripe * STRIPE + tl.arange(0, STRIPE)
         inside = columns < D
@@ -255,7 +254,7 @@ def _add_ahead(
     check_tensor("attn_in", ahead.attn_in, (1, ahead.attn_in.shape[1], d), (torch.float16,), out)
     check_shape("moments", ahead.norm.moments, 2)
     n_heads = 0
-    selecting = Selecting()
+    selecting, norm = Selecting(), None
     if heads is not None:
         predictor = heads.predictor
         assert predictor.rows is not None and predictor.bias is not None and predictor.threshold is not None
@@ -265,14 +264,15 @@ def _add_ahead(
         check_tensor("bias of heads", predictor.bias, (n_heads,), (torch.float32,), out)
         check_tensor("threshold of heads", predictor.threshold, (1,), (torch.float32,), out)
         require(predictor.selection.block == 1, "a selection of heads has one of them a block")
+        norm = heads.ln.args()._replace(shift=None)
         selecting = Selecting(
-            heads.ln.args()._replace(shift=None), predictor.rows, *predictor.sums, predictor.bias, predictor.threshold,
-            heads.row_state, predictor.selection.row_bits,
+            predictor.rows, *predictor.sums, predictor.bias, predictor.threshold, heads.row_state,
+            predictor.selection.row_bits,
         )  # fmt: skip
     settings = SumSettings.of(partials, splits)
     _add_ahead_kernel[(n_heads + triton.cdiv(d, settings.stripe),)](
         partials, bias, residual, out, ahead.norm.ln.folded[0], ahead.norm.estimate, ahead.position, ahead.attn_in,
-        ahead.norm.moments, ahead.arrived, selecting, D=d, STRIPE=settings.stripe, SPLITS=splits,
+        ahead.norm.moments, ahead.arrived, norm, selecting, D=d, STRIPE=settings.stripe, SPLITS=splits,
         CHUNK=settings.chunk, H=n_heads, BLOCK=min(1024, triton.next_power_of_2(d)), PDL=pdl,
         num_warps=settings.warps, launch_pdl=pdl,
     )  # fmt: skip
