@@ -29,7 +29,9 @@ def test_equals_a_layer_norm_and_a_product(device, d, rank, relu):
     weight = torch.randn(rank, d, device=device)
     out, normalised = torch.full((1, rank), NAN, device=device), torch.full((1, d), NAN, device=device)
     predict_down(x, ln, weight, norm_sums(weight, ln), out, relu=relu, normalised_out=normalised)
-    torch.testing.assert_close(out.double()(x.double(), ln, weight, relu=relu), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        out.double(), predict_down_reference(x.double(), ln, weight, relu=relu), atol=2e-4, rtol=1e-4
+    )
     torch.testing.assert_close(normalised, layer_norm_reference(x, ln), atol=1e-5, rtol=1e-5)
 
 
@@ -43,7 +45,9 @@ def test_stored_dtypes(device, dtype):
         weight, scale = quantize_rows(weight, dtype)
     out = torch.full((1, 24), NAN, device=device)
     predict_down(x, ln, weight, norm_sums(weight, ln), out, scale)
-    torch.testing.assert_close(out.double()(x.double(), ln, weight, scale), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        out.double(), predict_down_reference(x.double(), ln, weight, scale), atol=1e-3, rtol=1e-3
+    )
 
 
 def test_a_mean_far_from_zero_and_settings(device):
@@ -85,6 +89,8 @@ def test_real_widths(d, dtype):
         out, normalised = torch.full((1, d // 16), NAN, device="cuda"), torch.full((1, d), NAN, device="cuda").half()
         predict_down(x, ln, weight, sums, out, scale, normalised_out=normalised, pdl=pdl)
         made.append((out, normalised))
-    torch.testing.assert_close(out.double()(x.double(), ln, weight, scale), atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        out.double(), predict_down_reference(x.double(), ln, weight, scale), atol=2e-3, rtol=1e-3
+    )
     torch.testing.assert_close(normalised, layer_norm_reference(x, ln, torch.float16), atol=4e-3, rtol=2e-3)
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
