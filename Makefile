@@ -19,6 +19,7 @@ SHIPPED = checkpoints/opt-mini/bundle
 OLDEST_TRITON = build/triton-3.6.0
 S3_PACKAGES = build/s3
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
 .PHONY: demo train infer bundle report test test-long lint tables release tag wheels docs clean
@@ -46,10 +47,11 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 
 test: .venv/dev lint
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --cov=dejavu_train --cov-report=term --cov-fail-under=85
+	$(PYTEST) --dist loadfile tests/kernels
+	$(PYTEST) --dist loadfile --ignore=tests/kernels --cov=dejavu_train --cov-report=term --cov-fail-under=85
 
 test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES)
-	OMP_NUM_THREADS=1 OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) .venv/bin/python -m pytest --numprocesses 2 -m long
+	OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) $(PYTEST) -m long
 
 lint: .venv/dev
 	.venv/bin/ruff check $(CODE)
@@ -90,7 +92,9 @@ docs: .venv/docs
 
 $(OLDEST_TRITON): | .venv/bin/python
 	@echo "installing the oldest triton that pyproject.toml allows into $@, 650 MB"
-	.venv/bin/python -m pip install --quiet --no-deps --target $@ triton==$(subst build/triton-,,$@)
+	rm -rf $@.part
+	.venv/bin/python -m pip install --quiet --no-deps --target $@.part triton==$(subst build/triton-,,$@)
+	mv $@.part $@
 
 $(S3_PACKAGES): tests/s3_packages.txt
 	@echo "installing a server and a client of S3 into $@, 106 MB"

@@ -69,6 +69,7 @@ def test_every_kernel_compiles_with_the_oldest_triton(tmp_path):
     assert len(compiled(tmp_path, "--widths", "2048", triton=folder)) > 60
 
 
+@pytest.mark.long
 def test_every_kernel_of_4_bit_rows_compiles(tmp_path):
     """For compute capability 9.0, at one width: a variable that changes its type in a loop is no mistake in Python."""
     lines = compiled(tmp_path, "--only", "bits: ", "--widths", "2048")
