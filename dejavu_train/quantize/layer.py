@@ -118,14 +118,12 @@ class LayerQuantizer:
 
         moments = Moments()
         for batch in batches:
-            attn_in = before_half(parts, parts.norm_attn, batch.hidden)
-            batch.put(mix_heads(parts, attn_in, causal(parts), positions_like(batch.real)))
-            moments.add(batch.made, batch.real)
+            moments.add(self._mixed(batch), batch.real)
         self._quantise(self._out, moments)
 
         moments = Moments()
         for batch in batches:
-            batch.put(behind_half(parts, parts.norm_attn, batch.hidden + parts.out(batch.made)))
+            batch.put(behind_half(parts, parts.norm_attn, batch.hidden + parts.out(self._mixed(batch))))
             moments.add(before_half(parts, parts.norm_mlp, batch.made), batch.real)
         self._quantise(self._up, moments)
 
@@ -136,6 +134,11 @@ class LayerQuantizer:
         for batch in batches:
             batch.put(behind_half(parts, parts.norm_mlp, batch.made + parts.down(self._neurons(batch))))
         return self.results
+
+    def _mixed(self, batch: Batch) -> Tensor:
+        """(B, T, h * e), of what stands before the layer. It is made twice: it may be wider than the stream."""
+        attn_in = before_half(self.parts, self.parts.norm_attn, batch.hidden)
+        return mix_heads(self.parts, attn_in, causal(self.parts), positions_like(batch.real))
 
     def _neurons(self, batch: Batch) -> Tensor:
         """(B, T, n), of what stands before the MLP."""
