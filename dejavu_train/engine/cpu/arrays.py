@@ -131,6 +131,11 @@ class Selectors(Group):
     def __init__(self, **fields: np.ndarray) -> None:
         super().__init__("Selectors", **fields)
 
+    def without_second_stage(self) -> "Selectors":
+        """The same, but every neuron that a predictor lets through is multiplied. Shares its arrays."""
+        fields = {name: getattr(self, name) for name in type(self).__annotations__}
+        return Selectors(**{**fields, "fine": np.full_like(self.fine, -1)})
+
 
 class State(Group):
     """Per row: sequence (B), the number of the sequence whose token it runs, 0 to S - 1. Engines have a row for each

@@ -37,7 +37,7 @@ def project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads
     """
     of_q = model.kv_group * state.keys.shape[3]
     of_unit = of_q + 2 * state.keys.shape[3]
-    first, kept = model.first[layer, QKV], selectors.kept[layer]
+    first = model.first[layer, QKV]
     mask, heads, numbers = work.mask[thread], work.heads[thread], work.numbers[thread]
     start, stop = n_units * of_unit * thread // n_threads, n_units * of_unit * (thread + 1) // n_threads
     n = stop - start
@@ -47,27 +47,36 @@ def project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads
     i = 0
     while i < n:
         unit, inside = heads[(start + i) // of_unit], (start + i) % of_unit
-        count = min(ROWS, n - i, of_unit - inside)  # of one unit
+        last = min(n, i + of_unit - inside)  # of this unit
         for b in range(state.row_state.shape[0]):
-            if not mask[unit] >> b & 1:
-                continue
-            position, own, results = state.position[b], state.sequence[b], work.results[thread, b]
-            none_missing = inside + count <= of_q  # rows of q alone
-            skipped = max(0, of_q - inside)  # q of an earlier position
-            for p in range(position if none_missing else first_missing(selectors, state, layer, b, unit), position):
-                operand, scale = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
-                dot_four(model.rows, model.scales, model.group, numbers, i, n, operand, scale, results)
-                put_qkv(model, state, work, layer, b, unit, inside + skipped, p, results[i + skipped : i + count])
-        dot_rows(
-            model.rows, model.scales, model.group, numbers, i, n, work.operand[thread], work.operand_unit[thread],
-            mask[unit], work.results[thread],
-        )  # fmt: skip
+            if mask[unit] >> b & 1 and first_missing(selectors, state, layer, b, unit) < state.position[b]:
+                fill_missing(model, selectors, state, work, layer, b, unit, i, last, inside, n, thread)
+        for j in range(i, last, ROWS):
+            dot_rows(
+                model.rows, model.scales, model.group, numbers, j, n, work.operand[thread], work.operand_unit[thread],
+                mask[unit], work.results[thread],
+            )  # fmt: skip
         for b in range(state.row_state.shape[0]):
             if mask[unit] >> b & 1:
-                mine = work.results[thread, b, i : i + count]
+                mine = work.results[thread, b, i:last]
                 put_qkv(model, state, work, layer, b, unit, inside, state.position[b], mine)
-        i += count
+        i = last
     work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
+
+
+@compiled()
+def fill_missing(model, selectors, state, work, layer, b, unit, start, stop, inside, n, thread):
+    """K and V of a unit for batch row b where they are missing, by the rows ``start`` to ``stop`` of a list of n."""
+    of_q, kept, own = model.kv_group * state.keys.shape[3], selectors.kept[layer], state.sequence[b]
+    results = work.results[thread, b]
+    for i in range(start + max(0, of_q - inside) // ROWS * ROWS, stop, ROWS):  # no query of an earlier position
+        for p in range(first_missing(selectors, state, layer, b, unit), state.position[b]):
+            operand, unit_of = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
+            dot_four(model.rows, model.scales, model.group, work.numbers[thread], i, n, operand, unit_of, results)
+            at = inside + i - start
+            first = i + max(0, of_q - at)
+            mine = results[first : min(i + ROWS, stop)]
+            put_qkv(model, state, work, layer, b, unit, at + first - i, p, mine)
 
 
 @compiled()
@@ -83,15 +92,21 @@ def put_qkv(model, state, work, layer, b, unit, inside, position, products):
     """Products with the rows of a unit from number ``inside`` on where they belong, biases added."""
     e, own = state.keys.shape[3], state.sequence[b]
     of_q = model.kv_group * e
-    for r in range(products.shape[0]):
-        at = inside + r
-        value = products[r] + model.qkv_bias[layer, unit * (of_q + 2 * e) + at]
-        if at < of_q:
-            work.q[b, unit * of_q + at] = value * np.float32(model.q_scaling)
-        elif at < of_q + e:
-            state.keys[layer, own, unit, at - of_q, position] = value
-        else:
-            state.values[layer, own, unit, position, at - of_q - e] = value
+    first, n = unit * (of_q + 2 * e) + inside, products.shape[0]
+    to_q, to_k = min(max(of_q - inside, 0), n), min(max(of_q + e - inside, 0), n)  # where q and k end
+    # Slices, because an index that is a difference might be negative for all that the compiler knows.
+    out, given, bias = work.q[b, unit * of_q + inside :], products[:to_q], model.qkv_bias[layer, first:]
+    for r in range(to_q):
+        out[r] = (given[r] + bias[r]) * np.float32(model.q_scaling)
+    keys, given, bias = state.keys[layer, own, unit], products[to_q:to_k], model.qkv_bias[layer, first + to_q :]
+    from_k = max(inside - of_q, 0)
+    for r in range(to_k - to_q):
+        keys[from_k + r, position] = given[r] + bias[r]
+    from_v = max(inside - of_q - e, 0)
+    out, given = state.values[layer, own, unit, position, from_v:], products[to_k:]
+    bias = model.qkv_bias[layer, first + to_k :]
+    for r in range(n - to_k):
+        out[r] = given[r] + bias[r]
 
 
 @compiled()
