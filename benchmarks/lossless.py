@@ -19,6 +19,7 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,8 @@ class Ways:
         pair, fixed = self.pairs[way]
         text = []
 
-        def show(start: int, stop: int) -> None:
-            text.extend(pair.draft_state.tokens[0, start:stop].tolist())
+        def show(start: int, stop: int, tokens: Sequence[int]) -> None:
+            text.extend(pair.draft_state.tokens[0, start:stop].tolist())  # a forced cycle names no tokens
 
         total = len(prompt) + new
         return text, pair.generate(prompt, total, sampling, 0, (), fixed if length is None else length, show)

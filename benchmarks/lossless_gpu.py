@@ -19,206 +19,40 @@ way has the same acceptance then. Rows go to benchmarks/results/lossless_gpu.csv
 """
 
 import argparse
-import csv
 import dataclasses
-import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.decode_problem import RANKS, SHAPES, random_predictors, random_weights, set_thresholds, start
 from benchmarks.harness import step_times
+from benchmarks.lossless_picture import draw
 from benchmarks.lossless_rows import DECODINGS, TEXTS, added, columns_of, read_prompts
+from benchmarks.lossless_ways import COPYING, FIXED, Measured, Ways
 from benchmarks.rows import append_row, command_line, device_name, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED
-from dejavu_train.engine.draft_weights import draft_weights
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.lossless import Acceptance, Pace, Verified
+from dejavu_train.engine.lossless import Acceptance
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.plan import plan_step, with_screen
 from dejavu_train.engine.step import DecodeStep
-from dejavu_train.engine.verification import EnginePair
-from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
 from dejavu_train.models.config_values import INT4, quant_method, read_values
 from dejavu_train.models.opt import load_opt
 
 TINY = ModelDims(128, 512, 4, 4, 1000, 512)
-COINS = 4096
 WAYS = ("draft_length=0", "sparse", "sparse, 4 bits", "dense, 4 bits", "prompt lookup", "half the layers")
-COPYING = "sparse, 4 bits, and copies"  # of speed alone: what is copied has no forced acceptance
 OF_FLOATS = ("sparse, 4 bits", "dense, 4 bits")
-FIXED = {"draft_length=0": 0, "prompt lookup": MOST_DRAFTED}  # lengths of drafts that are not chosen
 COLUMNS = (
     "date commit gpu torch triton model weights what way decoding text length forced prompts tokens seconds "
     "tokens_per_second ratio acceptance mean_length saved differ note sources"
 ).split()
-
-
-class Measured(EnginePair):
-    """A pair whose acceptance may be forced, and whose drafts may be copied from the text itself.
-
-    Attributes:
-        share: None, or the probability that a drafted token is accepted.
-        size: None, or how many tokens must have stood before, of prompt lookup.
-    """
-
-    share: float | None = None
-    size: int | None = None
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        device = self.step.device
-        self.coins, self.turn = (
-            torch.zeros(n, dtype=torch.int64, device=device) for n in (COINS, 1)
-        )  # accepted tokens of each cycle
-        self.pace, self.copied = Pace(MOST_DRAFTED), None
-
-    def force(self, share: float) -> None:
-        """Accept each drafted token with this probability."""
-        self.share, coin = share, random.Random(0)
-        lengths = []
-        for _ in range(COINS):
-            n = 0
-            while n < MOST_DRAFTED and coin.random() < share:
-                n += 1
-            lengths.append(n)
-        self.coins.copy_(torch.tensor(lengths))
-
-    def cycle(self, drafted: int, mode: str) -> Verified:
-        """See `Pair.cycle`. A draft that is copied is put there by the host. Pairs of one step have graphs apart."""
-        run = partial(self._run, drafted, mode)
-        if self.size is not None:
-            self._give(drafted)
-            run, drafted = partial(self._verify, mode), 0
-        self.step.replay((self, self.share is None, drafted, mode), run)
-        return self._verified(self.report.tolist())
-
-    def _give(self, drafted: int) -> None:
-        state, position = self.step.state, int(self.step.state.position)
-        text = state.tokens[0, : position + 1].tolist()
-        given = text[:drafted] if self.share is not None else self._followed(text)[:drafted]
-        self.first.copy_(state.position)
-        if given:
-            state.tokens[0, position + 1 : position + 1 + len(given)] = torch.tensor(given, dtype=torch.int32)
-            state.position.add_(len(given))
-
-    def _followed(self, text: list[int]) -> list[int]:
-        size = self.size or 0
-        for at in range(len(text) - size - 1, -1, -1):
-            if text[at : at + size] == text[-size:]:
-                return text[at + size :]
-        return []
-
-    @torch.no_grad()
-    def _verify(self, mode: str) -> None:
-        self._keep(self._choices(mode))
-
-    def _choices(self, mode: str) -> Tensor:
-        choices = super()._choices(mode)
-        if self.share is None:
-            return choices
-        tokens = self.step.state.tokens[0]
-        drafted = tokens[(self.first + 1 + self.numbers).clamp_max(len(tokens) - 1)]
-        accepted = self.coins[self.turn % COINS]
-        self.turn += 1
-        return torch.where(self.numbers < accepted, drafted, (drafted + 1) % self.weights.shape.vocab_size)
-
-
-class Ways:
-    """Pairs over one engine by name, and the dense engine's tokens. A pair is made when it is first asked for.
-
-    Args:
-        engine: of one row, with the predictors.
-    """
-
-    def __init__(self, engine: DecodeEngine) -> None:
-        self.engine = engine
-        self._made: dict[str, Measured] = {}
-
-    def __getitem__(self, way: str) -> Measured:
-        if way not in self._made:
-            self._made[way] = self._make(way)
-        return self._made[way]
-
-    def _make(self, way: str) -> Measured:
-        engine = self.engine
-        if way in ("draft_length=0", "sparse"):
-            return self.pair(engine.core)
-        if way == "prompt lookup":
-            lookup = self.pair(engine.core)
-            lookup.size = 3
-            return lookup
-        if way == "half the layers":
-            return self.pair(self._half())
-        coded = draft_weights(engine.weights, "int4")
-        pair = self.pair(self.step(coded, engine.predictors if way.startswith("sparse") else {}))
-        pair.copied = Pace(MOST_DRAFTED) if way == COPYING else None
-        return pair
-
-    def forget(self, way: str) -> None:
-        """Give its memory back."""
-        pair = self._made.pop(way)
-        graphs = pair.step._graphs
-        for key in [key for key in graphs if key[0] is pair]:
-            del graphs[key]
-        if self.engine.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def pair(self, step: DecodeStep) -> Measured:
-        return Measured(step, self.engine.weights, self.engine.begin)
-
-    def step(self, weights: DecodeWeights, predictors: dict[Any, Any]) -> DecodeStep:
-        """Of other weights or predictors over the engine's state."""
-        engine, options = self.engine, dataclasses.replace(self.engine.options, context=self.engine.context)
-        facts = {key: each.facts(1) for key, each in predictors.items()}
-        plan = plan_step(weights.shape, facts, weights.formats, options, engine.plan.engine)
-        plan = with_screen(plan, engine.core.screen is not None and weights.lm_head is engine.weights.lm_head, None)
-        return DecodeStep(weights, predictors, plan, options, engine.device, None, engine.core)
-
-    def _half(self) -> DecodeStep:
-        """The first half of the layers, then the final LayerNorm and the LM head."""
-        weights, n = self.engine.weights, self.engine.shape.n_layers // 2
-        shape = dataclasses.replace(weights.shape, n_layers=n)
-        layers = [layer.arranged(False) for layer in weights.layers[:n]]
-        step = self.step(dataclasses.replace(weights, shape=shape, layers=layers, drafts={}), {})
-        step.caches = self.engine.core.caches  # verification writes those of all layers
-        return step
-
-    def write(
-        self, way: str, prompt: list[int], new: int, sampling: Sampling, length: int | None = None
-    ) -> tuple[list[int], Acceptance]:
-        """The text of one way, and what was accepted. The time of the prompt is not counted."""
-        ends, length = [len(prompt)], FIXED.get(way, length)
-        found = self[way].generate(
-            prompt, len(prompt) + new, sampling, 0, (), length, lambda _, stop: ends.append(stop)
-        )
-        return self.engine.state.tokens[0, len(prompt) : ends[-1]].tolist(), found
-
-    def write_densely(self, engine: DecodeEngine, prompt: list[int], new: int, sampling: Sampling) -> Acceptance:
-        """Of an engine without drafts, step by step, without looks between them."""
-        n = len(prompt)
-        engine.begin([prompt], [n + new], [n], [n], sampling)
-        _wait(engine)
-        began = time.perf_counter()
-        for _ in range(new - 1):
-            engine.step(sampling.mode)
-        _wait(engine)
-        return Acceptance(new - 1, new - 1, seconds=time.perf_counter() - began)
-
-
-def _wait(engine: DecodeEngine) -> None:
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def options_of(args: argparse.Namespace, context: int, release: bool = False) -> EngineOptions:
@@ -411,74 +245,6 @@ def count_differences(args: argparse.Namespace) -> None:
     for (decoding, name), (differ, tokens) in totals.items():
         row = conditions(args, Path(args.model).name) | {"what": "equal", "prompts": args.prompts}
         write_row(args, row | {"way": name, "decoding": decoding, "tokens": tokens, "differ": differ})
-
-
-def best_speed(cycles: dict[int, float], a: float) -> float:
-    """Tokens a dense step by the best length, cycles in dense steps by length.
-
-    >>> round(best_speed({0: 1.0, 3: 1.5}, 0.9), 3)
-    2.293
-    """
-    return max(sum(a**i for i in range(g + 1)) / cycles[g] for g in cycles)
-
-
-def by_token(accepted: float, drafted: float) -> float:
-    """The probability that a token is accepted, of drafts of so many tokens of which so many were, on average.
-
-    >>> round(by_token(0.9 + 0.81, 2), 6)
-    0.9
-    """
-    low, high, whole = 0.0, 1.0, int(drafted)
-    for _ in range(50):
-        a = (low + high) / 2
-        expected = sum(a**i for i in range(1, whole + 1)) + (drafted - whole) * a ** (whole + 1)
-        low, high = (a, high) if expected < accepted else (low, a)
-    return high
-
-
-def draw(args: argparse.Namespace) -> None:
-    """Lines from cycles that were timed, points where whole texts were: tokens a second against acceptance."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with args.out.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    cycles: dict[tuple[str, str, str], dict[int, float]] = {}
-    for row in rows:
-        if row["what"] == "cycle":
-            cycles.setdefault((row["model"], row["weights"], row["way"]), {})[int(row["length"])] = float(row["ratio"])
-    shown = [key for key in cycles if key[2] == ("sparse" if key[1] == "int4" else "sparse, 4 bits")]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    shares = [0.5 + 0.005 * i for i in range(101)]
-    for colour, key in enumerate(shown):
-        model, weights, _ = key
-        label = f"{model.upper()} {'4 bits' if weights == 'int4' else 'fp16'}"
-        axes.plot(shares, [best_speed(cycles[key], a) for a in shares], color=f"C{colour}", label=label)
-        forced = [row for row in rows if row["what"] == "forced" and (row["model"], row["weights"], row["way"]) == key]
-        axes.plot(*_points(forced, lambda row: float(row["forced"])), "o", color=f"C{colour}")
-    speed = [r for r in rows if r["what"] == "speed" and r["way"] == "sparse, 4 bits" and r["text"] == "all"]
-    for model, marker in zip(dict.fromkeys(row["model"] for row in speed), "xs^vd", strict=False):
-        own = [row for row in speed if row["model"] == model]
-        axes.plot(*_points(own, _own_acceptance), marker, color="black", label=f"{model}, measured")
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel("probability that a drafted token is accepted")
-    axes.set_ylabel("speed, our dense engine = 1")
-    axes.legend()
-    figure.tight_layout()
-    args.picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.picture, dpi=120)
-
-
-def _points(rows: list[dict[str, str]], across: Callable[[dict[str, str]], float]) -> tuple[list[float], list[float]]:
-    kept = [row for row in rows if row["ratio"]]
-    return [across(row) for row in kept], [float(row["ratio"]) for row in kept]
-
-
-def _own_acceptance(row: dict[str, str]) -> float:
-    length, share = float(row["mean_length"]), float(row["acceptance"])
-    return by_token(length, length / share) if share else 0.0
 
 
 def main() -> int:

@@ -179,10 +179,12 @@ class Pair(ABC):
     Attributes:
         pace: keeps what it has learned between calls. copied: the same of drafts that are copied, or None: none are.
         clock: seconds by which lengths of drafts are judged.
+        ahead: whether a cycle is queued before the host looks at the one before it.
     """
 
     pace: Pace
     copied: Pace | None = None
+    ahead = False
     clock = staticmethod(time.perf_counter)
     _asked = 0
 
@@ -197,6 +199,14 @@ class Pair(ABC):
         Raises:
             UserError: numbers of the dense model that are not finite.
         """
+
+    def queue(self, drafted: int, mode: str) -> Callable[[], Verified]:
+        """Begin what `cycle` does. What is returned waits for its end, and may be called behind the next `queue`.
+
+        A cycle behind the end of a text is for nothing, and does no harm within the limit of tokens.
+        """
+        found = self.cycle(drafted, mode)
+        return lambda: found
 
     @abstractmethod
     def verify(self, given: Sequence[int], mode: str) -> Verified:
@@ -221,30 +231,55 @@ class Pair(ABC):
         least: int,
         stops: Sequence[int],
         length: int | None,
-        show: Callable[[int, int], Any],
+        show: Callable[[int, int, Sequence[int]], Any],
     ) -> Acceptance:
         """Continue a prompt to its end.
 
         Args:
             total: tokens at most, the prompt included. length: of each draft, None = chosen.
-            show: called as (start, stop) when tokens of these positions are verified. True where it wants no more.
+            show: called as (start, stop, tokens) when tokens of these positions are verified. The sequence may hold
+                more by then, of a cycle that was queued. True where it wants no more.
         """
         acceptance, shown, copies = Acceptance(), len(prompt), Copies(prompt)
         verified = self.begin(prompt, total, sampler, least, stops)
-        copies.add(verified.new)
+        looked, current = self.clock(), None
         while True:
-            ended = show(shown, verified.held)
+            copies.add(verified.new)
+            ended = show(shown, verified.held, verified.new)
             shown = verified.held
             if verified.done or ended:
                 return acceptance
             # The last token is the dense model's own: a draft of it would be for nothing.
-            most, pace = total - shown - 1, self.pace
+            most = total - shown - 1
             given = self._copy(copies, most) if length is None else []
-            drafted = 0 if given else min(pace.next() if length is None else length, most)
-            started = self.clock()
-            verified = self.verify(given, sampler.mode) if given else self.cycle(drafted, sampler.mode)
-            seconds = self.clock() - started
+            if current is None:
+                current = self._start(given, length, most, sampler.mode)
+            left = most - current.drafted - 1  # if all of it is accepted
+            # A text that repeats itself is awaited, since it may be copied.
+            ahead = self._start([], length, left, sampler.mode) if self.ahead and not given and left >= 0 else None
+            verified = current.look()
+            now = self.clock()
+            seconds, looked = now - max(looked, current.started), now
             acceptance.add(verified, verified.held - shown, seconds)
-            acceptance.copied += len(given)
-            copies.add(verified.new)
-            (self.copied if given and self.copied is not None else pace).note(verified, seconds)
+            acceptance.copied += current.drafted if current.pace is self.copied else 0
+            current.pace.note(verified, seconds)
+            current = ahead
+
+    def _start(self, given: Sequence[int], length: int | None, most: int, mode: str) -> "_Started":
+        """Begin a cycle, of tokens that were copied or of at most ``most`` that are drafted."""
+        started = self.clock()
+        if given and self.copied is not None:
+            found = self.verify(given, mode)
+            return _Started(lambda: found, len(given), self.copied, started)
+        drafted = min(self.pace.next() if length is None else length, most)
+        return _Started(self.queue(drafted, mode), drafted, self.pace, started)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Started:
+    """A cycle that was begun: what waits for it, its tokens at most, who learns from it, and when."""
+
+    look: Callable[[], Verified]
+    drafted: int
+    pace: Pace
+    started: float

@@ -191,22 +191,18 @@ class Session(ABC):
         lossless: bool | Draft,
     ) -> list[int]:
         """The new tokens of one prompt, see `Pair.generate`."""
-        draft, held = lossless if isinstance(lossless, Draft) else Draft(), len(prompt)
+        draft, new = lossless if isinstance(lossless, Draft) else Draft(), []
         if sampler.penalised:
             raise UserError("lossless decoding has no penalties, since a draft is judged all at once; leave them out")
 
-        def show(start: int, stop: int) -> bool:
-            nonlocal held
-            held = stop
-            if callback is not None:  # else nobody waits for tokens before the last: a look at them takes time
-                for at, token in enumerate(self.state.tokens[0, start:stop].tolist(), start + 1):
-                    if callback(0, token) is True:
-                        held = at
-                        return True
+        def show(start: int, stop: int, tokens: Sequence[int]) -> bool:
+            for token in tokens:  # of the report: a look at the engine's state would wait for the next cycle
+                new.append(token)
+                if callback is not None and callback(0, token) is True:
+                    return True
             return False
 
         self.acceptance = self.pair(draft).generate(prompt, total, sampler, least, stops, draft.length, show)
-        new: list[int] = self.state.tokens[0, len(prompt) : held].tolist()
         return new
 
     @in_turn

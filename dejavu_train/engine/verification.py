@@ -4,8 +4,8 @@ Verification runs eight slots always (`slot_pass`). Slot s has the token at p + 
 slot 0. So shapes never change, and what a slot gives does not depend on how many are live.
 
 A cycle is one CUDA graph for each length of a draft: the steps, verification, and what is kept of them. The host looks
-once behind it. K and V of the whole draft are written by verification. Position, watermarks and the end of the row
-follow from what was accepted.
+once at it, while the next one runs: its report is copied to pinned memory behind it. K and V of the whole draft are
+written by verification. Position, watermarks and the end of the row follow from what was accepted.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +29,28 @@ assert SLOTS == MOST_DRAFTED + 1
 SHARED = ("known", "least", "limit", "stops", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
+class _Look:
+    """A copy of a tensor in the host's memory, which later work of the device does not wait for, nor change."""
+
+    def __init__(self, report: Tensor) -> None:
+        on_gpu = report.is_cuda
+        self.copy = torch.empty(report.shape, dtype=report.dtype, pin_memory=on_gpu)
+        self.event = torch.cuda.Event() if on_gpu else None
+
+    def take(self, report: Tensor) -> None:
+        """Queue the copy."""
+        self.copy.copy_(report, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def read(self) -> list[int]:
+        """The copy, as soon as it is there."""
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[int] = self.copy.tolist()
+        return found
+
+
 class EnginePair(Pair):
     """The draft is a step of an engine of one row, verification a dense pass over the same caches.
 
@@ -38,6 +60,8 @@ class EnginePair(Pair):
     Raises:
         UserError: a guard, a policy other than backfill, or products whose rows depend on each other here.
     """
+
+    ahead = True
 
     def __init__(self, step: DecodeStep, dense: DecodeWeights, begin: Callable[..., None]) -> None:
         if step.guard is not None:
@@ -53,6 +77,7 @@ class EnginePair(Pair):
         self.numbers = torch.arange(SLOTS, device=device)
         self.first = torch.zeros(1, dtype=torch.int32, device=device)
         self.report = torch.zeros(6 + SLOTS, dtype=torch.int32, device=device)
+        self._looks = [_Look(self.report) for _ in range(2)]  # of the cycle that the host waits for, and of the next
         self.copied = Pace(MOST_DRAFTED)
         self.pace = Pace(MOST_DRAFTED if step.plan.selecting or dense is not step.weights else 0)
 
@@ -71,8 +96,19 @@ class EnginePair(Pair):
 
     def cycle(self, drafted: int, mode: str) -> Verified:
         """See `Pair.cycle`."""
+        return self.queue(drafted, mode)()
+
+    def queue(self, drafted: int, mode: str) -> Callable[[], Verified]:
+        """See `Pair.queue`."""
         self.step.replay(("cycle", drafted, mode), partial(self._run, drafted, mode))
-        return self._verified(self.report.tolist())
+        return self._look()
+
+    def _look(self) -> Callable[[], Verified]:
+        """What waits for the last replay, and for nothing behind it."""
+        look = self._looks.pop(0)
+        self._looks.append(look)
+        look.take(self.report)
+        return lambda: self._verified(look.read())
 
     def verify(self, given: Sequence[int], mode: str) -> Verified:
         """See `Pair.verify`. The host writes these tokens."""
@@ -83,7 +119,7 @@ class EnginePair(Pair):
             state.tokens[0].index_copy_(0, at, torch.tensor(given, dtype=torch.int32, device=at.device))
             state.position.add_(n)
         self.step.replay(("given", mode), partial(self._judge, mode))
-        return self._verified(self.report.tolist())
+        return self._look()()
 
     def _verified(self, report: list[int]) -> Verified:
         drafted, accepted, position, done, fault, written, *choices = report

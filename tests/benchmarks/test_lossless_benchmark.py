@@ -4,7 +4,7 @@ import csv
 import random
 import sys
 
-from benchmarks import lossless_gpu
+from benchmarks import lossless_gpu, lossless_picture
 
 
 def run(monkeypatch, out, *words):
@@ -36,4 +36,4 @@ def test_the_acceptance_of_a_token_is_found_from_whole_drafts():
             while n < 5 and coin.random() < a:
                 n += 1
             counts.append(n)
-        assert abs(lossless_gpu.by_token(sum(counts) / len(counts), 5) - a) < 0.01
+        assert abs(lossless_picture.by_token(sum(counts) / len(counts), 5) - a) < 0.01

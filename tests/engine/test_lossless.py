@@ -53,11 +53,12 @@ def test_the_text_is_the_dense_models_whatever_is_drafted(engine, model, how):
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
-def test_nothing_behind_the_new_position_is_read(engine, weights):
+def test_nothing_behind_the_new_position_is_read(engine, weights, monkeypatch):
     (prompt,), pair, shown = rows_of(9), engine.pair(Draft(weights=weights)), []
+    monkeypatch.setattr(pair, "ahead", False)
     expected = engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(0))[0]
 
-    def spoil(start, stop):
+    def spoil(start, stop, tokens):
         state = engine.state
         assert (engine.core.watermark == stop - 1).all() and int(state.position) == stop - 1
         for cache in pair.step.caches:
@@ -65,12 +66,45 @@ def test_nothing_behind_the_new_position_is_read(engine, weights):
             if cache.attn_in.shape[1]:
                 cache.attn_in[:, stop - 1 :] = float("nan")
         state.tokens[0, stop:] = 7
-        shown.extend(state.tokens[0, start:stop].tolist())
+        assert state.tokens[0, start:stop].tolist() == list(tokens)
+        shown.extend(tokens)
 
     for length in (5, None, None):
         shown.clear()
         pair.generate(prompt, 49, Sampling(), 0, (), length, spoil)
         assert shown == expected
+
+
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+def test_a_cycle_is_queued_before_the_look_at_the_one_before(model, how, monkeypatch):
+    """What is shown is what a cycle at a time shows, wherever the text ends, and a call may end before a look."""
+    engine, (prompt,) = reference_engine(model, random_bundle(model)), rows_of(9)
+    pair, options = engine.pair(Draft()), {"sampling": KINDS[how], "stop_tokens": ()}
+    expected = engine.generate([prompt], 40, lossless=Draft(0), **options)[0]
+    queue, events = pair.queue, []
+
+    def logged(drafted, mode):
+        events.append("queue")
+        look, number = queue(drafted, mode), events.count("queue")
+        return lambda: (events.append(f"look {number}"), look())[1]
+
+    monkeypatch.setattr(pair, "queue", logged)
+    assert engine.generate([prompt], 40, lossless=Draft(3), **options)[0] == expected
+    assert events[:5] == ["queue", "queue", "look 1", "queue", "look 2"]
+    assert events.count("queue") == len([each for each in events if each != "queue"]), "the limit wastes no cycle"
+    for place in (0, 4, 9, 21):
+        heard = []
+
+        def hear(row, token, heard=heard, place=place):
+            heard.append(token)
+            return len(heard) > place
+
+        found = engine.generate([prompt], 40, lossless=Draft(3), callback=hear, **options)[0]
+        assert found == heard == expected[: place + 1]
+        stopped = {**options, "stop_tokens": (expected[place],)}
+        found = engine.generate([prompt], 40, lossless=Draft(3), **stopped)[0]
+        assert found == expected[: expected.index(expected[place]) + 1]
+    assert engine.generate([prompt], 40, lossless=Draft(5), **options)[0] == expected, "queued cycles left nothing"
 
 
 def test_stop_tokens_and_limits_end_a_text_inside_a_draft(engine):

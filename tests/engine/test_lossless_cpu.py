@@ -126,13 +126,14 @@ def test_nothing_behind_the_new_position_is_read(engine, how):
     expected = engine.generate([prompt], 50, sampling=KINDS[how], stop_tokens=(), lossless=Draft(0))[0]
     shown = []
 
-    def spoil(start, stop):
+    def spoil(start, stop, tokens):
         state = pair.draft_state
         assert (state.watermark == stop - 1).all() and state.position[0] == stop - 1
         state.keys[..., stop - 1 :], state.values[:, :, :, stop - 1 :] = np.nan, np.nan
         state.attn_in[:, :, stop - 1 :], state.attn_unit[:, :, stop - 1 :] = np.nan, np.nan
         state.tokens[0, stop:] = 7
-        shown.extend(state.tokens[0, start:stop].tolist())
+        assert state.tokens[0, start:stop].tolist() == list(tokens)
+        shown.extend(tokens)
 
     pair.generate(prompt, 62, KINDS[how], 0, (), 5, spoil)
     assert shown == expected

@@ -52,10 +52,11 @@ def test_the_text_is_that_of_no_draft(engine, how):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("length", [1, 5])
-def test_nothing_behind_the_new_position_is_read(engine, weights, length):
+def test_nothing_behind_the_new_position_is_read(engine, weights, length, monkeypatch):
     expected, pair, shown = write(engine, Draft(0), Sampling()), engine.pair(Draft(weights=weights)), []
+    monkeypatch.setattr(pair, "ahead", False)
 
-    def spoil(start, stop):
+    def spoil(start, stop, tokens):
         state, at = engine.state, stop - 1
         assert (engine.core.watermark == at).all() and int(state.position) == at
         for cache in pair.step.caches:
@@ -63,26 +64,33 @@ def test_nothing_behind_the_new_position_is_read(engine, weights, length):
             cache.attn_in[:, at:] = float("nan")
         pair.step.work.carried.inputs[:, at:] = float("nan")
         state.tokens[0, stop:] = 7
-        shown.extend(state.tokens[0, start:stop].tolist())
+        assert state.tokens[0, start:stop].tolist() == list(tokens)
+        shown.extend(tokens)
 
     pair.generate(prompt(), 19 + NEW, Sampling(), 0, (), length, spoil)
     assert shown == expected
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_the_host_looks_once_a_cycle(engine, weights):
+def test_the_host_waits_for_nothing_but_its_look(engine, weights):
     write(engine, Draft(3, weights), Sampling())  # graphs are recorded
-    pair = engine.pair(Draft(weights=weights))
+    pair, verified = engine.pair(Draft(weights=weights)), []
     pair.begin(prompt(), 19 + NEW, Sampling(), 0, ())
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as looks:
+        with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            for _ in range(5):
-                pair.cycle(3, "greedy")
+            look = pair.queue(3, "greedy")
+            for _ in range(4):
+                following = pair.queue(3, "greedy")
+                verified.append(look())
+                look = following
+            verified.append(look())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([each for each in looks if "synchroniz" in str(each.message)]) == 5
+    assert not [each for each in waits if "synchroniz" in str(each.message)]
+    expected, shown = write(engine, Draft(0), Sampling()), [token for each in verified for token in each.new]
+    assert expected[1 : 1 + len(shown)] == shown
 
 
 def test_stop_tokens_and_the_context_end_a_text_inside_a_draft():
