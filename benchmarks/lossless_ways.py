@@ -1,7 +1,7 @@
 """Ways to draft over one engine: sparse, other weights, half of the layers, copies. Acceptance may be forced.
 
-A pair of `benchmarks.lossless_gpu` is the library's own, except that the choices of the dense model may be replaced on
-the device by a table of coins, which costs some launches more.
+A pair is the library's own, except that a table of coins may replace the dense model's choices on the device. That
+costs some launches more.
 """
 
 import dataclasses
