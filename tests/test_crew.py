@@ -44,6 +44,7 @@ def test_workers_make_what_one_process_makes(alone, tiny_opt, text_file, tmp_pat
     assert "jobs" not in saved_config(output).read_text()
 
 
+@pytest.mark.long
 def test_what_a_killed_worker_leaves_is_trained(alone, tiny_opt, text_file, tmp_path):
     output, log = tmp_path / "run", tmp_path / "log.txt"
     process = start_main(flags(tiny_opt, text_file, output, "--jobs=2"), log)
@@ -89,6 +90,7 @@ def collected(activations):
     return {path.relative_to(activations): path.read_bytes() for path in files}
 
 
+@pytest.mark.long
 def test_workers_collect_by_layers_and_what_one_leaves_is_collected(tiny_opt, text_file, tmp_path, caplog, monkeypatch):
     config = parse_config(flags(tiny_opt, text_file, tmp_path / "run", "--jobs=2", "--collect.by_layers=true"))
     about, activations, task = (str(tiny_opt), config.text, config.collect), tmp_path / "run" / "activations", crew.Task

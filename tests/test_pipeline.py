@@ -289,6 +289,7 @@ class Own(nn.Sequential):
 """
 
 
+@pytest.mark.long
 def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, finished):
     """The real command, with DDP over two CPU processes for one predictor, and for one of a class of your own."""
     (tmp_path / "own_parts.py").write_text(OWN_PREDICTOR)

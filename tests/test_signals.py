@@ -25,11 +25,13 @@ from dejavu_train.training.job import job_folder
 
 
 @pytest.fixture(autouse=True)
-def _sigint_is_not_ignored():
-    """As it is where the tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_are_not_ignored():
+    """As SIGINT is where the tests run in the background, and SIGHUP behind nohup."""
+    chosen = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in chosen.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -1,5 +1,7 @@
 """Short forms of benchmarks/mutations.py and benchmarks/soak.py. Their rows stand in benchmarks/results."""
 
+import pytest
+
 from benchmarks.mutations import KINDS, Run, mutate
 from benchmarks.soak import Soak
 
@@ -10,6 +12,7 @@ def test_mutations_are_refused_or_change_nothing(tmp_path, monkeypatch):
     assert sorted(found["found"]) == sorted(KINDS) and found["wrong"] == []
 
 
+@pytest.mark.long
 def test_interruptions_leave_the_same_bundle(tmp_path):
     soak = Soak(tmp_path)
     for number in range(3):  # on a machine that has much else to do a run may end before its signal comes
