@@ -26,6 +26,7 @@ SPELLED = {  # as safetensors spells the dtypes of stored tensors
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+DTYPE_SPELLED = {spelled: dtype for dtype, spelled in SPELLED.items()}
 HASH_SAMPLE_BYTES = 64 * 1024
 Spelling = Callable[[str, str], tuple[str, str] | None]  # of a stored name and dtype; None leaves the tensor out
 
@@ -65,8 +66,7 @@ def chosen_dtype(asked: str | torch.dtype | None, values: Mapping[str, Any], fil
 
 def _stored_dtype(file: Path) -> torch.dtype | None:
     if file.suffix == ".safetensors":
-        by_name = {spelled: dtype for dtype, spelled in SPELLED.items()}
-        dtypes = [by_name.get(entry.dtype) for entry in read_header(file).values()]
+        dtypes = [DTYPE_SPELLED.get(entry.dtype) for entry in read_header(file).values()]
     else:
         dtypes = [tensor.dtype for tensor in torch.load(file, map_location="meta", weights_only=True).values()]
     return next((dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point), None)
@@ -244,7 +244,7 @@ def _canonical(name: str, dtype: str) -> tuple[str, str]:
 
 def _earlier_spellings() -> Iterator[Spelling]:
     """What hashes of earlier versions were made over: names and dtypes as one container or the other has them."""
-    torch_names = {spelled: str(dtype) for dtype, spelled in SPELLED.items()}
+    torch_names = {spelled: str(dtype) for spelled, dtype in DTYPE_SPELLED.items()}
     yield lambda name, dtype: (name, dtype)
     yield lambda name, dtype: (name, torch_names.get(dtype, dtype))
     yield lambda name, dtype: (name.removeprefix("model."), dtype)

@@ -20,7 +20,7 @@ from dejavu_train.models.config_values import INT4, quant_method, read_values, r
 from dejavu_train.models.int4 import CodedLinear, head_layout, row_layouts
 from dejavu_train.models.int4_quantizer import replace_matrices
 from dejavu_train.models.int4_sizes import head_kind, head_sizes
-from dejavu_train.models.opt import SPELLED, chosen_dtype, random_model
+from dejavu_train.models.opt import DTYPE_SPELLED, chosen_dtype, random_model
 from dejavu_train.models.stored import (
     HEAD,
     Stored,
@@ -32,8 +32,6 @@ from dejavu_train.models.stored import (
     read_header,
     stored_files,
 )
-
-_BY_NAME = {spelled: dtype for dtype, spelled in SPELLED.items()}
 
 
 class MappedTensors:
@@ -61,7 +59,7 @@ class MappedTensors:
         file, entry = self._stored[name]
         if file not in self._mapped:
             self._mapped[file] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-        raw, dtype = self._mapped[file][entry.begin : entry.end], _BY_NAME[entry.dtype]
+        raw, dtype = self._mapped[file][entry.begin : entry.end], DTYPE_SPELLED[entry.dtype]
         if entry.begin % dtype.itemsize:
             raw = raw.clone()
         whole = raw.view(dtype).view(entry.shape)
