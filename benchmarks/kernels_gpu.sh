@@ -55,7 +55,7 @@ whole() {  # NAME FOLDER PROCESSES SECONDS
     step "$1" "$4" "$python" -m pytest -q --collect-only -p no:cacheprovider "$2"
   else
     local gpus
-    gpus=$(nvidia-smi -L | wc -l)
+    gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
     step "$1" "$4" "$python" -m pytest -q -p no:cacheprovider -n "$(($3 * gpus))" "$2"
   fi
   report tests.txt "$1"

@@ -69,6 +69,7 @@ CELLS = [
     "engine=dense,sparse batch=8 mlp_density=0.29",
 ]
 H200_TB_S = 4.5
+FAR = 0.1  # standard deviations of the logits
 # (model, GPUs, engine, weights, share of the heads): ms a token at batch 1 and prompt 128 on H200.
 GOALS = {
     ("175b", 4, "dense", "float16", 1.0): 23.5,
@@ -248,13 +249,15 @@ def check(group: Group, kind: str) -> bool:
             found.append((engine.generate(rows, 48, stop_tokens=()), sampled))
         greedy = zip(found[0][0], found[1][0], strict=True)
         same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in greedy]
-        off = float((logits[0] - logits[1]).abs().max() / logits[0].std())
+        apart = (logits[0] - logits[1]).abs().amax(-1).flatten() / logits[0].std()
+        off, far = float(apart.median()), int((apart > FAR).sum())  # a near tie may select another head at a position
         digest = hashlib.sha256(repr(found[1]).encode()).digest()
         alike = len(set(group.gather(int.from_bytes(digest[:7], "little")))) == 1
-        good = off < (0.1 if gpu else 0.02) and alike
+        good = off < 0.02 and 4 * far <= len(apart) and min(same) >= 36 and alike
         fine &= good
         say(group, f"{'ok  ' if good else 'FAIL'} {cell.engine} {cell.options} batch={cell.batch}: greedy tokens equal"
-            f" {same} of 48, logits off by {off:.2g} deviations, ranks alike: {alike}")  # fmt: skip
+            f" {same} of 48, logits off by {off:.2g} deviations (median), {far} of {len(apart)} positions by more than"
+            f" {FAR}, ranks alike: {alike}")  # fmt: skip
     return fine
 
 

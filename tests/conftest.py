@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+if WORKER and torch.cuda.device_count() > 1:  # asks the driver's library, so that CUDA has not yet read what it may see
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(WORKER.removeprefix("gw")) % len(seen.split(","))]
+
 if not torch.cuda.is_available():
     os.environ.setdefault(
         "TRITON_INTERPRET", "1"

@@ -6,6 +6,8 @@ import socket
 import sys
 import time
 
+import torch
+
 from dejavu_train.engine.ranks import group as groups
 from dejavu_train.errors import exit_on_user_error
 
@@ -24,6 +26,7 @@ def processes(tmp_path, run, world=2, ranks=None, seconds=60):
         os.dup2(os.open(tmp_path / f"stdout-{rank}", os.O_WRONLY | os.O_CREAT), 1)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         groups._found.clear()
+        torch.cuda.is_available = lambda: False  # a forked process cannot use a GPU that its parent has used
         try:
             code = exit_on_user_error(lambda _: run(rank))
         except SystemExit as leaving:

@@ -111,7 +111,7 @@ def _up_batch_kernel(
     last = (pid + 1) * total // programs
     if pid == 0:
         tl.store(count_ptr, total)
-    for start in range(first, last, ROWS):
+    for start in tl.range(first, last, ROWS, num_stages=1):  # the pipeliner knows no predicated product of warp groups
         items = start + tl.arange(0, ROWS)
         valid = items < last
         slots = list_slots_wide(items, running, SEL_BLOCK, SEL_BLOCKS)

@@ -45,7 +45,9 @@ def test_logits_are_those_of_the_dense_engine():
 
 def family_engine(name, ops="reference", **sizes):
     model = random_family(name, **sizes)
-    engine = DecodeEngine(model, None, EngineOptions(ops=ops, context=40))
+    device = "cuda" if torch.cuda.is_available() and ops == "triton" else "cpu"
+    options = EngineOptions(ops=ops, device=device, dtype=torch.float32, context=40)
+    engine = DecodeEngine(model, None, options)
     engine.begin([ROW], [20], [6], [6], Sampling())
     return engine
 
@@ -75,8 +77,8 @@ def test_a_slot_of_a_family_does_not_see_what_others_read(name):
         for others in (20, 40):
             tokens = torch.tensor([7, 8, 9, *range(others, others + 5)], dtype=torch.int32)
             with torch.no_grad():
-                made.run(tokens, position)
-            found[ops, others] = made.logits.clone()
+                made.run(*(each.to(made.logits.device) for each in (tokens, position)))
+            found[ops, others] = made.logits.cpu()
     assert torch.equal(found["triton", 20][:3], found["triton", 40][:3])
     assert not torch.equal(found["triton", 20][3:], found["triton", 40][3:])
     torch.testing.assert_close(found["triton", 20], found["reference", 20], atol=2e-3, rtol=2e-3)

@@ -104,7 +104,7 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
         arguments = (weights, KvCache(k, v, attn_in, watermark), selection, position, q)
-        with QkvSettings(16, pairs, 32, 2, 1, wide).in_use():
+        with QkvSettings(16, pairs, 64, 2, 1, wide).in_use():
             call(*arguments)
         made.append((q, k, v))
     for got, expected in zip(*made, strict=True):

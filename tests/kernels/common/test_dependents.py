@@ -18,6 +18,7 @@ from dejavu_train.kernels.stages.qkv import POLICIES
 sys.path.append(str(REPOSITORY / "tests" / "engine"))
 from queued import CASES, Launch, engine_of, recorded
 
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted where the interpreter would run")
 CONSTANT = re.compile(r"[A-Z][A-Z_]*( > 0)?")
 REWRITTEN = {
     "residual",
@@ -250,7 +251,7 @@ def too_early(queued: list[Launch]) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted where the interpreter would run")
+@WITHOUT_GPU
 @pytest.mark.parametrize("name", CASES)
 def test_3_what_is_read_early_is_older_by_one_kernel_for_each_that_triggers_first(name, monkeypatch):
     with torch.no_grad():
@@ -262,6 +263,7 @@ def test_3_what_is_read_early_is_older_by_one_kernel_for_each_that_triggers_firs
     assert not too_early(queued)
 
 
+@WITHOUT_GPU
 def test_3_sees_a_kernel_that_is_missing_between(monkeypatch):
     """Without the projection between them, the MLP would read the list while attention's grid packs it."""
     with torch.no_grad():
@@ -284,6 +286,7 @@ def test_4_is_about_the_kernels_that_it_should_be():
     assert {"mlp", "rows", "add_ahead", "flash_decode", "partial_sums.add"} <= found
 
 
+@WITHOUT_GPU
 def test_5_embed_triggers_behind_its_wait_and_stands_between_advance_and_who_reads_row_state(monkeypatch):
     """Layer 0's selection reads row_state early, which `advance` writes one kernel before embed."""
     assert "embed" not in TRIGGER_FIRST
@@ -299,7 +302,7 @@ def test_5_embed_triggers_behind_its_wait_and_stands_between_advance_and_who_rea
     assert any("row_state of predict" in each for each in too_early(queued))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are noted where the interpreter would run")
+@WITHOUT_GPU
 @pytest.mark.parametrize(
     ("name", "writers"),
     [

@@ -172,7 +172,7 @@ def test_a_head_idle_for_long_is_filled_in_where_it_lies(device, batch, four_bit
     """Groups of pairs beyond a program's first ones, which other programs take."""
     made = case(device, "partial", batch, 3, 1, 16, 64, 40, 1.0, four_bits)
     made.selection.set_mask(torch.ones(batch, 3, device=device) > torch.tensor([0, 0, 1], device=device))
-    settings = QkvSettings(16, 2, 32, 4, 1, 4) if four_bits else QkvSettings(16, 8, 32, 2, 1, 16)
+    settings = QkvSettings(16, 2, 32, 4, 1, 4) if four_bits else QkvSettings(16, 8, 64, 2, 1, 16)
     with settings.in_use():
         qkv(made.weights, made.cache, made.selection, made.position, made.q)
     made.check(made.cache.attn_in, filled_from(made, "backfill"), 2e-4 if four_bits else 2e-5)
