@@ -8,19 +8,21 @@ another card than an H200 a goal is what it leaves beside its bytes there, and t
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b 175b --cells goals
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 175b --cells goals --layers 2 6
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models 66b --cells "engine=sparse batch=8" --sums nccl
+    torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b --rivals --layers 2 6
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models afm-4.5b --cells "engine=dense" --rivals
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --kill
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --read /tmp/30b --models 30b
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --rehearse --cells goals --check
     python -m benchmarks.tensor_parallel --sharing checkpoints/demo/bundle
 
---layers: a model of so few layers, and of so many. The whole one's time follows from both. --read: writes a random
+--layers: a model of so few layers, and of so many. The whole one's time follows from both. --rivals: transformers on
+the same GPUs behind the cells, see `benchmarks.rivals`. --read: writes a random
 model to that folder where there is none, each rank reads its rows, and both generate. --rehearse: tiny shapes on CPUs.
 """
 
 import dataclasses
-import hashlib
-import os
-import signal
+import gc
+import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable
@@ -43,16 +45,16 @@ from benchmarks.decode_problem import (
     start,
 )
 from benchmarks.harness import best_read, measure, step_times
+from benchmarks.ranks_check import check, kill, ranks_for, say
+from benchmarks.rivals import layers_of, rivals_of, times_apart
 from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.group import Group, group_of_launcher
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.sharing import rates_of, shards_of, waited_bytes
-from dejavu_train.engine.ranks.sums import GroupSums, Sums
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
 
@@ -69,7 +71,6 @@ CELLS = [
     "engine=dense,sparse batch=8 mlp_density=0.29",
 ]
 H200_TB_S = 4.5
-FAR = 0.1  # standard deviations of the logits
 # (model, GPUs, engine, weights, share of the heads): ms a token at batch 1 and prompt 128 on H200.
 GOALS = {
     ("175b", 4, "dense", "float16", 1.0): 23.5,
@@ -82,13 +83,6 @@ GOALS = {
     ("66b", 4, "dense", "float16", 1.0): 9.9,
     ("66b", 4, "sparse", "float16", 0.5): 4.4,
 }
-TINY = ModelDims(64, 256, 4, 8, 400, 256)
-SHAPES["tiny"], RANKS["tiny"] = TINY, 16
-
-
-def ranks_for(group: Group, dims: ModelDims, kind: str) -> Ranks:
-    sums: Sums = GroupSums(group.device) if kind == "nccl" else group.sums
-    return Ranks(shards_of(dims, group.world)[group.rank], sums, group)
 
 
 def own_weights(ranks: Ranks, cell: Cell, active_share: float, device: torch.device) -> DecodeWeights:
@@ -164,7 +158,7 @@ def with_floor(row: dict[str, Any], cell: Cell, name: str, world: int, best: flo
 def whole_of(few: dict[str, Any], many: dict[str, Any], counts: list[int], layers: int) -> dict[str, Any]:
     """A whole model's row, of rows of fewer layers: times and bytes grow evenly with the layers."""
     row = dict(many)
-    for key in ("p20_ms", "p50_ms", "p80_ms", "slowest_ms", "gb_per_rank"):
+    for key in {"p20_ms", "p50_ms", "p80_ms", "slowest_ms", "gb_per_rank"} & set(many):
         slope = (many[key] - few[key]) / (counts[1] - counts[0])
         row[key] = few[key] + (layers - counts[0]) * slope
     row["tokens_per_s"] = 1e3 * row["tokens_per_s"] * many["p50_ms"] / 1e3 / row["p50_ms"]
@@ -173,24 +167,77 @@ def whole_of(few: dict[str, Any], many: dict[str, Any], counts: list[int], layer
     return row
 
 
+def about_run(group: Group, *parts: str) -> dict[str, Any]:
+    """What stands in every row of a run that measures these sources."""
+    gpu = group.device.type == "cuda"
+    versions = gpu_versions() if gpu else {"gpu": "cpu", "torch": torch.__version__}
+    return made_now(*parts) | {"gpus": group.world} | versions
+
+
+def write_row(args: Any, group: Group, row: dict[str, Any]) -> None:
+    if group.rank == 0:
+        append_row(args.out, five_digits(row), COLUMNS)
+    shown = "model engine weights options batch prompt slowest_ms floor_ms goal_here_ms sum_us note".split()
+    say(group, " | ".join(f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, ""))
+                          for key in shown))  # fmt: skip
+
+
 def time_cells(args: Any, group: Group) -> None:
     gpu = group.device.type == "cuda"
     best = min(group.gather(round(1e6 * (best_read() if gpu else 0.01)))) / 1e6
-    about = made_now("kernels", "dejavu_train/engine") | {"gpus": group.world, "best_tb_s": best}
-    about |= gpu_versions() if gpu else {"gpu": "cpu", "torch": torch.__version__}
-    began = time.monotonic()
+    about = about_run(group, "kernels", "dejavu_train/engine") | {"best_tb_s": best}
     for name in args.models:
         for cell in [cell for text in args.cells for cell in read_cells(text)]:
-            if any(group.gather(int(time.monotonic() - began > args.time_limit))):
-                say(group, f"time limit: left out from here: {name} {cell}")
+            if out_of_time(args, group, f"{name} {cell}"):
                 return
             row = about | {"model": name, "options": cell.options} | dataclasses.asdict(cell) | {"rank": ""}
-            row |= timed_row(args, group, name, cell, best)
-            if group.rank == 0:
-                append_row(args.out, five_digits(row), COLUMNS)
-            shown = "model engine weights options batch prompt slowest_ms floor_ms goal_here_ms sum_us note".split()
-            say(group, " | ".join(f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, ""))
-                                  for key in shown))  # fmt: skip
+            write_row(args, group, row | timed_row(args, group, name, cell, best))
+
+
+def out_of_time(args: Any, group: Group, what: str) -> bool:
+    late = any(group.gather(int(time.monotonic() - args.began > args.time_limit)))
+    if late:
+        say(group, f"time limit: left out from here: {what}")
+    return late
+
+
+def time_rivals(args: Any, group: Group) -> None:
+    """Rows of transformers on the GPUs of all ranks, which wait for it."""
+    about = about_run(group, "benchmarks/rivals.py") | {"batch": 1, "prompt": args.prompt, "weights": "float16"}
+    gc.collect()
+    if group.device.type == "cuda":
+        torch.cuda.empty_cache()
+    for name, rival in [(model, each) for model in args.models for each in rivals_of(model)]:
+        if out_of_time(args, group, f"{name} {rival}"):
+            return
+        row = about | {"model": name, "engine": rival}
+        if group.rank == 0:
+            row |= rival_row(args, name, rival, group.world)
+        write_row(args, group, row)
+        group.gather(0)
+
+
+def rival_row(args: Any, name: str, rival: str, world: int) -> dict[str, Any]:
+    """Of the faster way of generate(), with both in the note."""
+    layers = SHAPES[name].n_layers
+    counts = layers_of(rival, world, args.layers or [layers])
+    found = [
+        times_apart(rival, name, count, world, args.prompt, args.steps, args.rival_seconds, args.rehearse)
+        for count in counts
+    ]
+    made, notes, told = [], [], f"transformers {importlib.metadata.version('transformers')}"
+    for way in found[0]:
+        failed = [each[way] for each in found if isinstance(each[way], str)]
+        if failed:
+            notes.append(f"{way}: {failed[0][:200]}")
+            continue
+        rows = [summary(each[way], 1) for each in found]
+        rows = [row | {"slowest_ms": row["p50_ms"]} for row in rows]
+        row = rows[0] if len(rows) == 1 else whole_of(rows[0], rows[1], counts, layers)
+        notes.append(f"{way} {row['p50_ms']:.4g} ms" + (f", {row['note']}" if "note" in row else ""))
+        made.append(row)
+    fastest: dict[str, Any] = min(made, key=lambda row: float(row["p50_ms"]), default={})
+    return fastest | {"layers": max(counts), "note": f"{told}, static cache, generate() {'; '.join(notes)}"}
 
 
 def timed_row(args: Any, group: Group, name: str, cell: Cell, best: float) -> dict[str, Any]:
@@ -216,49 +263,6 @@ def timed_row(args: Any, group: Group, name: str, cell: Cell, best: float) -> di
             torch.cuda.empty_cache()
     row = rows[0] if len(rows) == 1 else whole_of(rows[0], rows[1], counts, whole.n_layers)
     return with_floor(row | {"layers": max(counts)}, cell, name, group.world, best)
-
-
-def check(group: Group, kind: str) -> bool:
-    """Every rank builds one engine with everything, and one of its units: both write the same tokens."""
-    gpu, fine = group.device.type == "cuda", True
-    dims = ModelDims(1024, 4096, 4, 16, 5000, 512) if gpu else TINY
-    cells = [
-        "engine=dense,sparse batch=1,4", "engine=sparse site=1,2", "engine=dense,sparse weights=int4 lm_head=int4",
-        "engine=sparse weights=int4 predictors=int4 site=1",
-    ]  # fmt: skip
-    for cell in [cell for text in cells for cell in read_cells(text)]:
-        found, logits = [], []
-        for ranks in (None, ranks_for(group, dims, kind)):
-            weights = random_weights(dims, 0.6, cell.weights == "int4", cell.lm_head == "int4", str(group.device))
-            predictors = None
-            if cell.engine == "sparse":
-                predictors = random_predictors(
-                    dims, 64 if gpu else 16, 0.3, 0.6, cell.site, cell.predictors, cell.heads_site, str(group.device)
-                )
-                for number, each in enumerate(predictors.values()):
-                    torch.manual_seed(number)
-                    each.bias.copy_(torch.randn(len(each.bias)))  # so that near ties are rare
-                    if each.weights.bias is not None:
-                        each.weights.bias.copy_(each.bias)
-            options = EngineOptions(batch=cell.batch, context=256, ops="triton" if gpu else "reference", screen=False)
-            engine = DecodeEngine(weights, predictors, options, ranks)
-            generator = torch.Generator().manual_seed(0)
-            rows = torch.randint(3, dims.vocab_size, (cell.batch, 40), generator=generator).tolist()
-            logits.append(engine.logits([row[:24] for row in rows], 8))
-            sampled = engine.generate(rows, 24, sampling=Sampling(temperature=0.8, seed=3), stop_tokens=())
-            found.append((engine.generate(rows, 48, stop_tokens=()), sampled))
-        greedy = zip(found[0][0], found[1][0], strict=True)
-        same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in greedy]
-        apart = (logits[0] - logits[1]).abs().amax(-1).flatten() / logits[0].std()
-        off, far = float(apart.median()), int((apart > FAR).sum())  # a near tie may select another head at a position
-        digest = hashlib.sha256(repr(found[1]).encode()).digest()
-        alike = len(set(group.gather(int.from_bytes(digest[:7], "little")))) == 1
-        good = off < 0.02 and 4 * far <= len(apart) and min(same) >= 36 and alike
-        fine &= good
-        say(group, f"{'ok  ' if good else 'FAIL'} {cell.engine} {cell.options} batch={cell.batch}: greedy tokens equal"
-            f" {same} of 48, logits off by {off:.2g} deviations (median), {far} of {len(apart)} positions by more than"
-            f" {FAR}, ranks alike: {alike}")  # fmt: skip
-    return fine
 
 
 def write_model(folder: Path, dims: ModelDims) -> None:
@@ -320,28 +324,6 @@ def read(args: Any, group: Group) -> None:
     say(group, f"{name} on {group.world}: {tokens}")
 
 
-def kill(group: Group, kind: str) -> None:
-    """The last rank is killed between two steps, while the others wait for it."""
-    gpu, dims = group.device.type == "cuda", ModelDims(1024, 4096, 4, 16, 5000, 512)
-    weights = random_weights(dims, 0.6, device=str(group.device))
-    options = EngineOptions(context=256, ops="triton" if gpu else "reference")
-    engine = DecodeEngine(weights, None, options, ranks_for(group, dims, kind))
-    engine.generate([[2, 17, 30]], 8, stop_tokens=())
-    say(group, f"the last rank is killed at {time.time():.1f}")
-
-    def die(row: int, token: int, heard: list[int] = []) -> None:  # noqa: B006  counts
-        heard.append(token)
-        if len(heard) == 20 and group.rank == group.world - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    engine.generate([[2, 17, 30]], 200, stop_tokens=(), callback=die)
-
-
-def say(group: Group, line: str) -> None:
-    if group.rank == 0:
-        print(line, flush=True)
-
-
 def show_sharing(folder: Path) -> None:
     """The table of docs/notes/tensor-parallel.md."""
     from dejavu_train.bundle.artifact import Bundle
@@ -363,6 +345,9 @@ def main() -> int:
     parser.add_argument("--cells", nargs="+", metavar="CELLS", help="as of benchmarks.decode, or goals")
     parser.add_argument("--sums", choices=["fastest", "nccl"], default="fastest")
     parser.add_argument("--layers", nargs=2, type=int, help="two smaller numbers of layers")
+    parser.add_argument("--rivals", action="store_true", help="time transformers on the same GPUs")
+    parser.add_argument("--rival-seconds", type=float, default=240, help="for each of its processes")
+    parser.add_argument("--prompt", type=int, default=128, help="of rivals")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--active-share", type=float, default=0.6)
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no new cell starts")
@@ -377,7 +362,8 @@ def main() -> int:
         show_sharing(args.sharing)
         return 0
     if args.rehearse:
-        args.models, args.steps = ["tiny"], 4
+        args.models, args.steps = ["tiny", *["afm-tiny"] * args.rivals], 4
+    args.began = time.monotonic()
     args.cells = CELLS if args.cells == ["goals"] else args.cells
     group = group_of_launcher("cpu" if args.rehearse else None)
     group.watch.stuck_seconds = 900  # a cell of a large model, its kernels compiled
@@ -388,8 +374,11 @@ def main() -> int:
             kill(group, args.sums)
         elif args.read is not None:
             read(args, group)
-        elif args.cells:
-            time_cells(args, group)
+        else:
+            if args.cells:
+                time_cells(args, group)
+            if args.rivals:
+                time_rivals(args, group)
     except Exception as error:
         group.fail(error)
         raise
