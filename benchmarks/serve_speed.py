@@ -2,6 +2,7 @@
 
     python -m benchmarks.serve_speed --turns 7                             on a CPU: quiet cores, some four minutes
     python -m benchmarks.serve_speed --device cuda --rival-options=--continuous-batching
+    bash benchmarks/serve_gpu.sh OUTPUT_FOLDER                             on a GPU, larger models too, and pipeline()
 
 Each contestant is a process of its own, with the same environment and as many threads. They take turns, and the process
 that asks computes nothing. A turn is as many texts of one length as there are rows, prompts included, from the first
