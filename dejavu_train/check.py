@@ -74,7 +74,7 @@ def check_packages() -> None:
 def _check_asked_packages(config: RunConfig) -> None:
     check_device_map(config.collect.device_map, "collect.device_map")
     if config.store is not None:
-        Store(config.store)
+        Store(config.store).sizes()
     for scheduler, package in (("ray", "ray"), ("slurm", "submitit")):
         if config.scheduler == scheduler:
             require_package(package, f"--scheduler {scheduler}", f"'dejavu-train[{scheduler}]'")

@@ -43,7 +43,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
             yield temporary
         except Exception as error:
             reason = system_error(error)
-            if reason is None:
+            if reason is None or isinstance(error, UserError):
                 raise
             raise OSError(reason, os.strerror(reason), str(path)) from error
         with open(temporary, "rb") as written:

@@ -89,27 +89,29 @@ def push_activations(config: RunConfig) -> None:
 
 
 def push_predictor(config: RunConfig, job: UnitKey) -> None:
-    """Upload a finished predictor."""
+    """Upload a finished predictor, unless it is there."""
     _push(config, (job_folder(config.output, job) / name for name in PREDICTOR))
 
 
 def push_bundle(config: RunConfig) -> None:
-    """Upload the bundle."""
+    """Upload the bundle, unless it is there."""
     files = [path for path in (Path(config.output) / config.bundle).iterdir() if path.is_file()]
     _push(config, sorted(files, key=lambda path: path.name == BUNDLE))
 
 
 def _push(config: RunConfig, paths: Iterable[Path]) -> None:
-    if config.store is not None:
-        *others, last = [path.relative_to(config.output).as_posix() for path in paths]
-        store = Store(config.store)
+    if config.store is None:
+        return
+    *others, last = [path.relative_to(config.output).as_posix() for path in paths]
+    store = Store(config.store)
+    if not store.has(last, (Path(config.output) / last).read_bytes()):
         store.put(Path(config.output), others)
         store.put(Path(config.output), [last])
 
 
 def _check_same(store: Store, activations: Path) -> None:
     path = activations / MANIFEST
-    if path.is_file() and store.read(f"{ACTIVATIONS}/{MANIFEST}") != path.read_bytes():
+    if path.is_file() and not store.has(f"{ACTIVATIONS}/{MANIFEST}", path.read_bytes()):
         raise UserError(
             f"{store.address} holds activations of another run than {activations}; choose another --store or --output"
         )

@@ -119,6 +119,7 @@ def _run(
             check_same_text(bundle.metadata["text"], config.text, f"{folder} was made")
             if (experiment := Experiment(config)).interrupted:
                 experiment.close(bundle, jobs)
+            push_bundle(config)
             print(f"{folder} is complete; nothing to do")
             return
     _collect(config, resolved)
@@ -187,6 +188,7 @@ def _train(
         title = f"[{number}/{len(own)}] layer {job[0]} {job[1]}"
         if is_finished(output, job, stages[job[1]]):
             logger.info("%s: trained before", title)
+            push_predictor(resolved, job)
             continue
         before = stored_stage(job_folder(output, job)) if has_predictor(output, job) else None
         again = f" anew, {stages[job[1]].difference(before)}" if before else ""

@@ -4,8 +4,10 @@ A folder with the file ``store.json`` may lack files: :func:`bring` fetches what
 and others, each through a package of its own. Its credentials and endpoints come from the environment.
 """
 
+import contextlib
+import errno
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from dejavu_train.files import read_json, replacing, write_json
 
 MARK = "store.json"
 THREADS = 8  # files that travel at once
+_EXAMPLE = "give an address such as s3://bucket/run"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk here
 
 
 class Store:
@@ -24,7 +28,7 @@ class Store:
         address: as of fsspec, for instance ``s3://bucket/folder``.
 
     Raises:
-        UserError: fsspec does not know the protocol, or its package is not installed.
+        UserError: no bucket, a protocol that fsspec does not know, or one whose package is not installed.
     """
 
     def __init__(self, address: str) -> None:
@@ -32,40 +36,48 @@ class Store:
 
         self.address = address.rstrip("/")
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.address)
+            self._files, root = fsspec.core.url_to_fs(address)
         except ImportError as error:
             raise UserError(f"--store {address}: {first_line(error)}; pip install the package that it names") from None
         except ValueError as error:
-            raise UserError(
-                f"--store {address}: {first_line(error)}; give an address such as s3://bucket/run"
-            ) from None
+            raise UserError(f"--store {address}: {first_line(error)}; {_EXAMPLE}") from None
+        self._root = root.rstrip("/")
+        if not self._root:
+            raise UserError(f"--store {address} names no bucket; {_EXAMPLE}")
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all files by their names in the store."""
+        """Bytes of all files by their names in the store.
+
+        Raises:
+            UserError: the store refuses, does not answer, or has no such bucket.
+        """
         self._files.invalidate_cache()
-        try:
+        with self._answering():
             found = self._files.find(self._root, detail=True)
-        except FileNotFoundError:
-            return {}
         return {name.removeprefix(self._root).lstrip("/"): int(about["size"]) for name, about in found.items()}
 
-    def read(self, name: str) -> bytes:
-        contents: bytes = self._files.cat_file(f"{self._root}/{name}")
-        return contents
+    def has(self, name: str, contents: bytes) -> bool:
+        """Whether a small file of the store is this one. Raises :class:`UserError` as :meth:`sizes`."""
+        with self._answering():
+            try:
+                return bool(self._files.cat_file(f"{self._root}/{name}") == contents)
+            except FileNotFoundError:
+                return False
 
     def put(self, folder: Path, names: Iterable[str]) -> None:
-        """Upload files of ``folder``."""
+        """Upload files of ``folder``. Raises :class:`UserError` as :meth:`sizes`."""
 
         def put(name: str) -> None:
-            self._files.put_file(str(folder / name), f"{self._root}/{name}")
+            with self._answering():
+                self._files.put_file(str(folder / name), f"{self._root}/{name}")
 
         self._each(put, names)
 
     def get(self, folder: Path, names: Iterable[str]) -> None:
-        """Fetch files into ``folder``. Each appears whole under its name."""
+        """Fetch files into ``folder``, each whole under its name. Raises :class:`UserError` as :meth:`sizes`."""
 
         def get(name: str) -> None:
-            with replacing(folder / name) as path:
+            with replacing(folder / name) as path, self._answering():
                 self._files.get_file(f"{self._root}/{name}", str(path))
 
         self._each(get, names)
@@ -73,6 +85,21 @@ class Store:
     def _each(self, work: Any, names: Iterable[str]) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(work, names))
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """What a store's packages raise becomes one line: their own classes, and the system's errors that name no file
+        of this machine. A full disk here, and mistakes of ours, stay as they are."""
+        try:
+            yield
+        except Exception as error:
+            here = isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL)
+            if here or type(error).__module__ == "builtins" and not isinstance(error, OSError):
+                raise
+            raise UserError(
+                f"--store {self.address}: {first_line(error)}; check address, credentials and network; the same command"
+                " goes on"
+            ) from None
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,5 +1,6 @@
 """``--store``: a run goes on from a store on another host, reads there what it lacks, and makes the same files."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -14,8 +15,8 @@ from small_runs import activations, flags
 from dejavu_train.cli import main
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest
-from dejavu_train.errors import UserError
-from dejavu_train.store import MARK
+from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.store import MARK, Store
 
 BRIEF = ("--mlp.steps=10", "--heads.steps=10")
 
@@ -86,7 +87,63 @@ def test_what_a_store_gives_is_compared(begun, address, tiny_opt, text_file, tmp
         main(flags(tiny_opt, text_file, begun, f"--store={address}", *BRIEF, "--layers=0", "--targets=heads"))
 
 
+class Unreachable(Exception):
+    """As a store's package has them: a class of its own."""
+
+
+@pytest.mark.parametrize("uploaded", [3, 16, 17, 24])
+def test_an_upload_that_breaks_off_is_made_up_for(begun, address, tiny_opt, text_file, capsys, monkeypatch, uploaded):
+    """Among the activations, within a predictor, in front of a predictor's last file, within the bundle."""
+    run = flags(tiny_opt, text_file, begun, f"--store={address}", *BRIEF, "--targets=heads", "--mlp.enabled=false")
+    store, root = fsspec.core.url_to_fs(address)
+    put, left = type(store).put_file, [uploaded]
+
+    def broken(*arguments, **more):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Unreachable("Could not connect\nat all")
+        put(*arguments, **more)
+
+    monkeypatch.setattr(type(store), "put_file", broken)
+    assert exit_on_user_error(main, run) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (
+        said == f"error: --store {address}: Could not connect; check address, credentials and network; the same"
+        " command goes on"
+    )
+    assert not list(begun.rglob(".tmp-*")) and (begun / "activations" / MARK).exists() == (uploaded > 13)
+    monkeypatch.setattr(type(store), "put_file", put)
+    assert exit_on_user_error(main, run) == 0
+    here = files(begun)
+    assert here and {name: store.cat_file(f"{root}/{name}") for name in here} == here
+
+
+@pytest.mark.parametrize("error, said", [
+    (PermissionError("Access Denied"), "Access Denied"),
+    (FileNotFoundError("The specified bucket does not exist"), "The specified bucket"),
+    (TimeoutError(), "TimeoutError"),
+    (OSError(errno.ENOSPC, "No space left on device"), None),
+    (FileNotFoundError(errno.ENOENT, "gone", "/a/file/of/ours"), None),
+    (KeyError("ours"), None),
+])  # fmt: skip
+def test_what_a_store_says_is_told_from_what_happens_here(tmp_path, monkeypatch, error, said):
+    store = Store("memory://somewhere/run")
+
+    def broken(*_, **__):
+        raise error
+
+    for name in ("find", "put_file", "get_file"):
+        monkeypatch.setattr(type(store._files), name, broken)
+    for call in (store.sizes, lambda: store.put(tmp_path, ["a"]), lambda: store.get(tmp_path, ["a"])):
+        with pytest.raises(Exception) as raised:
+            call()
+        assert isinstance(raised.value, UserError) == (said is not None)
+        assert said is None or str(raised.value).startswith(f"--store memory://somewhere/run: {said}")
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("address, said", [
+    ("memory://", "--store memory:// names no bucket; give an address such as s3://bucket/run"),
     ("nowhere://bucket/run", "--store nowhere://bucket/run: Protocol not known: nowhere; give an address such as"),
     ("s3://bucket/run", "--store s3://bucket/run: .*s3fs.*; pip install the package that it names"),
 ])  # fmt: skip
@@ -111,24 +168,30 @@ sys.stdin.read()
 def test_a_store_on_a_server_of_s3(begun, tiny_opt, text_file, tmp_path):
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     paths = os.pathsep.join([str(REPOSITORY), os.environ["S3_PACKAGES"]])
-    known = {**os.environ, **keys, "PYTHONPATH": paths}
+    known = {**os.environ, **keys, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path), "PYTHONPATH": paths}
     piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVER], env=known, **piped) as server:
         known["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{server.stdout.readline().strip()}"
 
-        def python(*arguments):
-            return subprocess.run([sys.executable, *arguments], env=known, text=True, capture_output=True)
+        def python(*arguments, without=(), **more):
+            env = {name: value for name, value in (known | more).items() if name not in without}
+            return subprocess.run([sys.executable, *arguments], env=env, text=True, capture_output=True)
 
-        def run(output, *more):
+        def run(output, *more, **settings):
             arguments = flags(tiny_opt, text_file, output, "--store=s3://bucket/run", *BRIEF, *more)
-            return python(str(REPOSITORY / "train.py"), *arguments)
+            return python(str(REPOSITORY / "train.py"), *arguments, **settings)
 
         missing = run(tmp_path / "nowhere")
+        nobody = run(tmp_path / "nowhere", without=keys)
+        silent = run(tmp_path / "nowhere", AWS_ENDPOINT_URL="http://127.0.0.1:9")
         made = python("-c", "import s3fs; s3fs.S3FileSystem().mkdir('bucket')")
         first, second = run(begun), run(tmp_path / "second", "--calibrate.mlp_density=0.3", "--bundle=other")
         listed = python("-c", "import s3fs; print(*s3fs.S3FileSystem().find('bucket/run'))").stdout
         server.stdin.close()
-    assert missing.returncode == 2 and missing.stderr.splitlines()[-1].startswith("error: "), missing.stderr
+    for failed in (missing, nobody, silent):
+        (said,) = failed.stderr.splitlines()
+        assert failed.returncode == 2 and said.startswith("error: --store s3://bucket/run: "), said
+    assert not (tmp_path / "nowhere").exists()
     assert (made.returncode, first.returncode, second.returncode) == (0, 0, 0), (first.stderr, second.stderr)
     assert "bucket/run/bundle/bundle.json" in listed and "bucket/run/other/bundle.json" in listed
     assert "collecting" not in second.stderr and ": training" not in second.stderr
