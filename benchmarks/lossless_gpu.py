@@ -3,7 +3,6 @@
     python -m benchmarks.lossless_gpu forced --shape 30b     random weights of a true shape, acceptance is forced
     python -m benchmarks.lossless_gpu speed                  opt-mini and its bundle, or --model and --bundle
     python -m benchmarks.lossless_gpu equal                  how many of many tokens differ from draft_length=0
-    python -m benchmarks.lossless_gpu picture                speed against acceptance, from the rows of forced and speed
 
 All ways share one set of fp16 weights and one engine. --weights int4 has a model that is in 4 bits itself. Ways:
 
@@ -31,7 +30,6 @@ import torch
 
 from benchmarks.decode_problem import RANKS, SHAPES, random_predictors, random_weights, set_thresholds, start
 from benchmarks.harness import step_times
-from benchmarks.lossless_picture import draw
 from benchmarks.lossless_rows import DECODINGS, TEXTS, added, columns_of, read_prompts
 from benchmarks.lossless_ways import COPYING, FIXED, Measured, Ways
 from benchmarks.rows import append_row, command_line, device_name, five_digits, made_now
@@ -249,7 +247,7 @@ def count_differences(args: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument("what", choices=["forced", "speed", "equal", "picture"])
+    parser.add_argument("what", choices=["forced", "speed", "equal"])
     parser.add_argument("--shape", default="6.7b", choices=("tiny", *SHAPES), help="of forced")
     parser.add_argument("--weights", default="float16", choices=("float16", "int4"), help="of forced: the model's own")
     parser.add_argument("--model", default="checkpoints/opt-mini")
@@ -267,11 +265,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun later")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: plain torch, for a rehearsal")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lossless_gpu.csv"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/notes/lossless.png"))
     args = parser.parse_args()
     if args.what == "forced":
         args.mlp_density = args.mlp_density or 0.1
-    {"forced": measure_forced, "speed": measure_speed, "equal": count_differences, "picture": draw}[args.what](args)
+    {"forced": measure_forced, "speed": measure_speed, "equal": count_differences}[args.what](args)
     return 0
 
 

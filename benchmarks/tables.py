@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import tables_decode
 from benchmarks.rows import command_line, measured_sources
-from benchmarks.tables_cpu import cpu_table
+from benchmarks.tables_cpu import cpu_table, pipeline_table
 from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_families import FAMILY_TABLES
 from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, percent, provenance, read_csv, several
@@ -291,6 +291,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-int4-batches": tables_decode.int4_batches_table,
     "decode-families": tables_decode.families_table,
     "generate": generate_table,
+    "pipeline": pipeline_table,
     "samples": samples_table,
     "goals": goals_table,
     "goals-100m": goals_100m_table,
@@ -323,6 +324,7 @@ MADE_BY = {  # table -> what makes its rows
     "decode-int4-batches": _INT4,
     "decode-families": _DECODE,
     "generate": "`python -m benchmarks.generate` on a GPU",
+    "pipeline": "`python -m benchmarks.cpu_extra pipeline` on quiet cores, and `generate` on a GPU",
     "samples": "`python -m benchmarks.samples` on a GPU",
     "goals": _TEXTS.format("mini"),
     "goals-100m": _TEXTS.format("100m"),
@@ -336,6 +338,7 @@ MADE_BY = {  # table -> what makes its rows
     **dict.fromkeys(SWEEP_TABLES, "`sh examples/sweep.sh`"),
     **dict.fromkeys(FAMILY_TABLES, "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"),
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
+    "lossless-forced-cpu": "`python -m benchmarks.lossless forced --shape 1.3b` on quiet cores",
     "lossless-cpu": "`python -m benchmarks.lossless speed`",
     "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
     **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),

@@ -1,10 +1,13 @@
-"""The table of steps on a CPU, from cpu_decode.csv."""
+"""The tables of steps on a CPU, and of pipelines on a CPU and a GPU."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tables_format import Row, age, markdown, read_csv
 
 CPU = "benchmarks/results/cpu_decode.csv"
+EXTRA, GENERATE = "benchmarks/results/cpu_extra.csv", "benchmarks/results/generate.jsonl"
 KINDS = (("1.3b", "float32"), ("1.3b", "int8"), ("opt-mini", "float32"), ("opt-mini", "int8"))
 RIVALS = ("transformers-eager", "transformers-compile", "llama.cpp")
 BITS = {"float32": "32 bits", "int8": "8 bits"}
@@ -44,3 +47,30 @@ def _newest_run(rows: list[Row], model: str, stored: str) -> list[Row]:
         engines.setdefault((row["date"], row["commit"]), set()).add(row["engine"])
     beside = [key for key, names in engines.items() if {"transformers-eager", f"dense-{stored}"} <= names]
     return [row for row in of_model if (row["date"], row["commit"]) == beside[-1]]
+
+
+def pipeline_table(root: Path) -> str:
+    """Pipelines with all defaults, of transformers' dense model and ours, the newest of each device and model."""
+    found: dict[tuple[str, str, str], Row] = {}
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in read_csv(root / EXTRA):
+        if row["what"] == "pipeline":
+            found[row["cpu"], row["model"], row["case"]] = row
+    for (device, model, case), row in found.items():
+        newest.setdefault((device, model), {"row": row})[case] = float(row["value"])
+    for row in map(json.loads, (root / GENERATE).read_text().splitlines()):
+        if "pipeline_ms" in row:
+            ms = {"transformers dense": row["pipeline_dense_ms"], "sparse": row["pipeline_ms"]}
+            newest[row["gpu"], row["shape"].upper()] = ms | {
+                "sparse over dense": row["pipeline_over_dense"],
+                "row": row,
+            }
+    cases = ("transformers dense", "sparse", "sparse over dense")
+    table = [
+        [f"{device}, {model}", *(f"{each[case]:.3g}" for case in cases)] for (device, model), each in newest.items()
+    ]
+    used = [each["row"] for each in newest.values()]
+    made = ", ".join(sorted({f"commit {row['commit']} of {row['date']}" for row in used}))
+    headings = ["device, model", "transformers, dense, ms per token", "ours, ms per token", "times as fast"]
+    links = f"[cpu_extra.csv]({EXTRA}), [generate.jsonl]({GENERATE})"
+    return f"{markdown(headings, table)}\nRows: {links}{age(used)}; {made}.\n"

@@ -7,6 +7,8 @@ from benchmarks.tables_format import Row, age, markdown, provenance, read_csv
 
 CPU, GPU = "benchmarks/results/lossless.csv", "benchmarks/results/lossless_gpu.csv"
 
+CPU_DRAFT = "sparse, 8 bits"  # of a model in fp32 on a CPU, the fastest
+
 
 def last_of(rows: Sequence[Row], **same: str) -> Row | None:
     """The last row with these fields, or None."""
@@ -16,6 +18,29 @@ def last_of(rows: Sequence[Row], **same: str) -> Row | None:
 
 def _number(row: Row | None, name: str) -> str:
     return f"{float(row[name]):.3g}" if row is not None and row[name] else ""
+
+
+def cpu_cycles(rows: Sequence[Row]) -> dict[int, float]:
+    """Dense steps that a cycle takes by length of its draft, of the newest row of timed cycles."""
+    row = last_of(rows, what="cycles")
+    pairs = (each.split("=") for each in row["note"].rpartition(": ")[2].split()) if row is not None else ()
+    return {int(length): float(steps) for length, steps in pairs}
+
+
+def forced_cpu_table(root: Path) -> str:
+    """True shapes on a CPU, as :func:`forced_table` has those of a GPU."""
+    rows = [row for row in read_csv(root / CPU) if row["what"] in ("forced", "cycles")]
+    shares = sorted({row["forced"] for row in rows if row["forced"]})
+    table, used = [], []
+    for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["way"]) == (model, way)]
+        cycles, found = cpu_cycles(mine), [last_of(mine, what="forced", forced=share) for share in shares]
+        costs = [f"{cycles[0]:.3g}", f"{(cycles[4] - cycles[0]) / 4:.3g}"] if cycles else ["", ""]
+        table.append([f"{model.upper()}, fp32", way, *costs, *(_number(row, "ratio") for row in found)])
+        used += [row for row in found if row is not None]
+    headings = ["shape", "way", "verification", "a step of the draft", *(f"speed at {share}" for share in shares)]
+    made = ", ".join(sorted({f"{row['cpu']}, {row['threads']} threads" for row in used}))
+    return f"{markdown(headings, table)}\n{made}{age(used)}.\n"
 
 
 def forced_table(root: Path) -> str:
@@ -75,6 +100,7 @@ def search_table(root: Path) -> str:
 
 LOSSLESS_TABLES: dict[str, Callable[[Path], str]] = {
     "lossless-forced": forced_table,
+    "lossless-forced-cpu": forced_cpu_table,
     "lossless-cpu": speed_table,
     "lossless-search": search_table,
 }

@@ -28,7 +28,7 @@ def speed_table(root: Path) -> str:
 
 
 def _range(row: Row) -> str:
-    return f"{float(row['p20']):.3g} to {float(row['p80']):.3g}"
+    return f"{float(row['p20']):.4g} to {float(row['p80']):.4g}"
 
 
 def load_table(root: Path) -> str:

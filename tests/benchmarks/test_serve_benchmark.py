@@ -10,7 +10,8 @@ import pytest
 from benchmarks import serve_speed
 from benchmarks.cpu_decode import our_rival, run_in_turns
 from benchmarks.random_folder import write
-from benchmarks.rows import append_json
+from benchmarks.rows import append_json, append_row
+from benchmarks.tables_cpu import EXTRA, GENERATE, pipeline_table
 from benchmarks.tables_serve import LOAD, SPEED, load_table, speed_table
 from dejavu_train.families import ModelDims
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -70,6 +71,18 @@ def test_the_tables_show_the_newest_rows(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[0])["commit"] == "old"
     assert "| cpu, m | 64 | 600 | 5 | 0 | 0 | 0 | 0 | 2 | 1.5 | 1.5 | 1.5 | 1.5 |" in load_table(tmp_path)
     assert "commit new" in load_table(tmp_path)
+
+
+def test_the_pipelines_table_has_the_newest_row_of_a_device(tmp_path, capsys):
+    shared = {"date": "2030-01-01", "commit": "abc", "cpu": "A CPU", "model": "m", "what": "pipeline", "sources": ""}
+    for case, value in (("sparse", 9), ("transformers dense", 4), ("sparse", 1), ("sparse over dense", 3.9)):
+        append_row(tmp_path / EXTRA, shared | {"case": case, "value": value})
+    row = {"date": "2030-01-02", "commit": "def", "gpu": "A GPU", "shape": "1.3b", "pipeline_ms": 0.5}
+    append_json(tmp_path / GENERATE, row | {"pipeline_dense_ms": 10, "pipeline_over_dense": 20})
+    append_json(tmp_path / GENERATE, {"gpu": "A GPU", "shape": "6.7b"})  # an older row, without pipelines
+    table = pipeline_table(tmp_path)
+    assert "| A CPU, m | 4 | 1 | 3.9 |" in table and "| A GPU, 1.3B | 10 | 0.5 | 20 |" in table
+    assert "6.7B" not in table and "commit def of 2030-01-02" in table and capsys.readouterr().out
 
 
 def test_a_folder_of_random_weights_selects_what_was_asked(tmp_path):
