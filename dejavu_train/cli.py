@@ -21,7 +21,7 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
         RunConfig,
         argv,
         "train.py",
-        "Train the predictors of an OPT: collect, train every (layer, target), calibrate, write the bundle. Does"
+        "Train the predictors of a model: collect, train every (layer, target), calibrate, write the bundle. Does"
         " whatever is missing; the same command goes on after an interruption. --check only looks for mistakes and"
         " prints what would be done. --plan prints what it takes on hardware that is not here.",
     )

@@ -149,7 +149,7 @@ class RunConfig:
 
     EXAMPLES = (
         "python train.py --config configs/opt-mini.yaml                          the demo: seven minutes of a CPU core",
-        "python train.py --model facebook/opt-1.3b --output checkpoints/mine     any OPT, with defaults",
+        "python train.py --model facebook/opt-1.3b --output checkpoints/mine     any model, with defaults",
         "python train.py --config configs/opt-6.7b.yaml --check                  disk and minutes, without any work",
         "python train.py --config configs/opt-66b.yaml --plan.gpus 4             the same on hardware that is not here",
     )
@@ -220,6 +220,13 @@ class RunConfig:
 
     def predictor(self, target: Target) -> PredictorConfig:
         return self.mlp if target == Target.MLP else self.heads
+
+    def settled(self, shape: ModelDims) -> "RunConfig":
+        """The same with what a model's family decides, where it is auto: the second stage and the dtype."""
+        low_rank = self.mlp.enabled and self.mlp.predictor is None
+        return dataclasses.replace(
+            self, collect=self.collect.settled(shape), calibrate=self.calibrate.settled(shape, low_rank)
+        )
 
     def check(self, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value that does not fit the model."""

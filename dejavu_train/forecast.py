@@ -111,6 +111,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     """
     shape = read_dims(config.model, config.revision)
     config.check(shape)
+    config = config.settled(shape)
     gpu = hardware_of(plan)
     whole = forecast(config, shape, gpu, plan)
     stages = {name: spent for name, spent in whole.seconds.items() if spent}

@@ -87,7 +87,9 @@ def run(config: RunConfig) -> None:
 
 
 def checked(config: RunConfig, only_plan: bool = False) -> tuple[RunConfig, ModelDims]:
-    """The configuration with the trainer's arguments written out, and the model's sizes, after all checks before work.
+    """The configuration with the trainer's arguments and all that is auto written out, and the model's sizes.
+
+    All checks before any work are made.
 
     Args:
         only_plan: as in :func:`dejavu_train.check.check`.
@@ -97,6 +99,7 @@ def checked(config: RunConfig, only_plan: bool = False) -> tuple[RunConfig, Mode
     """
     shape = check(config, only_plan)
     resolve_device(config.collect.device)
+    config = config.settled(shape)
     check_classes(config, shape)
     config = dataclasses.replace(config, trainer=resolved_arguments(config.trainer))
     check_trainer(config, config.all_jobs(shape.n_layers)[0])

@@ -100,7 +100,7 @@ def disk_bytes(config: RunConfig, shape: ModelDims, on_gpu: bool | None = None) 
 def whole_run(config: RunConfig, shape: ModelDims) -> dict[str, float]:
     """Seconds of each stage where nothing is there yet. The device of the run is timed."""
     rows = {name: count or 0 for name, count in expected_tokens(config).items()}
-    return stage_seconds(Estimate.measure(config, shape), rows, tokens_to_sample(config))
+    return stage_seconds(Estimate.measure(config.settled(shape), shape), rows, tokens_to_sample(config))
 
 
 def stage_seconds(estimate: Estimate, rows: Mapping[str, int], sampled: int) -> dict[str, float]:

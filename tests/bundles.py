@@ -6,6 +6,7 @@ import torch
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
+from dejavu_train.families import blocks_of
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
@@ -49,8 +50,7 @@ def make_bundle(
                 site = ("attn_in", layer) if target == "mlp" else ("mlp_in", layer - 1) if layer else ("attn_in", 0)
             metadata = {"active_density": 0.1 + 0.1 * layer, "curve": curve, "dtype": dtype}
             if cascade and target == "mlp":
-                fc1 = load_opt(str(model)).model.decoder.layers[layer].fc1
-                scale, steps = choose_grid(fc1.weight.detach())
+                scale, steps = choose_grid(blocks_of(load_opt(str(model)))[layer].up.weight.detach())
                 stage2_threshold = torch.linspace(-0.5, 1.0, n_out)
                 parts = {
                     "fc1_scale": scale,

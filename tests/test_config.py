@@ -1,4 +1,5 @@
 import dataclasses
+import logging
 
 import pytest
 
@@ -7,6 +8,7 @@ from dejavu_train.config import PredictorConfig, RunConfig, TuneConfig, parse_la
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Site, UnitKey
+from dejavu_train.stages import calibrate_stage
 
 SHAPE = ModelDims(48, 96, 6, 4, 320, 512)
 
@@ -85,3 +87,30 @@ def test_nothing_to_train():
     off = PredictorConfig(enabled=False)
     with pytest.raises(UserError, match="nothing to train"):
         RunConfig(mlp=off, heads=off).check(SHAPE)
+
+
+def test_what_a_family_decides_is_settled_by_its_sizes(caplog):
+    caplog.set_level(logging.INFO, "dejavu_train")
+    given = RunConfig(calibrate=CalibrateConfig(cascade="auto"), collect=CollectConfig(dtype="auto"))
+    gated = dataclasses.replace(SHAPE, gated=True)
+    odd, squared = dataclasses.replace(SHAPE, d_model=52), dataclasses.replace(SHAPE, activation="relu2")
+    own = dataclasses.replace(given, mlp=PredictorConfig(predictor={"class_path": "mine.Own"}))
+    asked = [(given, SHAPE), (given, squared), (given, gated), (given, odd), (own, SHAPE)]
+    for config, shape in asked:
+        config.calibrate.check(shape)
+    made = [config.settled(shape) for config, shape in asked]
+    assert [config.calibrate.cascade for config in made] == [0.999, 0.999, None, None, None]
+    assert [config.collect.dtype for config in made] == ["float16", "bfloat16", *["float16"] * 3]
+    why = ["this model's MLP is gated", "multiple of 8, got 52", "is for low-rank predictors"]
+    assert all(record.message.endswith(words) for record, words in zip(caplog.records, why, strict=True))
+    explicit = RunConfig(calibrate=CalibrateConfig(cascade=0.99))
+    assert explicit.settled(gated) == explicit and made[0].settled(gated) == made[0]
+    with pytest.raises(UserError, match="MLP is gated; pass --calibrate.cascade null"):
+        explicit.calibrate.check(gated)
+
+
+def test_auto_names_what_it_stands_for():
+    """A run of an earlier version, whose file said 0.999, goes on."""
+    given = RunConfig(calibrate=CalibrateConfig(cascade="auto"))
+    before = RunConfig(calibrate=CalibrateConfig(cascade=0.999))
+    assert calibrate_stage(given.settled(SHAPE)) == calibrate_stage(before)

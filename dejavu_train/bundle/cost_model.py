@@ -35,10 +35,11 @@ def unit_bytes(
     if spec.target == Target.HEADS:
         return density * unit.dense(shape, Target.HEADS)
     active = 1.0 if density == 1.0 else (spec.active_density or 1.0)
-    if selected is not None:
-        return cascade_bytes(density, min(selected, density), recall, active, shape.d_ffn, shape.d_model, unit)
+    passed = density if selected is None else min(selected, density)
     if shape.activation in SMOOTH:  # all that is selected is read
-        recall, active = 1.0, density
+        recall, active = 1.0, passed
+    if selected is not None:
+        return cascade_bytes(density, passed, recall, active, shape.d_ffn, shape.d_model, unit)
     return mlp_bytes(density, recall, active, shape.d_ffn, unit)
 
 

@@ -84,6 +84,9 @@ def measure_curves(
     manifest = ActivationManifest.load(activations_folder)
     shape = manifest.shape
     config.check(shape)
+    config = config.settled(shape)
+    passes = config.cascade
+    assert not isinstance(passes, str), "it is settled"
     folder = Path(predictors_folder)
     if targets is None:
         layer_folders = [(folder / f"layer_{i:02d}") for i in range(shape.n_layers)]
@@ -106,8 +109,8 @@ def measure_curves(
         site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
         layer_rows = ShardReader(activations_folder, layer, "calibration")
         blocks = row_blocks(weights, target, metadata["site"], site, layer_rows, config.rows, where)
-        if target == Target.MLP and config.cascade is not None:
-            second_stages[UnitKey(layer, target)], parts = fit_second_stage(weights, blocks(), config.cascade)
+        if target == Target.MLP and passes is not None:
+            second_stages[UnitKey(layer, target)], parts = fit_second_stage(weights, blocks(), passes)
             stored |= parts
         second_stage = second_stages.get(UnitKey(layer, target))
         try:
@@ -134,7 +137,7 @@ def measure_curves(
             init_args=metadata.get("init_args", {}),
             tensors=describe(stored),
             replacement="mean" if replaced else "none",
-            stage2_retained_mass=None if second_stage is None else config.cascade,
+            stage2_retained_mass=None if second_stage is None else passes,
             dtype=config.dtype_of(target),
             keep_dense=layer in config.dense_layers,
             active_density=measured.active_density,

@@ -1,6 +1,7 @@
 """The keys of a calibration, readable without torch."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -9,8 +10,10 @@ from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target
 from dejavu_train.ranges import COUNT, NUMBER, SHARE, check_ranges
 
-PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+logger = logging.getLogger(__name__)
 
+PredictorDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+PASSES = 0.999  # of the contribution, through a second stage that is auto
 
 LEAST_DENSITY = {Target.MLP: 0.001, Target.HEADS: 1 / 48}  # where the curves begin
 
@@ -30,6 +33,15 @@ def check_reachable(density: float, key: str, target: Target, dense_layers: tupl
             f"{key} {density:g} cannot be met: the {len(set(dense_layers))} calibrate.dense_layers of"
             f" {shape.n_layers} alone are {dense:.3g} in the mean; raise it, or keep fewer layers dense"
         )
+
+
+def second_stage_refusal(shape: ModelDims) -> str | None:
+    """Why a model's neurons cannot be tested a second time. None: they can."""
+    if shape.gated:
+        return "tests a neuron by its one map, and this model's MLP is gated"
+    if shape.d_model % 8:
+        return f"needs a model width that is a multiple of 8, got {shape.d_model}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +65,10 @@ class CalibrateConfig:
     dtype: PredictorDtype = "float16"
     """Predictor weights as deployed. int8 and int4 have a scale per row. int4 is for neurons (heads are int8 then) and
     is trained through its rounding, so set it before training."""
-    cascade: float | None = None
+    cascade: float | Literal["auto"] | None = None
     """A second stage: what the MLP's predictor selects are candidates, and are tested on the upper four bits of their
-    weights. This share of the contribution passes (0.999), and only what passes is read whole. null: no second
-    stage."""
+    weights. This share of the contribution passes, and only what passes is read whole. auto: 0.999 where the model can
+    have a second stage. null: no second stage."""
     rows: int = 20_000
     """Rows of the calibration set that set the thresholds."""
     sensitivity_tokens: int = 2048
@@ -71,9 +83,24 @@ class CalibrateConfig:
         """The dtype of one target. A head predictor is a few rows: half a byte a weight would save nothing."""
         return "int8" if self.dtype == "int4" and target == Target.HEADS else self.dtype
 
+    def settled(self, shape: ModelDims, low_rank: bool = True) -> "CalibrateConfig":
+        """The same with a number or None for a ``cascade`` that is auto. None is said in a line of the log.
+
+        Args:
+            low_rank: whether the neurons' predictors are, which alone have a second stage.
+        """
+        if self.cascade != "auto":
+            return self
+        refusal = second_stage_refusal(shape) or (None if low_rank else "is for low-rank predictors")
+        if refusal is not None:
+            logger.info("calibrating without a second stage: calibrate.cascade %s", refusal)
+        return dataclasses.replace(self, cascade=PASSES if refusal is None else None)
+
     def check(self, shape: ModelDims, targets: Sequence[Target] = TARGETS) -> None:
         """Raise :class:`UserError` for a value that cannot be meant. ``targets`` are those that have predictors."""
-        shares = dict.fromkeys(("mlp_density", "head_density", "retained_mass", "cascade"), SHARE)
+        second_stage = self.cascade not in (None, "auto")  # one that was asked for
+        named = ("mlp_density", "head_density", "retained_mass", *(["cascade"] if second_stage else []))
+        shares = dict.fromkeys(named, SHARE)
         counts = {"rows": COUNT, "batch_size": COUNT, "sensitivity_tokens": NUMBER, "head_loss_tokens": NUMBER}
         check_ranges(self, "calibrate.", shares | counts)
         for layer in self.dense_layers:
@@ -85,13 +112,8 @@ class CalibrateConfig:
                 if target == Target.HEADS or self.retained_mass is None:
                     key = f"calibrate.{'mlp' if target == 'mlp' else 'head'}_density"
                     check_reachable(densities[target], key, target, self.dense_layers, shape)
-        if self.cascade is not None and shape.gated:
-            raise UserError(
-                "calibrate.cascade tests a neuron by its one map, and this model's MLP is gated; pass"
-                " --calibrate.cascade null"
-            )
-        if self.cascade is not None and shape.d_model % 8:
-            raise UserError(f"calibrate.cascade needs a model width that is a multiple of 8, got {shape.d_model}")
+        if second_stage and (refusal := second_stage_refusal(shape)) is not None:
+            raise UserError(f"calibrate.cascade {refusal}; pass --calibrate.cascade null")
         if self.selection not in ("threshold", "top_k"):
             raise UserError(f"calibrate.selection must be threshold or top_k, got {self.selection}")
         if self.budget is not None:

@@ -98,6 +98,7 @@ def _collect(
     share: Callable[[], None] | None,
 ) -> ActivationManifest:
     shape = read_dims(model_name, revision)
+    config = config.settled(shape)
     request = config.request(seed)
     tokenizer = load_tokenizer(model_name, revision)
     cut_by = hash_of(tokenizer)

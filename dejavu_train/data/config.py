@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.ranges import COUNT, NUMBER, Range, check_ranges
 
 Storage = Literal["float16", "bfloat16"]
@@ -27,8 +28,8 @@ class CollectConfig:
     """Tokens of a shard. A killed run redoes at most one."""
     batch_size: int = 8
     """Windows per forward pass."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """In which the model runs."""
+    dtype: Literal["float32", "float16", "bfloat16", "auto"] = "float32"
+    """In which the model runs. auto: float16, and bfloat16 where neurons are squared, which float16 does not hold."""
     storage: Storage = "float16"
     """In which hidden states are stored."""
     head_criterion: Literal["from_mean", "norm"] = "from_mean"
@@ -53,6 +54,10 @@ class CollectConfig:
             raise UserError(
                 f"collect.by_layers runs on one device, got collect.device_map {self.device_map}; leave it out"
             )
+
+    def settled(self, shape: ModelDims) -> "CollectConfig":
+        """The same with the name of a dtype for one that is auto."""
+        return dataclasses.replace(self, dtype=shape.half_dtype) if self.dtype == "auto" else self
 
     def budget(self, set_name: str) -> int | None:
         return getattr(self, f"{set_name}_tokens")

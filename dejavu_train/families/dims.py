@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Target(StrEnum):
@@ -163,6 +163,11 @@ class ModelDims:
     def units(self, target: Target) -> int:
         """How many units a predictor of ``target`` chooses from."""
         return self.d_ffn if target == Target.MLP else self.n_kv_heads
+
+    @property
+    def half_dtype(self) -> Literal["float16", "bfloat16"]:
+        """The dtype of 16 bits in which the dense model runs. Squares of neurons overflow float16 from 256 on."""
+        return "bfloat16" if self.activation == Activation.RELU2 else "float16"
 
     @property
     def group_dim(self) -> int:

@@ -19,7 +19,7 @@ from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.files import read_json, write_json
-from dejavu_train.models.config_values import INT4, quant_method, read_values
+from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
@@ -163,8 +163,9 @@ def calibration_windows(
 
 def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
     """The model, loaded, as a function that writes text, and its name."""
-    dtype = "float16" if resolve_device(config.device).type == "cuda" else "float32"
-    model = load_opt(config.model, dtype, resolve_device(config.device), revision=config.revision)
+    device = resolve_device(config.device)
+    dtype = read_dims(config.model, config.revision).half_dtype if device.type == "cuda" else "float32"
+    model = load_opt(config.model, dtype, device, revision=config.revision)
     return transformers_writer(model, config.text.sample), "transformers"
 
 

@@ -45,6 +45,15 @@ def test_bytes_of_a_layer(tiny_opt):
     assert spec_bytes(tested, shape, FLOAT16) < spec_bytes(spec, shape, FLOAT16)
 
 
+def test_a_neuron_of_gelu_is_read_whole_where_it_is_selected(tiny_opt):
+    shape = dataclasses.replace(make_bundle(tiny_opt).shape, activation="gelu")
+    bundles = [make_bundle(tiny_opt, cascade=cascade) for cascade in (False, True)]
+    found = [bundle.with_densities({(0, "mlp"): 0.5}).specs[0, "mlp"] for bundle in bundles]
+    rows = [0.5 * 4 * 48, 0.5 * (24 + 8) + 0.25 * (72 + 4 + 2 * 48)]
+    for spec, row in zip(found, rows, strict=True):
+        assert spec_bytes(spec, shape, FLOAT16) == pytest.approx(predictor_bytes(spec) + 96 * row)
+
+
 @pytest.mark.parametrize("weights", [FLOAT32, FLOAT16])
 def test_share_of_the_dense_model(tiny_opt, weights):
     bundle = make_bundle(tiny_opt)

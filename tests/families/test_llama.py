@@ -1,4 +1,4 @@
-"""The whole job on a Llama with grouped K/V heads and a ReLU gate, by the two commands."""
+"""Training and running a Llama with grouped K/V heads and a ReLU gate."""
 
 import json
 
@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import main
 from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.families import base
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseCausalLM, SparseOPTForCausalLM
@@ -67,20 +66,6 @@ def test_a_run_trains_calibrates_and_bundles(bundle):
         assert 0.2 < spec.active_density < 0.8 and spec.recall > 0.4 and spec.retained_mass > 0.5
         assert heads.n_out == 2 and heads.retained_mass > 0.4
         assert "loss_increase" in spec.curve
-
-
-def test_the_bundle_is_scored(folder, run, text_file, tmp_path):
-    few = ["--tokens=300", "--window=64", "--selections=dense,predicted,oracle,noncontextual", "--densities=0.4"]
-    few += ["--curve_densities=", "--head_densities=", "--sparse_from=0", "--device=cpu", "--generate=the token"]
-    few += ["--new_tokens=4", "--prompt=8", f"--text={text_file}"]
-    paths = [f"--model={folder}", f"--bundle={run / 'bundle'}", f"--output={tmp_path}"]
-    assert exit_on_user_error(infer, [*paths, *few]) == 0
-    found = json.loads((tmp_path / "results.json").read_text())
-    rows = {row["selection"]: row for row in found["quality"]}
-    predicted, oracle = rows["predicted"], rows["oracle"]
-    assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0.2 < predicted["mlp_selected"] < 0.6
-    assert 0.4 < predicted["mlp_recall"] < oracle["mlp_recall"] and 0 < predicted["mlp_bytes"] < 1.1
-    assert {timing["backend"] for timing in found["timing"]} == {"dense", "dense-cpu", "cpu"}
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather"])

@@ -1,0 +1,54 @@
+"""The whole job by the two commands, with the recipe of opt-mini: from family to family only ``--model`` differs."""
+
+import json
+import logging
+
+import pytest
+from conftest import REPOSITORY
+from family_models import CASES, save_family
+
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.cli import main
+from dejavu_train.engine.cpu import bandwidth
+from dejavu_train.errors import exit_on_user_error
+from dejavu_train.evaluation.cli import main as infer
+
+SMALL = {  # of a tiny model, whatever its family
+    "config": REPOSITORY / "configs" / "opt-mini.yaml", "text.sample.tokens": 1280, "collect.window": 64,
+    "collect.shard_tokens": 4096, "data.batch_size": 256, "mlp.rank": 8, "mlp.steps": 4, "mlp.validations": 1,
+    "heads.steps": 4, "heads.validations": 1, "calibrate.sensitivity_tokens": 32, "calibrate.head_loss_tokens": 32,
+    "trainer.logger": "false",
+}  # fmt: skip
+SCORED = {
+    "tokens": 120, "window": 64, "selections": "dense,predicted,oracle", "sparse_from": 0, "device": "cpu",
+    "prompt": 8, "generate": "the token", "new_tokens": 3,
+}  # fmt: skip
+
+
+def flags(values):
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch):
+    monkeypatch.setattr(bandwidth.read_bandwidth, "__defaults__", (None, 8, 0.01))  # a look at memory takes seconds
+    model, output = save_family(name, tmp_path / "model"), tmp_path / "run"
+    caplog.set_level(logging.INFO, "dejavu_train")
+    own = {"model": model, "output": output, "text.cache": tmp_path}
+    assert exit_on_user_error(main, flags(SMALL | own)) == 0
+    bundle = Bundle.from_pretrained(output / "bundle")
+    gated = bundle.shape.gated
+    assert {bundle.specs[layer, "mlp"].kind for layer in range(2)} == {"low_rank" if gated else "cascade"}
+    assert caplog.text.count("calibrating without a second stage") == gated
+    assert all("loss_increase" in spec.curve for spec in bundle.specs.values())
+    assert all(0.2 < bundle.specs[layer, "mlp"].active_density < 0.8 for layer in range(2))
+    assert bundle.metadata["text"]["source"] == "self" and bundle.metadata["head_loss_tokens"] > 0
+    own = {"bundle": output / "bundle", "output": tmp_path / "results", "text": text_file}
+    assert exit_on_user_error(infer, flags(SCORED | own)) == 0
+    found = json.loads((tmp_path / "results" / "results.json").read_text())
+    rows = {row["selection"]: row for row in found["quality"]}
+    predicted, oracle = rows["predicted"], rows["oracle"]
+    assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0 < predicted["mlp_selected"] < 0.4
+    mass = [predicted["mlp_retained_mass"], oracle["mlp_retained_mass"]]
+    assert predicted["mlp_selected"] < mass[0] < mass[1] and 0 < predicted["mlp_bytes"] < 1
+    assert {timing["backend"] for timing in found["timing"]} == {"dense", "dense-cpu", "cpu"}
