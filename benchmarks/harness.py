@@ -1,6 +1,7 @@
 """Timing on a GPU: kernels in a graph with weights rotated past the L2, consecutive steps, and the best read."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -29,22 +30,20 @@ def measure(step: Callable[[], None]) -> float:
     return times[REPEATS // 2] * 1000 / SETS
 
 
-def best_read() -> float:
+def best_read(device: str = "cuda") -> float:
     """TB/s of the best row kernel on 49152 x 12288 in fp16: the denominator of every byte floor.
 
     The same memory is read as rows of 12288, 4096 and 8192: whatever reads fastest.
     """
-    weight = torch.empty(N, D, dtype=torch.float16, device="cuda").normal_(0, 0.02)
-    x12, norm = torch.randn(1, D, device="cuda"), torch.ones(2, D, dtype=torch.float16, device="cuda")
+    weight = torch.empty(N, D, dtype=torch.float16, device=device).normal_(0, 0.02)
+    x12, norm = torch.randn(1, D, device=device), torch.ones(2, D, dtype=torch.float16, device=device)
     times = []
     for width, settings in ((12288, (4, 1, 8)), (12288, (2, 1, 16)), (4096, (8, 2, 8)), (8192, (4, 1, 8))):
         view, x = weight.view(-1, width), x12[:, :width].contiguous()
         ln = LayerNormWeights(*norm[:, :width].contiguous())
-        out = torch.empty(1, len(view), device="cuda")
-        step = lambda v=view, x=x, ln=ln, out=out, s=settings: dense_rows(  # noqa: E731
-            x, ln, Rows(v), None, "none", out, False, RowSettings(*s)
-        )
-        times.append(measure(step))
+        out = torch.empty(1, len(view), device=device)
+        with RowSettings(*settings).in_use():
+            times.append(measure(partial(dense_rows, x, ln, Rows(view), None, "none", out)))
     return weight.nbytes / min(times) / 1e6
 
 

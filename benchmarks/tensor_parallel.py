@@ -269,7 +269,7 @@ def write_model(folder: Path, dims: ModelDims) -> None:
     """A random OPT in fp16, a file a layer."""
     from transformers import OPTConfig
 
-    from dejavu_train.families.opt import MATRICES
+    from dejavu_train.families.opt import OPTFamily
     from dejavu_train.quantize.folder import ModelFolder
 
     folder.mkdir(parents=True)
@@ -289,7 +289,7 @@ def write_model(folder: Path, dims: ModelDims) -> None:
               **both(f"{decoder}final_layer_norm")})  # fmt: skip
     for layer in range(dims.n_layers):
         prefix, tensors = f"{decoder}layers.{layer}.", {}
-        for part in MATRICES:
+        for part in OPTFamily.matrices.values():
             rows, columns = {"fc1": (n, d), "fc2": (d, n)}.get(part, (d, d))
             tensors |= {f"{prefix}{part}.weight": normal(rows, columns)}
             tensors |= {f"{prefix}{part}.bias": torch.zeros(rows, dtype=torch.float16)}
