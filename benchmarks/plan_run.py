@@ -26,7 +26,8 @@ from dejavu_train.forecast import forecast
 from dejavu_train.hardware import PlanConfig, hardware_of
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import resolve_device
-from dejavu_train.pipeline import sampled, work
+from dejavu_train.own_text import sampled
+from dejavu_train.pipeline import work
 
 GB, PROBE = 1e9, 1 << 28
 SOURCES = ("dejavu_train/estimate.py", "dejavu_train/forecast.py", "dejavu_train/hardware.json")

@@ -28,7 +28,7 @@ from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
 from benchmarks.tables_one_model import ONE_MODEL_TABLES
-from benchmarks.tables_plan import streaming_table
+from benchmarks.tables_plan import own_text_table, streaming_table
 from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
@@ -49,6 +49,7 @@ FILES = (
     "docs/notes/decode-engine.md",
     "docs/notes/lossless.md",
     "docs/notes/one-model.md",
+    "docs/notes/by-layers.md",
     "docs/notes/streaming.md",
     "checkpoints/opt-mini/README.md",
 )
@@ -305,6 +306,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **LOSSLESS_TABLES,
     **ONE_MODEL_TABLES,
     "streaming": streaming_table,
+    "own-text-by-layers": own_text_table,
     "card": card_table,
 }
 
@@ -343,6 +345,7 @@ MADE_BY = {  # table -> what makes its rows
     "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
     **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
+    "own-text-by-layers": "`python -m benchmarks.tables`",
     "streaming": "`train.py --plan`, whose rates `python -m benchmarks.hardware` takes from rows",
     "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
 }

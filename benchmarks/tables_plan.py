@@ -1,17 +1,29 @@
-"""The table of docs/notes/streaming.md: what `train.py --plan` reckons with shards and without."""
+"""Tables that are reckoned: of docs/notes/streaming.md with shards and without, of docs/notes/by-layers.md own text."""
 
 import dataclasses
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import SHAPES
 from benchmarks.tables_format import markdown
 from dejavu_train.cli import parse_config
+from dejavu_train.config import RunConfig
 from dejavu_train.hardware import PlanConfig, known_hardware
 
 MODELS, DISKS = ("1.3b", "6.7b", "30b", "66b"), (1.0, 0.2)  # GB/s
+LINK, ROOM = 25.0, 60.0  # GB/s from the host's memory to a GPU, as of PCIe 4; GB of a GPU for keys and values
+
+
+@contextmanager
+def _planned(root: Path, name: str) -> Iterator[RunConfig]:
+    """The configuration of an OPT, whose config.json is there as long as the context lasts."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_values(SHAPES[name])))
+        yield parse_config(["--config", str(root / f"configs/opt-{name}.yaml"), "--model", folder])
 
 
 def streaming_table(root: Path) -> str:
@@ -23,9 +35,7 @@ def streaming_table(root: Path) -> str:
     rows = []
     for name in MODELS:
         shape = SHAPES[name]
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config_values(shape)))
-            config = parse_config(["--config", str(root / f"configs/opt-{name}.yaml"), "--model", folder])
+        with _planned(root, name) as config:
             plans = [PlanConfig(disk_gb_s=disk) for disk in DISKS]
             with_shards = [forecast(config, shape, rate, plan) for rate in (gpu, fast) for plan in plans]
             without = [forecast(config, shape, rate, plans[0], stream=True) for rate in (gpu, fast)]
@@ -36,3 +46,34 @@ def streaming_table(root: Path) -> str:
     rates = [f"{rate.tflops:.0f} TFLOP/s: {heading}" for rate in (gpu, fast) for heading in headings]
     conditions = "Hours of one H200, all stages. Rates: dejavu_train/hardware.json."
     return markdown(["OPT", "shards, GB", "all predictors in training, GB", *rates], rows) + f"\n{conditions}\n"
+
+
+def own_text_table(root: Path) -> str:
+    """What a model would read from the host if it wrote its own text by layers, all rows at once or as many as fit."""
+    from dejavu_train.forecast import forecast
+    from dejavu_train.plan import tokens_to_sample
+
+    rows = []
+    for name in MODELS[1:]:
+        shape = SHAPES[name]
+        with _planned(root, name) as config:
+            tokens, length = tokens_to_sample(config, on_gpu=True), config.collect.window
+            hours = forecast(config, shape, known_hardware()["H200"], PlanConfig()).hours
+        layers = 2 * shape.n_layers * shape.layer_weights / 1e9
+        token = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim / 1e9  # of keys and values
+        texts, steps = -(-tokens // length), length - 1
+        fit = min(texts, int(ROOM / (token * length)))
+        once = steps * (layers + texts * token * length / 2)  # keys and values of half a row, in the mean
+        parts = steps * layers * -(-texts // fit)
+        cells = [f"{layers:.0f}", f"{tokens:,}", f"{token * texts * length:.0f}"]
+        times = [f"{read / 1000:.0f}, {read / LINK / 3600:.1f}" for read in (once, parts)]
+        rows.append([name, *cells, times[0], str(fit), times[1], f"{hours:.1f}"])
+    headings = [
+        "OPT", "layers, GB", "tokens", "K and V of all rows, GB", "all rows at once: TB read, hours", "rows that fit",
+        "those at once: TB read, hours", "the whole run, hours",
+    ]  # fmt: skip
+    conditions = (
+        f"Layers and K and V lie in the host's memory, and {LINK:g} GB/s reach the GPU. Rows fit into {ROOM:g} GB of"
+        " it, and their K and V stay there. The whole run is that of `train.py --plan` on an H200 that holds the model."
+    )
+    return markdown(headings, rows) + f"\n{conditions}\n"

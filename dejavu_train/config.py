@@ -289,7 +289,7 @@ class RunConfig:
         if self.collect.by_layers:
             raise UserError(
                 "tune.steps needs the whole model in every step, and collect.by_layers has one layer at a time; set"
-                " tune.steps to 0, or give collect.device_map auto instead"
+                " --tune.steps 0, or --collect.by_layers false and --collect.device_map auto"
             )
         if self.tune.density is not None:
             check_reachable(self.tune.density, "tune.density", Target.MLP, self.calibrate.dense_layers, shape)

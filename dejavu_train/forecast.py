@@ -115,7 +115,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     gpu = hardware_of(plan)
     whole = forecast(config, shape, gpu, plan)
     stages = {name: spent for name, spent in whole.seconds.items() if spent}
-    weights = 2 * (shape.layer_weights * shape.n_layers + shape.vocab_size * shape.d_model)
+    weights = 2 * shape.weights
     print(f"{config.model}: {shape.n_layers} layers, {weights / 1e9:.1f} GB of weights in 16 bits")
     print(f"{plan.gpus} x {gpu.gpu}, a disk of {plan.disk_gb_s:g} GB/s\n")
     rows = [[name, whole.gpus[name], _hours(spent / 3600)] for name, spent in stages.items()]

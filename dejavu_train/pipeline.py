@@ -6,7 +6,6 @@ the last job calibrates and bundles.
 """
 
 import dataclasses
-import gc
 import logging
 import shutil
 import tempfile
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from dejavu_train.bundle.allocation import read_curve
@@ -27,23 +25,18 @@ from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
 from dejavu_train.crew import COLLECT, REST, collect_together, run_elsewhere, train_together
-from dejavu_train.data.collect import LoadSets, check_same_text, collect
-from dejavu_train.data.samples import Rows, Write, load_samples, transformers_writer
+from dejavu_train.data.collect import check_same_text, collect
 from dejavu_train.data.shard_reader import ShardReader, active_densities
-from dejavu_train.data.shards import SETS
-from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
-from dejavu_train.engine import runs
-from dejavu_train.engine.inputs import Sampling
 from dejavu_train.errors import UserError
-from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
-from dejavu_train.families.dims import engine_refusal
+from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.mirror import pull, push_activations, push_bundle, push_predictor
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.opt import load_opt, resolve_device, weight_hash
 from dejavu_train.models.weight_format import WeightFormat, stored_format
+from dejavu_train.own_text import sampled
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
@@ -248,62 +241,6 @@ def measured_before(config: RunConfig, curves: Stage) -> Bundle | None:
         logger.info("calibration curves: those of %s", path.parent)
         return bundle
     return None
-
-
-def sampled(config: RunConfig) -> LoadSets | None:
-    """With the text source ``self``: what gives the documents that the model writes, or finds them written."""
-    if config.text.source != SELF:
-        return None
-
-    def load() -> tuple[dict[str, list[Document]], TextManifest]:
-        loaded = load_samples(
-            config.text,
-            config.model,
-            weight_hash(config.model, revision=config.revision),  # a model's own samples are named by it, always
-            config.collect.window,
-            [(name, config.collect.budget(name)) for name in SETS],
-            resolve_device(config.collect.device).type == "cuda",
-            load_tokenizer(config.model, config.revision),
-            lambda rows, length: open_writer(config, rows, length),
-        )
-        gc.collect()  # the model that wrote is loaded again to collect; two do not fit where one fills the GPU
-        torch.cuda.empty_cache()
-        return loaded
-
-    return load
-
-
-def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
-    """The dense model, loaded, as a function that continues ``rows`` rows up to ``length`` tokens, and its name.
-
-    On a GPU that holds the model it is the decode engine, else ``generate()`` of transformers. So it is for more rows
-    than an engine has.
-    """
-    settings, run = config.text.sample, config.collect
-    device = resolve_device(run.device)
-    model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
-    refused = engine_refusal(dims_of(model.config), runs.GPU)
-    if device.type != "cuda" or run.device_map is not None or refused is not None:
-        return transformers_writer(model, settings), "transformers"
-    from dejavu_train.engine.decode import DecodeEngine  # imports triton
-    from dejavu_train.engine.inputs import MAX_BATCH
-    from dejavu_train.engine.options import EngineOptions
-    from dejavu_train.kernels.common.checks import HEAD_DIMS
-
-    if dims_of(model.config).head_dim not in HEAD_DIMS or rows > MAX_BATCH:
-        return transformers_writer(model, settings), "transformers"
-    return engine_writer(DecodeEngine(model, options=EngineOptions(batch=rows, context=length)), settings), "engine"
-
-
-def engine_writer(engine: Any, settings: SampleConfig) -> Write:
-    """Sampling by a decode engine, a dense one."""
-
-    def write(prompts: Rows, length: int, seed: int) -> Rows:
-        sampling = Sampling(settings.temperature, settings.top_p, seed=seed)
-        new = engine.generate(prompts, length - len(prompts[0]), sampling=sampling, stop_tokens=())
-        return [prompt + tokens for prompt, tokens in zip(prompts, new, strict=True)]
-
-    return write
 
 
 def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stage) -> Bundle:

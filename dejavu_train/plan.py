@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from dejavu_train.config import RunConfig
-from dejavu_train.data.samples import CYCLE, SampleManifest, tokens_needed
+from dejavu_train.data.samples import CYCLE, NOT_BY_LAYERS, SampleManifest, is_cached, tokens_needed
 from dejavu_train.data.shards import SETS, ActivationManifest
 from dejavu_train.data.text import SELF, is_compressed
+from dejavu_train.errors import UserError
 from dejavu_train.estimate import Estimate
 from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.models.opt import resolve_device
@@ -124,10 +125,20 @@ def stage_seconds(estimate: Estimate, rows: Mapping[str, int], sampled: int) -> 
 
 
 def tokens_to_sample(config: RunConfig, on_gpu: bool | None = None) -> int:
-    """How many tokens of its own text the model has to write before. Those beside the model are there."""
+    """How many tokens of its own text the model has to write before. Those beside it or in the cache are there.
+
+    Raises:
+        UserError: it has to write some, by layers.
+    """
     if config.text.source != SELF or (Path(config.model) / "samples.json").is_file():
         return 0
-    return tokens_needed(config.text.sample, _budgets(config), _on_gpu(config) if on_gpu is None else on_gpu)[0]
+    on_gpu = _on_gpu(config) if on_gpu is None else on_gpu
+    tokens = tokens_needed(config.text.sample, _budgets(config), on_gpu)[0]
+    if is_cached(config.text, config.model, config.collect.window, tokens):
+        return 0
+    if config.collect.by_layers:
+        raise UserError(NOT_BY_LAYERS)
+    return tokens
 
 
 def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, int | None]:

@@ -12,6 +12,7 @@ A model's folder may carry the first two (opt-mini does). Otherwise they are cac
 weights and the settings.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -50,6 +51,11 @@ TOKENS_ON_CPU = 200_000
 CYCLE = ("val", "calibration", "calibration", *("train",) * 22)  # the sets of each 25 rows in turn
 TRIAL_TOKENS = 16
 MAX_SEED = 1 << 26  # what the engine takes
+NOT_BY_LAYERS = (  # docs/notes/by-layers.md has the arithmetic
+    "collect.by_layers has one layer at a time, and text.source self needs all layers for every token that the model"
+    " writes; give --text.source FILE or a data set, or --collect.by_layers false and --collect.device_map auto: what"
+    " the model writes so is found by later runs"
+)
 
 Rows = list[list[int]]
 Write = Callable[[Rows, int, int], Rows]
@@ -111,6 +117,18 @@ def tokens_needed(config: SampleConfig, budgets: Sequence[tuple[str, int | None]
     most = TOKENS_ON_GPU if on_gpu else TOKENS_ON_CPU
     needs = [most if budget is None else -(-budget * len(CYCLE) // CYCLE.count(name)) for name, budget in budgets]
     return min(most, max(needs)), max(needs)
+
+
+def is_cached(source: TextSource, model: str, window: int, tokens: int) -> bool:
+    """Whether the cache has so many tokens that ``model`` wrote with these settings. No weights are read, so a model
+    is known by its name."""
+    settings = settings_of(source.sample, window)
+    for path in Path(source.cache).glob("self-*/samples.json"):
+        with contextlib.suppress(UserError):  # damaged, and written anew when it is needed
+            found = SampleManifest.load(path.parent)
+            if found.model == model and found.settings == settings and found.tokens >= tokens:
+                return True
+    return False
 
 
 def load_samples(

@@ -184,6 +184,11 @@ class ModelDims:
         return 2 * (self.group_dim + self.head_dim)
 
     @property
+    def weights(self) -> int:
+        """Numbers in all layers' matrices and in the embedding, to which the LM head is mostly tied."""
+        return self.n_layers * self.layer_weights + self.vocab_size * self.embedding_dim
+
+    @property
     def layer_weights(self) -> int:
         """Weights of all matrices of a layer."""
         return self.d_model * sum(self.units(target) * self.rows_of(target) for target in TARGETS)

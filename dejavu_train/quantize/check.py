@@ -83,6 +83,11 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
             f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch, and"
             f" {states / 1e9:.1f} GB on the disk until it is done"
         )
+        if config.text.source == SELF and not (Path(config.model) / "samples.json").is_file():
+            lines.append(
+                f"the model writes its own text as a whole, {2 * shape.weights / 1e9:.1f} GB of weights in 16 bits,"
+                " unless it wrote it before; --text.source FILE reads a layer at a time alone"
+            )
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.files import read_json, write_json
+from dejavu_train.machine import free_memory
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
@@ -162,10 +163,20 @@ def calibration_windows(
 
 
 def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
-    """The model, loaded, as a function that writes text, and its name."""
-    device = resolve_device(config.device)
-    dtype = read_dims(config.model, config.revision).half_dtype if device.type == "cuda" else "float32"
-    model = load_opt(config.model, dtype, device, revision=config.revision)
+    """The model, loaded as a whole, as a function that writes text, and its name.
+
+    Raises:
+        UserError: its weights have no room on the device.
+    """
+    device, shape = resolve_device(config.device), read_dims(config.model, config.revision)
+    on_gpu = device.type == "cuda"
+    size, room = shape.weights * (2 if on_gpu else 4), torch.cuda.mem_get_info(device)[1] if on_gpu else free_memory()
+    if room is not None and size > room:
+        raise UserError(
+            f"{config.model} writes its own text as a whole, with {size / 1e9:.1f} GB of weights, and {device} has room"
+            f" for {room / 1e9:.1f} GB; give --text.source FILE or a data set"
+        )
+    model = load_opt(config.model, shape.half_dtype if on_gpu else "float32", device, revision=config.revision)
     return transformers_writer(model, config.text.sample), "transformers"
 
 

@@ -7,9 +7,9 @@ import pytest
 from conftest import make_text
 from small_runs import flags
 
-from dejavu_train import pipeline
+from dejavu_train import own_text
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main
+from dejavu_train.cli import main, parse_config
 from dejavu_train.config import RunConfig
 from dejavu_train.data.packed import pack
 from dejavu_train.data.samples import (
@@ -29,7 +29,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.families import dims_of
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
-from dejavu_train.pipeline import engine_writer
+from dejavu_train.own_text import engine_writer
 
 BUDGETS = [("train", None), ("val", None), ("calibration", None)]
 
@@ -190,13 +190,13 @@ def test_rows_that_an_engine_has_not_are_written_by_transformers(tiny_opt, monke
     """As on a GPU, of which only the name is asked."""
     import torch
 
-    monkeypatch.setattr(pipeline, "resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(pipeline, "load_opt", lambda *args: load_opt(str(tiny_opt)))
+    monkeypatch.setattr(own_text, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(own_text, "load_opt", lambda *args: load_opt(str(tiny_opt)))
     monkeypatch.setattr("dejavu_train.engine.decode.DecodeEngine", lambda model, options: options)
     monkeypatch.setattr(
         "dejavu_train.kernels.common.checks.HEAD_DIMS", (dims_of(load_opt(str(tiny_opt)).config).head_dim,)
     )
-    assert pipeline.open_writer(RunConfig(model=str(tiny_opt)), rows, 16)[1] == writer
+    assert own_text.open_writer(RunConfig(model=str(tiny_opt)), rows, 16)[1] == writer
 
 
 @pytest.mark.parametrize(
@@ -233,3 +233,20 @@ def test_a_model_alone_is_enough(tiny_opt, tmp_path, caplog):
         == 0
     )
     assert "about" not in caplog.text, "the samples of the first run are used again"
+
+
+def test_own_text_by_layers_is_refused_until_it_is_written(tiny_opt, tmp_path, capsys):
+    """By the run, before it loads the model, by ``--check`` and by ``--plan``. What was written before is read."""
+    given = [flag for flag in flags(tiny_opt, "unused", tmp_path / "run") if not flag.startswith("--text.source")]
+    given += ["--text.sample.tokens=1600", f"--text.cache={tmp_path / 'cache'}"]
+    layers = [*given, "--collect.by_layers=true"]
+    for more in ([], ["--check"], ["--plan"]):
+        assert exit_on_user_error(main, [*layers, *more]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("error: collect.by_layers has one layer at a time") and "--text.source FILE" in said
+    assert not (tmp_path / "run" / "activations" / "manifest.json").exists()
+    written, _ = own_text.sampled(parse_config(given))()
+    found, _ = own_text.sampled(parse_config(layers))()
+    assert all((a.ids == b.ids).all() for name in written for a, b in zip(written[name], found[name], strict=True))
+    assert exit_on_user_error(main, [*layers, "--plan"]) == 0
+    assert "text   " not in capsys.readouterr().out, "nothing is written anew"

@@ -261,6 +261,16 @@ def test_mistakes_are_told_before_torch_is_loaded(wide_opt, tmp_path):
         assert said in told and loaded == "False"
 
 
+def test_own_text_needs_room_for_the_whole_model(wide_opt, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dejavu_train.quantize.run.free_memory", lambda: 1000)
+    places = [f"--output={tmp_path / 'out'}", f"--text.cache={tmp_path / 'cache'}"]
+    given = [f"--model={wide_opt}", *places, "--device=cpu"]
+    assert exit_on_user_error(command.main, given) == 2
+    told = capsys.readouterr()
+    assert "writes its own text as a whole" in told.err and "give --text.source FILE or a data set" in told.err
+    assert "the model writes its own text as a whole" in told.out and not (tmp_path / "out").exists()
+
+
 def test_check_does_nothing(settings, tmp_path, capsys):
     command.main([f"--model={settings.model}", f"--output={tmp_path / 'out'}", "--device=cpu", "--check"])
     assert "bits a weight" in capsys.readouterr().out and not (tmp_path / "out").exists()
