@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.tables_format import Row, markdown, mean, percent, provenance, read_csv, share_range
-from dejavu_train.engine import runs
+from dejavu_train.engine.runs import RUNS
 from dejavu_train.families import dims_of
 from dejavu_train.families.dims import engine_refusal
 
@@ -90,8 +90,8 @@ def runs_table(root: Path) -> str:
         dims = dims_of(values, kind)
         sizes = sorted({_split(c["output"])[1].upper() for c in made if c["family"] == TRAINED.get(kind)}, key=len)
         known = ["opt-mini"] * (kind == "OPT") + [f"{size} from below" for size in sizes]
-        engines = ["no" if engine_refusal(dims, each) else "yes" for each in (runs.GPU, runs.CPU)]
-        table.append([kind, "yes", *engines, ", ".join(known) or "tiny random ones"])
+        engine = "no" if engine_refusal(dims, RUNS) else "yes"
+        table.append([kind, "yes", engine, engine, ", ".join(known) or "tiny random ones"])
     return markdown(["kind", "`mask`, `gather`", "engine of a GPU", "engine of a CPU", "weights"], table)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.errors import UserError
-from dejavu_train.families import ModelDims
+from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.kernels.common.limits import MOST_TOKENS, TILE_ROWS, TILED_FROM
 from dejavu_train.models.int4 import CodedLinear
 
@@ -54,11 +54,17 @@ def late_bytes(shape: ModelDims, context: int, ranks: Iterable[int]) -> int:
 
 
 def weight_bytes(model: Any, dtype: torch.dtype) -> int:
-    """Of a Hugging Face model's weights as an engine of this dtype holds them. 4-bit rows keep their own dtypes."""
+    """Of a Hugging Face model's weights as an engine of this dtype holds them. 4-bit rows keep their own dtypes.
+
+    Tables that maps between two widths are multiplied into count beside those they are made of.
+    """
     coded = [module for module in model.modules() if isinstance(module, CodedLinear)]
     packed = {id(tensor) for module in coded for tensor in module.buffers()}
     floats: Iterable[Tensor] = model.parameters()
-    return sum(b.nbytes for b in model.buffers() if id(b) in packed) + dtype.itemsize * sum(p.numel() for p in floats)
+    dims = dims_of(model.config)
+    made = 2 * dims.vocab_size * dims.d_model if dims.embedding_dim != dims.d_model else 0
+    numbers = made + sum(p.numel() for p in floats)
+    return sum(b.nbytes for b in model.buffers() if id(b) in packed) + dtype.itemsize * numbers
 
 
 def held_bytes(weights: "DecodeWeights", predictors: Mapping[Any, "TargetPredictor"]) -> dict[str, int]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from dejavu_train.engine import cpu_limits as cpu
-from dejavu_train.engine import runs
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
 from dejavu_train.engine.options import EngineOptions
@@ -32,6 +31,7 @@ from dejavu_train.engine.planned import (
     hidden_values,
 )
 from dejavu_train.engine.ranks.refusals import check_ranks
+from dejavu_train.engine.runs import RUNS
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import Norm, engine_refusal
@@ -133,7 +133,7 @@ def with_screen(plan: StepPlan, asked: bool | None, free: int | None) -> StepPla
 
 def _check_dims(dims: ModelDims, engine: Engine) -> None:
     """Raise Unsupported for a layer that no kernel computes."""
-    if (why := engine_refusal(dims, runs.CPU if engine is Engine.CPU else runs.GPU)) is not None:
+    if (why := engine_refusal(dims, RUNS)) is not None:
         raise Unsupported(f"{'the CPU engine' if engine is Engine.CPU else 'the decode engine'} has {why}")
     if engine in (Engine.GPU, Engine.INTERPRETER) and dims.head_dim not in HEAD_DIMS:
         raise Unsupported(f"head dim {dims.head_dim} has no kernels (there are {', '.join(map(str, HEAD_DIMS))})")
@@ -268,6 +268,8 @@ class _Chooser:
             return "a LayerNorm comes late for 4-bit weights"
         if self.ranks > 1:
             return "the MLP before is a sum over GPUs"
+        if self.dims.post_norm:
+            return "its input is a norm's output, which the MLP before does not make"
         if self.dims.norm is not Norm.LAYER_NORM:
             return f"products are put right for a LayerNorm that comes late, not for {self.dims.norm}"
         if self.options.guarded:

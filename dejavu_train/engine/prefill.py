@@ -101,6 +101,7 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GP
     dims, dtype = weights.shape, weights.embedding.dtype
     share, unit = dims.kv_group, kept_unit(layer.mlp, dtype)
     turns = weights.placed if isinstance(weights.placed, Rotary) else None
+    normed = torch.float32 if dims.post_norm else dtype  # the residual stream itself, or what products read
 
     def compared(x: Tensor, norm: LayerNormWeights | None, positions: Tensor) -> Tensor:
         """Queries or keys (B, h, T, e), in fp32 where they are turned, as the kernels turn them."""
@@ -111,7 +112,7 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GP
         return x.to(dtype)
 
     def project(n: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        qkv = layer.qkv.weight.dense(dtype).flatten(0, 2)
+        n, qkv = n.to(dtype), layer.qkv.weight.dense(dtype).flatten(0, 2)
         # (B, g, r + 2, T, e)
         rows = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, layer.qkv.bias.shape).movedim(-4, -2)
         q, k, v = rows[:, :, :share].flatten(1, 2), rows[:, :, share], rows[:, :, share + 1]
@@ -119,7 +120,7 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GP
         return compared(q, norms[0], positions), compared(k, norms[1], positions), v
 
     def values(linear: Linear, n: Tensor, activation: str, scale: float = 1.0) -> Tensor:
-        x = F.linear(n, linear.weight.dense(dtype), linear.bias)
+        x = F.linear(n.to(dtype), linear.weight.dense(dtype), linear.bias)
         if activation == "relu" and not layer.hidden.threshold:
             return x.relu_()
         return (activation_reference(x.float(), activation, layer.hidden.threshold) * scale).to(dtype)
@@ -140,11 +141,12 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GP
         return join.total(product.float() / unit + layer.down.bias.float())
 
     return SimpleNamespace(
-        norm_attn=lambda x: layer_norm_reference(x, layer.norm1, dtype),
+        post_norm=dims.post_norm,
+        norm_attn=lambda x: layer_norm_reference(x, layer.behind[0] or layer.norm1, normed),
         project=project,
         scaling=1.0,  # by `scaled_dot_product_attention`
         out=lambda mixed: join.total(F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float()),
-        norm_mlp=lambda x: layer_norm_reference(x, layer.norm2, dtype),
+        norm_mlp=lambda x: layer_norm_reference(x, layer.behind[1] or layer.norm2, normed),
         neurons=neurons,
         down=down,
     )

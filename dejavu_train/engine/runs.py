@@ -1,4 +1,4 @@
-"""What each engine runs beside an OPT: values of the fields of `ModelDims`. Loads no torch."""
+"""What the engines run beside an OPT: values of the fields of `ModelDims`. Loads no torch."""
 
 from dejavu_train.families.dims import SILENT, SMOOTH, Runs
 
@@ -12,8 +12,7 @@ _EVERYTHING = (
     "embedding_norm",
     "qk_norm",
     "logit_cap",
+    "post_norm",
+    "embedding_dim",
 )
-_ACTIVE = (*SILENT, *SMOOTH)
-
-GPU: Runs = dict.fromkeys(_EVERYTHING) | {"activation": _ACTIVE}
-CPU: Runs = dict.fromkeys((*_EVERYTHING, "post_norm", "embedding_dim")) | {"activation": _ACTIVE}
+RUNS: Runs = dict.fromkeys(_EVERYTHING) | {"activation": (*SILENT, *SMOOTH)}

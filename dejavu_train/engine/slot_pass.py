@@ -17,6 +17,7 @@ from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families.dims import QkNorm
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.settings import settings_file
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.matrix import Linear, Rows
@@ -106,6 +107,7 @@ class SlotPass:
         ops.slot_qkv(self.normed, layer.qkv, position, self.q, cache, self.products, pdl=pdl)
         ops.attend_slots(self.q, cache.k, cache.v, position, self.mixed, self.attention, cache.positions, pdl=pdl)
         self._project(layer.out, self.mixed.flatten(1), self.x[1], self.x[0])
+        self._normalise(self.x[1], layer.behind[0])
 
     def _multiply(self, layer: LayerWeights) -> None:
         """x[0] = x[1] + what the MLP adds."""
@@ -114,6 +116,11 @@ class SlotPass:
         ops.slot_hidden(self.normed, layer.mlp, self.hidden, self.products, pdl=pdl)
         unit = kept_unit(layer.mlp, self.hidden.dtype)
         self._project(layer.down, self.hidden, self.x[0], self.x[1], layer.down_transposed or layer.packed, unit)
+        self._normalise(self.x[0], layer.behind[1])
+
+    def _normalise(self, x: Tensor, norm: LayerNormWeights | None) -> None:
+        if norm is not None:
+            self.ops.layer_norm(x, norm, x, pdl=self.pdl)
 
     def _project(
         self, linear: Linear, x: Tensor, out: Tensor, residual: Tensor, turned: bool = False,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import Attention
@@ -26,6 +27,7 @@ from dejavu_train.engine.workspace import SitePredictor, TargetSelection, Worksp
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
 from dejavu_train.kernels.common import launch
 from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import selection_block
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
@@ -199,29 +201,36 @@ class DecodeStep:
                 self.logits.div_(cap).tanh_().mul_(cap)
             self.ops.advance(self.logits, state, mode, score, pdl=pdl)
 
+    def _normalise(self, x: Tensor, norm: LayerNormWeights | None) -> None:
+        """x (B, d) becomes its norm, where there is one."""
+        if norm is not None:
+            self.ops.layer_norm(x, norm, x, pdl=self.work.pdl)
+
     def eager(self, mode: str, score: bool, measured: bool = False) -> None:
         """A step without a graph. `measured`: dense, measured by the guard, which then moves its thresholds.
 
-        LayerNorms are prologues of the kernels that read them. Where a predictor runs, and which kernels a method
-        queues, stands in the plan.
+        Norms in front of halves are prologues of the kernels that read them. Norms behind them are stages. Where a
+        predictor runs, and which kernels a method queues, stands in the plan.
         """
         weights, guard = self.weights, self.guard if measured else None
         layers = self.layers if guard is None or self.measured is None else self.measured
         with self.on_device():
             self.ops.embed(self.state, weights.embedding, weights.positions, self.x[0], pdl=self.work.pdl)
-            if weights.embedding_norm is not None:
-                self.ops.layer_norm(self.x[0], weights.embedding_norm, self.x[0], pdl=self.work.pdl)
-            for layer, x, between, out in zip(layers, self.x[::2], self.x[1::2], self.x[2::2], strict=False):
+            self._normalise(self.x[0], weights.embedding_norm)
+            halves = zip(weights.layers, layers, self.x[::2], self.x[1::2], self.x[2::2], strict=False)
+            for own, layer, x, between, out in halves:
                 for predictor in layer.at_attention:
                     predictor.run(x)
                 layer.attention.select(x)
                 layer.attention.project_in(x)
                 layer.attention.attend()
                 layer.attention.project_out(x, between)
+                self._normalise(between, own.behind[0])
                 for predictor in layer.at_mlp:
                     predictor.run(between)
                 layer.mlp.select(between)
                 layer.mlp.multiply(between, out)
+                self._normalise(out, own.behind[1])
             if guard is not None:
                 guard.move(self.state.row_state == 1)
             self.tail(mode, score)

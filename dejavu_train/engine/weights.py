@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from dejavu_train.engine import runs
 from dejavu_train.engine.planned import Formats, hidden_values
-from dejavu_train.families import BlockParts, ModelDims, Target, UnitKey, blocks_of
+from dejavu_train.engine.runs import RUNS
+from dejavu_train.families import BlockParts, ModelDims, Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.dims import Norm, Positions, QkNorm
 from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.families.plain import plain_block
@@ -46,7 +46,10 @@ CODE_SIZE = 4.64  # root mean square of the codes -8..7
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. See the module's docstring for the shapes."""
+    """One decoder layer. See the module's docstring for the shapes.
+
+    norm1, norm2: in front of attention and MLP. behind: norms of the residual stream behind each, or None.
+    """
 
     norm1: LayerNormWeights
     qkv: Linear
@@ -58,6 +61,7 @@ class LayerWeights:
     gate: Linear | None = None
     hidden: Hidden = Hidden()
     head_norms: HeadNorms | None = None
+    behind: tuple[LayerNormWeights | None, LayerNormWeights | None] = (None, None)
 
     @property
     def packed(self) -> bool:
@@ -85,7 +89,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecodeWeights:
-    """embedding (V, d), lm_head (V, d), which may be the embedding itself, or rows of 4 bits.
+    """embedding (V, d), lm_head (V, d), which may be the embedding itself, or rows of 4 bits. Maps between the
+    embedding's width and d are multiplied into both.
 
     positions: (P + 2, d), learned ones, or None. placed: what q/k/v and attention know of positions, or None.
     embedding_norm: behind the embedding, or None.
@@ -124,7 +129,7 @@ class DecodeWeights:
         Raises:
             NotPlain: what the engine does not run (`engine.runs`), or a module that must be called.
         """
-        dims, ends = check_read(model, runs.GPU), read_ends(model)
+        dims, ends = check_read(model, RUNS), read_ends(model)
         dims = held or dims
         reader = _Reader(dims, dtype, device, share)
         layers: list[LayerWeights] = []
@@ -133,19 +138,25 @@ class DecodeWeights:
             if not layers:
                 placed = reader.positions(whole)
             layers.append(reader.layer(whole, number in transposed))
-        embedding = reader.own(ends.tokens)
+        final_norm = None if ends.final_norm is None else reader.norm(ends.final_norm)
+        if dims.post_norm:
+            layers, final_norm = _norms_behind(layers)
+        assert final_norm is not None
+        into, out = ends.project_in, ends.project_out
+        embedding = reader.own(ends.tokens if into is None else ends.tokens.float() @ into.weight.float().T)
         lm_head: Matrix = Rows(embedding)
-        if isinstance(ends.head, CodedLinear):
+        if out is not None:
+            lm_head = Rows(reader.own(ends.head.weight.float() @ out.weight.float()))
+        elif isinstance(ends.head, CodedLinear):
             lm_head = reader.rows(ends.head, dims.vocab_size)
         elif ends.head.weight.data_ptr() != ends.tokens.data_ptr():
             lm_head = Rows(reader.own(ends.head.weight))
-        assert ends.final_norm is not None
         return cls(
             shape=dims,
             embedding=embedding,
             positions=None if ends.positions is None else reader.own(ends.positions),
             layers=layers,
-            final_norm=reader.norm(ends.final_norm),
+            final_norm=final_norm,
             lm_head=lm_head,
             placed=placed,
             embedding_norm=None if ends.embedding_norm is None else reader.norm(ends.embedding_norm),
@@ -230,8 +241,10 @@ class DecodeWeights:
         head = head_sizes(shape, "int4") if packed_head else None
         lm_head: Matrix = Rows(embedding) if head is None else words_of(head.group, shape.vocab_size, d)
         placed = _placed(shape, usual_turns(shape) if shape.positions is Positions.ROTARY else None, device)
-        behind = norm() if shape.embedding_norm else None
-        return cls(shape, embedding, positions, layers, norm(), lm_head, placed, behind)
+        behind, final_norm = norm() if shape.embedding_norm else None, norm()
+        if shape.post_norm:
+            layers, final_norm = _norms_behind(layers)
+        return cls(shape, embedding, positions, layers, final_norm, lm_head, placed, behind)
 
     @property
     def packed(self) -> bool:
@@ -260,6 +273,20 @@ class DecodeWeights:
                 if linear is not None:
                     yield from linear.weight.parts()
         yield from self.lm_head.parts()
+
+
+def _norms_behind(layers: Sequence[LayerWeights]) -> tuple[list[LayerWeights], LayerNormWeights]:
+    """Layers whose norms stand behind their halves, and the last of these norms, which is the final one."""
+    last = layers[-1].norm2
+    (d,), device = last.folded[0].shape, last.folded[0].device
+    same = LayerNormWeights.identity(d, device)
+    moved = [
+        dataclasses.replace(
+            layer, norm1=same, norm2=same, behind=(layer.norm1, None if layer is layers[-1] else layer.norm2)
+        )
+        for layer in layers
+    ]
+    return moved, last
 
 
 _KINDS = {False: NormKind.LAYER_NORM, True: NormKind.RMS_NORM}  # by whether the mean counts as zero
@@ -416,9 +443,10 @@ def engine_dtype(model: Any, ops: str) -> torch.dtype:
 
 def formats_of(model: Any, dtype: torch.dtype) -> Formats:
     """How the weights of a Hugging Face model lie in an engine of this dtype."""
-    head = model.get_output_embeddings()
+    head, dims = model.get_output_embeddings(), dims_of(model.config)
     coded = [m for m in model.modules() if isinstance(m, CodedLinear) and m is not head]
-    bits = head.layout.sizes.bits if isinstance(head, CodedLinear) else 0
+    written = dims.embedding_dim != dims.d_model  # a map is multiplied into it
+    bits = head.layout.sizes.bits if isinstance(head, CodedLinear) and not written else 0
     group = coded[-1].layout.sizes.group if coded else 0  # the last matrix of a layer is down
     return Formats(
         "int4" if coded else dtype_name(dtype), f"int{bits}" if bits else dtype_name(dtype), dtype_name(dtype), group

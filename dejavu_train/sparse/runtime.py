@@ -15,9 +15,9 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.engine import runs
 from dejavu_train.engine.options import POLICIES
 from dejavu_train.engine.ranks.part import ranks_of
+from dejavu_train.engine.runs import RUNS
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of, dims_of
@@ -214,7 +214,7 @@ def _engine_backend(
     backend: str, model: Any, bundle: Bundle, kv_policy: str, ops: str, guarded: GuardState | None
 ) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
-    if (why := engine_refusal(dims_of(model.config), runs.CPU if backend == "cpu" else runs.GPU)) is not None:
+    if (why := engine_refusal(dims_of(model.config), RUNS)) is not None:
         raise Unsupported(f"the engine {backend} has {why}")
     try:
         if backend == "cpu":

@@ -78,6 +78,13 @@ class LayerNormWeights:
             raise ValueError(f"expected a norm with a weight that products can be put right with, got {self.kind}")
         return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias
 
+    @classmethod
+    def identity(cls, d: int, device: torch.device | str) -> "LayerNormWeights":
+        """An RMSNorm that leaves a row as it is: x / sqrt(mean of x^2 + 2^64) * 2^32, in fp32 exact up to x of 2^20.
+
+        It is for kernels that normalise what they read, where that is a norm's output already."""
+        return cls(torch.full((d,), 2.0**32, device=device), None, 2.0**64, NormKind.RMS_NORM)
+
     def args(self) -> RowNorm:
         """What a kernel is handed."""
         mean = _no_mean if self.kind is NormKind.RMS_NORM else _mean

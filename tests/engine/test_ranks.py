@@ -177,7 +177,7 @@ def test_four_bits_on_ranks():
         assert tokens == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "arcee", "nemotron", "jais2", "persimmon", "nanochat", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "arcee", "nemotron", "jais2", "persimmon", "nanochat", "bloom", "350m"])
 def test_families_on_ranks(family):
     model = random_family(family)
     world = 3 if dims_of(model.config).n_kv_heads % 2 else 2

@@ -52,7 +52,9 @@ def family_engine(name, ops="reference", **sizes):
     return engine
 
 
-@pytest.mark.parametrize("name", ["llama", "fatrelu", "drelu", "arcee", "nemotron", "jais2", "galactica", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", "fatrelu", "drelu", "arcee", "nemotron", "jais2", "galactica", "bloom", "350m"]
+)
 def test_slots_of_every_family_are_the_dense_engine(name):
     """Logits, and the text of lossless decoding from the text itself."""
     engine = family_engine(name)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from decode_helpers import random_bundle, rows_of
 from family_models import CASES, random_family
+from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
@@ -13,7 +14,6 @@ SIZES = {
     "intermediate_size": 72, "word_embed_proj_dim": 64, "vocab_size": 60, "seq_length": 32,
     "max_position_embeddings": 32,
 }  # fmt: skip
-RUN = [name for name in CASES if name != "350m"]
 
 
 def scored(model, bundle, rows, **options):
@@ -33,7 +33,7 @@ def scored(model, bundle, rows, **options):
     [({}, {}), ({"lookahead": 1, "means": True}, {}), (None, {}), ({}, {"batch": 2})],
     ids=str,
 )
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", CASES)
 def test_kernels_score_as_the_reference_does(name, options, engine_options, device):
     model = random_family(name, **SIZES)
     bundle = None if options is None else random_bundle(model, rank=5, **options)
@@ -41,3 +41,12 @@ def test_kernels_score_as_the_reference_does(name, options, engine_options, devi
     _, found = scored(model, bundle, rows, device=device, **engine_options)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_norms_behind_halves_in_four_bits(device):
+    """With maps between two widths, which are multiplied into the LM head in 4 bits as well."""
+    model = four_bits(random_family("350m", **SIZES | {"word_embed_proj_dim": 32}), head=True)
+    bundle = random_bundle(model, rank=5, lookahead=1, int4=True)
+    engine, found = scored(model, bundle, rows_of(4, vocab=60), device=device, dtype=torch.float16)
+    assert not any(half.late for half in engine.plan.halves) and engine.plan.formats.head == "float16"
+    torch.testing.assert_close(*(each[0] for each in found), atol=2e-2, rtol=2e-2)

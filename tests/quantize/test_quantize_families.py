@@ -90,11 +90,8 @@ def test_all_backends_run_it_alike(coded):
     bundle, found = make_bundle(folder, means=True).at(0.4, 0.6), {}
     for backend in ("mask", "gather", "triton"):
         ops = {"ops": "reference"} if backend == "triton" else {}
-        try:
-            model = SparseCausalLM.from_model(load_opt(folder), bundle, backend, sparse_from=3, **ops)
-            found[backend] = logits(model, inputs)
-        except UserError as refusal:
-            assert "norms behind the halves of a layer" in str(refusal), "OPT-350m alone"
+        model = SparseCausalLM.from_model(load_opt(folder), bundle, backend, sparse_from=3, **ops)
+        found[backend] = logits(model, inputs)
     for backend in found:
         torch.testing.assert_close(found[backend], found["mask"], rtol=1e-3, atol=1e-3)
     model, ids = load_opt(folder), inputs["input_ids"][1]

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.engine import runs
 from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.layout import SMALL, new_model
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.engine.plan import cpu_format
 from dejavu_train.engine.planned import Formats
+from dejavu_train.engine.runs import RUNS
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
 from dejavu_train.families.block import alibi_slopes
@@ -70,7 +70,7 @@ class CpuWeights:
         Raises:
             UserError: a format that does not exist, or not for this model. Weights that are not finite, by layer.
         """
-        shape = check_read(model, runs.CPU)
+        shape = check_read(model, RUNS)
         blocks, ends = blocks_of(model), read_ends(model)
         stored, note = how_stored(model, stored)
         own = blocks[0].up.layout.sizes.group if stored == "codes" else 0

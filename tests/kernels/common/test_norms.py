@@ -143,3 +143,25 @@ def test_screened_heads_read_any_norm(device, kind):
     assert int(head.best.ids[best]) == int(logits.argmax())
     bound = logits[0] - head.upper  # every logit lies below its bound, and most are ruled out
     assert bound.max() <= 1e-4 and head.rows_read() < 150
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_identity_leaves_a_row_as_it_is(device, scale):
+    """In kernels that normalise before they multiply, and in those that put products right."""
+    x, same = scale * row(64, device), LayerNormWeights.identity(64, device)
+    out = torch.full_like(x, NAN)
+    layer_norm(x, same, out)
+    torch.testing.assert_close(out, x, atol=0, rtol=3e-7)
+    assert torch.equal(layer_norm_reference(x, same), x)
+    weight = torch.randn(8, 64, device=device)
+    want = (x @ weight.T).double()
+    made = Predictor.of(
+        PredictorWeights(weight, torch.randn(96, 8, device=device)), 0.0, Selection.empty(96, device),
+        Products.REGISTERS,
+    )  # fmt: skip
+    predict(x, same, made, out)
+    torch.testing.assert_close(out, x, atol=0, rtol=3e-7)
+    products = torch.full((1, 8), NAN, device=device)
+    dense_rows(x, same, Rows(weight), None, "none", products)
+    for given in (made.hidden, products):
+        torch.testing.assert_close(given.double(), want, atol=3e-4 * scale, rtol=1e-5)
