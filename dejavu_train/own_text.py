@@ -10,8 +10,8 @@ from dejavu_train.data.collect import LoadSets
 from dejavu_train.data.samples import NOT_BY_LAYERS, Rows, Write, load_samples, transformers_writer
 from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
-from dejavu_train.engine import runs
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.runs import RUNS
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.dims import engine_refusal
@@ -55,7 +55,7 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
     settings, run = config.text.sample, config.collect
     device = resolve_device(run.device)
     model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
-    refused = engine_refusal(dims_of(model.config), runs.GPU)
+    refused = engine_refusal(dims_of(model.config), RUNS)
     if device.type != "cuda" or run.device_map is not None or refused is not None:
         return transformers_writer(model, settings), "transformers"
     from dejavu_train.engine.decode import DecodeEngine  # imports triton

@@ -30,7 +30,10 @@ class Spec(SimpleNamespace):
         return self.threshold is None and self.top_k is None
 
 
-def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0) -> OPTForCausalLM:
+def random_opt(
+    d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, positions=128, seed=0, before=True
+) -> OPTForCausalLM:  # fmt: skip
+    """before: norms stand in front of halves of layers, not behind them."""
     torch.manual_seed(seed)
     config = OPTConfig(
         vocab_size=vocab,
@@ -40,7 +43,7 @@ def random_opt(d_model=64, n_heads=2, d_ffn=160, n_layers=2, vocab=300, position
         num_hidden_layers=n_layers,
         num_attention_heads=n_heads,
         max_position_embeddings=positions,
-        do_layer_norm_before=True,
+        do_layer_norm_before=before,
         dropout=0.0,
         init_std=0.15,
     )

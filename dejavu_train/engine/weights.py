@@ -131,17 +131,11 @@ class DecodeWeights:
         """
         dims, ends = check_read(model, RUNS), read_ends(model)
         dims = held or dims
-        reader = _Reader(dims, dtype, device, share)
-        layers: list[LayerWeights] = []
-        placed: Rotary | Alibi | None = None
-        for number, whole in enumerate(blocks_of(model)):
-            if not layers:
-                placed = reader.positions(whole)
-            layers.append(reader.layer(whole, number in transposed))
-        final_norm = None if ends.final_norm is None else reader.norm(ends.final_norm)
-        if dims.post_norm:
-            layers, final_norm = _norms_behind(layers)
-        assert final_norm is not None
+        reader, blocks = _Reader(dims, dtype, device, share), blocks_of(model)
+        placed = reader.positions(blocks[0])
+        layers = [reader.layer(whole, number in transposed) for number, whole in enumerate(blocks)]
+        last = None if ends.final_norm is None else reader.norm(ends.final_norm)
+        layers, final_norm = _norms_placed(layers, last)
         into, out = ends.project_in, ends.project_out
         embedding = reader.own(ends.tokens if into is None else ends.tokens.float() @ into.weight.float().T)
         lm_head: Matrix = Rows(embedding)
@@ -241,9 +235,8 @@ class DecodeWeights:
         head = head_sizes(shape, "int4") if packed_head else None
         lm_head: Matrix = Rows(embedding) if head is None else words_of(head.group, shape.vocab_size, d)
         placed = _placed(shape, usual_turns(shape) if shape.positions is Positions.ROTARY else None, device)
-        behind, final_norm = norm() if shape.embedding_norm else None, norm()
-        if shape.post_norm:
-            layers, final_norm = _norms_behind(layers)
+        behind = norm() if shape.embedding_norm else None
+        layers, final_norm = _norms_placed(layers, None if shape.post_norm else norm())
         return cls(shape, embedding, positions, layers, final_norm, lm_head, placed, behind)
 
     @property
@@ -275,18 +268,18 @@ class DecodeWeights:
         yield from self.lm_head.parts()
 
 
-def _norms_behind(layers: Sequence[LayerWeights]) -> tuple[list[LayerWeights], LayerNormWeights]:
-    """Layers whose norms stand behind their halves, and the last of these norms, which is the final one."""
-    last = layers[-1].norm2
-    (d,), device = last.folded[0].shape, last.folded[0].device
-    same = LayerNormWeights.identity(d, device)
-    moved = [
-        dataclasses.replace(
-            layer, norm1=same, norm2=same, behind=(layer.norm1, None if layer is layers[-1] else layer.norm2)
-        )
-        for layer in layers
-    ]
-    return moved, last
+def _norms_placed(
+    layers: list[LayerWeights], final: LayerNormWeights | None
+) -> tuple[list[LayerWeights], LayerNormWeights]:
+    """Layers and the final norm. Without one their norms stand behind their halves, and the last is the final one."""
+    if final is not None:
+        return layers, final
+    bias = layers[-1].out.bias
+    same = LayerNormWeights.identity(len(bias), bias.device)
+    behind = [(layer.norm1, None if layer is layers[-1] else layer.norm2) for layer in layers]
+    pairs = zip(layers, behind, strict=True)
+    moved = [dataclasses.replace(layer, norm1=same, norm2=same, behind=both) for layer, both in pairs]
+    return moved, layers[-1].norm2
 
 
 _KINDS = {False: NormKind.LAYER_NORM, True: NormKind.RMS_NORM}  # by whether the mean counts as zero
@@ -445,8 +438,8 @@ def formats_of(model: Any, dtype: torch.dtype) -> Formats:
     """How the weights of a Hugging Face model lie in an engine of this dtype."""
     head, dims = model.get_output_embeddings(), dims_of(model.config)
     coded = [m for m in model.modules() if isinstance(m, CodedLinear) and m is not head]
-    written = dims.embedding_dim != dims.d_model  # a map is multiplied into it
-    bits = head.layout.sizes.bits if isinstance(head, CodedLinear) and not written else 0
+    as_stored = dims.embedding_dim == dims.d_model  # else a map is multiplied into it
+    bits = head.layout.sizes.bits if as_stored and isinstance(head, CodedLinear) else 0
     group = coded[-1].layout.sizes.group if coded else 0  # the last matrix of a layer is down
     return Formats(
         "int4" if coded else dtype_name(dtype), f"int{bits}" if bits else dtype_name(dtype), dtype_name(dtype), group

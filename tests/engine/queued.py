@@ -124,13 +124,22 @@ for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):
     _case(f"{_bits}, second stage", _packed, {"cascade": True})
 _case("4 bits, dense and wide", True, None, pays_from=256)
 _case("a screen", False, {}, screen=True)
+for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):
+    for _batch in (1, 2, 9):
+        _case(f"{_bits}, norms behind, dense, {_batch} rows", _packed, None, batch=_batch, before=False)
+        _case(f"{_bits}, norms behind, {_batch} rows", _packed, {}, batch=_batch, crossover=True, before=False)
+    for _how in ("fused", "stream"):
+        _case(
+            f"{_bits}, norms behind, ahead, {_how}", _packed, {"lookahead": 1, "int4": True}, look_ahead=_how,
+            before=False,
+        )  # fmt: skip
 _case("4 bits, a head of 4 bits", True, {}, packed_head=True)
 _case("4 bits, a head of 4 bits, 2 rows", True, {}, packed_head=True, batch=2)
 
 
 @cache
-def model_of(packed: bool, packed_head: bool) -> Any:
-    model = random_opt(**WIDE)
+def model_of(packed: bool, packed_head: bool, before: bool) -> Any:
+    model = random_opt(**WIDE, before=before)
     return four_bits(model, packed_head) if packed else model
 
 
@@ -138,7 +147,7 @@ def engine_of(name: str, monkeypatch: Any) -> DecodeEngine:
     packed, options, settings, specs = CASES[name]
     settings = dict(settings)
     monkeypatch.setattr("dejavu_train.engine.plan.CODES_FROM", settings.pop("pays_from", 4096))
-    model = model_of(packed, settings.pop("packed_head", False))
+    model = model_of(packed, settings.pop("packed_head", False), settings.pop("before", True))
     bundle = None
     if options is not None:
         own_heads = options.get("own_heads")
