@@ -38,6 +38,7 @@ from dejavu_train.evaluation.schema import SCHEMA, current
 ROOT = Path(__file__).parent.parent
 FILES = (
     "README.md",
+    "docs/guides/families.md",
     "docs/guides/sweeps.md",
     "docs/results/demo.md",
     "docs/results/families.md",
@@ -339,6 +340,7 @@ MADE_BY = {  # table -> what makes its rows
     "serve-malformed": "`python -m benchmarks.malformed`",
     **dict.fromkeys(SWEEP_TABLES, "`sh examples/sweep.sh`"),
     **dict.fromkeys(FAMILY_TABLES, "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"),
+    "families-runs": "`make tables` from what the engines plan and refuse",
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
     "lossless-forced-cpu": "`python -m benchmarks.lossless forced --shape 1.3b` on quiet cores",
     "lossless-cpu": "`python -m benchmarks.lossless speed`",

@@ -1,12 +1,19 @@
-"""The tables of docs/results/families.md: small models of every family by one recipe, beside OPT's."""
+"""The tables of docs/results/families.md: small models of every family by one recipe, beside OPT's.
+
+And the one of docs/guides/families.md, which says what runs each family.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.tables_format import Row, markdown, mean, percent, provenance, read_csv, share_range
-from dejavu_train.engine.runs import RUNS
-from dejavu_train.families import dims_of
+from dejavu_train.engine import runs
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import plan_step
+from dejavu_train.engine.planned import Engine, Formats
+from dejavu_train.errors import Unsupported
+from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.families.dims import engine_refusal
 
 ROWS, MODELS = "docs/results/families/rows.csv", "docs/results/families/models.jsonl"
@@ -89,10 +96,25 @@ def runs_table(root: Path) -> str:
     for kind, values in KINDS.items():
         dims = dims_of(values, kind)
         sizes = sorted({_split(c["output"])[1].upper() for c in made if c["family"] == TRAINED.get(kind)}, key=len)
-        known = ["opt-mini"] * (kind == "OPT") + [f"{size} from below" for size in sizes]
-        engine = "no" if engine_refusal(dims, RUNS) else "yes"
-        table.append([kind, "yes", engine, engine, ", ".join(known) or "tiny random ones"])
-    return markdown(["kind", "`mask`, `gather`", "engine of a GPU", "engine of a CPU", "weights"], table)
+        known = ["opt-mini"] * (kind == "OPT") + [f"{size}, briefly trained" for size in sizes]
+        gpu, cpu = (_is_run(dims, engine) for engine in (Engine.GPU, Engine.CPU))
+        verified = gpu and engine_refusal(dims, runs.VERIFIED) is None
+        answers = [True, gpu, _is_run(dims, Engine.GPU, packed=True), verified]
+        answers += [cpu, _is_run(dims, Engine.CPU, packed=True), cpu]  # what it runs it also verifies
+        table.append([kind, *("yes" if yes else "no" for yes in answers), "; ".join(known) or "tiny random ones"])
+    engines = [f"{device}{how}" for device in ("GPU", "CPU") for how in ("", ", 4 bits", ", lossless")]
+    return markdown(["kind", "`mask`, `gather`", *engines, "weights"], table)
+
+
+def _is_run(dims: ModelDims, engine: Engine, packed: bool = False) -> bool:
+    """Whether an engine plans a step of such a model, with matrices in 4 bits or as numbers."""
+    dtype = "float16" if engine is Engine.GPU else "float32"
+    formats = Formats("int4", "int4", dtype, group=128) if packed else Formats(dtype, dtype, dtype)
+    try:
+        plan_step(dims, {}, formats, EngineOptions(), engine)
+    except Unsupported:
+        return False
+    return True
 
 
 def models_table(root: Path) -> str:

@@ -16,3 +16,5 @@ _EVERYTHING = (
     "embedding_dim",
 )
 RUNS: Runs = dict.fromkeys(_EVERYTHING) | {"activation": (*SILENT, *SMOOTH)}
+VERIFIED: Runs = {name: values for name, values in RUNS.items() if name not in ("qk_norm", "logit_cap")}
+"""What lossless decoding on a GPU verifies."""

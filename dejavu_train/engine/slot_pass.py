@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dejavu_train.engine import runs
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.prefill import embedded
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
-from dejavu_train.families.dims import QkNorm
+from dejavu_train.families.dims import engine_refusal
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.settings import settings_file
@@ -35,7 +36,7 @@ class SlotPass:
     Attributes:
         logits: (8, V) fp32, of the last pass.
     Raises:
-        UserError: norms of queries and keys, or capped logits.
+        UserError: what is not among `runs.VERIFIED`.
     """
 
     def __init__(
@@ -48,11 +49,8 @@ class SlotPass:
     ) -> None:
         self.weights, self.caches, self.ops, self.pdl = weights, caches, ops, pdl
         shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
-        if shape.qk_norm is not QkNorm.NONE or shape.logit_cap:
-            raise UserError(
-                "lossless decoding on a GPU verifies no models with norms of queries and keys, or with capped logits;"
-                " leave lossless out, or pass backend='cpu'"
-            )
+        if (why := engine_refusal(shape, runs.VERIFIED)) is not None:
+            raise UserError(f"lossless decoding on a GPU has {why}; leave lossless out, or pass backend='cpu'")
         d, h, e = shape.d_model, shape.n_heads, shape.head_dim
         self.screen: ScreenedHead | None = None
         self.screening = ScreenScratch.empty(0, d, device)

@@ -99,6 +99,11 @@ class Family(Protocol):
         ...
 
     @property
+    def least_transformers(self) -> str:
+        """The version of transformers that has its classes first."""
+        ...
+
+    @property
     def structure(self) -> tuple[str, ...]:
         """The keys of a configuration that decide which tensors there are and what they mean."""
         ...

@@ -49,6 +49,7 @@ class OPTFamily:
     """See :class:`dejavu_train.families.base.Family`."""
 
     model_types: tuple[str, ...] = (OPT,)
+    least_transformers = "4.19"
     embedding = EMBEDDING
     matrices: Mapping[str, str] = {
         **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")}, "up": "fc1", "down": "fc2",

@@ -107,8 +107,9 @@ def test_what_runs_says_which_weights_were_trained(tmp_path):
     (tmp_path / MODELS).write_text(
         json.dumps(made) + "\n" + json.dumps(made | {"config": config | {"output": "bloom-100m"}})
     )
-    assert cells(runs_table(tmp_path), "BLOOM")[-1] == "14M from below, 100M from below"
+    assert cells(runs_table(tmp_path), "BLOOM")[1:] == [*["yes"] * 7, "14M, briefly trained; 100M, briefly trained"]
     assert cells(runs_table(tmp_path), "Arcee")[-1] == "tiny random ones"
+    assert cells(runs_table(tmp_path), "NanoChat")[2:8] == ["yes", "yes", "no", "yes", "yes", "yes"]
     assert cells(models_table(tmp_path), "BLOOM") == [
         "BLOOM, GELU, 14M", "6 x 384, 1,536 neurons", "2,000", "131", "0", "1.500", "1.500", "1.500", "30.0"
     ]  # fmt: skip

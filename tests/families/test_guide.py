@@ -15,6 +15,12 @@ from dejavu_train.sparse.model import SparseCausalLM
 PAGE = (REPOSITORY / "docs" / "guides" / "families.md").read_text(encoding="utf-8")
 
 
+def test_the_first_table_has_every_family():
+    rows = [line.split("|")[1:-1] for line in PAGE.split("## Add a family")[0].splitlines() if line.startswith("| ")]
+    listed = {name: row[-1].strip() for row in rows[2:] for name in re.findall(r"`(\w+)`", row[1])}
+    assert listed == {kind: family.least_transformers for kind, family in base._FAMILIES.items()}
+
+
 @pytest.fixture
 def guide(monkeypatch, capsys):
     """What the page's code defines, its family registered for this test alone."""

@@ -1,6 +1,7 @@
 """Every family in 4 bits by the command: what it writes is loaded, run by all backends, exported, read back."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of, family_of
+from dejavu_train.files import read_json
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import load_opt, weight_hash
@@ -82,6 +84,50 @@ def test_text_undoes_some_of_what_rounding_loses(dense, coded, config, tmp_path)
         expected = plain(ids).logits
         lost = {kind: float((load_opt(folder)(ids).logits - expected).norm()) for kind, folder in coded.items()}
     assert lost["gptq"] < 0.9 * lost["rtn"]
+
+
+def linear_maps(model):
+    """The linear maps of a model by the names under which what they lost is reported."""
+    names = dict.fromkeys(family_of(model).matrices.values())
+    layers = [{name: block.whole.get_submodule(name) for name in names} for block in blocks_of(model)]
+    return [*layers, {"lm_head": model.get_output_embeddings()}]
+
+
+@torch.no_grad()
+def inputs_of(model, windows):
+    """What each of those maps reads of the text, (tokens, m), in transformers' own forward pass."""
+    read = [{name: [] for name in maps} for maps in linear_maps(model)]
+    for maps, kept in zip(linear_maps(model), read, strict=True):
+        for name, module in maps.items():
+            module.register_forward_pre_hook(lambda _, given, kept=kept[name]: kept.append(given[0].flatten(0, -2)))
+    for length in {len(window) for window in windows}:  # none is padded
+        model(torch.stack([torch.from_numpy(window) for window in windows if len(window) == length]).long())
+    return [{name: torch.cat(rows) for name, rows in kept.items()} for kept in read]
+
+
+def test_what_a_matrix_lost_is_told_of_what_it_reads_in_the_model(dense, coded, config):
+    """Each error by another way: hooks in the finished model. Nothing but matrices and biases differs from it."""
+    plain, models = load_opt(str(dense)), {kind: load_opt(folder) for kind, folder in coded.items()}
+    told = {kind: read_json(Path(folder) / "quantization.json", "the report") for kind, folder in coded.items()}
+    before, at = plain.state_dict(), dict(models["gptq"].state_dict())
+    same = [name for name in before if name in at and not name.endswith((".bias", "lm_head.weight"))]
+    assert all(torch.equal(before[name], at[name]) for name in same)
+    assert torch.equal(plain.get_input_embeddings().weight, models["gptq"].get_input_embeddings().weight)
+    windows = calibration_windows(config, read_dims(str(dense)), "")[0]
+    reports = {kind: [*report["layers"], {"lm_head": report["lm_head_errors"]}] for kind, report in told.items()}
+    read, rounded = inputs_of(models["gptq"], windows), linear_maps(models["rtn"])
+    for i, (maps, made) in enumerate(zip(linear_maps(plain), linear_maps(models["gptq"]), strict=True)):
+        assert set(maps) == set(reports["gptq"][i]) == set(reports["rtn"][i])
+        for name, linear in maps.items():
+            x, weight = read[i][name].double(), linear.weight.detach().double()
+            x = x - x.mean(0) if linear.bias is not None else x  # the bias makes up for the mean
+            lost = {kind: of.weight.double() - weight for kind, of in (("gptq", made[name]), ("rtn", rounded[i][name]))}
+            wrong = {kind: float((x @ lost[kind].T).square().sum() / (x @ weight.T).square().sum()) for kind in lost}
+            for kind, most in (("gptq", 0.1), ("rtn", 0.01)):
+                error = float(lost[kind].square().sum() / weight.square().sum())
+                assert error < most and reports[kind][i][name]["weight_error"] == pytest.approx(error, rel=1e-4)
+            assert reports["gptq"][i][name]["output_error"] == pytest.approx(wrong["gptq"], rel=1e-3), (i, name)
+            assert wrong["gptq"] < wrong["rtn"], (i, name)
 
 
 @torch.no_grad()
