@@ -45,7 +45,7 @@ from benchmarks.decode_problem import (
     start,
 )
 from benchmarks.harness import best_read, measure, step_times
-from benchmarks.ranks_check import check, kill, ranks_for, say
+from benchmarks.ranks_check import check, check_lossless, kill, ranks_for, say
 from benchmarks.rivals import layers_of, rivals_of, times_apart
 from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
@@ -351,7 +351,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--active-share", type=float, default=0.6)
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no new cell starts")
-    parser.add_argument("--check", action="store_true", help="compare with one GPU first")
+    parser.add_argument("--check", action="store_true", help="compare tokens with those of one GPU first")
     parser.add_argument("--kill", action="store_true", help="end the last rank in a step: all must end with one line")
     parser.add_argument("--read", type=Path, help="a folder for a random model on disk")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on CPUs")
@@ -368,7 +368,7 @@ def main() -> int:
     group = group_of_launcher("cpu" if args.rehearse else None)
     group.watch.stuck_seconds = 900  # a cell of a large model, its kernels compiled
     try:
-        if args.check and not check(group, args.sums):
+        if args.check and not all([check(group, args.sums), check_lossless(group, args.sums)]):
             return 1
         if args.kill:
             kill(group, args.sums)

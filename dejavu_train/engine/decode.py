@@ -6,7 +6,6 @@ generation and scoring of any length, and a reset only writes tensors. Rows of a
 of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
 from dejavu_train.engine.ranks.part import ranks_of
-from dejavu_train.engine.ranks.ranks import Ranks
+from dejavu_train.engine.ranks.ranks import Ranks, waiting
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
@@ -169,7 +168,7 @@ class DecodeEngine(Session):
         self.open(stops)
         first = least or [0] * len(rows)
         given = zip(rows, total, sparse_from, prefilled, first, strict=True)
-        with self._waiting():
+        with waiting(self.ranks):
             self._write(0, [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)])
             self.core.tail(sampler.mode, score)
 
@@ -245,32 +244,33 @@ class DecodeEngine(Session):
     @torch.inference_mode(False)  # what it holds is written in later calls, which may be outside
     @torch.no_grad()
     def pair(self, draft: Draft) -> EnginePair:
-        """See `Session.pair`. Raises UserError for one of several ranks."""
+        """See `Session.pair`. Raises UserError where several ranks are asked for different drafts."""
         if self.ranks is not None:
-            raise UserError("lossless decoding runs on one GPU; start one process, without torchrun")
+            agree(self.ranks.hosts, draft)
         if draft.weights not in self._pairs:
             with self.core.on_device():
                 step = self.core if draft.weights is None else self._beside(draft.weights)
-                self._pairs[draft.weights] = EnginePair(step, self.weights, self.begin)
+                self._pairs[draft.weights] = EnginePair(step, self.weights, self.begin, self.ranks)
         return self._pairs[draft.weights]
 
     def _beside(self, asked: str) -> DecodeStep:
         """A step by other weights over this engine's state and K/V. What it takes is checked and said first."""
-        weights = draft_weights(self.weights, asked)
+        shard, world = (None, 1) if self.ranks is None else (self.ranks.shard, self.ranks.shard.world)
+        weights = draft_weights(self.weights, asked, shard)
         facts = {key: each.facts(self.batch) for key, each in self.predictors.items()}
         engine, options = self.plan.engine, replace(self.options, context=self.context)
-        plan = plan_step(self.shape, facts, weights.formats, options, engine)
+        plan = plan_step(weights.shape, facts, weights.formats, options, engine, world)
         plan = with_screen(plan, self.core.screen is not None and weights.lm_head is self.weights.lm_head, None)
         shared = ("K/V", "screen of the LM head")
         coming = {f"{name} of the draft": size for name, size in plan.coming.items() if name not in shared}
         check_room(coming, self.device)
         self.memory |= {NAME: bytes_beside(weights, self.weights), **coming}
-        return DecodeStep(weights, self.predictors, plan, options, self.device, self.guard, self.core)
+        return DecodeStep(weights, self.predictors, plan, options, self.device, self.guard, self.core, self.join)
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
         """Up to CHUNK steps. See `Session.steps`."""
         n = min(n, CHUNK)
-        with self._waiting():
+        with waiting(self.ranks):
             for _ in range(n):
                 self.core.step(mode, score)
         return n
@@ -279,13 +279,9 @@ class DecodeEngine(Session):
         """See `Session.heard`. Ranks step alike, whoever of them listens."""
         return listens if self.ranks is None else any(self.ranks.hosts.gather(int(listens)))
 
-    def _waiting(self) -> contextlib.AbstractContextManager[Any]:
-        """Of what waits for other ranks."""
-        return contextlib.nullcontext() if self.ranks is None else self.ranks.hosts.waiting()
-
     def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
         """One copy from the device. See `Session.read`."""
-        with self._waiting():
+        with waiting(self.ranks):
             looked = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
         done, last, fault = looked
         faults = {}

@@ -8,12 +8,14 @@ import dataclasses
 from torch import Tensor
 
 from dejavu_train.engine.memory import check_room, weight_bytes
-from dejavu_train.engine.weights import DecodeWeights, LayerWeights, formats_of
+from dejavu_train.engine.ranks.reading import load_shard
+from dejavu_train.engine.ranks.shard import Shard
+from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
-from dejavu_train.families import dims_of
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4_sizes import part_sizes
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.rounding import round_nearest
@@ -21,11 +23,12 @@ from dejavu_train.quantize.rounding import round_nearest
 NAME = "weights of the draft"
 
 
-def draft_weights(weights: DecodeWeights, asked: str) -> DecodeWeights:
+def draft_weights(weights: DecodeWeights, asked: str, shard: Shard | None = None) -> DecodeWeights:
     """The weights of a draft, made once and kept beside ``weights``.
 
     Args:
         asked: ``int4``, or a folder that ``python -m dejavu_train.quantize`` wrote from the same model.
+        shard: of which the weights are. None = they are whole.
     Raises:
         UserError: weights in 4 bits already, a width without such a form, a folder of another shape, another form.
         DoesNotFit: the GPU's memory.
@@ -35,7 +38,7 @@ def draft_weights(weights: DecodeWeights, asked: str) -> DecodeWeights:
             raise UserError("draft_weights are for a model that is not in 4 bits itself; leave draft_weights out")
         if asked == "int8":
             raise UserError("draft_weights=int8 is for the CPU engine; on a GPU pass draft_weights='int4'")
-        weights.drafts[asked] = rounded(weights) if asked == "int4" else stored(weights, asked)
+        weights.drafts[asked] = rounded(weights) if asked == "int4" else stored(weights, asked, shard)
     return weights.drafts[asked]
 
 
@@ -74,17 +77,20 @@ def rounded(weights: DecodeWeights) -> DecodeWeights:
     return dataclasses.replace(weights, layers=[layer_of(layer) for layer in weights.layers], drafts={})
 
 
-def stored(weights: DecodeWeights, folder: str) -> DecodeWeights:
+def stored(weights: DecodeWeights, folder: str, shard: Shard | None = None) -> DecodeWeights:
     """Of a quantised folder. Embeddings are the model's own, since draft and model read and write the same tokens."""
-    model, own, device = load_opt(folder), weights.embedding, weights.embedding.device
-    shape, packed = dims_of(model.config), formats_of(model, own.dtype).packed
-    if shape != weights.shape or not packed:
+    own, device = weights.embedding, weights.embedding.device
+    shape, whole = read_dims(folder), weights.shape if shard is None else shard.whole
+    packed = quant_method(read_values(folder)) == INT4
+    if shape != whole or not packed:
         found = f"another shape, {shape}" if packed else "no weights in 4 bits"
         raise UserError(
             f"the draft's folder must hold this model in 4 bits, {folder} has {found}; write one with python -m"
             " dejavu_train.quantize, or pass draft_weights='int4'"
         )
+    model = load_opt(folder) if shard is None else load_shard(folder, shard, own.dtype, device)[0]
     check_room({NAME: weight_bytes(model, own.dtype)}, device)
-    read = DecodeWeights.from_model(model, own.dtype, device)
+    read = DecodeWeights.from_model(model, own.dtype, device, held=None if shard is None else shard.dims)
+    read = read if shard is None else shard.with_head(read)
     head = read.lm_head if read.lm_head.format is Format.INT4 else weights.lm_head
     return dataclasses.replace(read, embedding=own, positions=weights.positions, lm_head=head, drafts={})

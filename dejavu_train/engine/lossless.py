@@ -212,6 +212,10 @@ class Pair(ABC):
     def verify(self, given: Sequence[int], mode: str) -> Verified:
         """A cycle whose tokens were drafted elsewhere, 0 to 7 of them. Raises as `cycle`."""
 
+    def agreed(self, seconds: float) -> float:
+        """How long a cycle took, the same for all processes that decode together: lengths of drafts follow from it."""
+        return seconds
+
     def _copy(self, copies: Copies, most: int) -> list[int]:
         """A draft from the text, where that is faster than one of the sparse model by what is known."""
         if self.copied is None or not self.pace.seconds:
@@ -259,7 +263,7 @@ class Pair(ABC):
             ahead = self._start([], length, left, sampler.mode) if self.ahead and not given and left >= 0 else None
             verified = current.look()
             now = self.clock()
-            seconds, looked = now - max(looked, current.started), now
+            seconds, looked = self.agreed(now - max(looked, current.started)), now
             acceptance.add(verified, verified.held - shown, seconds)
             acceptance.copied += current.drafted if current.pace is self.copied else 0
             current.pace.note(verified, seconds)

@@ -2,7 +2,8 @@
 
 Shapes never change: eight slots run, whatever number of them is live. Norms are a program a slot, products and
 attention are of `kernels.verify`. So what a slot gives is a function of its token, its position and the K and V before
-it. `check_slots_alone` looks at the products of one layer, because processors promise nothing of the kind.
+it. Several ranks add up eight slots always, in one order. `check_slots_alone` looks at the products of one layer, and
+at a sum, because processors promise nothing of the kind.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from torch import Tensor
 from dejavu_train.engine import runs
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.prefill import embedded
+from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families.dims import engine_refusal
@@ -33,6 +35,7 @@ class SlotPass:
 
     Args:
         caches: of its layers. ops: kernels, or the same in plain torch. screen: of its LM head, or None.
+        join: of eight rows, see `joins`. None = of one GPU.
     Attributes:
         logits: (8, V) fp32, of the last pass.
     Raises:
@@ -46,7 +49,9 @@ class SlotPass:
         ops: StepOps,
         pdl: bool,
         screen: ScreenedHead | None = None,
+        join: Join | None = None,
     ) -> None:
+        self.join = join or Join()
         self.weights, self.caches, self.ops, self.pdl = weights, caches, ops, pdl
         shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
         if (why := engine_refusal(shape, runs.VERIFIED)) is not None:
@@ -83,7 +88,8 @@ class SlotPass:
         if self.screen is not None and stops is not None:
             ops.screened_slots(self.x[0], self.normed, self.screen, stops, self.logits, self.screening, pdl=pdl)
         else:
-            ops.slot_linear(self.normed, weights.lm_head, None, self.logits, None, self.products, pdl=pdl)
+            self._head()
+            self.join.close_head(self.logits)
 
     def describe(self) -> str:
         """What equality of slots holds for."""
@@ -104,7 +110,7 @@ class SlotPass:
         ops.layer_norm(self.x[0], layer.norm1, self.normed, pdl=pdl)
         ops.slot_qkv(self.normed, layer.qkv, position, self.q, cache, self.products, pdl=pdl)
         ops.attend_slots(self.q, cache.k, cache.v, position, self.mixed, self.attention, cache.positions, pdl=pdl)
-        self._project(layer.out, self.mixed.flatten(1), self.x[1], self.x[0])
+        self._add(layer.out, self.mixed.flatten(1), self.x[1], self.x[0])
         self._normalise(self.x[1], layer.behind[0])
 
     def _multiply(self, layer: LayerWeights) -> None:
@@ -113,12 +119,25 @@ class SlotPass:
         ops.layer_norm(self.x[1], layer.norm2, self.normed, pdl=pdl)
         ops.slot_hidden(self.normed, layer.mlp, self.hidden, self.products, pdl=pdl)
         unit = kept_unit(layer.mlp, self.hidden.dtype)
-        self._project(layer.down, self.hidden, self.x[0], self.x[1], layer.down_transposed or layer.packed, unit)
+        self._add(layer.down, self.hidden, self.x[0], self.x[1], layer.down_transposed or layer.packed, unit)
         self._normalise(self.x[0], layer.behind[1])
 
     def _normalise(self, x: Tensor, norm: LayerNormWeights | None) -> None:
         if norm is not None:
             self.ops.layer_norm(x, norm, x, pdl=self.pdl)
+
+    def _add(
+        self, linear: Linear, x: Tensor, out: Tensor, before: Tensor, turned: bool = False, unit: float = 1.0
+    ) -> None:
+        """out = before + what all ranks' products give."""
+        self._project(linear, x, self.join.part(out), self.join.base(before), turned, unit)
+        self.join.close(out)
+
+    def _head(self) -> Tensor:
+        """Logits of this rank's rows of the LM head."""
+        logits = self.join.head(self.logits)
+        self.ops.slot_linear(self.normed, self.weights.lm_head, None, logits, None, self.products, pdl=self.pdl)
+        return logits
 
     def _project(
         self, linear: Linear, x: Tensor, out: Tensor, residual: Tensor, turned: bool = False,
@@ -153,12 +172,18 @@ class SlotPass:
             return run
 
         def head(x: Tensor, _position: Tensor) -> Tensor:
-            self.ops.slot_linear(x, self.weights.lm_head, None, self.logits, None, self.products)
-            return self.logits.clone()
+            self.normed.copy_(x)
+            return self._head().clone()
 
         def up(x: Tensor, _position: Tensor) -> Tensor:
             self.ops.slot_hidden(x, layer.mlp, self.hidden, self.products)
             return self.hidden.clone()
+
+        def total(x: Tensor, _position: Tensor) -> Tensor:
+            out = torch.zeros(SLOTS, shape.d_model, dtype=torch.float32, device=device)
+            self.join.part(out).copy_(x.float() / 3)  # so many digits that the order counts
+            self.join.close(out)
+            return out
 
         products = {
             "q/k/v": (qkv, shape.d_model),
@@ -166,8 +191,9 @@ class SlotPass:
             "up": (up, shape.d_model),
             "down": (linear(layer.down, layer.down_transposed or layer.packed), shape.d_ffn),
             "the LM head": (head, shape.d_model),
+            "a sum over GPUs": (total, shape.d_model),
         }
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(self.join.number)
         if self.screen is not None:
             self.x[0].normal_(generator=generator)
             self.ops.layer_norm(self.x[0], self.weights.final_norm, self.normed)

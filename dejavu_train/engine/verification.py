@@ -8,8 +8,10 @@ once at it, while the next one runs: its report is copied to pinned memory behin
 written by verification. Position, watermarks and the end of the row follow from what was accepted.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch import Tensor
 from dejavu_train.engine.draft import MOST_DRAFTED
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.lossless import Pace, Pair, Verified
+from dejavu_train.engine.ranks.joins import RankJoin
+from dejavu_train.engine.ranks.ranks import Ranks, waiting
 from dejavu_train.engine.slot_pass import SlotPass
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.weights import DecodeWeights
@@ -57,20 +61,24 @@ class EnginePair(Pair):
     Args:
         step: of the draft. dense: weights of the model, the step's own or others beside them.
         begin: starts a row of the engine whose caches the step shares, as `Session.begin`.
+        ranks: of one of several GPUs. All of them run the same cycles. None = one GPU.
     Raises:
         UserError: a guard, a policy other than backfill, or products whose rows depend on each other here.
     """
 
     ahead = True
 
-    def __init__(self, step: DecodeStep, dense: DecodeWeights, begin: Callable[..., None]) -> None:
+    def __init__(
+        self, step: DecodeStep, dense: DecodeWeights, begin: Callable[..., None], ranks: Ranks | None = None
+    ) -> None:
         if step.guard is not None:
             raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
         if step.plan.kv_policy != "backfill":
             raise UserError(f"lossless decoding needs kv_policy backfill, this engine has {step.plan.kv_policy}")
-        self.step, self._begin = step, begin
+        self.step, self._begin, self._ranks = step, begin, ranks
         self.weights, device = dense, step.device
-        self.dense = SlotPass(self.weights, step.caches, step.ops, step.work.pdl, step.screen)
+        join = None if ranks is None else RankJoin(ranks.shard, ranks.sums.by_rank(), SLOTS, device)
+        self.dense = SlotPass(self.weights, step.caches, step.ops, step.work.pdl, step.screen, join)
         self.dense.check_slots_alone()
         vocab = self.weights.shape.vocab_size
         self.slots = TokenState.empty(SLOTS, step.state.tokens.shape[1], device, vocab=vocab)
@@ -91,7 +99,8 @@ class EnginePair(Pair):
             getattr(self.slots, name).copy_(getattr(state, name))
         self.slots.known.zero_()
         self.slots.limit.fill_(self.slots.tokens.shape[1] + 1)  # a row's end is decided where tokens are kept
-        held = torch.stack((state.done, state.position, state.fault, state.tokens[:, n]))[:, 0].tolist()
+        with self._waiting():
+            held = torch.stack((state.done, state.position, state.fault, state.tokens[:, n]))[:, 0].tolist()
         return self._verified([0, 0, held[1], held[0], held[2], 1, held[3]])
 
     def cycle(self, drafted: int, mode: str) -> Verified:
@@ -100,15 +109,29 @@ class EnginePair(Pair):
 
     def queue(self, drafted: int, mode: str) -> Callable[[], Verified]:
         """See `Pair.queue`."""
-        self.step.replay(("cycle", drafted, mode), partial(self._run, drafted, mode))
+        with self._waiting():
+            self.step.replay(("cycle", drafted, mode), partial(self._run, drafted, mode))
         return self._look()
+
+    def agreed(self, seconds: float) -> float:
+        """See `Pair.agreed`. The first rank's clock counts."""
+        return seconds if self._ranks is None else self._ranks.hosts.gather(round(1e9 * seconds))[0] / 1e9
 
     def _look(self) -> Callable[[], Verified]:
         """What waits for the last replay, and for nothing behind it."""
         look = self._looks.pop(0)
         self._looks.append(look)
         look.take(self.report)
-        return lambda: self._verified(look.read())
+
+        def wait() -> Verified:
+            with self._waiting():
+                found = look.read()
+            return self._verified(found)
+
+        return wait
+
+    def _waiting(self) -> contextlib.AbstractContextManager[Any]:
+        return waiting(self._ranks)
 
     def verify(self, given: Sequence[int], mode: str) -> Verified:
         """See `Pair.verify`. The host writes these tokens."""
@@ -118,7 +141,8 @@ class EnginePair(Pair):
             at = self.first + 1 + self.numbers[:n]
             state.tokens[0].index_copy_(0, at, torch.tensor(given, dtype=torch.int32, device=at.device))
             state.position.add_(n)
-        self.step.replay(("given", mode), partial(self._judge, mode))
+        with self._waiting():
+            self.step.replay(("given", mode), partial(self._judge, mode))
         return self._look()()
 
     def _verified(self, report: list[int]) -> Verified:

@@ -20,7 +20,6 @@ def check_ranks(config: InferConfig) -> None:
         "--generation": config.generation is not None,
         "--tasks": config.tasks is not None,
         "--guard.every": bool(config.guard.every),
-        "--lossless": bool(config.lossless),
         "--device_map": config.device_map is not None,
         "--wandb": config.wandb is not None,
     }

@@ -11,7 +11,6 @@ from family_models import random_family
 from four_bit_models import four_bits
 
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.ranks import Ranks
@@ -66,6 +65,9 @@ class ThreadSums:
     def total(self, x):
         return sum(self.meeting.exchange(self.rank, x.clone()))
 
+    def by_rank(self):
+        return self
+
     def gather(self, number):
         return self.meeting.exchange(self.rank, number)
 
@@ -81,7 +83,7 @@ def on_ranks(world, run):
         with meeting.turn:
             try:
                 found[rank] = run(ThreadSums(meeting, rank))
-            except Exception as error:
+            except BaseException as error:  # what pytest.raises misses is no Exception
                 errors.append(error)
                 meeting.barrier.abort()
 
@@ -259,7 +261,6 @@ def test_refusals_in_one_line(model):
         on_ranks(2, run)
 
     refused(random_bundle(model, top_k=0.4), "takes the k largest logits of all units")
-    refused(words="lossless decoding runs on one GPU", call=lambda e: e.generate(rows_of(5), 4, lossless=Draft()))
     row = Row([1, 2], 5, Sampling(), 0, 2)
     refused(words="rows that join others", call=lambda engine: engine.place(0, row))
     with pytest.raises(UserError, match="4 groups of heads are not shared out evenly over 3 GPUs"):

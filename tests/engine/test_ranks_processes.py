@@ -10,8 +10,12 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from rank_helpers import processes
 
+from dejavu_train.engine.draft_weights import draft_weights
 from dejavu_train.engine.ranks import group as groups
 from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.run import quantise
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 
@@ -38,8 +42,6 @@ def test_generate_writes_what_one_process_writes(folder, tmp_path):
         sampled = model.generate(ids.repeat(2, 1), **settings | {"do_sample": True}).tolist()
         with pytest.raises(UserError, match="save it from one process"):
             model.save_pretrained(tmp_path / "part")
-        with pytest.raises(UserError, match="lossless decoding runs on one GPU"):
-            model.generate(ids, **settings, lossless=True)
         with pytest.raises(UserError, match="triton alone, got gather"):
             SparseOPTForCausalLM.from_pretrained(folder, backend="gather")
         with pytest.raises(UserError, match="asked for something else"):
@@ -54,6 +56,39 @@ def test_generate_writes_what_one_process_writes(folder, tmp_path):
     assert one == other and one["greedy"] == wanted
     assert "one of 2 GPUs: 2 groups of heads and 48 neurons" in one["says"]
     torch.testing.assert_close(torch.tensor(one["logits"]), expected(input_ids=ids).logits, atol=2e-4, rtol=1e-4)
+
+
+def test_lossless_text_is_the_dense_models(tmp_path):
+    """By the sparse step of the model's own weights, of rounded ones, and of a folder in 4 bits."""
+    wide, coded = save_tiny_opt(tmp_path / "model", hidden_size=128, word_embed_proj_dim=128), str(tmp_path / "4")
+    make_bundle(wide, means=True).at(mlp_density=0.9, head_density=1.0).save_pretrained(wide / "predictors")
+    quantise(QuantizeConfig(model=str(wide), output=coded, quantizer="rtn", device="cpu"))
+    ids, settings = torch.tensor([[2, 17, 30, 8, 99]]), {"max_new_tokens": 24, "pad_token_id": 1}
+    dense = load_opt(str(wide)).generate(ids, **settings, do_sample=False)[0].tolist()
+    drafts = ((0, None), (3, None), (3, "int4"), (3, coded), (None, None))
+
+    def run(rank):
+        model, told = load(wide), []
+        for sample in (False, True):
+            for length, weights in drafts:
+                torch.manual_seed(5 + rank)  # rank 0's counts
+                text = model.generate(
+                    ids, **settings, do_sample=sample, lossless=True, draft_length=length, draft_weights=weights
+                )
+                told.append((text[0].tolist(), model.lossless_report()["accepted"]))
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(told))
+        engine = model.engine_pool().engine(1, 64)
+        made, read = (draft_weights(engine.weights, asked, engine.ranks.shard) for asked in ("int4", coded))
+        assert made.packed and all(torch.equal(*pair) for pair in zip(made.tensors(), read.tensors(), strict=True))
+
+    codes, said = processes(tmp_path, run)
+    assert codes == [0, 0], said
+    one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    greedy, sampled = ([text for text, _ in one[start : start + 5]] for start in (0, 5))
+    assert greedy == [dense] * 5 and sampled == sampled[:1] * 5 != greedy
+    accepted = [count for _, count in one]
+    assert accepted[0] == 0 < accepted[1] and accepted[2::5] == accepted[3::5], accepted
 
 
 def test_a_rank_that_is_killed_in_a_step_ends_all(folder, tmp_path):

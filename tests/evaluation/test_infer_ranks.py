@@ -46,7 +46,6 @@ def test_a_mistake_is_one_line_of_the_first_rank(bundle, tmp_path):
     ("flags", "words"),
     [
         ([], "scores nothing: give --tokens 0"),
-        (["--tokens", "0", "--lossless", "true", "--generate", "a"], "without --lossless"),
         (["--tokens", "0", "--guard.every", "4", "--generate", "a"], "without --guard.every"),
         (["--tokens", "0", "--backend", "gather", "--generate", "a"], "auto, triton, dense-engine, got gather"),
         (["--tokens", "0", "--timing_backends", "mask"], "dense-engine, triton, got mask"),

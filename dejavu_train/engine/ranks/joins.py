@@ -16,7 +16,13 @@ from dejavu_train.engine.ranks.sums import Sums
 
 
 class Join:
-    """Of one GPU: nothing is left to add."""
+    """Of one GPU: nothing is left to add.
+
+    Attributes:
+        number: of this rank.
+    """
+
+    number = 0
 
     def base(self, x: Tensor) -> Tensor:
         """(B, d), what a half begins with that goes on from x."""
@@ -46,7 +52,7 @@ class RankJoin(Join):
 
     def __init__(self, shard: Shard, sums: Sums, batch: int, device: torch.device) -> None:
         d, vocab = shard.whole.d_model, shard.whole.vocab_size
-        self.shard, self.sums = shard, sums
+        self.shard, self.sums, self.number = shard, sums, shard.rank
         self._zeros = torch.zeros(batch, d, device=device)
         self._part, self._logits = sums.buffer(batch, d), sums.buffer(batch, vocab)
         rows = shard.head_rows

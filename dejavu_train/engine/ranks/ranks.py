@@ -1,6 +1,8 @@
 """What an engine is told that is one of several ranks."""
 
+import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 from dejavu_train.engine.ranks.group import Hosts
 from dejavu_train.engine.ranks.shard import Shard
@@ -18,3 +20,8 @@ class Ranks:
     sums: Sums
     hosts: Hosts
     nbytes: int = 0
+
+
+def waiting(ranks: Ranks | None) -> contextlib.AbstractContextManager[Any]:
+    """Of what waits for other ranks, where there are any."""
+    return contextlib.nullcontext() if ranks is None else ranks.hosts.waiting()

@@ -27,6 +27,10 @@ class Sums(Protocol):
         """The sum of all ranks' x, of any size and dtype, which may be written over."""
         ...
 
+    def by_rank(self) -> "Sums":
+        """Sums that add in one order, wherever in a buffer a number lies."""
+        ...
+
 
 class GroupSums:
     """By the collectives of `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
@@ -45,6 +49,21 @@ class GroupSums:
     def total(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
+
+    def by_rank(self) -> "Sums":
+        """See `Sums.by_rank`. A ring or a tree has other orders for other parts of a buffer."""
+        return RankOrderSums(self.device, self.group)
+
+
+class RankOrderSums(GroupSums):
+    """Each rank gathers all parts, and adds them in the order of the ranks."""
+
+    def add(self, part: Tensor, out: Tensor) -> None:
+        gathered = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, part, group=self.group)
+        out.copy_(gathered[0])
+        for other in gathered[1:]:
+            out.add_(other)
 
 
 class SymmetricSums(GroupSums):
@@ -77,6 +96,10 @@ class SymmetricSums(GroupSums):
 
     def add(self, part: Tensor, out: Tensor) -> None:
         torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._group, out)
+
+    def by_rank(self) -> Sums:
+        """See `Sums.by_rank`. The kernel adds a number of each rank in the order of the ranks."""
+        return self
 
 
 def sums_of(device: torch.device, group: Any = None) -> Sums:
