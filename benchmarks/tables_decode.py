@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.decode_problem import SHAPES
-from benchmarks.tables_format import Row, devices, markdown, provenance, read_csv
+from benchmarks.tables_format import Row, card, devices, markdown, provenance, read_csv
 
 DECODE = "benchmarks/results/decode.csv"
 FAMILY_STEPS = "benchmarks/results/decode_families.csv"
@@ -206,25 +206,25 @@ def families_table(root: Path) -> str:
     "Beyond" is a layer's share of what a step takes more than its bytes at the best rate of the run.
     """
     rows = sorted((row for row in read_csv(root / FAMILY_STEPS) if row["p50_ms"]), key=lambda row: row["date"])
-    steps = {(row["model"], _kind(row), row["engine"]): row for row in rows}
+    steps = {(row["model"], _kind(row), card(row), row["engine"]): row for row in rows}
+    cells_of = {(row["model"], _kind(row), card(row)) for row in rows if row["engine"] in ("dense", "sparse")}
+    models = list(dict.fromkeys(row["model"] for row in rows))
     table = []
-    for model, kind in dict.fromkeys(
-        (row["model"], _kind(row)) for row in rows if row["engine"] in ("dense", "sparse")
-    ):
-        dense, sparse = (steps.get((model, kind, engine)) for engine in ("dense", "sparse"))
+    for model, kind, on in sorted(cells_of, key=lambda key: (models.index(key[0]), HEADS.index(key[1]), key[2])):
+        dense, sparse = (steps.get((model, kind, on, engine)) for engine in ("dense", "sparse"))
         if dense is None or sparse is None:
             continue
         ms = [float(row["p50_ms"]) for row in (dense, sparse)]
         bytes_ = [float(row["gb_per_step"]) for row in (dense, sparse)]
         layers = SHAPES[model].n_layers
         beyond = [f"{1e3 * (float(row['p50_ms']) - float(row['floor_ms'])) / layers:.1f}" for row in (dense, sparse)]
-        rival = steps.get((model, HEADS[0], "hf-compile"))
+        rival = steps.get((model, HEADS[0], on, "hf-compile"))
         theirs = "" if rival is None else f"{float(rival['p50_ms']):.3g} ({float(rival['p50_ms']) / ms[1]:.1f}x)"
         cells = [f"{ms[0]:.3g}", f"{ms[1]:.3g}", f"{ms[0] / ms[1]:.2f}x", f"{bytes_[0] / bytes_[1]:.2f}", *beyond]
-        table.append([f"OPT, {model.upper()}" if model[0].isdigit() else model, kind, *cells, theirs])
+        table.append([f"OPT, {model.upper()}" if model[0].isdigit() else model, kind, on, *cells, theirs])
     headings = [
-        "shapes", "weights, LM head", "dense, ms", "sparse, ms", "faster", "bytes", "beyond, dense, us", "sparse",
-        "transformers, ms",
+        "shapes", "weights, LM head", "card", "dense, ms", "sparse, ms", "faster", "bytes", "beyond, dense, us",
+        "sparse", "transformers, ms",
     ]  # fmt: skip
     source = f"[decode_families.csv]({FAMILY_STEPS})"
     return f"{markdown(headings, table)}\nRows: {source}; {provenance(rows)}.\n"

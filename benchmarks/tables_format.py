@@ -24,6 +24,15 @@ def _decimals(value: float) -> int:
     return 0 if abs(value) >= 1 else 1 if abs(value) >= 0.1 else 2
 
 
+def card(row: Row) -> str:
+    """A row's GPU without its maker.
+
+    >>> card({"gpu": "NVIDIA H100 80GB HBM3"})
+    'H100'
+    """
+    return row["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+
+
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 

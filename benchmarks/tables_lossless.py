@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.tables_format import Row, age, markdown, provenance, read_csv
+from benchmarks.tables_format import Row, age, card, markdown, provenance, read_csv
 
 CPU, GPU = "benchmarks/results/lossless.csv", "benchmarks/results/lossless_gpu.csv"
 
@@ -47,12 +47,17 @@ def forced_table(root: Path) -> str:
     """True shapes on a GPU: verification and a step of the draft in dense steps, and speeds at forced acceptances."""
     rows = read_csv(root / GPU)
     shares = sorted({row["forced"] for row in rows if row["what"] == "forced" and row["forced"]})
-    headings = ["shape", "way", "verification", "a step of the draft", *(f"speed at {share}" for share in shares)]
+    headings = [
+        "shape",
+        "card",
+        "way",
+        "verification",
+        "a step of the draft",
+        *(f"speed at {share}" for share in shares),
+    ]
     table = []
-    for model, weights, way in dict.fromkeys(
-        (r["model"], r["weights"], r["way"]) for r in rows if r["what"] == "cycle"
-    ):
-        mine = [row for row in rows if (row["model"], row["weights"], row["way"]) == (model, weights, way)]
+    for key in dict.fromkeys(_forced_key(row) for row in rows if row["what"] == "cycle"):
+        (model, weights, on, way), mine = key, [row for row in rows if _forced_key(row) == key]
         cycles = {g: last_of(mine, what="cycle", length=g) for g in ("0", "4")}
         verified, four = cycles["0"], cycles["4"]
         step = ""
@@ -62,8 +67,12 @@ def forced_table(root: Path) -> str:
         speeds = [_number(last_of(mine, what="forced", forced=share), "ratio") for share in shares]
         if way == "draft_length=0":
             speeds = [next(filter(None, speeds), "")] * len(speeds)
-        table.append([name, way, _number(verified, "ratio"), step, *speeds])
+        table.append([name, on, way, _number(verified, "ratio"), step, *speeds])
     return f"{markdown(headings, table)}\n{provenance(rows)}.\n"
+
+
+def _forced_key(row: Row) -> tuple[str, str, str, str]:
+    return row["model"], row["weights"], card(row), row["way"]
 
 
 def speed_table(root: Path) -> str:
