@@ -314,22 +314,29 @@ def int4_cases(d: int) -> Iterator[Case]:
         given = (own.qkv, own.every, own.heads, own.ones, own.q, own.predictor(predictor), own.ones)
         yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, policy="always", pdl=True)
         yield f"site {d} {kind}", own.site(predictor)
-    norm = LateNorm(ln, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2))
+    norms = [
+        LateNorm(each, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2)) for each in (ln, own.rms)
+    ]
     first_half = int4_rows(rank, d).parts() if d >= mlp_ahead.TILED_FROM else (nibbles.down, None)
     ahead = mlp_ahead.HeadsAhead(own.head_predictor(), ln, own.ones)
     scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
-    for policy, selected, cache in (("backfill", ahead, own.cache), ("always", None, own.every)):
+    for policy, selected, cache, norm in (
+        ("backfill", ahead, own.cache, norms[0]), ("always", None, own.every, norms[0]),
+        ("always", None, own.every, norms[1]),
+    ):  # fmt: skip
+        rms = "" if norm.centred else " rms"
         late = mlp_ahead.LateSite(
             norm, cache.attn_in, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, *first_half,
             *(torch.empty(rank) for _ in range(3)), False, own.ones,
         )  # fmt: skip
         given = (own.qkv, cache, own.heads, own.ones, own.q, own.predictor(nibbles), own.ones)
-        yield f"late qkv_select {d} {policy}", partial(qkv_select.qkv_select, *given, policy, True, late)
+        yield f"late qkv_select {d} {policy}{rms}", partial(qkv_select.qkv_select, *given, policy, True, late)
         chosen = None if selected is None else own.heads
         given = (own.q, cache, chosen, own.ones, halves(1, d), scratch, (own.bits, own.listed))
-        yield f"attend_pack {d} {policy}", partial(attend_pack.attend_pack, *given, True)
-        given = (x, ln, own.mlp, own.listed, own.y, late, own.partials)
-        yield f"mlp_ahead {d} {policy}", partial(mlp_ahead.mlp_ahead, *given, "list", True)
+        if not rms:
+            yield f"attend_pack {d} {policy}", partial(attend_pack.attend_pack, *given, True)
+        given = (x, norm.ln, own.mlp, own.listed, own.y, late, own.partials)
+        yield f"mlp_ahead {d} {policy}{rms}", partial(mlp_ahead.mlp_ahead, *given, "list", True)
     for name, inputs, early in (("mlp {}", (x, ln), "list"), ("mlp {} own", (mixed, None), "x")):
         given = (*inputs, own.mlp, x, own.listed, own.y, own.partials)
         yield name.format(d), partial(mlp.mlp, *given, early, True)

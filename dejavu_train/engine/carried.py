@@ -27,7 +27,7 @@ class Carried:
     | normalised | (B, d) | the MLP's predictor, or layer_norm | the MLP | each layer |
     | packed | (n) | pack, attend_pack, or the predictor | the MLP | each layer |
 
-    inputs and factors are written at the present position. estimate and moments are of a LayerNorm that comes late.
+    inputs and factors are written at the present position. estimate and moments are of a norm that comes late.
     arrived counts programs that have made hidden. packed is the list of neurons without gaps.
     """
 

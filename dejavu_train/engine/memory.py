@@ -41,15 +41,15 @@ def scratch_bytes(shape: ModelDims, batch: int, packed: bool, packed_head: bool 
 
 
 def late_bytes(shape: ModelDims, context: int, ranks: Iterable[int]) -> int:
-    """Of layers whose LayerNorm comes late (`kernels/lookahead/mlp_ahead.py`), by the ranks of their MLPs' predictors.
+    """Of layers whose norm comes late (`kernels/lookahead/mlp_ahead.py`), by the ranks of their MLPs' predictors.
 
     Each holds sums of q/k/v's rows and factors of every position. Where the first half of the MLP's predictor is laid
     out as tiles it stands there once more, without its scales.
     """
-    total = 0
+    total, rows = 0, shape.n_kv_heads * (shape.kv_group + 2) * shape.head_dim
     for rank in ranks:
         tiles = -(-rank // TILE_ROWS) * TILE_ROWS * shape.d_model // 2 if shape.d_model >= TILED_FROM else 0
-        total += 2 * 4 * 3 * shape.d_model + 2 * 4 * context + tiles
+        total += 2 * 4 * rows + 2 * 4 * context + tiles
     return total
 
 

@@ -34,7 +34,7 @@ from dejavu_train.engine.ranks.refusals import check_ranks
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
-from dejavu_train.families.dims import Norm, engine_refusal
+from dejavu_train.families.dims import engine_refusal
 from dejavu_train.kernels.common.limits import (
     DRIVERS_CARVEOUT,
     HEAD_DIMS,
@@ -265,13 +265,11 @@ class _Chooser:
     def _not_late(self, layer: int) -> str:
         heads, mlp = self.facts(layer, Target.HEADS), self.facts(layer, Target.MLP)
         if not self.packed:
-            return "a LayerNorm comes late for 4-bit weights"
+            return "a norm comes late for 4-bit weights"
         if self.ranks > 1:
             return "the MLP before is a sum over GPUs"
         if self.dims.post_norm:
             return "its input is a norm's output, which the MLP before does not make"
-        if self.dims.norm is not Norm.LAYER_NORM:
-            return f"products are put right for a LayerNorm that comes late, not for {self.dims.norm}"
         if self.options.guarded:
             return "a guard's dense steps make no input for the next layer"
         apart = self._not_beside_attention(layer)
@@ -314,7 +312,7 @@ class _Chooser:
     def attention(self, layer: int) -> HalfPlan:
         facts, fused, late = self.facts(layer, Target.HEADS), not self.fused[layer], not self.late[layer]
         kernels = Kernels.QKV_WITH_PREDICTOR if fused else Kernels.QKV_ALL
-        why = (f"its LayerNorm does not come late: {self.late[layer]}",) if self.packed and not late else ()
+        why = (f"its norm does not come late: {self.late[layer]}",) if self.packed and not late else ()
         if facts is None:
             reason = _why_all(UnitKey(layer, Target.HEADS), self.predictors)
             return HalfPlan(Target.HEADS, Run.ALL, kernels, (reason, *why), late=late)

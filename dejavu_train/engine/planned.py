@@ -103,7 +103,7 @@ class HalfPlan:
         run, kernels: which units, by what. site, place, format: of its predictor, or None. products: how that
             multiplies its two matrices, or None.
         ahead: halves between the predictor's site and this one. late: the MLP before makes this half's input, and its
-            LayerNorm comes with the products. second_stage: runs, and tests the predictor's selection once more.
+            norm comes with the products. second_stage: runs, and tests the predictor's selection once more.
         packer, early: of an MLP's list, or None. hidden, gated: what an MLP makes of a neuron's products.
         density, union: the share of units that one row and all rows select.
         why: reasons, also of what is not done.
@@ -138,7 +138,7 @@ class HalfPlan:
             assert self.site is not None
             where = f"{self.site.input} {self.ahead} half layers before" if self.ahead else self.site.input
             parts.append(f"predictor in {self.format} of {where}, {self.place.value}")
-        parts += ["its LayerNorm comes late"] * self.late + ["a second stage"] * self.second_stage
+        parts += ["its norm comes late"] * self.late + ["a second stage"] * self.second_stage
         parts += [f"list packed by {self.packer.value}"] if self.packer is not None else []
         return "; ".join(parts)
 

@@ -1,7 +1,7 @@
 """Look-ahead, stage 4: a layer's sparse MLP with 4-bit weights, and in the grid that ends it the next layer's input and
 heads.
 
-    out = residual + bias + sum of the partial sums;   u of out, and its moments, for a LayerNorm that comes late
+    out = residual + bias + sum of the partial sums;   u of out, and its moments, for a norm that comes late
     head i of the next layer is selected where <heads[i], LayerNorm(residual)> + head_bias[i] > threshold
 
 One row. u and moments as in `late_norm`, u kept at the present position of attn_in. The heads' predictor reads what the
@@ -66,7 +66,7 @@ class HeadsAhead:
 class LateSite:
     """A layer's attn_in that the MLP of the layer before makes, and what reads it.
 
-    norm: its LayerNorm. attn_in (1, T, d) fp16, which keeps u. position (1,) int32. gains, shifts (h, 3, head_dim)
+    norm: in front of it. attn_in (1, T, d) fp16, which keeps u. position (1,) int32. gains, shifts (h, r + 2, head_dim)
     fp32: W gain, and W shift + bias, of q/k/v. heads: or None.
     The first half of the MLP's predictor: down, its nibbles (rank, ceil(d / 2)), and scale, of its rows. With
     tile_scales, all one, down has words of 4-bit codes instead, rank rows and zeros up to a multiple of 16. Their
@@ -93,7 +93,7 @@ class LateSite:
         cls, norm: LateNorm, attn_in: Tensor, position: Tensor, qkv: Linear, mlp: PredictorWeights, arrived: Tensor,
         heads: HeadsAhead | None,
     ) -> "LateSite":  # fmt: skip
-        """Of q/k/v's rows (h, 3, head_dim, d) in 4 bits, and a predictor of nibbles, whose first half is copied."""
+        """Of q/k/v's rows (h, r + 2, head_dim, d) in 4 bits, and a predictor of nibbles, whose first half is copied."""
         weight = qkv.weight
         gains, shifts = late_sums(weight, norm.ln)
         assert mlp.down_scale is not None
@@ -127,12 +127,12 @@ class LateSite:
     def check(self, q: Tensor, rank: int, weight: Matrix) -> None:
         """Raise ValueError where its tensors do not fit q/k/v of one row and hidden values of this rank."""
         d = self.attn_in.shape[2]
-        require(len(q) == 1, f"a LayerNorm comes late for one batch row, not {len(q)}")
+        require(len(q) == 1, f"a norm comes late for one batch row, not {len(q)}")
         check_shape("gains", self.gains, *weight.shape[:-1])
         check_shape("moments", self.norm.moments, 2)
         check_shape("factors", self.norm.factors, self.attn_in.shape[1], 2)
         if weight.format is not Format.INT4:
-            raise ValueError("a LayerNorm comes late for 4-bit rows")
+            raise ValueError("a norm comes late for 4-bit rows")
         padded = rank
         if self.tile_scales is not None:
             padded += -rank % TILE_ROWS

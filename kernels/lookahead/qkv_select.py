@@ -76,7 +76,7 @@ def _qkv_select_kernel(
     if pid >= n_tiles:
         select_block(pid - n_tiles, hidden, up_rows, lists, n, 1, READ, MULTIPLY, UP, PDL, arrived, DOWN)
     elif LATE_ROWS is not None and pid < 0:
-        late_rows(pid + DOWN, attn_in, wanted.position, late, down, A.RANK, LATE_ROWS, A.EPS, PDL)
+        late_rows(pid + DOWN, attn_in, wanted.position, late, down, A.RANK, LATE_ROWS, A.EPS, A.CENTRED, PDL)
     elif LATE_ROWS is not None:  # made by programs of their own
         qkv_tile(pid, n_tiles, attn_in, rows, wanted, stored, late, None, S, A, PDL)
     else:
@@ -121,6 +121,7 @@ def qkv_select(
     ahead = AheadSizes(
         RANK=rank,
         EPS=0.0 if late is None else late.norm.ln.eps,
+        CENTRED=late is None or late.norm.centred,
         DOWN=0 if late is None else late.programs(rank),
         RELU=late is not None and late.relu,
     )

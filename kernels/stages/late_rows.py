@@ -1,4 +1,4 @@
-"""The first half of an MLP's predictor in the grid of q/k/v, from an input whose LayerNorm comes late (`late_norm`).
+"""The first half of an MLP's predictor in the grid of q/k/v, from an input whose norm comes late (`late_norm`).
 
     hidden[r] = act(scale[r] (a <w[r], u> + c gains[r] + shifts[r]))
 
@@ -35,7 +35,9 @@ def _row_pieces(rows, first, n_rows, columns, WIDTH: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def late_rows(pid, u, position, late, down, n_rows, S: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr):
+def late_rows(
+    pid, u, position, late, down, n_rows, S: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr
+):
     """A program's whole work, its wait included: hidden from pid * S.rows on. u: int32 pairs of (T, d). late: as in
     `qkv_owned`, and so is down, of nibbles."""
     WIDTH: tl.constexpr = (S.d + 1) // 2
@@ -48,7 +50,7 @@ def late_rows(pid, u, position, late, down, n_rows, S: tl.constexpr, EPS: tl.con
     pieces = _row_pieces(down.weight, first, n_rows, columns, WIDTH, S.rows)
     row = u.to(tl.pointer_type(tl.float16), bitcast=True) + place.to(tl.int64) * S.d
     wait_for_predecessor(PDL)
-    a, c = late_factors(late.moments, late.estimate, EPS, S.d)
+    a, c = late_factors(late.moments, late.estimate, EPS, CENTRED, S.d)
     if pid == 0:
         tl.store(late.factors + 2 * place, a)
         tl.store(late.factors + 2 * place + 1, c)

@@ -156,7 +156,7 @@ def mlp_sums(
 ) -> tuple[Tensor, int]:
     """(sums of programs, how many of them) whose sum with residual and down's bias is `mlp`. pdl as `use_pdl` gives it.
 
-    late: of what the sum will be. Its estimate is made here, which is that of x, with a LayerNorm, and its moments are
+    late: of what the sum will be. Its estimate is made here, which is that of x, with a norm, and its moments are
     set to zero.
     """
     n, d = weights.up.weight.shape

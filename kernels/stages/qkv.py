@@ -149,7 +149,7 @@ def qkv_launch(
     """(tiles, arguments, constants, options) of `qkv_tile`, the same in every grid that carries it, checked.
 
     As many tiles as all heads have: the hardware hands them out, and those that no selected head needs leave.
-    gains: of a LayerNorm that comes late, see `qkv_owned`.
+    gains: of a norm that comes late, see `qkv_owned`.
     """
     weight, attn_in, d = weights.weight, cache.attn_in, weights.weight.shape[-1]
     batch, n_heads, head_dim = check_projection(attn_in, weights, q, cache, position)

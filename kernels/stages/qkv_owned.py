@@ -12,7 +12,7 @@ These are a list of items that the programs of heads that are not selected share
 programs, perhaps among the last to begin, would end long after all others. Where these would have more than
 SHARE_OF_IDLE items each, or no head is idle, all programs share them out, after their own tiles.
 
-Inputs may be those of a LayerNorm that comes late (`late_norm`, LATE, one batch row).
+Inputs may be those of a norm that comes late (`late_norm`, LATE, one batch row).
 Products are put right before they are stored. The factors of the present position come from the moments, and are kept
 for later ones. Then bias has W shift, and `gains` (h, r + 2, head_dim) W gain.
 The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input. It is the first
@@ -40,7 +40,7 @@ SHARE_OF_IDLE = tl.constexpr(2)
 
 
 class Late(NamedTuple):
-    """Of a LayerNorm that comes late: see `late_norm.LateNorm`."""
+    """Of a norm that comes late: see `late_norm.LateNorm`."""
 
     moments: Any
     estimate: Any
@@ -63,13 +63,14 @@ class Down(NamedTuple):
 
 
 class AheadSizes(NamedTuple):
-    """Constants of what runs beside q/k/v. EPS: of the LayerNorm. DOWN: programs that make hidden values.
+    """Constants of what runs beside q/k/v. EPS, CENTRED: of the late norm. DOWN: programs that make hidden values.
 
     RANK: of these values. RELU: of them.
     """
 
     RANK: int
     EPS: float
+    CENTRED: bool
     DOWN: int
     RELU: bool
 
@@ -145,7 +146,7 @@ def _multiply(
     """Values (ROWS, N) of rows of a head for N pairs from `start` on, for which words and inputs were asked for. Those
     of pairs beyond n_pairs are not stored.
 
-    now: factors of the present position, of a LayerNorm that comes late. Nothing that is used after the product is
+    now: factors of the present position, of a norm that comes late. Nothing that is used after the product is
     loaded after it: that comes meanwhile.
     """
     W: tl.constexpr = S.D // 8
@@ -244,7 +245,7 @@ def own_tile(
         own_pairs = tl.where(of_head, own_pairs, 0)  # nothing to store for a head
     now = ()
     if late is not None:
-        now = late_factors(late.moments, late.estimate, A.EPS, S.D)
+        now = late_factors(late.moments, late.estimate, A.EPS, A.CENTRED, S.D)
     # A program's own tile comes as an item before those of the list: so the code of a product with S.WIDE, which of
     # several batch rows may be its own tile's, is there once.
     first = tl.where(needed, tile - n_tiles, tile)  # below zero

@@ -18,7 +18,7 @@ from dejavu_train.kernels.common.positions import angles, turned
 class QkvRows(NamedTuple):
     """weight (h, r + 2, head_dim, d): numbers, or words with scales. bias, gains: (h, r + 2, head_dim).
 
-    scales, gains: or None. Gains are of a LayerNorm that comes late, as bias then is.
+    scales, gains: or None. Gains are of a norm that comes late, as bias then is.
     """
 
     weight: Any

@@ -6,12 +6,13 @@ import pytest
 import torch
 from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt, rows_of
 from decode_helpers import reference_engine as engine
+from family_models import random_family
 from four_bit_models import four_bits
 from int4_helpers import random_rows
 
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.memory import check_room, weight_bytes
+from dejavu_train.engine.memory import check_room, late_bytes, weight_bytes
 from dejavu_train.engine.mlp import Mlp
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
@@ -155,6 +156,21 @@ def test_greedy_tokens_after_a_prompt(model, late):
             logits, _ = masked_logits(model, bundle, row, sparse_from=len(prompt))
             assert logits[-1].argmax() == token
             row.append(token)
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron", "nanochat", "bloom"])
+def test_late_norms_of_families_give_what_a_norm_in_front_gives(name):
+    """RMSNorm and LayerNorm, gates and squares, turned and grouped heads."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "n_head": 4}
+    own, rows = four_bits(random_family(name, **sizes, num_hidden_layers=3, n_layer=3)), rows_of(30)
+    for targets in (("mlp", "heads"), ("mlp",)):
+        bundle = random_bundle(own, lookahead=1, int4=True, targets=targets)
+        late, plain = (engine(own, bundle, look_ahead=how) for how in ("fused", "inline"))
+        assert all(half.late for half in late.plan.halves[2::2]) and not any(half.late for half in plain.plan.halves)
+        torch.testing.assert_close(late.score(rows)[0], plain.score(rows)[0], atol=1e-4, rtol=1e-4)
+        sites = [layer.attention.late for layer in late.core.layers[1:]]
+        held = [tensor.nbytes for site in sites for tensor in (site.gains, site.shifts, site.norm.factors)]
+        assert sum(held) == late_bytes(late.shape, late.context, [8, 8])
 
 
 def test_a_shared_model_stays_what_it_was(model):

@@ -11,7 +11,7 @@ from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_scree
 from dejavu_train.engine.planned import Early, Engine, Formats, Kernels, Packer, Place, Run, StepPlan, hidden_values
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
-from dejavu_train.families.dims import Activation
+from dejavu_train.families.dims import Activation, Norm
 from dejavu_train.kernels.common.activation import activation_of
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
 from dejavu_train.kernels.formats.matrix import Hidden
@@ -113,7 +113,7 @@ def test_a_66b_shape_in_four_bits_needs_neither_weights_nor_a_gpu():
     assert made.coming["kept inputs"] == 64 * 2048 * 9216 * 2
     text = made.describe()
     assert "attention of layer 0: the selected units" in text and "attention of layers 1-63:" in text
-    assert "in the grid of the MLP before; its LayerNorm comes late" in text
+    assert "in the grid of the MLP before; its norm comes late" in text
     assert "MLP of layers 0-63: the selected units; up and down in one grid over a list" in text
 
 
@@ -123,10 +123,14 @@ def test_a_guard_makes_no_input_ahead_and_says_so():
     assert "a guard's dense steps make no input for the next layer" in made.describe()
 
 
-def test_another_norm_than_a_layer_norm_does_not_come_late():
-    made = plan(facts(ahead=1), dims=replace(OPT_66B, norm="rms_norm"))
+@pytest.mark.parametrize("norm", list(Norm))
+def test_every_norm_in_front_of_a_half_comes_late(norm):
+    dims = replace(OPT_66B, norm=norm)
+    made = plan(facts(ahead=1), dims=dims)
+    assert all(half.late for half in made.halves[2::2])
+    made = plan(facts(ahead=1), dims=replace(dims, post_norm=True))
     assert not any(half.late for half in made.halves)
-    assert "put right for a LayerNorm that comes late, not for rms_norm" in made.describe()
+    assert "its input is a norm's output, which the MLP before does not make" in made.describe()
 
 
 def test_a_chain_of_late_layers_ends_where_one_is_not():

@@ -43,10 +43,13 @@ def test_kernels_score_as_the_reference_does(name, options, engine_options, devi
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
-def test_norms_behind_halves_in_four_bits(device):
-    """With maps between two widths, which are multiplied into the LM head in 4 bits as well."""
-    model = four_bits(random_family("350m", **SIZES | {"word_embed_proj_dim": 32}), head=True)
+@pytest.mark.parametrize("name", ["350m", pytest.param("llama", marks=pytest.mark.long)])
+def test_look_ahead_in_four_bits(name, device):
+    """Of 350m with maps between two widths, which are multiplied into its LM head in 4 bits too. Of Llama with RMSNorms
+    that come late."""
+    model = four_bits(random_family(name, **SIZES | {"word_embed_proj_dim": 32}), head=True)
     bundle = random_bundle(model, rank=5, lookahead=1, int4=True)
     engine, found = scored(model, bundle, rows_of(4, vocab=60), device=device, dtype=torch.float16)
-    assert not any(half.late for half in engine.plan.halves) and engine.plan.formats.head == "float16"
+    assert [half.late for half in engine.plan.halves[::2]] == [False, name == "llama"]
+    assert engine.plan.formats.head == ("int4" if name == "llama" else "float16")
     torch.testing.assert_close(*(each[0] for each in found), atol=2e-2, rtol=2e-2)

@@ -1,4 +1,4 @@
-"""Layers without a stage before q/k/v: an MLP makes the next layer's input, whose LayerNorm comes late."""
+"""Layers without a stage before q/k/v: an MLP makes the next layer's input, whose norm comes late."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from predictor_helpers import products_of
 
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
 from dejavu_train.kernels.common.positions import Rotary
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
@@ -22,8 +22,9 @@ from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 NAN = float("nan")
 
 
-def norm(d, device):
-    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
+def norm(d, device, rms=False):
+    gain, shift = 1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device)
+    return LayerNormWeights(gain, None, kind=NormKind.RMS_NORM) if rms else LayerNormWeights(gain, shift)
 
 
 def nibbles(rank, d, n, relu, device):
@@ -38,11 +39,12 @@ class Layer:
     """A layer with poisoned outputs, and the MLP before it. Made twice alike from one seed."""
 
     def __init__(
-        self, device, n_heads, head_dim, d, rank, n, relu, state, with_heads, share=1, group=32, kept=3, last=5
-    ):
+        self, device, n_heads, head_dim, d, rank, n, relu, state, with_heads, share=1, rms=False, group=32, kept=3,
+        last=5,
+    ):  # fmt: skip
         torch.manual_seed(7)
         self.x = torch.randn(1, d, device=device) * 2 + 1
-        self.ln2, ln1 = norm(d, device), norm(d, device)
+        self.ln2, ln1 = norm(d, device, rms), norm(d, device, rms)
         fc1, fc2 = (random_rows(device, n, d, group=group, size=0.01) for _ in range(2))
         b1, b2 = torch.randn(n, device=device), torch.randn(d, device=device)
         self.weights = MlpWeights(Linear(fc1, b1), Linear(fc2, b2))
@@ -100,21 +102,21 @@ class Layer:
 
 
 @pytest.mark.parametrize(
-    ("tiled", "n_heads", "head_dim", "d", "rank", "n", "relu", "state", "with_heads", "policy", "share"),
+    ("tiled", "n_heads", "head_dim", "d", "rank", "n", "relu", "state", "with_heads", "policy", "share", "rms"),
     [
-        (False, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1),
-        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1),
-        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 3),  # groups of heads, whose q and k are turned
-        (False, 3, 16, 64, 8, 70, False, 1, False, "always", 2),
-        (True, 2, 32, 96, 24, 70, True, 2, True, "backfill", 1),  # all heads, whatever the logits say
-        (False, 2, 16, 64, 7, 70, True, 1, False, "always", 1),  # nibbles that are no whole words
+        (False, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1, False),
+        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1, False),
+        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 3, True),  # groups of heads, whose q and k are turned
+        (False, 3, 16, 64, 8, 70, False, 1, False, "always", 2, True),
+        (True, 2, 32, 96, 24, 70, True, 2, True, "backfill", 1, False),  # all heads, whatever the logits say
+        (False, 2, 16, 64, 7, 70, True, 1, False, "always", 1, False),  # nibbles that are no whole words
     ],
 )
 def test_an_mlp_and_the_next_layers_rows(
-    monkeypatch, device, tiled, n_heads, head_dim, d, rank, n, relu, state, with_heads, policy, share
+    monkeypatch, device, tiled, n_heads, head_dim, d, rank, n, relu, state, with_heads, policy, share, rms
 ):
     monkeypatch.setattr(module, "TILED_FROM", 0 if tiled else 1 << 20)
-    got, want = (Layer(device, n_heads, head_dim, d, rank, n, relu, state, with_heads, share) for _ in range(2))
+    got, want = (Layer(device, n_heads, head_dim, d, rank, n, relu, state, with_heads, share, rms) for _ in range(2))
     assert got.late.tiled == tiled
     for each in (got, want):
         if each is got:
@@ -135,11 +137,12 @@ def test_an_mlp_and_the_next_layers_rows(
         )
 
 
-def test_late_products_equal_those_of_the_layer_norm(device):
+@pytest.mark.parametrize("rms", [False, True])
+def test_late_products_equal_those_of_the_norm(device, rms):
     """The formula, whatever the estimate: of a row far from the one that is normalised too."""
     torch.manual_seed(0)
     d, weight = 96, random_rows(device, 3, 5, 96, group=32)
-    ln, x = norm(d, device), torch.randn(1, d, device=device) * 3 - 2
+    ln, x = norm(d, device, rms), torch.randn(1, d, device=device) * 3 - 2
     late = LateNorm.empty(ln, 1, torch.zeros(2, device=device), torch.zeros(2, device=device).long())
     gains, shifts = late_sums(weight, ln)
     want = weight.dense(torch.float64) @ layer_norm_reference(x.double(), ln, torch.float64)[0]
