@@ -28,7 +28,8 @@ plain arithmetic.
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, MMA, codes_asm, codes_of, halves_of, pairs_of
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
+from dejavu_train.kernels.common.int4_tiles import MMA, codes_asm, codes_of, halves_of, pairs_of
 from dejavu_train.kernels.common.lane_queue import ask, ask_lines, drain, line_slot_bytes, take, take_unit
 
 
@@ -94,9 +95,6 @@ def _mma_asm(vector):
     return text + "}"
 
 
-FOUR_FLOATS = tl.constexpr((tl.float32,) * 4)
-
-
 @triton.jit
 def _plain_products(words, x, RAISED: tl.constexpr, V: tl.constexpr):
     """`int4_mma` in plain arithmetic, of codes that are raised by so much."""
@@ -120,9 +118,7 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     words: V of row g, then V of row g + 8. x: 4 V planes of pairs of input g's columns.
     """
     if ASM:
-        sums = tl.inline_asm_elementwise(
-            _mma_asm(V), _operands(4, V), words + x, dtype=FOUR_FLOATS, is_pure=True, pack=1
-        )
+        sums = assembly(_mma_asm(V), _operands(4, V), words + x, PURE=True)
     else:
         sums = _plain_products(words, x, 0.0, V)
     return sums
@@ -169,9 +165,7 @@ def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """What `raised_mma` begins with, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
     L: tl.constexpr = x[0].shape[0]
     if ASM:
-        sums = tl.inline_asm_elementwise(
-            _offset_asm(V), _operands(2, V), x, dtype=(tl.float32, tl.float32), is_pure=True, pack=1
-        )
+        sums = assembly(_offset_asm(V), _operands(2, V), x, PURE=True)
     else:
         total = tl.zeros((L // 32, 8), tl.float32)
         for v in tl.static_range(V):
@@ -187,9 +181,7 @@ def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 def raised_mma(words, x, offset, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """RAISED_UNIT times `int4_mma`. offset: `raised_offset` of x."""
     if ASM:
-        sums = tl.inline_asm_elementwise(
-            _raised_asm(V), _operands(4, V, 2), words + x + offset, dtype=FOUR_FLOATS, is_pure=True, pack=1
-        )
+        sums = assembly(_raised_asm(V), _operands(4, V, 2), words + x + offset, PURE=True)
     else:
         own = _plain_products(words, x, 8.0, V)
         sums = ()
@@ -201,19 +193,14 @@ def raised_mma(words, x, offset, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 @triton.jit
 def from_lane(values, number, ASM: tl.constexpr = ASSEMBLY):
     """int32 or fp32 (L,): to all lanes of a warp what its lane `number` holds, a number of all or of each."""
+    L: tl.constexpr = values.shape[0]
+    source = tl.zeros((L,), tl.int32) + number
     if ASM:
-        found = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
-            "=r,r,r",
-            [values, tl.zeros(values.shape, tl.int32) + number],
-            dtype=values.dtype,
-            is_pure=True,
-            pack=1,
-        )
+        text: tl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        found = assembly(text, "=f,f,r" if values.dtype == tl.float32 else "=r,r,r", (values, source), PURE=True)
     else:
-        L: tl.constexpr = values.shape[0]
         lanes = tl.reshape(values, (L // 32, 1, 32))
-        wanted = tl.reshape(tl.zeros((L,), tl.int32) + number, (L // 32, 32, 1))
+        wanted = tl.reshape(source, (L // 32, 32, 1))
         found = tl.reshape(tl.sum(tl.where(tl.arange(0, 32)[None, None, :] == wanted, lanes, 0), 2), (L,))
     return found
 
@@ -222,9 +209,7 @@ def from_lane(values, number, ASM: tl.constexpr = ASSEMBLY):
 def fp16_pairs(low, high, ASM: tl.constexpr = ASSEMBLY):
     """int32 pairs of fp16 of two fp32 tiles."""
     if ASM:
-        pairs = tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
+        pairs = assembly("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", (low, high), PURE=True)
     else:
         pairs = pairs_of(low.to(tl.float16), high.to(tl.float16))
     return pairs

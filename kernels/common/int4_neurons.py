@@ -14,9 +14,10 @@ sixteen masks make four operands, and four more instructions multiply. Without A
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.int4_mma import FOUR_FLOATS, fp16_pairs, from_lane
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, MMA, codes_of, split_words
-from dejavu_train.kernels.common.lane_queue import int32s, take
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
+from dejavu_train.kernels.common.int4_mma import fp16_pairs, from_lane
+from dejavu_train.kernels.common.int4_tiles import FACTOR_UNIT, MMA, codes_of, split_words
+from dejavu_train.kernels.common.lane_queue import take
 
 
 def _products_asm() -> str:
@@ -43,7 +44,6 @@ ONES = tl.constexpr(
     f"{MMA} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{$4, $5}}, {{$6, $7, $8, $9}}; }}"
 )
 ONES_OPERANDS = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4))
-SIXTEEN_FLOATS = tl.constexpr((tl.float32,) * 16)
 
 
 @triton.constexpr_function
@@ -83,10 +83,7 @@ def take_halves(queue, lane, SLOT: tl.constexpr, BEHIND: tl.constexpr, ASM: tl.c
     if ASM:
         of_first = (queue[0] + lane // 32 * 512) + (lane % 4 * 8 + (g // 2 + lane % 4 * 2) % 8) * 16 + g % 2 * 8
         of_second = (queue[0] + lane // 32 * 512) + (lane % 4 * 8 + (4 + g // 2 + lane % 4 * 2) % 8) * 16 + g % 2 * 8
-        words = tl.inline_asm_elementwise(
-            _take_halves(L, SLOT, BEHIND), HALVES_OPERANDS, [of_first, of_second],
-            dtype=int32s(8), is_pure=False, pack=1,
-        )  # fmt: skip
+        words = assembly(_take_halves(L, SLOT, BEHIND), HALVES_OPERANDS, (of_first, of_second))
     else:
         own, queue = take(queue, lane, SLOT, 4, BEHIND)
         words = ()
@@ -125,9 +122,7 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
     0..15.
     """
     if ASM:
-        more = tl.inline_asm_elementwise(
-            PRODUCTS, PRODUCTS_OPERANDS, words + (b0, b1) + acc, dtype=SIXTEEN_FLOATS, is_pure=True, pack=1
-        )
+        more = assembly(PRODUCTS, PRODUCTS_OPERANDS, words + (b0, b1) + acc, PURE=True)
     else:
         L: tl.constexpr = b0.shape[0]
         first = tl.join(codes_of(words[0]), codes_of(words[2]))  # (L, 8, 2)
@@ -152,7 +147,7 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
 def factor_sums(acc, b0, b1, ASM: tl.constexpr = ASSEMBLY):
     """acc (4 tiles (L,)) plus the sums of the columns 2 t, 2 t + 1, 2 t and 2 t + 1 of B."""
     if ASM:
-        more = tl.inline_asm_elementwise(ONES, ONES_OPERANDS, (b0, b1) + acc, dtype=FOUR_FLOATS, is_pure=True, pack=1)
+        more = assembly(ONES, ONES_OPERANDS, (b0, b1) + acc, PURE=True)
     else:
         L: tl.constexpr = b0.shape[0]
         total = tl.sum(_factor_numbers(b0, b1), 2)
@@ -171,14 +166,7 @@ STORE = tl.constexpr(
 def store_four(at, values, there, ASM: tl.constexpr = ASSEMBLY):
     """Four numbers of each lane to `at` (pointers (L,), 16 bytes aligned) where `there`, in one piece."""
     if ASM:
-        tl.inline_asm_elementwise(
-            STORE,
-            "=r,l,f,f,f,f,r",
-            (at.to(tl.int64),) + values + (there.to(tl.int32),),
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        assembly(STORE, "=r,l,f,f,f,f,r", (at.to(tl.int64),) + values + (there.to(tl.int32),))
     else:
         for j in tl.static_range(4):
             tl.store(at + j, values[j], mask=there)

@@ -12,9 +12,10 @@ each.)
 import triton
 import triton.language as tl
 
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.int4_mma import fp16_pairs, pairs_of_a_warp, unit_of, unit_vector
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, split_words
-from dejavu_train.kernels.common.lane_queue import int32s, shared_room
+from dejavu_train.kernels.common.int4_tiles import split_words
+from dejavu_train.kernels.common.lane_queue import shared_room
 from dejavu_train.kernels.common.launch import THROUGH_L1, sums_together
 from dejavu_train.kernels.common.layer_norm import row_moments
 
@@ -73,10 +74,7 @@ def _put(room, kept, low, high, K: tl.constexpr, lane, V: tl.constexpr, ASM: tl.
     """Piece K of a round, four columns of each lane in two int32 pairs. Without ASM `kept` with them."""
     if ASM:
         at = room + _chunk(16 * K + lane % 32 // 2, V) + lane % 2 * 8
-        tl.inline_asm_elementwise(
-            "st.shared.v2.b32 [$1], {$2, $3}; mov.u32 $0, $1;", "=r,r,r,r", [at, low, high], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+        assembly("st.shared.v2.b32 [$1], {$2, $3}; mov.u32 $0, $1;", "=r,r,r,r", (at, low, high))
     else:
         kept = kept + (low, high)
     return kept
@@ -95,9 +93,7 @@ def _planes(room, kept, before, NUMBER: tl.constexpr, lane, V: tl.constexpr, ASM
             operands = operands + (room + _chunk(first % WORDS + v, V),)
         if ROUNDS > 1:
             operands = operands + before + (mine.to(tl.int32),)
-        planes = tl.inline_asm_elementwise(
-            _planes_text(V, ROUNDS), _planes_operands(V, ROUNDS), operands, dtype=int32s(4 * V), is_pure=False, pack=1
-        )
+        planes = assembly(_planes_text(V, ROUNDS), _planes_operands(V, ROUNDS), operands)
     else:
         planes = ()
         for i in tl.static_range(4 * V):

@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 
 from dejavu_train.kernels.common import limits
-from dejavu_train.kernels.common.checks import INTERPRET
 from dejavu_train.kernels.common.launch import THROUGH_L1
 
-ASSEMBLY = tl.constexpr(not INTERPRET)
 # What factors of codes are multiplied with, so that small ones keep their digits in fp16 (normal from 6.1e-5 on).
 FACTOR_UNIT = tl.constexpr(64.0)
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"

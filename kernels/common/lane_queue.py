@@ -18,7 +18,7 @@ memory, without it, in the interpreter, the words themselves.
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take, and `int4_norm`
 SHARED_BYTES = 135168  # of a multiprocessor of compute capability 9.0 where a plan's carveout asks for half
@@ -50,7 +50,7 @@ def _room(name, size, align):
 @triton.jit
 def shared_room(number, NAME: tl.constexpr, SIZE: tl.constexpr, ALIGN: tl.constexpr):
     """The address of SIZE bytes of shared memory, int32 as often as there are numbers. NAME: once a kernel."""
-    return tl.inline_asm_elementwise(_room(NAME, SIZE, ALIGN), "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
+    return assembly(_room(NAME, SIZE, ALIGN), "=r,r", (number,))
 
 
 @triton.constexpr_function
@@ -76,11 +76,6 @@ def _take(lanes, slot, vector, behind):
         names = f"{{{names}}}" if vector > 1 else names
         text += f"ld.shared.{kind} {names}, [${2 * vector} + {(2 * slot + piece) * lanes * 4 * vector}];"
     return text
-
-
-@triton.constexpr_function
-def int32s(n):
-    return (tl.int32,) * n
 
 
 @triton.constexpr_function
@@ -112,20 +107,10 @@ def ask(
         to = queue[0] + lane * (4 * V)
         if LATE:  # with OR, see `_line_place`
             to = (queue[0] + lane // 8 * (32 * V)) | (lane % 8 * (4 * V))
+        sizes = ()
         if PARTLY:
             sizes = (tl.where(first, 4 * V, 0), tl.where(second, 4 * V, 0))
-            tl.inline_asm_elementwise(
-                _ask(L, SLOT, V, True, AGAIN),
-                "=r,r,l,l,r,r",
-                (to, one, two) + sizes,
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            tl.inline_asm_elementwise(
-                _ask(L, SLOT, V, False, AGAIN), "=r,r,l,l", (to, one, two), dtype=tl.int32, is_pure=False, pack=1
-            )
+        assembly(_ask(L, SLOT, V, PARTLY, AGAIN), "=r,r,l,l,r,r" if PARTLY else "=r,r,l,l", (to, one, two) + sizes)
     else:
         for v in tl.static_range(V):
             queue = queue + (tl.load(one + v, mask=first, other=0),)
@@ -139,10 +124,8 @@ def take(queue, lane, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
     """(the 2 V tiles of words in SLOT, the queue): the words of the ask that BEHIND more have followed."""
     L: tl.constexpr = lane.shape[0]
     if ASM:
-        at = [queue[0] + lane * (4 * V)]
-        words = tl.inline_asm_elementwise(
-            _take(L, SLOT, V, BEHIND), _take_operands(2 * V), at, dtype=int32s(2 * V), is_pure=False, pack=1
-        )
+        at = (queue[0] + lane * (4 * V),)
+        words = assembly(_take(L, SLOT, V, BEHIND), _take_operands(2 * V), at)
     else:
         words = queue[: 2 * V]
         queue = queue[2 * V :]
@@ -221,14 +204,7 @@ def ask_lines(
             for four in tl.static_range(4):
                 there = (4 * four + row < rows) & (chunk * V < left)
                 operands = operands + (tl.where(there, 4 * V, 0),)
-            tl.inline_asm_elementwise(
-                _ask_lines(L, SLOT, V, W, START, True), "=r,r,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
-        else:
-            tl.inline_asm_elementwise(
-                _ask_lines(L, SLOT, V, W, START, False), "=r,r,l", operands, dtype=tl.int32, is_pure=False, pack=1
-            )
+        assembly(_ask_lines(L, SLOT, V, W, START, PARTLY), "=r,r,l,r,r,r,r" if PARTLY else "=r,r,l", operands)
     else:
         for unit in tl.static_range(2):
             place = (4 * unit + lane % 4) * V
@@ -259,9 +235,7 @@ def ask_units(
         for four in tl.static_range(4):
             there = (4 * four + row < rows) & (chunk % 4 * V < left)
             operands = operands + (tl.where(there, 4 * V, 0),)
-        tl.inline_asm_elementwise(
-            _ask_lines(L, 0, V, W, 0, True), "=r,r,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1
-        )
+        assembly(_ask_lines(L, 0, V, W, 0, True), "=r,r,l,r,r,r,r", operands)
     else:
         for unit in tl.static_range(2):
             place = second if unit else first
@@ -310,9 +284,7 @@ def ask_listed_lines(
             if not INSIDE:
                 copied = copied & (chunk * V < left)
             operands = operands + (tl.where(copied, 4 * V, 0),)
-        tl.inline_asm_elementwise(
-            _ask_listed(V), "=r,r,l,l,l,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1
-        )
+        assembly(_ask_listed(V), "=r,r,l,l,l,l,r,r,r,r", operands)
     else:
         for unit in tl.static_range(2):
             place = (4 * unit + lane % 4) * V
@@ -335,10 +307,8 @@ def take_unit(
     """
     L: tl.constexpr = lane.shape[0]
     if ASM:
-        at = [_line_place(queue, lane, lane % 32 // 4, 4 * UNIT + lane % 4, V)]
-        words = tl.inline_asm_elementwise(
-            _take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2 * V), at, dtype=int32s(2 * V), is_pure=False, pack=1
-        )
+        at = (_line_place(queue, lane, lane % 32 // 4, 4 * UNIT + lane % 4, V),)
+        words = assembly(_take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2 * V), at)
     else:
         words = queue[: 2 * V]
         queue = queue[2 * V :]
@@ -352,10 +322,7 @@ def drain(lane, ASM: tl.constexpr = ASSEMBLY):
     For those of a warp's other lanes as well: what was a slot of lines may become one of each lane's own words.
     """
     if ASM:
-        tl.inline_asm_elementwise(
-            "cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [lane], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+        assembly("cp.async.wait_all; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", (lane,))
 
 
 @triton.jit
@@ -399,9 +366,7 @@ def as_it_comes(number: tl.constexpr, SHORT: tl.constexpr = False, ASM: tl.const
     SHORT: the loop has so few instructions that the assembler would. Grids have fewer than 2^30 programs.
     """
     if ASM:
-        number = tl.inline_asm_elementwise(
-            _number(number, SHORT), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
-        )
+        number = assembly(_number(number, SHORT), "=r,r", (tl.program_id(0),), PURE=True)
     return number
 
 
@@ -417,6 +382,4 @@ def _fetch(size):
 def fetch_ahead(at, there, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """Asks the L2 for BYTES, a multiple of 16, from each lane's `at` on where `there`. Compute capability 9.0."""
     if ASM:
-        tl.inline_asm_elementwise(
-            _fetch(BYTES), "=r,l,r", [at, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
+        assembly(_fetch(BYTES), "=r,l,r", (at, there.to(tl.int32)))

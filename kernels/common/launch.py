@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dejavu_train.kernels.common.assembly import assembly
 from dejavu_train.kernels.common.checks import INTERPRET
 
 Sizes = TypeVar("Sizes", bound=tuple[Any, ...])
@@ -170,9 +171,7 @@ def wait_for_count(counter, count):
     order is what GPUs do, not what CUDA promises.
     """
     while tl.load(counter, volatile=True) < count:
-        tl.inline_asm_elementwise(
-            "nanosleep.u32 40; mov.u32 $0, $1;", "=r,r", [count], dtype=tl.int32, is_pure=False, pack=1
-        )
+        assembly("nanosleep.u32 40; mov.u32 $0, $1;", "=r,r", (count,))
     tl.atomic_add(counter, 0, sem="acquire")
 
 

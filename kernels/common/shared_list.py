@@ -11,7 +11,7 @@ tuple of tiles: the place of each item in the list, or -1.
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 
 
 @triton.constexpr_function
@@ -61,9 +61,7 @@ def write_list(at, wanted, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
         flags = (at,)
         for r in tl.static_range(R):
             flags = flags + (wanted[r].to(tl.int32),)
-        count = tl.inline_asm_elementwise(
-            _write_list(L, R), _write_operands(R), flags, dtype=tl.int32, is_pure=False, pack=1
-        )
+        count = assembly(_write_list(L, R), _write_operands(R), flags)
         items = (at,)
     else:
         own = tl.zeros((L // 32,), tl.int32)
@@ -99,14 +97,7 @@ def list_four(items, four, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """
     if ASM:
         place = tl.minimum(four, R * lane.shape[0] // 4 - 1)
-        low, high = tl.inline_asm_elementwise(
-            "ld.shared.v2.u32 {$0, $1}, [$2];",
-            "=r,=r,r",
-            [items[0] + 8 * place],
-            dtype=(tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
+        low, high = assembly("ld.shared.v2.u32 {$0, $1}, [$2];", "=r,=r,r", (items[0] + 8 * place,))
         found = (low & 0xFFFF, (low >> 16) & 0xFFFF, high & 0xFFFF, (high >> 16) & 0xFFFF)
     else:
         found = ()

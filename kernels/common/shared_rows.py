@@ -8,7 +8,7 @@ ASM the state is the list's address. Without it, in the interpreter, the list.
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.lane_queue import shared_room
 
 
@@ -42,9 +42,6 @@ def _one(capacity):
     return f"{{ .reg .b32 at; add.u32 at, $2, $3; ld.shared.b32 $0, [at]; ld.shared.f32 $1, [at + {4 * capacity}]; }}"
 
 
-FOUR_OF_EACH = tl.constexpr((tl.int32,) * 4 + (tl.float32,) * 4)
-
-
 @triton.jit
 def rows_list(program, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """An empty list, one a kernel. program: any number."""
@@ -62,14 +59,7 @@ def append_rows(listed, held, numbers, values, wanted, CAPACITY: tl.constexpr, A
     flags = wanted.to(tl.int32)
     place = held + tl.cumsum(flags, 0) - flags
     if ASM:
-        tl.inline_asm_elementwise(
-            _append(CAPACITY),
-            "=r,r,r,r,f",
-            [listed[0], tl.where(wanted, place, -1), numbers, values],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        assembly(_append(CAPACITY), "=r,r,r,r,f", (listed[0], tl.where(wanted, place, -1), numbers, values))
     else:
         number = tl.arange(0, listed[0].shape[0])
         own = wanted[None, :] & (place[None, :] == number[:, None])
@@ -85,10 +75,7 @@ def four_rows(listed, four, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY
     """Rows 4 four .. 4 four + 3 of the list: four tiles (L,) of numbers, four of values. Undefined beyond its end."""
     four = tl.minimum(four, CAPACITY // 4 - 1)
     if ASM:
-        found = tl.inline_asm_elementwise(
-            _four(CAPACITY), "=r,=r,=r,=r,=f,=f,=f,=f,r,r", [listed[0], 16 * four], dtype=FOUR_OF_EACH, is_pure=False,
-            pack=1,
-        )  # fmt: skip
+        found = assembly(_four(CAPACITY), "=r,=r,=r,=r,=f,=f,=f,=f,r,r", (listed[0], 16 * four))
     else:
         numbers = ()
         values = ()
@@ -105,9 +92,7 @@ def one_row(listed, place, CAPACITY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY)
     """(number, value) of the list's row at each `place`, a tile of any size. Undefined beyond its end."""
     place = tl.minimum(place, CAPACITY - 1)
     if ASM:
-        number, value = tl.inline_asm_elementwise(
-            _one(CAPACITY), "=&r,=f,r,r", [listed[0], 4 * place], dtype=(tl.int32, tl.float32), is_pure=False, pack=1
-        )
+        number, value = assembly(_one(CAPACITY), "=&r,=f,r,r", (listed[0], 4 * place))
     else:
         own = tl.arange(0, listed[0].shape[0])[None, :] == place[:, None]
         number = tl.sum(tl.where(own, listed[0][None, :], 0), 1)

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY
 from dejavu_train.kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import (
     LayerNormWeights,
@@ -177,9 +177,7 @@ def screened_head_reference(x, head: ScreenedHead, position, least, stops) -> No
 def dot_of_bytes(words, levels, sums, ASM: tl.constexpr = ASSEMBLY):
     """sums + the product of four signed bytes each, int32."""
     if ASM:
-        sums = tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, levels, sums], dtype=tl.int32, is_pure=True, pack=1
-        )
+        sums = assembly("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", (words, levels, sums), PURE=True)
     else:
         for i in tl.static_range(4):
             sums += ((words << (24 - 8 * i)) >> 24) * ((levels << (24 - 8 * i)) >> 24)

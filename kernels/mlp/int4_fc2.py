@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.checks import check_device, check_dtype, check_int4, check_shape, require
 from dejavu_train.kernels.common.int4_neurons import (
     factor_pairs,
@@ -44,7 +45,7 @@ from dejavu_train.kernels.common.int4_neurons import (
     store_four,
     take_halves,
 )
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, FACTOR_UNIT, half_of
+from dejavu_train.kernels.common.int4_tiles import FACTOR_UNIT, half_of
 from dejavu_train.kernels.common.lane_queue import ask, even_room, fetch_ahead, lane_queue, take
 from dejavu_train.kernels.common.launch import fetches_rows, n_sms, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.limits import MOST_TOKENS, takes_down, tokens_at_once
@@ -107,9 +108,7 @@ def _at_row(base, row, WIDTH: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """base + WIDTH row: pointers (L,) to a row of the program's, whose number is not negative."""
     if ASM:
         SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8 * WIDTH
-        at = tl.inline_asm_elementwise(
-            _row_at(SIZE), "=l,r,l", [row, base.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
-        )
+        at = assembly(_row_at(SIZE), "=l,r,l", (row, base.to(tl.int64)), PURE=True)
         at = at.to(base.dtype, bitcast=True)
     else:
         at = base + row.to(tl.int64) * WIDTH

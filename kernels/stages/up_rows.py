@@ -24,8 +24,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.int4_mma import fp16_pairs, int4_mma
-from dejavu_train.kernels.common.int4_tiles import ASSEMBLY, neighbours, word_vector
+from dejavu_train.kernels.common.int4_tiles import neighbours, word_vector
 from dejavu_train.kernels.common.launch import THROUGH_L1
 from dejavu_train.kernels.formats.codes import nibble_halves, to_float
 
@@ -296,7 +297,7 @@ def multiply_row_words(words, hidden, up, number, n, batch, S: tl.constexpr, MAD
 def _touch(at, ASM: tl.constexpr = ASSEMBLY):
     """Loads what lies there, and 32 bytes around it, into the L1. Nobody waits for it."""
     if ASM:
-        tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+        assembly("ld.global.b32 $0, [$1];", "=r,l", (at,))
 
 
 @triton.jit
