@@ -25,7 +25,7 @@ from dejavu_train.kernels.common.settings import settings_file
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.matrix import Linear, Rows
 from dejavu_train.kernels.stages.hidden import kept_unit
-from dejavu_train.kernels.verify.attend_slots import SLOTS, SlotScratch
+from dejavu_train.kernels.verify.attend_slots import SLOTS, slot_scratch
 from dejavu_train.kernels.verify.screened_slots import ScreenScratch
 from dejavu_train.kernels.verify.slot_walk import ProductScratch, is_cut
 
@@ -62,7 +62,7 @@ class SlotPass:
         if screen is not None and screen.weight is weights.lm_head.parts()[0] and not is_cut(Rows(screen.weight)):
             self.screen, self.screening = screen, ScreenScratch.empty(shape.vocab_size, d, device)
         self.products = ProductScratch.empty(d, device)
-        self.attention = SlotScratch.empty(h, e, caches[0].capacity, device, len(caches[0].k))
+        self.attention = slot_scratch(h, e, caches[0].capacity, device, len(caches[0].k))
         self.x = torch.zeros(2, SLOTS, d, device=device, dtype=torch.float32)
         self.normed = torch.zeros(SLOTS, d, dtype=dtype, device=device)
         self.q, self.mixed = torch.zeros(2, SLOTS, h, e, dtype=dtype, device=device)
@@ -109,7 +109,7 @@ class SlotPass:
         ops, pdl = self.ops, self.pdl
         ops.layer_norm(self.x[0], layer.norm1, self.normed, pdl=pdl)
         ops.slot_qkv(self.normed, layer.qkv, position, self.q, cache, self.products, pdl=pdl)
-        ops.attend_slots(self.q, cache.k, cache.v, position, self.mixed, self.attention, cache.positions, pdl=pdl)
+        ops.attend_slots(self.q, cache, position, self.mixed, self.attention, pdl=pdl)
         self._add(layer.out, self.mixed.flatten(1), self.x[1], self.x[0])
         self._normalise(self.x[1], layer.behind[0])
 

@@ -109,32 +109,38 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head dim {head_dim} is not supported, expected one of {', '.join(map(str, HEAD_DIMS))}")
 
 
-def check_cache(cache: KvCache, batch: int, n_heads: int, head_dim: int) -> None:
-    """Keys and values of so many rows and heads, and watermarks and valid positions where there are some."""
+def check_attention(q: Tensor, cache: KvCache, position: Tensor, slots: bool = False) -> tuple[int, int, int]:
+    """(heads of K and V, heads of q that share each, head_dim) of q (B, heads, head_dim) and the caches of B rows.
+
+    Watermarks and valid positions are looked at where there are some. position: (B). slots: caches of one row will do.
+    """
+    check_device("q", q)
+    rows, n_q, head_dim = q.shape
+    check_head_dim(head_dim)
+    sequences, n_heads = len(cache.k) if slots else rows, cache.k.shape[1]
+    require(sequences in (1, rows), f"caches of {sequences} sequences, expected 1 or {rows}")
+    require(n_q % n_heads == 0, f"{n_heads} heads of K and V do not divide {n_q} heads")
+    check_shape("q", q, rows, n_q, head_dim)
     for name, tensor in (("k_cache", cache.k), ("v_cache", cache.v)):
-        check_shape(name, tensor, batch, n_heads, cache.capacity, head_dim)
+        check_shape(name, tensor, sequences, n_heads, cache.capacity, head_dim)
     if cache.watermark is not None:
-        check_shape("watermark", cache.watermark, batch, n_heads)
+        check_shape("watermark", cache.watermark, sequences, n_heads)
     if cache.valid is not None:
-        check_shape("valid", cache.valid, batch, n_heads, cache.capacity)
+        check_shape("valid", cache.valid, sequences, n_heads, cache.capacity)
+    check_shape("position", position, rows)
+    return n_heads, n_q // n_heads, head_dim
 
 
-def check_projection(x: Tensor, weights: Linear, q: Tensor, cache: KvCache, position: Tensor) -> tuple[int, int, int]:
-    """(B, heads of K and V, head_dim) of a q/k/v projection, whose tensors must fit each other.
+def check_projection(
+    x: Tensor, weights: Linear, q: Tensor, cache: KvCache, position: Tensor, slots: bool = False
+) -> tuple[int, int, int]:
+    """`check_attention` of a q/k/v projection, whose input and weight must fit as well.
 
     Each head of K and V has the rows of the heads of q that share it, and its own of k and v.
     """
-    check_device("q", q)
-    batch, n_q, head_dim = q.shape
-    check_head_dim(head_dim)
-    n_heads, d = cache.k.shape[1], weights.weight.shape[-1]
-    require(n_q % n_heads == 0, f"{n_heads} heads of K and V do not divide {n_q} heads")
-    share = n_q // n_heads
-    check_shape("q", q, batch, n_q, head_dim)
+    n_heads, share, head_dim = check_attention(q, cache, position, slots)
+    d = weights.weight.shape[-1]
     check_shape("bias", weights.bias, n_heads, share + 2, head_dim)
-    check_cache(cache, batch, n_heads, head_dim)
-    check_shape("position", position, batch)
-    if x.shape[-1] != d:
-        raise ValueError(f"the input has {x.shape[-1]} columns, the weight {d}")
+    require(x.shape[-1] == d, f"the input has {x.shape[-1]} columns, the weight {d}")
     check_rows("weight", weights.weight, (n_heads, share + 2, head_dim, d), q)
-    return batch, n_heads, head_dim
+    return n_heads, share, head_dim

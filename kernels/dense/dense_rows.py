@@ -82,8 +82,8 @@ def qkv_dense(
 
     The weight and the bias are head-major, as `qkv` has them. Errors as of `dense_rows`.
     """
-    batch, _, _ = check_projection(x, weights, q, cache, position)
-    if batch > 1:
+    check_projection(x, weights, q, cache, position)
+    if len(q) > 1:
         qkv_batch(x, ln, weights, position, q, cache, pdl)
         return
     sink = QkvSink.of(q, cache, weights.bias, position)

@@ -25,14 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import check_cache, check_device, check_head_dim, check_shape, require
+from dejavu_train.kernels.common.checks import check_attention, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import constant_fields, start_dependents_and_wait, use_pdl
 from dejavu_train.kernels.common.positions import Alibi, alibi_bias, no_bias
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 
-BLOCK = 32  # the fewest positions of a program; scratch is made for them
+BLOCK = 32  # the fewest positions of a program
 POSITIONS = (32, 64, 128)
 COMBINED = 16  # partial results combined at a time
 
@@ -60,9 +60,10 @@ class AttentionScratch:
 
     @classmethod
     def empty(
-        cls, batch: int, n_heads: int, head_dim: int, capacity: int, device: torch.device | str
+        cls, batch: int, n_heads: int, head_dim: int, capacity: int, device: torch.device | str, block: int = BLOCK
     ) -> "AttentionScratch":
-        splits = triton.cdiv(capacity, BLOCK)
+        """block: the fewest positions of a program."""
+        splits = triton.cdiv(capacity, block)
         rows = batch * n_heads
         partial = torch.zeros(rows, splits, head_dim, device=device, dtype=torch.float32)
         largest, total = (torch.zeros(rows, splits, device=device, dtype=torch.float32) for _ in range(2))
@@ -277,16 +278,9 @@ def attention_launch(
     mean: Tensor | None,
 ) -> tuple[tuple[Any, ...], AttendSizes, dict[str, Any], int]:
     """(arguments, sizes, constants, warps) of `attend`, the same in every grid that carries it, checked."""
-    check_device("q", q)
-    batch, n_heads, head_dim = q.shape
-    check_head_dim(head_dim)
-    n_groups, capacity = cache.k.shape[1], cache.capacity
-    share = n_heads // n_groups
-    require(share * n_groups == n_heads, f"{n_groups} heads of K and V do not divide {n_heads} heads")
-    check_shape("q", q, batch, n_heads, head_dim)
-    check_cache(cache, batch, n_groups, head_dim)
+    n_groups, share, head_dim = check_attention(q, cache, position)
+    batch, n_heads, capacity = len(q), n_groups * share, cache.capacity
     check_shape("out", out, batch, n_heads * head_dim)
-    check_shape("position", position, batch)
     if mean is not None:
         check_shape("mean", mean, n_heads, head_dim)
     slopes = cache.positions.slopes if isinstance(cache.positions, Alibi) else None

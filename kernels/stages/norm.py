@@ -23,9 +23,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import (
     FLOAT_TYPES,
-    check_cache,
-    check_device,
-    check_head_dim,
+    check_attention,
     check_input,
     check_shape,
     check_tensor,
@@ -152,13 +150,8 @@ def norm_heads(
 
     Raises ValueError for shapes, head dims, or a table of positions that q/k/v turn by themselves.
     """
-    check_device("q", q)
-    batch, n_q, head_dim = q.shape
-    check_head_dim(head_dim)
-    n_heads, table = cache.k.shape[1], None
-    require(n_q % n_heads == 0, f"{n_heads} heads of K and V do not divide {n_q} heads")
-    check_cache(cache, batch, n_heads, head_dim)
-    check_shape("position", position, batch)
+    n_heads, share, head_dim = check_attention(q, cache, position)
+    table = None
     if isinstance(cache.positions, Rotary):
         require(cache.positions.later, "q/k/v turn by this table already; give one that is for later")
         table = cache.positions.fitting(cache.k)
@@ -168,10 +161,10 @@ def norm_heads(
                 check_shape("a norm of heads", each, head_dim)
     filled = policy == "backfill" and cache.watermark is not None
     pdl = use_pdl(pdl, q.device)
-    _head_norm_kernel[(batch * n_heads, CHUNKS if filled else 1)](
+    _head_norm_kernel[(len(q) * n_heads, CHUNKS if filled else 1)](
         q, cache.k, None if selection is None else selection.row_bits, position, row_or(cache.watermark, position),
-        table, cache.capacity, norms.q.args(), norms.k.args(), H=n_heads, SHARE=n_q // n_heads,
-        SHARE_TILE=triton.next_power_of_2(n_q // n_heads), HEAD_DIM=head_dim,
+        table, cache.capacity, norms.q.args(), norms.k.args(), H=n_heads, SHARE=share,
+        SHARE_TILE=triton.next_power_of_2(share), HEAD_DIM=head_dim,
         HEAD_TILE=triton.next_power_of_2(head_dim), POSITIONS=POSITIONS,
         POLICY=POLICIES["backfill"] if filled else POLICIES["always"] if policy == "always" else POLICIES["stale"],
         PDL=pdl, num_warps=1, launch_pdl=pdl,

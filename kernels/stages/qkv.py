@@ -152,8 +152,8 @@ def qkv_launch(
     gains: of a norm that comes late, see `qkv_owned`.
     """
     weight, attn_in, d = weights.weight, cache.attn_in, weights.weight.shape[-1]
-    batch, n_heads, head_dim = check_projection(attn_in, weights, q, cache, position)
-    share = q.shape[1] // n_heads
+    n_heads, share, head_dim = check_projection(attn_in, weights, q, cache, position)
+    batch = len(q)
     check_shape("attn_in", attn_in, batch, cache.capacity, d)
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")

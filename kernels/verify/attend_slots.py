@@ -14,63 +14,35 @@ eight sequences a program owns one. It multiplies in the same way, with zeros fo
 numbers are the same.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import check_device, check_head_dim, check_shape, require
+from dejavu_train.kernels.common.checks import check_attention, check_shape, require
+from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
-from dejavu_train.kernels.common.positions import Alibi, Rotary
+from dejavu_train.kernels.common.positions import Alibi
+from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
 
 SLOTS = 8
 SPLIT = 128
 ROWS = 16  # of a product on tensor cores: eight slots and as many zeros
 
 
-@dataclass(frozen=True)
-class SlotScratch:
-    """Partial outputs (sequences h, splits, 16, head_dim), maxima and sums (sequences h, splits, 16), all fp32. tickets
-    (sequences h) int32, zero between calls."""
-
-    partial: Tensor
-    largest: Tensor
-    total: Tensor
-    tickets: Tensor
-
-    @classmethod
-    def empty(
-        cls, n_heads: int, head_dim: int, capacity: int, device: torch.device | str, sequences: int = 1
-    ) -> "SlotScratch":
-        """For caches of so many positions."""
-        splits, n_heads = triton.cdiv(capacity, SPLIT), sequences * n_heads
-        numbers = torch.zeros(n_heads, splits, ROWS, head_dim + 2, device=device, dtype=torch.float32)
-        partial, largest, total = numbers.split((head_dim, 1, 1), dim=3)
-        tickets = torch.zeros(n_heads, dtype=torch.int32, device=device)
-        return cls(partial.contiguous(), largest[..., 0].contiguous(), total[..., 0].contiguous(), tickets)
+def slot_scratch(
+    n_heads: int, head_dim: int, capacity: int, device: torch.device | str, sequences: int = 1
+) -> AttentionScratch:
+    """For caches of so many positions. Of each head and split there are ROWS queries' results, side by side."""
+    return AttentionScratch.empty(sequences, ROWS * n_heads, head_dim, capacity, device, SPLIT)
 
 
 def attend_slots_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    position: Tensor,
-    out: Tensor,
-    scratch: SlotScratch | None = None,
-    placed: Rotary | Alibi | None = None,
+    q: Tensor, cache: KvCache, position: Tensor, out: Tensor, scratch: AttentionScratch | None = None
 ) -> None:
-    """Plain torch, slot by slot."""
-    share = q.shape[1] // k_cache.shape[1]
-    for i, last in enumerate(position.tolist()):
-        keys, values = (
-            cache[i % len(cache), :, : last + 1].float().repeat_interleave(share, 0) for cache in (k_cache, v_cache)
-        )
-        scores = (keys @ q[i].float()[:, :, None])[..., 0] / q.shape[-1] ** 0.5
-        if isinstance(placed, Alibi):
-            scores = scores + placed.slopes[:, None] * (torch.arange(last + 1, device=q.device) - last)
-        out[i] = (scores.softmax(-1)[:, None] @ values)[:, 0]
+    """Plain torch: slots as rows of a batch, which share a cache of one sequence."""
+    k, v = (each.expand(len(q), -1, -1, -1) for each in (cache.k, cache.v))
+    flash_decode_reference(q, KvCache(k, v, cache.attn_in, positions=cache.positions), None, position, out.flatten(1))
 
 
 @triton.jit
@@ -141,42 +113,26 @@ def _attend_slots_kernel(
 
 
 def attend_slots(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    position: Tensor,
-    out: Tensor,
-    scratch: SlotScratch,
-    placed: Rotary | Alibi | None = None,
-    pdl: bool = False,
+    q: Tensor, cache: KvCache, position: Tensor, out: Tensor, scratch: AttentionScratch, pdl: bool = False
 ) -> None:
-    """out (8, h, head_dim) of q, for slots at these positions of the sequence in the caches, or each of its own.
+    """out (8, h, head_dim) of q, for slots at these positions of the sequence in the cache, or each of its own.
 
-    placed: what attention knows of positions. Only slopes are looked at.
-
-    Errors: shapes, dtypes, head dims, a CPU tensor.
+    scratch: `slot_scratch`. Errors: shapes, dtypes, head dims, a CPU tensor.
     """
-    check_device("q", q)
-    sequences, groups, capacity, head_dim = k_cache.shape
-    h = q.shape[1]
-    require(sequences in (1, SLOTS), f"caches of {sequences} sequences, expected 1 or {SLOTS}")
-    check_head_dim(head_dim)
-    require(h % groups == 0, f"{groups} heads of K and V do not divide {h} heads")
-    check_shape("q", q, SLOTS, h, head_dim)
-    check_shape("k_cache", k_cache, sequences, groups, capacity, head_dim)
-    check_shape("v_cache", v_cache, sequences, groups, capacity, head_dim)
-    slopes = placed.slopes if isinstance(placed, Alibi) else None
+    groups, share, head_dim = check_attention(q, cache, position, slots=True)
+    h, sequences = groups * share, len(cache.k)
+    slopes = cache.positions.slopes if isinstance(cache.positions, Alibi) else None
     if slopes is not None:
         check_shape("slopes", slopes, h)
-    check_shape("position", position, SLOTS)
-    check_shape("out", out, SLOTS, h, head_dim)
-    splits = triton.cdiv(capacity, SPLIT)
-    check_shape("scratch.largest", scratch.largest, sequences * h, splits, ROWS)
-    require(q.dtype == k_cache.dtype == v_cache.dtype, f"q and caches differ: {q.dtype}, {k_cache.dtype}")
+    for name, tensor in (("q", q), ("out", out)):
+        check_shape(name, tensor, SLOTS, h, head_dim)
+    splits = triton.cdiv(cache.capacity, SPLIT)
+    check_shape("scratch.largest", scratch.largest, sequences * h * ROWS, splits)
+    require(q.dtype == cache.k.dtype == cache.v.dtype, f"q and caches differ: {q.dtype}, {cache.k.dtype}")
     pdl = use_pdl(pdl, q.device)
     _attend_slots_kernel[(h, splits, sequences)](
-        q, k_cache, v_cache, position, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets, slopes,
-        capacity, splits, head_dim**-0.5, HEADS=h, SHARE=h // groups, HEAD_DIM=head_dim,
+        q, cache.k, cache.v, position, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets, slopes,
+        cache.capacity, splits, head_dim**-0.5, HEADS=h, SHARE=share, HEAD_DIM=head_dim,
         HEAD_TILE=max(16, triton.next_power_of_2(head_dim)), SLOT_COUNT=SLOTS, ROW_TILE=ROWS, POSITIONS=SPLIT,
         SEQUENCES=sequences, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -14,13 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dejavu_train.kernels.common.checks import (
-    check_cache,
     check_device,
-    check_head_dim,
+    check_projection,
     check_rows,
     check_shape,
     check_tensor,
-    require,
 )
 from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import KvCache
@@ -117,16 +115,9 @@ def slot_qkv(
 
     Errors: shapes, dtypes, head dims, groups, a CPU tensor.
     """
-    n_heads, head_dim = cache.k.shape[1], q.shape[-1]
-    check_head_dim(head_dim)
-    require(q.shape[1] % n_heads == 0, f"{n_heads} heads of K and V do not divide {q.shape[1]} heads")
-    rows = (n_heads, q.shape[1] // n_heads + 2, head_dim)
-    _check(x, weights.weight, (*rows, x.shape[-1]))
+    check_projection(x, weights, q, cache, position, slots=True)
     check_shape("q", q, SLOTS.value, *q.shape[1:])
-    check_shape("bias", weights.bias, *rows)
-    require(len(cache.k) in (1, SLOTS.value), f"caches of {len(cache.k)} sequences, expected 1 or {SLOTS.value}")
-    check_cache(cache, len(cache.k), n_heads, head_dim)
-    check_shape("position", position, SLOTS.value)
+    _check(x, weights.weight, weights.weight.shape)
     _launch(x, weights.weight, QkvSink.of(q, cache, weights.bias, position), scratch, pdl)
 
 

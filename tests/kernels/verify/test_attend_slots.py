@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.positions import Alibi
-from dejavu_train.kernels.verify.attend_slots import SLOTS, SPLIT, SlotScratch, attend_slots, attend_slots_reference
+from dejavu_train.kernels.verify.attend_slots import SLOTS, SPLIT, attend_slots, attend_slots_reference, slot_scratch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -17,12 +18,16 @@ def problem(h, head_dim, capacity, dtype, seed=0, share=1):
     return [each.to(DEVICE, dtype) for each in (q, k, v)]
 
 
+def kept(k, v, placed=None):
+    return KvCache(k, v, k[:, 0, :0], positions=placed)
+
+
 def run(q, k, v, position, placed=None):
     out = torch.full_like(q, float("nan"))
-    scratch = SlotScratch.empty(q.shape[1], q.shape[2], k.shape[2], DEVICE)
+    scratch = slot_scratch(q.shape[1], q.shape[2], k.shape[2], DEVICE)
     for buffer in (scratch.partial, scratch.largest, scratch.total):
         buffer.fill_(float("nan"))
-    attend_slots(q, k, v, torch.tensor(position, dtype=torch.int32, device=DEVICE), out, scratch, placed)
+    attend_slots(q, kept(k, v, placed), torch.tensor(position, dtype=torch.int32, device=DEVICE), out, scratch)
     return out
 
 
@@ -34,7 +39,7 @@ def test_slots_attend_as_the_reference_does(dtype, h, head_dim, capacity, first)
     q, k, v = problem(h, head_dim, capacity, getattr(torch, dtype))
     position = list(range(first, first + SLOTS))
     expected = torch.empty_like(q)
-    attend_slots_reference(q, k, v, torch.tensor(position), expected)
+    attend_slots_reference(q, kept(k, v), torch.tensor(position), expected)
     torch.testing.assert_close(run(q, k, v, position).float(), expected.float(), atol=DTYPES[dtype], rtol=0)
 
 
@@ -45,7 +50,7 @@ def test_heads_that_share_and_slopes_are_as_the_reference_has_them(share, slopes
     placed = Alibi.of(6, DEVICE) if slopes else None
     position = list(range(SPLIT - 4, SPLIT + 4))
     expected = torch.empty_like(q)
-    attend_slots_reference(q, k, v, torch.tensor(position), expected, placed=placed)
+    attend_slots_reference(q, kept(k, v, placed), torch.tensor(position), expected)
     found = run(q, k, v, position, placed)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     other = torch.full_like(q, float("nan"))
