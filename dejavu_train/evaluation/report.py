@@ -48,10 +48,12 @@ def results(
 
 def lossless_line(accepted: Mapping[str, float]) -> str:
     """What was drafted and accepted, in one line. ``accepted`` as `Acceptance.report` gives it."""
+    speed = f"lossless: {accepted['tokens_per_second']:.1f} tokens a second"
+    if not accepted["drafted"]:
+        return f"{speed}, nothing was drafted"
     return (
-        f"lossless: {accepted['tokens_per_second']:.1f} tokens a second, {accepted['acceptance']:.0%} of"
-        f" {accepted['drafted']} drafted tokens accepted, {accepted['mean_length']:.1f} of a draft,"
-        f" {accepted['saved']:.0%} of the dense passes saved"
+        f"{speed}, {accepted['acceptance']:.0%} of {accepted['drafted']} drafted tokens accepted,"
+        f" {accepted['mean_length']:.1f} of each draft, {accepted['saved']:.0%} of the dense passes saved"
     )
 
 

@@ -316,7 +316,12 @@ def test_a_guard_reports_the_retained_mass_of_generation(arguments, capsys, tmp_
 
 def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path):
     texts = []
-    for options in ({"lossless": "true"}, {"lossless": "true", "draft_length": "3"}, {"backend": "dense-cpu"}):
+    for options in (
+        {"lossless": "true"},
+        {"lossless": "true", "draft_length": "3"},
+        {"lossless": "true", "draft_length": "0"},
+        {"backend": "dense-cpu"},
+    ):
         asked = {"tokens": "0", "timing": "false", "generate": "the", "new_tokens": "13", "dtype": "float32"}
         assert run(arguments | {"prompt": None, "sparse_from": None}, **asked, **options) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -324,7 +329,8 @@ def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path)
         if "lossless" in options:
             assert found["lossless"]["tokens"] == 12, "the first follows from the prompt"
             line = next(line for line in lines if line.startswith("lossless: "))
-            assert f"{found['lossless']['acceptance']:.0%} of {found['lossless']['drafted']} drafted" in line
+            told = f"{found['lossless']['acceptance']:.0%} of {found['lossless']['drafted']} drafted"
+            assert (told if options.get("draft_length") != "0" else "second, nothing was drafted") in line
             assert line in (tmp_path / "out" / "report.html").read_text()
         texts.append(lines[0])
     assert found.get("lossless") is None and len(set(texts)) == 1
