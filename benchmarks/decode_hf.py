@@ -49,7 +49,10 @@ def random_model(name: str, shape: ModelDims, device: str = "cuda", dtype: torch
     elif kind == "bloom":
         config = BloomConfig(**sizes, n_layer=shape.n_layers, n_head=shape.n_heads)
     else:
-        config = OPTConfig(**sizes, word_embed_proj_dim=shape.d_model, ffn_dim=shape.d_ffn, do_layer_norm_before=True)
+        config = OPTConfig(
+            **sizes, word_embed_proj_dim=shape.embedding_dim, ffn_dim=shape.d_ffn,
+            do_layer_norm_before=not shape.post_norm,
+        )  # fmt: skip
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):

@@ -22,6 +22,7 @@ from dejavu_train.kernels.stages.select import predict_reference
 
 SHAPES = {
     "1.3b": ModelDims(2048, 8192, 24, 32, 50272, 2048),
+    "350m": ModelDims(1024, 4096, 24, 16, 50272, 2048, post_norm=True, embedding_dim=512),
     "2.7b": ModelDims(2560, 10240, 32, 32, 50272, 2048),
     "6.7b": ModelDims(4096, 16384, 32, 32, 50272, 2048),
     "13b": ModelDims(5120, 20480, 40, 40, 50272, 2048),
@@ -55,7 +56,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 # 4 % of the dense MLP's bytes.
-RANKS = {"1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576, "175b": 768}
+RANKS = {"350m": 64, "1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576, "175b": 768}
 RANKS |= {"afm-4.5b": 160, "prosparse-7b": 256, "minitron-8b": 256, "nemotron-4-15b": 384, "bloom-7b1": 256}
 RANKS["bloom-176b-4-layers"] = 896
 # Share of the neurons that a batch selects together for a recall of 0.99, means over the layers (Polar Sparsity).
