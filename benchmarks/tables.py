@@ -29,6 +29,7 @@ from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
 from benchmarks.tables_one_model import ONE_MODEL_TABLES
 from benchmarks.tables_plan import own_text_table, streaming_table
+from benchmarks.tables_ranks import RANKS_TABLES
 from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
@@ -306,6 +307,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **SWEEP_TABLES,
     **LOSSLESS_TABLES,
     **ONE_MODEL_TABLES,
+    **RANKS_TABLES,
     "streaming": streaming_table,
     "own-text-by-layers": own_text_table,
     "card": card_table,
@@ -346,6 +348,11 @@ MADE_BY = {  # table -> what makes its rows
     "lossless-cpu": "`python -m benchmarks.lossless speed`",
     "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
     **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),
+    **dict.fromkeys(
+        RANKS_TABLES,
+        "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel` with `--models 175b --cells goals`, and others",
+    ),
+    "several-gpus-rivals": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --rivals`",
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
     "own-text-by-layers": "`python -m benchmarks.tables`",
     "streaming": "`train.py --plan`, whose rates `python -m benchmarks.hardware` takes from rows",
