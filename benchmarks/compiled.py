@@ -48,7 +48,7 @@ from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, select
+from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, rank_sum, select
 from dejavu_train.kernels.stages.norm import HeadNorms, layer_norm, norm_heads
 from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights
 from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
@@ -397,6 +397,8 @@ def further_cases(d: int) -> Iterator[Case]:
     for name, weights in (("", own.mlp), ("gated_", own.gated)):
         yield f"{name}up_batch {d}", partial(mlp_batch.up_batch, two, weights, own.bits, active, True)
     yield f"down_batch {d}", partial(mlp_batch.down_batch, active, own.mlp, *pair_of_rows, True)
+    inbox = rank_sum.Inbox.of(1, torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, d, dtype=torch.int64))
+    yield f"rank_sum {d}", partial(rank_sum.rank_sum, x, x, inbox, True)
     yield f"written_out {d}", partial(written_out, int4_rows(n, d), True)
 
 

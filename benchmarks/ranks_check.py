@@ -18,17 +18,21 @@ from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.group import Group
+from dejavu_train.engine.ranks.pushed import PushedSums
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.ranks.sharing import shards_of
-from dejavu_train.engine.ranks.sums import GroupSums, Sums
+from dejavu_train.engine.ranks.sums import GroupSums, Sums, SymmetricSums
 from dejavu_train.families import ModelDims
 
 SMALL = ModelDims(1024, 4096, 4, 16, 5000, 512)
+SUMS = {"fastest": None, "nccl": GroupSums, "one-shot": SymmetricSums, "pushed": PushedSums}
 FAR = 0.1  # standard deviations of the logits
 
 
 def ranks_for(group: Group, dims: ModelDims, kind: str) -> Ranks:
-    sums: Sums = GroupSums(group.device) if kind == "nccl" else group.sums
+    """kind: of `SUMS`."""
+    made = SUMS[kind]
+    sums: Sums = group.sums if made is None else made(group.device)
     return Ranks(shards_of(dims, group.world)[group.rank], sums, group)
 
 

@@ -45,7 +45,7 @@ from benchmarks.decode_problem import (
     start,
 )
 from benchmarks.harness import best_read, measure, step_times
-from benchmarks.ranks_check import check, check_lossless, kill, ranks_for, say
+from benchmarks.ranks_check import SUMS, check, check_lossless, kill, ranks_for, say
 from benchmarks.rivals import layers_of, rivals_of, times_apart
 from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
@@ -139,8 +139,8 @@ def time_of_sum(ranks: Ranks, dims: ModelDims, batch: int) -> float:
     part = ranks.sums.buffer(batch, dims.d_model)
     out = torch.zeros_like(part)
     if part.device.type == "cuda":
-        return measure(lambda: ranks.sums.add(part, out))
-    return 1e3 * statistics.median(cpu_times(lambda: ranks.sums.add(part, out), 20))
+        return measure(lambda: ranks.sums.add(part, out, pdl=True))
+    return 1e3 * statistics.median(cpu_times(lambda: ranks.sums.add(part, out, pdl=True), 20))
 
 
 def with_floor(row: dict[str, Any], cell: Cell, name: str, world: int, best: float) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=["66b"], choices=list(SHAPES))
     parser.add_argument("--cells", nargs="+", metavar="CELLS", help="as of benchmarks.decode, or goals")
-    parser.add_argument("--sums", choices=["fastest", "nccl"], default="fastest")
+    parser.add_argument("--sums", choices=list(SUMS), default="fastest")
     parser.add_argument("--layers", nargs=2, type=int, help="two smaller numbers of layers")
     parser.add_argument("--rivals", action="store_true", help="time transformers on the same GPUs")
     parser.add_argument("--rival-seconds", type=float, default=240, help="for each of its processes")

@@ -90,7 +90,7 @@ def test_a_plan_runs_in_processes_of_its_own_and_ends_in_time():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("sums", ["fastest", "nccl"])
+@pytest.mark.parametrize("sums", ["fastest", "nccl", "pushed"])
 def test_gpus_write_what_one_writes(sums):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["benchmarks.tensor_parallel", "--check", "--sums", sums]

@@ -124,7 +124,7 @@ def test_sums_whose_order_depends_on_the_slot_are_refused(model, how):
         def by_rank(self):
             return self
 
-        def add(self, part, out):
+        def add(self, part, out, pdl=False):
             parts = self.sums.meeting.exchange(self.sums.rank, part.clone())
             for place in range(len(out)):
                 order = parts[place % 4 :] + parts[: place % 4] if how == "by place" else parts

@@ -65,7 +65,7 @@ class RankJoin(Join):
         return self._part
 
     def close(self, out: Tensor) -> None:
-        self.sums.add(self._part, out)
+        self.sums.add(self._part, out, pdl=True)
 
     def total(self, x: Tensor) -> Tensor:
         return self.sums.total(x.contiguous())

@@ -19,8 +19,11 @@ class Sums(Protocol):
         """Zeros, fp32, on this rank's device. What `add` takes."""
         ...
 
-    def add(self, part: Tensor, out: Tensor) -> None:
-        """out = the sum of all ranks' parts. part: of `buffer`. Both contiguous and of one size. May be captured."""
+    def add(self, part: Tensor, out: Tensor, pdl: bool = False) -> None:
+        """out = the sum of all ranks' parts. part: of `buffer`. Both contiguous and of one size. May be captured.
+
+        pdl: part was written by a kernel of a chain of dependent launches, which a sum in one kernel may go on.
+        """
         ...
 
     def total(self, x: Tensor) -> Tensor:
@@ -42,7 +45,7 @@ class GroupSums:
     def buffer(self, *sizes: int) -> Tensor:
         return torch.zeros(*sizes, dtype=torch.float32, device=self.device)
 
-    def add(self, part: Tensor, out: Tensor) -> None:
+    def add(self, part: Tensor, out: Tensor, pdl: bool = False) -> None:
         out.copy_(part)
         dist.all_reduce(out, group=self.group)
 
@@ -58,7 +61,7 @@ class GroupSums:
 class RankOrderSums(GroupSums):
     """Each rank gathers all parts, and adds them in the order of the ranks."""
 
-    def add(self, part: Tensor, out: Tensor) -> None:
+    def add(self, part: Tensor, out: Tensor, pdl: bool = False) -> None:
         gathered = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, part, group=self.group)
         out.copy_(gathered[0])
@@ -94,7 +97,7 @@ class SymmetricSums(GroupSums):
         self._memory.rendezvous(made, self._group)
         return made.zero_()
 
-    def add(self, part: Tensor, out: Tensor) -> None:
+    def add(self, part: Tensor, out: Tensor, pdl: bool = False) -> None:
         torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._group, out)
 
     def by_rank(self) -> Sums:
