@@ -22,7 +22,7 @@ VOCABULARY, CONTEXT = 1024, 256
 
 def step_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, call) of every kind of step of each shape."""
-    for name, packed, heads in itertools.product(FAMILIES, (False, True), (1.0, 0.6)):
+    for name, packed, heads in itertools.product((*FAMILIES, "350m"), (False, True), (1.0, 0.6)):
         bits = "4 bits: " * packed
         yield f"{bits}step {name} sparse {heads}", lambda n=name, p=packed, h=heads: _step(n, p, 0.1, h)
         if heads == 1:
