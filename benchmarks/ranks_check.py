@@ -64,9 +64,9 @@ def small_dims(group: Group) -> ModelDims:
     return SMALL if group.device.type == "cuda" else TINY
 
 
-def random_rows(dims: ModelDims, batch: int) -> list[list[int]]:
+def random_rows(dims: ModelDims, batch: int, length: int = 40) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    rows: list[list[int]] = torch.randint(3, dims.vocab_size, (batch, 40), generator=generator).tolist()
+    rows: list[list[int]] = torch.randint(3, dims.vocab_size, (batch, length), generator=generator).tolist()
     return rows
 
 

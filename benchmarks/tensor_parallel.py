@@ -8,6 +8,7 @@ another card than an H200 a goal is what it leaves beside its bytes there, and t
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b 175b --cells goals
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 175b --cells goals --layers 2 6
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models 66b --cells "engine=sparse batch=8" --sums nccl
+    torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b --cycles
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b --rivals --layers 2 6
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models afm-4.5b --cells "engine=dense" --rivals
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --kill
@@ -23,10 +24,12 @@ model to that folder where there is none, each rank reads its rows, and both gen
 import dataclasses
 import gc
 import importlib.metadata
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,10 +48,12 @@ from benchmarks.decode_problem import (
     start,
 )
 from benchmarks.harness import best_read, measure, step_times
-from benchmarks.ranks_check import SUMS, check, check_lossless, kill, ranks_for, say
+from benchmarks.ranks_check import SUMS, check, check_lossless, kill, random_rows, ranks_for, say
 from benchmarks.rivals import layers_of, rivals_of, times_apart
 from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.draft import Draft
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.group import Group, group_of_launcher
@@ -71,6 +76,7 @@ CELLS = [
     "engine=dense,sparse batch=8 mlp_density=0.29",
 ]
 H200_TB_S = 4.5
+CYCLES, LENGTHS = 9, (0, 1, 3, 5, 7)
 # (model, GPUs, engine, weights, share of the heads): ms a token at batch 1 and prompt 128 on H200.
 GOALS = {
     ("175b", 4, "dense", "float16", 1.0): 23.5,
@@ -217,6 +223,43 @@ def time_rivals(args: Any, group: Group) -> None:
         group.gather(0)
 
 
+def time_cycles(args: Any, group: Group) -> None:
+    """Rows of lossless cycles: a pass over eight slots behind drafts of so many tokens, whatever is accepted."""
+    about = about_run(group, "kernels", "dejavu_train/engine") | {
+        "batch": 1,
+        "prompt": args.prompt,
+        "engine": "lossless",
+    }
+    device, gpu = group.device, group.device.type == "cuda"
+    for name in args.models:
+        dims = SHAPES[name]
+        ranks, context = ranks_for(group, dims, args.sums), min(dims.max_positions, args.prompt + 8 * (CYCLES + 2))
+        engine = DecodeEngine(
+            own_weights(ranks, Cell(), args.active_share, device),
+            random_predictors(ranks.shard.dims, RANKS[name], 0.1, 1.0, 1, "int4", device=str(device)),
+            EngineOptions(context=context, ops="triton" if gpu else "reference", release=True),
+            ranks,
+        )
+        own, coded = engine.weights, own_weights(ranks, Cell(weights="int4"), args.active_share, device)
+        beside = {"embedding": own.embedding, "positions": own.positions, "lm_head": own.lm_head}
+        own.drafts["int4"] = dataclasses.replace(coded, **beside)
+        for way, length in itertools.product((None, "int4"), LENGTHS):
+            if out_of_time(args, group, f"{name} {way} {length}"):
+                return
+            pair = engine.pair(Draft(length, way))
+            if length == 0:
+                start(engine, args.prompt, CYCLES)
+                seen: Any = SimpleNamespace(core=pair.step, predictors=engine.predictors, weights=pair.step.weights)
+                with torch.no_grad(), group.waiting():
+                    set_thresholds(seen, 0.1, 1.0)
+            pair.begin(random_rows(dims, 1, args.prompt)[0], context, Sampling(), 0, ())
+            times = cpu_times(lambda p=pair, g=length: p.cycle(g, "greedy"), CYCLES + 2)[2:]  # type: ignore[misc]
+            row = about | {"model": name, "layers": dims.n_layers, "weights": "float16", "sums": ranks.sums.name}
+            row |= summary(times, 1) | {"options": f"draft_length={length} draft_weights={way}"}
+            row["slowest_ms"] = max(group.gather(round(1e6 * row["p50_ms"]))) / 1e6
+            write_row(args, group, row | {"tokens_per_s": "", "note": "ms are of a cycle"})
+
+
 def rival_row(args: Any, name: str, rival: str, world: int) -> dict[str, Any]:
     """Of the faster way of generate(), with both in the note."""
     layers = SHAPES[name].n_layers
@@ -346,6 +389,7 @@ def main() -> int:
     parser.add_argument("--sums", choices=list(SUMS), default="fastest")
     parser.add_argument("--layers", nargs=2, type=int, help="two smaller numbers of layers")
     parser.add_argument("--rivals", action="store_true", help="time transformers on the same GPUs")
+    parser.add_argument("--cycles", action="store_true", help="time lossless cycles")
     parser.add_argument("--rival-seconds", type=float, default=240, help="for each of its processes")
     parser.add_argument("--prompt", type=int, default=128, help="of rivals")
     parser.add_argument("--steps", type=int, default=32)
@@ -377,6 +421,8 @@ def main() -> int:
         else:
             if args.cells:
                 time_cells(args, group)
+            if args.cycles:
+                time_cycles(args, group)
             if args.rivals:
                 time_rivals(args, group)
     except Exception as error:

@@ -18,11 +18,17 @@ from benchmarks import rivals, tensor_parallel
 def test_a_rehearsal_writes_rows(tmp_path, monkeypatch):
     cells = ["engine=dense prompt=16", "engine=sparse weights=int4 predictors=int4 site=1 prompt=16"]
     out = tmp_path / "rows.csv"
-    monkeypatch.setattr(sys, "argv", ["", "--rehearse", "--layers", "1", "2", "--out", str(out), "--cells", *cells])
+    words = ["--rehearse", "--layers", "1", "2", "--cycles", "--prompt", "16", "--out", str(out), "--cells", *cells]
+    monkeypatch.setattr(sys, "argv", ["", *words])
+    monkeypatch.setattr(tensor_parallel, "CYCLES", 2)
+    monkeypatch.setattr(tensor_parallel, "LENGTHS", (0, 3))
     codes, said = processes(tmp_path, lambda _: tensor_parallel.main() and None)
     assert codes == [0, 0], said
     rows = list(csv.DictReader(out.open()))
+    rows, cycles = rows[:2], rows[2:]
     assert [row["engine"] for row in rows] == ["dense", "sparse"]
+    ways = [f"draft_length={length} draft_weights={way}" for way in (None, "int4") for length in (0, 3)]
+    assert [row["options"] for row in cycles] == ways and all(float(row["slowest_ms"]) > 0 for row in cycles)
     assert all(row["gpus"] == "2" and row["sums"] == "gloo" and float(row["gb_per_rank"]) > 0 for row in rows)
     assert all("reckoned from 1 and 2 layers" in row["note"] for row in rows)
 
