@@ -126,14 +126,18 @@ class Estimate:
         seconds = min(rows, config.rows) * shape.n_layers * shape.d_ffn * UNIT_SECONDS * stages
         if not config.sensitivity_tokens:
             return seconds
-        neurons = MLP_PROBES if config.cascade is None else CASCADE_PROBES
-        probes = {Target.MLP: len(neurons), Target.HEADS: len(HEAD_PROBES)}
-        asked = sum(count for target, count in probes.items() if self.config.predictor(target).enabled)
-        layers = asked * shape.n_layers * (shape.n_layers / 2 + self.head)
+        layers = probes_of(self.config) * shape.n_layers * (shape.n_layers / 2 + self.head)
         seconds += min(rows, config.sensitivity_tokens) * layers * self.block * SPARSE_PASS
         if self.config.heads.enabled:
             seconds += min(rows, config.head_loss_tokens) * self.token * (1 + BACKWARD)
         return seconds
+
+
+def probes_of(config: RunConfig) -> int:
+    """How many densities of a layer are tried for sensitivities."""
+    neurons = MLP_PROBES if config.calibrate.cascade is None else CASCADE_PROBES
+    probes = {Target.MLP: len(neurons), Target.HEADS: len(HEAD_PROBES)}
+    return sum(count for target, count in probes.items() if config.predictor(target).enabled)
 
 
 def flops_of_step(shape: ModelDims, rank: int, rows: int) -> float:

@@ -68,7 +68,7 @@ def hardware_of(plan: PlanConfig) -> Hardware:
         UserError: a GPU that is not known, and no rates.
     """
     known = known_hardware()
-    found = known.get(plan.gpu)
+    found = known.get(plan.gpu.upper())
     if found is None:
         if plan.tflops is None or plan.read_tb_s is None:
             raise UserError(

@@ -193,6 +193,8 @@ class _ConfigParser(Parser):
             return f", which is no longer there; {instead}"
         if f"{name}.source" in self.types:  # a text, which other commands name by --text alone
             return f"; did you mean --{name}.source FILE?"
+        if name in self.sections:
+            return f" with a value; its keys are options, such as --{next(k for k in self.types if k.startswith(name))}"
         last = name.rpartition(".")[2]
         known = self.meant.get(name, last)
         close = [known] if known in self.types else difflib.get_close_matches(name, self.types, 1)

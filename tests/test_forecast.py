@@ -101,6 +101,25 @@ def test_a_model_by_its_config_alone(alone, tmp_path, capsys):
     assert "price" not in capsys.readouterr().out
 
 
+def test_what_a_large_model_needs(tmp_path, capsys, text_file):
+    """By layers a layer and the embeddings on the GPU, two layers beside it, and the states that are more."""
+    (tmp_path / "config.json").write_text(json.dumps(config_values(SHAPES["66b"])))
+    large = [f"--model={tmp_path}", "--plan.gpu=h100", "--collect.dtype=float16", "--calibrate.head_loss_tokens=0"]
+    assert exit_on_user_error(main, large) == 0
+    printed = capsys.readouterr().out
+    assert "exceed the 80 GB of one H100: --collect.device_map auto" in printed and "one host, 2 at least" in printed
+    assert exit_on_user_error(main, [*large, "--plan.gpus=2", "--collect.device_map=auto"]) == 0
+    assert "exceed" not in capsys.readouterr().out
+    assert exit_on_user_error(main, [*large, "--collect.by_layers=true", f"--text.source={text_file}"]) == 0
+    d, f = 9216, 4 * 9216
+    layer, outside = 4 * d * d + 2 * d * f, (SHAPES["66b"].vocab_size + 2048) * d
+    config = parse_config([*large, "--collect.by_layers=true", f"--text.source={text_file}"])
+    states = 2 * d * 11 * config.calibrate.sensitivity_tokens * 64
+    device, host = f"{2 * (layer + outside) / 1e9:.1f} GB of weights on the GPU", f"{4 * layer / 1e9:.1f} GB in host"
+    printed = capsys.readouterr().out
+    assert all(each in printed for each in (device, host, f"{states / 1e9:.1f} GB of states")), printed
+
+
 @pytest.mark.parametrize("more, said", [
     (["--plan.gpu=A100"], "plan.gpu A100 was never measured; choose H100 or H200, or give --plan.tflops and"),
     (["--plan.gpus=0"], "plan.gpus must be at least 1, got 0"),

@@ -205,6 +205,7 @@ def test_merging():
         (["--calibrate.dtype=int3"], "--calibrate.dtype must be one of float32, float16, bfloat16, int8, int4, got"),
         (["--collect.train_tokens=-5"], "collect.train_tokens must be at least 2, got -5"),
         (["--mlp={rank: 3}"], "unknown option --mlp"),
+        (["--plan", "true"], "unknown option --plan with a value; its keys are options, such as --plan.gpu"),
         (["--trainer.a=1", "--trainer.a.b=2"], "a holds 1, which has no b"),
         (["extra"], "expected an option such as --name, got extra"),
         (["--config=nowhere.yaml"], "there is no config file nowhere.yaml"),
