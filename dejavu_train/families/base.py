@@ -55,6 +55,11 @@ class BlockParts:
     slopes: "Tensor | None" = None
     rotate: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
+    def __post_init__(self) -> None:
+        from dejavu_train.families.squared import widened
+
+        object.__setattr__(self, "activate", widened(self.activate))
+
     @property
     def n_groups(self) -> int:
         """Heads of K and V, each with the queries' heads that share it: what a predictor of heads chooses from."""
@@ -104,6 +109,11 @@ class Family(Protocol):
         ...
 
     @property
+    def around(self) -> str:
+        """What names in a checkpoint begin with: that of the model around its layers, in transformers' class."""
+        ...
+
+    @property
     def structure(self) -> tuple[str, ...]:
         """The keys of a configuration that decide which tensors there are and what they mean."""
         ...
@@ -132,7 +142,7 @@ class Family(Protocol):
     def stored_tensors(self, values: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         """The shapes of what a checkpoint of this config.json holds, whose weights are numbers.
 
-        Names have no ``model.`` before them. ``lm_head.weight`` is there only where it is not the embedding.
+        Names have no :attr:`around` before them. ``lm_head.weight`` is there only where it is not the embedding.
         """
         ...
 

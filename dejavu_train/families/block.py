@@ -78,14 +78,6 @@ def out_of_neurons(down: Any, neurons: Tensor) -> Tensor:
     return F.linear(neurons, weight.to(neurons.dtype), bias).to(weight.dtype)
 
 
-class WideSquare(torch.nn.Module):
-    """Squared ReLU whose squares are fp32 where x is fp16: 256 squared is more than fp16 holds."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.relu()
-        return (x.float() if x.dtype == torch.float16 else x).square()
-
-
 def causal(block: Any) -> Attend:
     """Attention of a layer over rows without padding, or with padding at their ends."""
 

@@ -21,6 +21,7 @@ class BloomFamily:
 
     model_types: tuple[str, ...] = ("bloom",)
     least_transformers = "4.20"
+    around = "transformer"
     embedding = "word_embeddings.weight"
     matrices: Mapping[str, str] = {
         **dict.fromkeys("qkv", "self_attention.query_key_value"), "out": "self_attention.dense",

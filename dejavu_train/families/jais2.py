@@ -1,10 +1,6 @@
 """Jais 2: squared ReLU, LayerNorm, rotary positions, biases everywhere."""
 
-from typing import Any
-
-from dejavu_train.families.base import BlockParts
 from dejavu_train.families.dims import Activation, Norm
-from dejavu_train.families.squared import with_wide_squares
 from dejavu_train.families.standard import StandardFamily
 
 
@@ -15,6 +11,3 @@ class Jais2Family(StandardFamily):
     defaults = {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}
     epsilon = "layer_norm_eps"
     norm = Norm.LAYER_NORM
-
-    def blocks(self, model: Any) -> list[BlockParts]:
-        return with_wide_squares(super().blocks(model))

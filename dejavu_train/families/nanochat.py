@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dejavu_train.families.base import BlockParts
 from dejavu_train.families.dims import Activation, ModelDims, Norm, QkNorm
-from dejavu_train.families.squared import with_wide_squares
 from dejavu_train.families.standard import StandardFamily
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
@@ -43,7 +42,7 @@ class NanoChatFamily(StandardFamily):
         return {name: shape for name, shape in made.items() if not ("fc" in name and name.endswith("bias"))}
 
     def blocks(self, model: Any) -> list[BlockParts]:
-        blocks = with_wide_squares(super().blocks(model))
+        blocks = super().blocks(model)
         return [replace(each, norm_q=each.attention.q_norm, norm_k=each.attention.k_norm) for each in blocks]
 
     def rotation(self, model: Any) -> "Callable[[Tensor, Tensor], Tensor]":

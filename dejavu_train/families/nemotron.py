@@ -3,11 +3,7 @@
 Heads times their width need not be the width of the model, as in Minitron-8B.
 """
 
-from typing import Any
-
-from dejavu_train.families.base import BlockParts
 from dejavu_train.families.dims import Activation, Norm
-from dejavu_train.families.squared import with_wide_squares
 from dejavu_train.families.standard import StandardFamily
 
 
@@ -18,6 +14,3 @@ class NemotronFamily(StandardFamily):
     defaults = {"hidden_act": "relu2", "partial_rotary_factor": 0.5}
     epsilon = "norm_eps"
     norm = Norm.LAYER_NORM_1P
-
-    def blocks(self, model: Any) -> list[BlockParts]:
-        return with_wide_squares(super().blocks(model))

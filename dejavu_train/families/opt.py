@@ -50,6 +50,7 @@ class OPTFamily:
 
     model_types: tuple[str, ...] = (OPT,)
     least_transformers = "4.19"
+    around = "model"
     embedding = EMBEDDING
     matrices: Mapping[str, str] = {
         **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")}, "up": "fc1", "down": "fc2",

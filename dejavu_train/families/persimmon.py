@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes
 from dejavu_train.families.dims import Activation, ModelDims, Norm, QkNorm
-from dejavu_train.families.squared import with_wide_squares
 from dejavu_train.families.standard import StandardFamily
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
@@ -51,9 +50,6 @@ class PersimmonFamily(StandardFamily):
         if not values.get("tie_word_embeddings", False):
             made["lm_head.weight"] = (dims.vocab_size, d)
         return made
-
-    def blocks(self, model: Any) -> list[BlockParts]:
-        return with_wide_squares(super().blocks(model))
 
     def block(
         self, name: str, layer: Any, kinds: tuple[type, type], rotate: "Callable[[Tensor, Tensor], Tensor]"

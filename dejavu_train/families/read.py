@@ -15,12 +15,12 @@ from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions, R
 from dejavu_train.families.plain import NotPlain, check_calls, plain_linear, plain_table
 
 _ACTIVATIONS = {  # the classes that compute them and nothing else
-    Activation.RELU: "ReLU",
-    Activation.RELU2: "WideSquare",
-    Activation.FATRELU: "FATReLU",
-    Activation.DRELU: "ReLU",
-    Activation.GELU: "GELUActivation",
-    Activation.GELU_TANH: "BloomGelu",
+    Activation.RELU: ("ReLU",),
+    Activation.RELU2: ("WideSquare",),
+    Activation.FATRELU: ("FATReLU",),
+    Activation.DRELU: ("ReLU",),
+    Activation.GELU: ("GELUActivation",),
+    Activation.GELU_TANH: ("BloomGelu", "GELUTanh", "NewGELUActivation"),
 }
 _NORMS = {Norm.LAYER_NORM_1P: "LayerNorm1P", Norm.RMS_NORM: "RMSNorm", Norm.RMS_NORM_PLAIN: "RMSNorm"}
 
@@ -70,9 +70,10 @@ def check_read(model: Any, runs: Runs) -> ModelDims:
         raise NotPlain(f"a {type(model).__name__}", f"is not what an engine runs, which has {why}")
     check_calls(model)
     for block in blocks_of(model):
-        kind = _ACTIVATIONS[dims.activation]
-        if all(each.__name__ != kind for each in type(block.activate).__mro__):
-            raise NotPlain(f"{block.name} (activate)", f"is a {type(block.activate).__name__}, not a {kind}")
+        kinds = _ACTIVATIONS[dims.activation]
+        if all(each.__name__ not in kinds for each in type(block.activate).__mro__):
+            given = type(block.activate).__name__
+            raise NotPlain(f"{block.name} (activate)", f"is a {given}, not a {' or '.join(kinds)}")
         if not math.isclose(block.scaling, block.head_dim**-0.5):
             raise NotPlain(block.name, f"scales queries by {block.scaling}, not by head_dim**-0.5")
         read_norm(f"{block.name} (norm_attn)", block.norm_attn, dims.norm)

@@ -1,18 +1,20 @@
 """What squared ReLU needs in fp16, whose largest number is less than 256 squared."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
-from dejavu_train.families.base import BlockParts
+import torch
+from torch import Tensor
+from transformers.activations import ReLUSquaredActivation
 
 
-def with_wide_squares(blocks: Sequence[BlockParts]) -> list[BlockParts]:
-    """Layers whose neurons are fp32 where the model is fp16. An activation of another class stays as it is."""
-    from transformers.activations import ReLUSquaredActivation
+class WideSquare(torch.nn.Module):
+    """Squared ReLU whose squares are fp32 where x is fp16: 256 squared is more than fp16 holds."""
 
-    from dejavu_train.families.block import WideSquare
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.relu()
+        return (x.float() if x.dtype == torch.float16 else x).square()
 
-    return [
-        replace(block, activate=WideSquare()) if type(block.activate) is ReLUSquaredActivation else block
-        for block in blocks
-    ]
+
+def widened(activate: Any) -> Any:
+    """The activation of a layer, with squares that fp16 does not bound. One of another class stays as it is."""
+    return WideSquare() if type(activate) is ReLUSquaredActivation else activate

@@ -38,6 +38,7 @@ class StandardFamily:
     epsilon = "rms_norm_eps"
     norm = Norm.RMS_NORM
     gated = False
+    around = "model"
     embedding = "embed_tokens.weight"
     maps = ("up_proj", "down_proj", "act_fn")
     """What an MLP calls its map into the neurons, the one out of them, and its activation."""

@@ -25,7 +25,6 @@ _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
 LAYERS = ("layers", "h")  # what families call the list of their layers
 IN_LAYER = re.compile(rf"(^|\.)({'|'.join(LAYERS)})\.\d+\.")  # in the names of a layer's tensors
-_AROUND = re.compile(r"^(model|transformer)\.")
 _SWITCHES = (
     "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
     "tie_word_embeddings",
@@ -201,7 +200,8 @@ def stored_files(name: str, subfolder: str = "", **hub: Any) -> list[Path]:
 
 def own_name(stored: str) -> str:
     """A tensor's name without that of the model around its layers, such as ``model.``, before it."""
-    return _AROUND.sub("", stored)
+    first, dot, rest = stored.partition(".")
+    return rest if dot and any(first == family.around for family in families().values()) else stored
 
 
 def full_name(own: str) -> str:
