@@ -240,7 +240,9 @@ def lines_by(runs: Sequence[Run], setting: str | None) -> dict[str, str]:
     if len(set(values.values())) == 1:
         table = differences(runs)
         named = [cells[0] for cells in table.cells] if table.headings[0] == "setting" else table.headings[1:]
-        raise UserError(f"--by {setting} is the same in all runs; what differs is {', '.join(named) or 'nothing'}")
+        known = any(setting in run.settings for run in runs)
+        wrong = f"--by {setting} is the same in all runs" if known else f"--by {setting} is no setting of these runs"
+        raise UserError(f"{wrong}; what differs is {', '.join(named) or 'nothing'}")
     return {run: f"{setting} {value}" for run, value in values.items()}
 
 

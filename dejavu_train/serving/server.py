@@ -58,7 +58,7 @@ class Served:
         self.line = Line(rows, stops, config.queue, Metrics(), pool.turn())
         self.forced = False
         bundle = self.model.bundle
-        density = {str(target.value): bundle.mean_density(target) for target in bundle.targets}
+        density = {str(target.value): round(bundle.mean_density(target), 4) for target in bundle.targets}
         reader = Reader(tokenizer, context, pool.shape.vocab_size, config.lossless)
         self.app = make_app(self.line, reader, self.name, density, key)
         self.line.start()

@@ -74,8 +74,11 @@ def test_many_runs_are_rows_and_lines_by_a_setting(tmp_path, capsys):
         assert [row["experiment"] for row in csv.DictReader(file)] == ["0.1", "0.2", "0.1", "0.2"]
     picture = (tmp_path / "out" / "compare.svg").read_text()
     assert all(f"<!-- mlp.rank {rank} -->" in picture for rank in (8, 32)) and "infer-0.1" not in picture
-    assert main(["compare", *folders, "--by", "seed"]) == 2
-    assert "what differs is mlp.rank, calibrate.mlp_density" in capsys.readouterr().err
+    assert main(["compare", *folders, "--by", "mlp.runk"]) == 2
+    told = "--by mlp.runk is no setting of these runs; what differs is mlp.rank, calibrate.mlp_density"
+    assert told in capsys.readouterr().err
+    assert main(["compare", *folders[:2], "--by", "mlp.rank"]) == 2
+    assert "--by mlp.rank is the same in all runs; what differs is calibrate.mlp_density" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_said(tmp_path, caplog):
