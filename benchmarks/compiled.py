@@ -51,6 +51,8 @@ from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, rank_sum, select
 from dejavu_train.kernels.stages.norm import HeadNorms, layer_norm, norm_heads
 from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights
+from dejavu_train.kernels.stages.rows import launch_tokens
+from dejavu_train.kernels.stages.sink import QkvSink
 from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
 from dejavu_train.kernels.verify.slot_walk import ProductScratch
 
@@ -356,8 +358,8 @@ def int4_cases(d: int) -> Iterator[Case]:
             given = (rows, own.mlp, (own.listed, own.bits.row_bits))
             yield f"hidden_tokens {d} {tokens}", partial(hidden.hidden_tokens, *given, True)
             positions, q = torch.ones(tokens, dtype=torch.int32), torch.empty(tokens, h, d // h)
-            given = (rows, own.qkv, positions, q, kv)
-            yield f"int4_qkv {d} {tokens}", partial(int4_batch.int4_qkv, *given, True)
+            given = (rows, own.qkv.weight, QkvSink.of(q, kv, own.qkv.bias, positions))
+            yield f"int4_qkv {d} {tokens}", partial(launch_tokens, *given, True)
             given = (rows, by_head, own.out_bias, residual, None, out)
             if tokens > 1:
                 yield f"int4_by_head {d} {tokens}", partial(out_projection.project_heads, *given, True)

@@ -29,12 +29,13 @@ from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.common.settings import tried
-from dejavu_train.kernels.dense.int4_batch import int4_qkv
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.int4_fc2 import int4_fc2
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages.hidden import hidden_tokens
+from dejavu_train.kernels.stages.rows import launch_tokens
+from dejavu_train.kernels.stages.sink import QkvSink
 
 OPS = ("qkv", "out", "fc1", "listed", "fc2", "layer")
 HEAD_DIM, GROUP, ROUNDS = 128, 128, 2
@@ -65,7 +66,7 @@ def steps(d: int, tokens: int, sets: int = SETS) -> dict[str, Callable[[int], ob
     listed = PackedSelection.empty(n, DEVICE)
     pack(chosen, listed)
     calls: dict[str, Callable[[int], object]] = {
-        "qkv": lambda i: int4_qkv(x, qkv[i], position, q, cache, True),
+        "qkv": lambda i: launch_tokens(x, qkv[i].weight, QkvSink.of(q, cache, qkv[i].bias, position), True),
         "out": lambda i: project_heads(x, heads[i], out_bias, residual, None, out, True),
         "fc1": lambda i: hidden_tokens(x, mlps[i], pdl=True),
         "listed": lambda i: hidden_tokens(x, mlps[i], (listed, chosen.row_bits), True),

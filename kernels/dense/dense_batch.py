@@ -21,13 +21,13 @@ from dejavu_train.kernels.common.int4_numbers import numbers_of
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.launch import wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.dense.int4_batch import int4_linear, int4_qkv, takes
+from dejavu_train.kernels.dense.int4_batch import int4_linear, takes
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.hidden import hidden_tokens, kept_unit
 from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.norm import layer_norm
-from dejavu_train.kernels.stages.rows import launch_walk
+from dejavu_train.kernels.stages.rows import launch_tokens, launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink, QkvSink, Sink
 
 
@@ -68,11 +68,12 @@ def qkv_batch(
     x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
 ) -> None:
     """Writes q (B, h, head_dim) fp32 and the caches at position. weight and bias head-major, as in `qkv`."""
+    sink = QkvSink.of(q, cache, weights.bias, position)
     if takes(weights.weight, len(x)):
-        int4_qkv(_normalised(x, ln, torch.float16, pdl), weights, position, q, cache, pdl)
+        launch_tokens(_normalised(x, ln, torch.float16, pdl), weights.weight, sink, pdl)
         return
     rows = dense_hidden(x, ln, weights.weight, None, "none", pdl)
-    sink_products(rows, QkvSink.of(q, cache, weights.bias, position), pdl)
+    sink_products(rows, sink, pdl)
 
 
 def dense_hidden(

@@ -10,8 +10,8 @@ x (B, d) fp32, n = norm(x), w (n, d) row-major. Sums in fp32. 4-bit rows meet n 
 import torch
 from torch import Tensor
 
-from dejavu_train.kernels.common.activation import ACTIVATIONS
-from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape, require
+from dejavu_train.kernels.common.activation import activation_of
+from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.dense.dense_batch import dense_hidden, qkv_batch
@@ -68,11 +68,11 @@ def dense_rows(
     n = weight.shape[0]
     check_rows("weight", weight, (n, d), x)
     check_shape("out", out, batch, n)
-    require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation}")
+    function = activation_of(activation)
     if batch > 1:
         out.copy_(dense_hidden(x, ln, weight, bias, activation, pdl))
         return
-    launch_row(x, ln, weight, LinearSink(out, bias, activation=ACTIVATIONS[activation]), n, pdl)
+    launch_row(x, ln, weight, LinearSink(out, bias, activation=function), n, pdl)
 
 
 def qkv_dense(

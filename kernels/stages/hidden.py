@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.activation import activation_of
-from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_int4, check_rows, check_tensor, require
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_int4, check_rows, check_tensor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import MlpWeights
@@ -65,17 +64,13 @@ def hidden_tokens(
 
     Errors: shapes, dtypes, a CPU tensor.
     """
-    check_device("x", x)
-    n, d = weights.up.weight.shape
-    batch = len(x)
-    check_tensor("x", x, (batch, d), (torch.float16,), x)
-    require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")
+    n = weights.up.weight.shape[0]
     ids = count = row_bits = None
     if listed is not None:
         ids, count, row_bits = listed[0].ids, listed[0].count, listed[1]
         for name, tensor, size in (("ids", ids, n), ("count", count, 1), ("row_bits", row_bits, n)):
             check_tensor(name, tensor, (size,), (torch.int32,), x)
-    y = torch.empty(batch, n, dtype=torch.float16, device=x.device)
+    y = torch.empty(len(x), n, dtype=torch.float16, device=x.device)
     for weight, sink in hidden_passes(weights, y, row_bits):
-        launch_tokens(x, check_int4("weight", weight, (n, d), x), sink, pdl, (ids, count))
+        launch_tokens(x, check_int4("weight", weight, (n, x.shape[1]), x), sink, pdl, (ids, count))
     return y

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dejavu_train.kernels.common.checks import require
+from dejavu_train.kernels.common.checks import check_device, check_tensor, require
 from dejavu_train.kernels.common.int4_mma import pairs_of_a_warp, unit_vector
 from dejavu_train.kernels.common.int4_norm import norm_bytes
 from dejavu_train.kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
 from dejavu_train.kernels.common.launch import fetches_rows, n_sms, next_power_of_two, registers_for, use_pdl
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, RowNorm
+from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -128,8 +129,14 @@ def launch_tokens(
     listed: tuple[Tensor | None, Tensor | None] = (None, None),
     segments: int = 1,
 ) -> None:
-    """One call of the kernel: as many rows of each segment, which has its own columns of x. listed: ids and count."""
+    """One call of the kernel: as many rows of each segment, which has its own columns of x. listed: ids and count.
+
+    x (B, d) fp16. Errors: its shape and dtype, more than eight tokens, a CPU tensor.
+    """
+    check_device("x", x)
     batch, d = x.shape
+    check_tensor("x", x, (batch, d), (torch.float16,), weight.words)
+    require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")
     n = weight.words.shape[:-1].numel() // segments
     tokens = max(2, next_power_of_two(batch))
     form = "list" if listed[0] is not None else "heads" if segments > 1 else "rows"

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.kernels.common.checks import (
-    check_device,
-    check_projection,
-    check_rows,
-    check_shape,
-    check_tensor,
-)
+from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape, check_tensor
 from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.limits import takes_down

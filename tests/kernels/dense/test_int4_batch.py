@@ -12,14 +12,14 @@ from dejavu_train.kernels.dense import dense_batch
 from dejavu_train.kernels.dense.int4_batch import (
     int4_linear,
     int4_linear_reference,
-    int4_qkv,
 )
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages.hidden import hidden_tokens
 from dejavu_train.kernels.stages.mlp import hidden_reference
-from dejavu_train.kernels.stages.rows import TokenSettings
+from dejavu_train.kernels.stages.rows import TokenSettings, launch_tokens
+from dejavu_train.kernels.stages.sink import QkvSink
 
 
 def inputs(device, batch, n):
@@ -77,7 +77,7 @@ def assert_qkv(device, n_heads, head_dim, d, group, batch, capacity=6, pdl=False
     position = torch.tensor([3, 0, 5, 1, 4, 2, 2, 0][:batch], dtype=torch.int32, device=device)
     q = torch.full((batch, n_heads, head_dim), float("nan"), device=device)
     caches = [torch.full((batch, n_heads, capacity, head_dim), -77.0, device=device).half() for _ in range(2)]
-    int4_qkv(x, Linear(weight, bias), position, q, KvCache(*caches, x[:, :0]), pdl)
+    launch_tokens(x, weight, QkvSink.of(q, KvCache(*caches, x[:, :0]), bias, position), pdl)
     rows = weight.view(3 * n_heads * head_dim, d)
     want = int4_linear_reference(x.double(), rows, bias.flatten(), "none")
     sizes = (x.double().abs() @ magnitudes(rows).T + 1).view(batch, n_heads, 3, head_dim).unbind(2)
