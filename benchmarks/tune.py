@@ -139,6 +139,23 @@ def nothing_launched() -> Iterator[None]:
         KernelInterface.__getitem__ = kept
 
 
+@contextmanager
+def recorded_lookups() -> Iterator[list[Lookup]]:
+    """What launches within ask for."""
+    found: list[Lookup] = []
+    kept = settings.values_for
+
+    def recorded(asked: Lookup, device: torch.device) -> Values:
+        found.append(asked)
+        return kept(asked, device)
+
+    settings.values_for = recorded  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        settings.values_for = kept
+
+
 def problems(widths: Sequence[int], device: torch.device) -> Iterator[dict[Lookup, list[Callable[[], Any]]]]:
     """For a width and a format at a time: the calls that look up the same settings, by what they look up."""
     for d, cases in itertools.product(widths, (compiled.cases_of, compiled.further_cases, compiled.int4_cases)):
@@ -151,7 +168,7 @@ def problems(widths: Sequence[int], device: torch.device) -> Iterator[dict[Looku
         finally:
             compiled.Layer = plain  # type: ignore[misc]
         for call in calls:
-            with settings.recorded_lookups() as lookups, nothing_launched():
+            with recorded_lookups() as lookups, nothing_launched():
                 call()
             for lookup in dict.fromkeys(lookups):
                 found.setdefault(lookup, []).append(call)

@@ -134,7 +134,6 @@ class Lookup:
 
 
 _tried: dict[str, Values] = {}
-_listeners: list[list[Lookup]] = []
 
 
 @contextmanager
@@ -147,17 +146,6 @@ def tried(stage: str, values: Values) -> Iterator[None]:
     finally:
         _tried.clear()
         _tried.update(before)
-
-
-@contextmanager
-def recorded_lookups() -> Iterator[list[Lookup]]:
-    """What launches within ask for."""
-    found: list[Lookup] = []
-    _listeners.append(found)
-    try:
-        yield found
-    finally:
-        _listeners.remove(found)
 
 
 class Settings:
@@ -178,9 +166,7 @@ class Settings:
         for. Raises ValueError where no row is for it.
         """
         asked = Lookup(cls.stage, format, tuple(sorted(shape.items())))
-        for found in _listeners:
-            found.append(asked)
-        return cls(**(_tried.get(cls.stage) or _values(asked, device)))
+        return cls(**(_tried.get(cls.stage) or values_for(asked, device)))
 
     def in_use(self) -> AbstractContextManager[None]:
         """Within, every launch of the stage has these."""
@@ -188,10 +174,11 @@ class Settings:
 
 
 @functools.cache
-def _values(asked: Lookup, device: torch.device) -> Values:
+def values_for(asked: Lookup, device: torch.device) -> Values:
+    """Of the device's file."""
     return settings_file(device).values(asked.stage, asked.format, dict(asked.shape))
 
 
 def forget_settings() -> None:
     """For who changes the file of a device: what was looked up is looked up anew."""
-    _values.cache_clear()
+    values_for.cache_clear()
