@@ -81,27 +81,21 @@ class TokenState:
         def ints(*shape: int, value: int = 0) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
+        def floats(value: float, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.float32, device=device)
+
+        zeros = ("position", "known", "least", "sparse_from", "row_state", "seed", "fault")
+        off = {"temperature": 1, "top_p": 1, "min_p": 0, "repetition": 1, "presence": 0, "frequency": 0}
         return cls(
             tokens=ints(batch, capacity),
-            nll=torch.zeros(batch, capacity, device=device, dtype=torch.float32),
-            position=ints(batch),
-            known=ints(batch),
-            least=ints(batch),
+            nll=floats(0, batch, capacity),
             limit=ints(batch, value=capacity),
             done=ints(batch, value=1),
-            sparse_from=ints(batch),
-            row_state=ints(batch),
             stops=ints(n_stops, value=-1),
-            temperature=torch.ones(batch, device=device, dtype=torch.float32),
-            top_p=torch.ones(batch, device=device, dtype=torch.float32),
             top_k=ints(batch, value=1),
-            seed=ints(batch),
-            fault=ints(batch),
-            min_p=torch.zeros(batch, device=device, dtype=torch.float32),
-            repetition=torch.ones(batch, device=device, dtype=torch.float32),
-            presence=torch.zeros(batch, device=device, dtype=torch.float32),
-            frequency=torch.zeros(batch, device=device, dtype=torch.float32),
             seen=ints(batch, vocab),
+            **{name: ints(batch) for name in zeros},
+            **{name: floats(value, batch) for name, value in off.items()},
         )
 
 
