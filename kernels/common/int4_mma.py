@@ -244,6 +244,15 @@ def _unit_scales(scales, unit, W: tl.constexpr, GROUP: tl.constexpr, V: tl.const
 
 
 @triton.jit
+def either(first, one, two, N: tl.constexpr):
+    """N numbers of the tuple `one` where `first`, else of `two`."""
+    chosen = ()
+    for k in tl.static_range(N):
+        chosen = chosen + (tl.where(first, one[k], two[k]),)
+    return chosen
+
+
+@triton.jit
 def scaled(acc, part, first, second):
     """Four sums plus those of a unit times their rows' scales."""
     one = first.to(tl.float32)
@@ -409,13 +418,7 @@ def int4_tile(
                     w, inputs[(s - chunk * CHUNK) // SIDE * 4 * V : ((s - chunk * CHUNK) // SIDE + 1) * 4 * V], V
                 )
                 more = scaled(acc, part, now[s // SIDE * 2], now[s // SIDE * 2 + 1])
-                mine = own == s % SIDE
-                acc = (
-                    tl.where(mine, more[0], acc[0]),
-                    tl.where(mine, more[1], acc[1]),
-                    tl.where(mine, more[2], acc[2]),
-                    tl.where(mine, more[3], acc[3]),
-                )
+                acc = either(own == s % SIDE, more, acc, 4)
                 if s % 2 == 1:
                     if BEGUN:
                         _ask_pair(lines, at + later * (4 * V), unit + later, lane, s // 2, W, V, False)

@@ -122,10 +122,7 @@ class ScreenedHead:
         squares = torch.stack([part.float().nan_to_num().square().sum(0) for part in parts]).sum(0)
         sizes = torch.where(squares > 0, (squares / n).sqrt(), 1.0).clamp_min(1e-20)  # a: of columns
         codes = torch.empty(n, d, dtype=torch.int8, device=device)
-        scales, errors = (
-            torch.empty(n, 2, device=device, dtype=torch.float32),
-            torch.empty(n, 2, device=device, dtype=torch.float32),
-        )
+        scales, errors = (torch.empty(n, 2, device=device, dtype=torch.float32) for _ in range(2))
         for number, given in enumerate(parts):
             rows, part = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(given)), given.float() / sizes
             scale = part.abs().amax(1, keepdim=True).clamp_min(1e-30) / LARGEST
@@ -139,10 +136,7 @@ class ScreenedHead:
         settings = settings or ScreenSettings.find("float", device, d=d)
         programs = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
         best = Chosen.empty(min(2 * n_sms(device), n), device)
-        upper, lows = (
-            torch.empty(n, device=device, dtype=torch.float32),
-            torch.empty(programs, device=device, dtype=torch.float32),
-        )
+        upper, lows = (torch.empty(size, device=device, dtype=torch.float32) for size in (n, programs))
         gain, shift = (given.float() * sizes for given in ln.folded)
         # One share of |f| for all rows: a row whose codes are nearly exact counts as one that loses more.
         steps = 2 * float((errors[:, 1] / errors[:, 0]).nanmedian())

@@ -30,19 +30,8 @@ def _attend_pack_kernel(
             RANGES, True, PDL,
         )  # fmt: skip
     else:
-        attend(
-            (pid - n_packs) // S.SPLITS,
-            (pid - n_packs) % S.SPLITS,
-            q,
-            kept,
-            result,
-            capacity,
-            scale,
-            slopes,
-            S,
-            BIAS,
-            PDL,
-        )
+        place = pid - n_packs
+        attend(place // S.SPLITS, place % S.SPLITS, q, kept, result, capacity, scale, slopes, S, BIAS, PDL)
 
 
 def attend_pack(

@@ -21,6 +21,7 @@ from dejavu_train.kernels.common.checks import require
 from dejavu_train.kernels.common.int4_mma import (
     RAISED_UNIT,
     column_sums,
+    either,
     groups_of,
     pairs_of_a_warp,
     raised_mma,
@@ -142,15 +143,6 @@ def row_scales(scales, rows, lane, m: tl.constexpr):
 
 
 @triton.jit
-def _either(first, one, two, N: tl.constexpr):
-    """N numbers of the tuple `one` where `first`, else of `two`."""
-    chosen = ()
-    for k in tl.static_range(N):
-        chosen = chosen + (tl.where(first, one[k], two[k]),)
-    return chosen
-
-
-@triton.jit
 def rows_of_list(ids, first, end, last, lane):
     """A lane's six rows of the sixteen entries of a list from `first` on, and whether they lie before `end`."""
     numbers = ()
@@ -211,7 +203,7 @@ def _pair_step(queue, slot, sums, s, x, offset, words, rows, next_rows, number, 
             tl.where(mine, sums[1] + part[2 + odd] * s[odd * 2 + 1].to(tl.float32), sums[1]),
         )
     again = pair + m.ahead < m.pairs
-    asked = _either(again, rows, next_rows, 12 if m.listed else 2)
+    asked = either(again, rows, next_rows, 12 if m.listed else 2)
     own = _ask(own, words, asked, tl.where(again, pair + m.ahead, pair + m.ahead - m.pairs), lane, m)
     return after_slot(queue, own), tl.where(slot + 1 < m.ahead, slot + 1, 0), sums
 
