@@ -7,6 +7,7 @@ Thresholds are set on the model's own activations to stated densities of what th
 import itertools
 import math
 import statistics
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from dejavu_train.families.dims import SMOOTH, Activation, Norm, Positions
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 from dejavu_train.kernels.stages.select import predict_reference
+from dejavu_train.predictors.quantization import quantise_rows
 
 SHAPES = {
     "1.3b": ModelDims(2048, 8192, 24, 32, 50272, 2048),
@@ -119,7 +121,8 @@ def random_predictors(
             if dtype == "int4":
                 pair = nibbles(pair)
             elif dtype != "float16":
-                pair = pair.quantized(torch.int8)
+                (down, down_scale), (up, up_scale) = quantise_rows(pair.down), quantise_rows(pair.up)
+                pair = replace(pair, down=down, up=up, down_scale=down_scale, up_scale=up_scale)
         result[layer, target] = TargetPredictor(
             layer, target, Site.at(half), pair, torch.zeros(1, device=device), None,
             folded, torch.zeros(n, device=device), density,

@@ -12,10 +12,9 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import LayerInput, ModelDims, Site, dims_of, family_of
 from dejavu_train.families.block import forward_block, positions_like
-from dejavu_train.kernels.stages.predictor import quantize_rows
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.predictors.quantization import int4_rows
+from dejavu_train.predictors.quantization import int4_rows, quantise_rows
 
 
 class Spec(SimpleNamespace):
@@ -105,7 +104,7 @@ def random_bundle(
                     parameter.normal_(std=0.3)
                 for part in ("down", "up") if int8 or int4 else ():
                     weight = getattr(made, part)
-                    codes, scale = int4_rows(weight) if int4 else quantize_rows(weight, torch.int8)
+                    codes, scale = int4_rows(weight) if int4 else quantise_rows(weight)
                     scale = scale.float()
                     bundle.stored[layer, target, part] = codes, scale
                     getattr(made, part).copy_(codes * scale[:, None])

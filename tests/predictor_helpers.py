@@ -1,5 +1,7 @@
 """Predictors as an engine uses them, from tensors alone."""
 
+from dataclasses import replace
+
 import torch
 
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
@@ -9,6 +11,7 @@ from dejavu_train.kernels.stages.predict import predict
 from dejavu_train.kernels.stages.predict_rows import predict_rows
 from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, down_reference
 from dejavu_train.kernels.stages.select import select
+from dejavu_train.predictors.quantization import quantise_rows
 
 
 def products_of(weights, batch=1, block=64):
@@ -19,6 +22,21 @@ def products_of(weights, batch=1, block=64):
     if not nibbles:
         return Products.REGISTERS
     return Products.ROW_WORDS if takes_row_words(rank, block, ROW_LANES) else Products.ROW_TILES
+
+
+def quantize_rows(weight, dtype):
+    """weight (n, d) -> (n, d) int8 or float8_e4m3fn and scales (n,) fp32."""
+    if dtype == torch.int8:
+        return quantise_rows(weight)
+    largest = weight.float().abs().amax(1)
+    scale = torch.where(largest > 0, largest / 448, torch.ones_like(largest))
+    return (weight.float() / scale[:, None]).to(dtype), scale
+
+
+def quantized(weights, dtype):
+    """A predictor's weights with codes for both matrices."""
+    (down, down_scale), (up, up_scale) = (quantize_rows(each, dtype) for each in (weights.down, weights.up))
+    return replace(weights, down=down, up=up, down_scale=down_scale, up_scale=up_scale)
 
 
 def predictor_of(weights, threshold, selection, batch=1, products=None, **options):

@@ -38,13 +38,9 @@ PREFERRED_CARVEOUT = 9  # of CUfunction_attribute
 REGISTERS = 65536  # of a multiprocessor
 
 
-def next_power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
 def padded_batch(batch: int) -> int:
     """Batch rows as the tensor cores' kernels take them."""
-    return max(16, next_power_of_two(batch))
+    return max(16, triton.next_power_of_2(batch))
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from dejavu_train.kernels.common.lane_queue import as_it_comes
 from dejavu_train.kernels.common.late_norm import late_factors
-from dejavu_train.kernels.common.launch import count_program, next_power_of_two, sums_together, wait_for_predecessor
+from dejavu_train.kernels.common.launch import count_program, sums_together, wait_for_predecessor
 from dejavu_train.kernels.formats.codes import nibble_floats
 from dejavu_train.kernels.stages.predict import RowSizes, row_values, store_hidden
 
@@ -21,7 +21,7 @@ from dejavu_train.kernels.stages.predict import RowSizes, row_values, store_hidd
 def late_sizes(d: int, rows: int, lanes: int, relu: bool) -> RowSizes:
     """Constants of `late_rows`: a thread reads 8 bytes of a row at once."""
     width = (d + 1) // 2
-    return RowSizes(d, min(8 * lanes, max(16, next_power_of_two(width))), rows, 0, relu=relu)
+    return RowSizes(d, min(8 * lanes, max(16, triton.next_power_of_2(width))), rows, 0, relu=relu)
 
 
 @triton.jit

@@ -17,14 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_shape
-from dejavu_train.kernels.common.launch import (
-    THROUGH_L1,
-    dot_type,
-    load_vector,
-    n_sms,
-    next_power_of_two,
-    sums_together,
-)
+from dejavu_train.kernels.common.launch import THROUGH_L1, dot_type, load_vector, n_sms, sums_together
 from dejavu_train.kernels.common.layer_norm import norm_vectors, row_moments
 from dejavu_train.kernels.common.partial_sums import most_splits
 from dejavu_train.kernels.common.settings import Settings
@@ -163,11 +156,8 @@ def _number_normalise(how: tl.constexpr, x, norms, norm, lane):
 def _number_first_rows(how: tl.constexpr, first, ids, begin, end, last, lane):
     rows = _number_ids(how, ids, begin, last)
     next_rows = _number_ids(how, ids, begin + how.rows * tl.num_programs(0), last)
-    return (
-        rows,
-        next_rows,
-        _number_gathered(how, first, rows, _number_inside(how, begin, tl.num_programs(0), end), lane),
-    )
+    inside = _number_inside(how, begin, tl.num_programs(0), end)
+    return rows, next_rows, _number_gathered(how, first, rows, inside, lane)
 
 
 @triton.jit
@@ -283,7 +273,7 @@ def launch(x: Tensor, weights: MlpWeights, norm: bool, number: Any = to_fp32, fa
     device = x.device
     gated = weights.gate is not None
     settings = MlpSettings.find("float", device, d=d, norm=norm, gated=gated)
-    block = min(settings.block, max(16, next_power_of_two(d)))
+    block = min(settings.block, max(16, triton.next_power_of_2(d)))
     kind = dot_type(weights.up.weight.parts()[0].dtype)
     how = NumberNeurons(d, block, settings.rows, kind, number, factor)
     warps = min(settings.warps, max(1, block // 32))  # no more threads than columns

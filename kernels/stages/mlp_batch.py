@@ -24,14 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_numbers, check_tensor, require
-from dejavu_train.kernels.common.launch import (
-    list_slots_wide,
-    n_sms,
-    next_power_of_two,
-    padded_batch,
-    programmatic,
-    wait_for_predecessor,
-)
+from dejavu_train.kernels.common.launch import list_slots_wide, n_sms, padded_batch, programmatic, wait_for_predecessor
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.matrix import MlpWeights
@@ -212,9 +205,9 @@ def up_batch(x: Tensor, weights: MlpWeights, selection: Selection, out: BatchAct
     _up_batch_kernel[(min(settings.programs * n_sms(x.device), n),)](
         x, matrices.get("gate"), matrices["up"], selection.ids, selection.counts, selection.row_bits, out.values,
         out.ids, out.count, blocks, batch, Activating.of(weights.hidden), UNIT=kept_unit(weights, x.dtype), D=d,
-        BATCH=padded_batch(batch), BLOCK=min(settings.block, max(16, next_power_of_two(d))), ROWS=settings.rows,
-        SEL_BLOCKS=next_power_of_two(max(2, blocks)), SEL_BLOCK=selection.block, STAGES=settings.stages, PDL=has_pdl,
-        num_warps=4, launch_pdl=use_pdl,
+        BATCH=padded_batch(batch), BLOCK=min(settings.block, max(16, triton.next_power_of_2(d))), ROWS=settings.rows,
+        SEL_BLOCKS=triton.next_power_of_2(max(2, blocks)), SEL_BLOCK=selection.block, STAGES=settings.stages,
+        PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from dejavu_train.kernels.common.checks import (
     require,
 )
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import next_power_of_two, programmatic, row_or, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import programmatic, row_or, use_pdl, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import (
     LayerNormWeights,
     layer_norm_reference,
@@ -188,5 +188,5 @@ def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) 
     check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
     waits, dependent = programmatic(x, pdl)
     _layer_norm_kernel[(batch,)](
-        x, ln.args(), out, D=d, BLOCK=next_power_of_two(d), PDL=waits, num_warps=16, launch_pdl=dependent
+        x, ln.args(), out, D=d, BLOCK=triton.next_power_of_2(d), PDL=waits, num_warps=16, launch_pdl=dependent
     )

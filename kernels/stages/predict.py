@@ -30,7 +30,6 @@ from dejavu_train.kernels.common.launch import (
     constant_fields,
     load_vector,
     n_sms,
-    next_power_of_two,
     programmatic,
     start_dependents_and_wait,
     sums_together,
@@ -40,9 +39,9 @@ from dejavu_train.kernels.common.launch import (
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, row_moments
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.formats.codes import CODE_TYPES, nibble_floats, stored_width, to_float
+from dejavu_train.kernels.formats.codes import nibble_floats, to_float
 from dejavu_train.kernels.stages.predict_rows import predict_rows_reference
-from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, down_reference, norm_sums
+from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, check_down, down_reference, norm_sums
 
 MAX_ROWS = 7
 
@@ -60,7 +59,7 @@ class PredictSettings(Settings, stage="predict"):
         """A program a multiprocessor, where as many rows as were found are enough. No piece wider than a row."""
         found = cls.find("float", device, d=d)
         rows = min(found.rows, triton.cdiv(rank, n_sms(device)))
-        return cls(rows, min(found.block, max(16, next_power_of_two(d))), found.warps)
+        return cls(rows, min(found.block, max(16, triton.next_power_of_2(d))), found.warps)
 
 
 class Kept(NamedTuple):
@@ -325,22 +324,9 @@ def row_launch(x: Tensor, n_rows: Sequence[int], nibbles: bool, relu: bool) -> t
     settings = PredictSettings.of((d + 1) // 2 if nibbles else d, sum(n_rows), x.device)
     require(settings.rows <= MAX_ROWS, f"a program takes up to {MAX_ROWS} rows, not {settings.rows}")
     programs = sum(triton.cdiv(rows, settings.rows) for rows in n_rows if rows) or n_sms(x.device)
-    own = next_power_of_two(-(-d // programs))  # columns of n that each stores
+    own = triton.next_power_of_2(-(-d // programs))  # columns of n that each stores
     warps = min(settings.warps, max(1, settings.block // 32))  # no more threads than columns
     return programs, RowSizes(d, settings.block, settings.rows if any(n_rows) else 0, own, batch, relu), warps
-
-
-def check_down(predictor: Predictor, d: int) -> None:
-    """Raise ValueError where a predictor's first matrix, its scales and hidden do not fit inputs of d columns."""
-    own, hidden = predictor.weights, predictor.hidden
-    rank = own.down.shape[0]
-    check_tensor("weight", own.down, (rank, stored_width(own.down, d)), FLOAT_TYPES + CODE_TYPES, hidden)
-    check_shape("hidden", hidden, hidden.shape[0], rank)
-    check_tensor("hidden", hidden, tuple(hidden.shape), (torch.float32,), hidden)
-    needs = own.down.dtype in CODE_TYPES
-    require(not needs or own.down_scale is not None, f"a weight of {own.down.dtype} needs a scale a row")
-    if own.down_scale is not None:
-        check_tensor("scale", own.down_scale, (rank,), (torch.float32,), hidden)
 
 
 def _hidden_rows(predictor: Predictor, ln: LayerNormWeights) -> HiddenRows:
@@ -370,7 +356,7 @@ def predict(
     """
     batch, d = _check_norm(x, ln)
     require(batch == 1, f"the LayerNorm is folded into the product of one row, got {batch}")
-    check_down(predictor, d)
+    check_down(predictor, 1, d)
     if normalised_out is not None:
         check_tensor("normalised_out", normalised_out, (1, d), FLOAT_TYPES, x)
     own = predictor.weights
@@ -418,7 +404,7 @@ def site_predict(
         selecting = HeadRows(heads.rows, *sums, heads.bias, heads.threshold, row_state, heads.selection.row_bits)
     if mlp is not None:
         require(batch == 1, f"the LayerNorm is folded into the product of one row, got {batch}")
-        check_down(mlp, d)
+        check_down(mlp, 1, d)
         down, n_rows = _hidden_rows(mlp, ln), len(mlp.weights.down)
     relu = mlp is not None and mlp.weights.relu
     programs, sizes, warps = row_launch(x, (n_heads, n_rows), False, relu)

@@ -32,7 +32,7 @@ from dejavu_train.kernels.common.launch import (
 from dejavu_train.kernels.common.limits import MOST_TOKENS, Products, takes_nibbles
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import QUANTIZED_TYPES
-from dejavu_train.kernels.stages.predictor import Predictor, down_reference
+from dejavu_train.kernels.stages.predictor import Predictor, check_down, down_reference
 from dejavu_train.kernels.stages.select import check_selects
 from dejavu_train.kernels.stages.up_rows import row_words, saturated, units_of
 
@@ -180,15 +180,13 @@ def predict_rows(x: Tensor, predictor: Predictor, pdl: bool = False) -> None:
         ValueError: shapes, dtypes, a CPU tensor, or products that do not fit.
     """
     batch, d = check_input("x", x)
-    own, hidden = predictor.weights, predictor.hidden
-    check_tensor("hidden", hidden, (batch, len(own.down)), (torch.float32,), x)
+    own = predictor.weights
+    check_down(predictor, batch, d)
     words = predictor.products is Products.WORDS
     wanted = f"2 to {MOST_TOKENS} rows, and a width and a rank that are multiples of 8"
     fits = not words or takes_nibbles(batch, len(own.down), d)
     require(fits, f"{batch} rows of {d} columns, rank {len(own.down)}: {wanted}")
     check_selects(predictor)
-    if own.down_scale is not None:
-        check_tensor("predictor.down_scale", own.down_scale, (len(own.down),), (torch.float32,), x)
     if words:
         _predict_words(x, predictor, pdl)
     else:
@@ -199,8 +197,6 @@ def _predict_tiles(x: Tensor, predictor: Predictor, pdl: bool) -> None:
     own, (batch, d) = predictor.weights, x.shape
     rank = len(own.down)
     check_tensor("weight", own.down, (rank, d), FLOAT_TYPES + QUANTIZED_TYPES, x)
-    scaled = own.down.dtype in QUANTIZED_TYPES
-    require(not scaled or own.down_scale is not None, f"a weight of {own.down.dtype} needs a scale a row")
     settings = PredictRowsSettings.find("float", x.device, bytes=x.element_size())
     block = settings.block
     blocks = -(-d // block)
@@ -223,7 +219,6 @@ def _predict_words(x: Tensor, predictor: Predictor, pdl: bool) -> None:
     rank, count = len(own.down), None if predictor.listed is None else predictor.listed[1]
     check_tensor("x", x, (batch, d), (torch.float16,), x)
     check_tensor("predictor.down", own.down, (rank, d // 2), (torch.uint8,), x)
-    require(own.down_scale is not None, f"a weight of {own.down.dtype} needs a scale a row")
     has_pdl, use_pdl = programmatic(x, pdl)
     _predict_words_kernel[(triton.cdiv(rank, 16),)](
         x.view(torch.int32), own.down, own.down_scale, predictor.hidden.view(torch.float16), count, batch, rank, D=d,

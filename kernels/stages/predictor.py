@@ -6,10 +6,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_tensor, require
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.formats.codes import unscaled
+from dejavu_train.kernels.formats.codes import CODE_TYPES, stored_width, unscaled
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
 
@@ -45,28 +46,11 @@ class PredictorWeights:
         """For inputs that `ln` normalises: kernels of one row must then be called with this LayerNorm."""
         return replace(self, sums=norm_sums(self.down, ln))
 
-    def quantized(self, dtype: torch.dtype) -> "PredictorWeights":
-        """A copy in int8 or float8_e4m3fn with one scale per row."""
-        down, down_scale = quantize_rows(self.down, dtype)
-        up, up_scale = quantize_rows(self.up, dtype)
-        return PredictorWeights(down, up, self.bias, down_scale, up_scale, self.relu)
-
 
 def down_reference(n: Tensor, predictor: PredictorWeights) -> Tensor:
     """The first half in plain torch: (B, rank) of normalised n (B, d), in its dtype."""
     hidden = n @ unscaled(predictor.down, predictor.down_scale, n.dtype, n.shape[1]).T
     return hidden.relu() if predictor.relu else hidden
-
-
-def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """weight (n, d) -> (n, d) int8 or float8_e4m3fn, scales (n,) fp32, weight ~ quantized * scale[:, None]."""
-    limit = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)
-    if limit is None:
-        raise ValueError(f"rows are quantised to int8 or float8_e4m3fn, not {dtype}")
-    largest = weight.float().abs().amax(1)
-    scale = torch.where(largest > 0, largest / limit, torch.ones_like(largest))
-    scaled = weight.float() / scale[:, None]
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
 @dataclass(frozen=True)
@@ -107,6 +91,22 @@ class Predictor:
         if not isinstance(threshold, Tensor):
             threshold = torch.tensor([threshold], dtype=torch.float32, device=device)
         return cls(weights, threshold, selection, hidden, products, top_k, listed)
+
+
+def check_matrix(name: str, weight: Tensor, scale: Tensor | None, shape: tuple[int, int], like: Tensor) -> None:
+    """Raise ValueError where one of a predictor's matrices, numbers or codes, or its scales do not fit this shape."""
+    n, columns = shape
+    check_tensor(name, weight, (n, stored_width(weight, columns)), FLOAT_TYPES + CODE_TYPES, like)
+    require(weight.dtype not in CODE_TYPES or scale is not None, f"a weight of {weight.dtype} needs a scale a row")
+    if scale is not None:
+        check_tensor(f"{name}_scale", scale, (n,), (torch.float32,), like)
+
+
+def check_down(predictor: Predictor, batch: int, d: int) -> None:
+    """Raise ValueError where a predictor's first half does not fit inputs (batch, d)."""
+    own, hidden = predictor.weights, predictor.hidden
+    check_tensor("hidden", hidden, (batch, len(own.down)), (torch.float32,), hidden)
+    check_matrix("weight", own.down, own.down_scale, (len(own.down), d), hidden)
 
 
 @dataclass(frozen=True)

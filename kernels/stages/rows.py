@@ -19,7 +19,7 @@ from dejavu_train.kernels.common.checks import check_device, check_tensor, requi
 from dejavu_train.kernels.common.int4_mma import pairs_of_a_warp, unit_vector
 from dejavu_train.kernels.common.int4_norm import norm_bytes
 from dejavu_train.kernels.common.lane_queue import MOST_BYTES, even_room, line_slot_bytes
-from dejavu_train.kernels.common.launch import fetches_rows, n_sms, next_power_of_two, registers_for, use_pdl
+from dejavu_train.kernels.common.launch import fetches_rows, n_sms, registers_for, use_pdl
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, RowNorm
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.settings import Settings
@@ -138,7 +138,7 @@ def launch_tokens(
     check_tensor("x", x, (batch, d), (torch.float16,), weight.words)
     require(1 <= batch <= MOST_TOKENS, f"{batch} tokens, expected 1 to {MOST_TOKENS}")
     n = weight.words.shape[:-1].numel() // segments
-    tokens = max(2, next_power_of_two(batch))
+    tokens = max(2, triton.next_power_of_2(batch))
     form = "list" if listed[0] is not None else "heads" if segments > 1 else "rows"
     settings = TokenSettings.find(weight.format, x.device, d=d, tokens=tokens, form=form)
     words, group, lanes = d // segments // 8, weight.group, 32 * settings.warps

@@ -24,7 +24,6 @@ from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_t
 from dejavu_train.kernels.common.launch import (
     constant_fields,
     dot_type,
-    next_power_of_two,
     programmatic,
     wait_for_count,
     wait_for_predecessor,
@@ -33,9 +32,9 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_
 from dejavu_train.kernels.common.limits import ROW_LANES, Products, takes_nibbles, takes_row_words
 from dejavu_train.kernels.common.row_state import by_state, mask_by_state
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.formats.codes import CODE_TYPES, stored_width, unscaled
+from dejavu_train.kernels.formats.codes import stored_width, unscaled
 from dejavu_train.kernels.stages import up_rows
-from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, down_reference
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, check_matrix, down_reference
 from dejavu_train.kernels.stages.up_rows import BlockSizes
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of 16 bits, whose sum a hidden value is
@@ -225,9 +224,9 @@ def tiles_launch(
 ) -> SelectLaunch:
     """Any number of rows, any format, rank and block."""
     width, multiplied = stored_width(up, rank), dot_type(up.dtype)
-    chunk = min(64, max(16, next_power_of_two(width)))
+    chunk = min(64, max(16, triton.next_power_of_2(width)))
     parts = PARTS[multiplied] if batch == 1 else min(2, PARTS[multiplied])
-    sizes = BlockSizes(block, rank, width, next_power_of_two(batch), chunk, min(stages, -(-width // chunk)), parts)
+    sizes = BlockSizes(block, rank, width, triton.next_power_of_2(batch), chunk, min(stages, -(-width // chunk)), parts)
     return SelectLaunch(up_rows.read_nothing, up_rows.multiply_tiles, sizes, warps)
 
 
@@ -270,7 +269,7 @@ def check_selects(predictor: Predictor, row_state: Tensor | None = None) -> None
     weights, hidden, out, products = predictor.weights, predictor.hidden, predictor.selection, predictor.products
     batch, rank = check_input("hidden", hidden)
     n, block = weights.up.shape[0], out.block
-    check_tensor("predictor.up", weights.up, (n, stored_width(weights.up, rank)), FLOAT_TYPES + CODE_TYPES, hidden)
+    check_matrix("predictor.up", weights.up, weights.up_scale, (n, rank), hidden)
     require(out.n == n, f"the selection is made for {out.n} rows, the predictor has {n}")
     blocks = triton.cdiv(n, block)
     check_tensor("selection.ids", out.ids, (blocks * block,), (torch.int32,), hidden)
@@ -279,10 +278,6 @@ def check_selects(predictor: Predictor, row_state: Tensor | None = None) -> None
     check_tensor("threshold", predictor.threshold, (1,), (torch.float32,), hidden)
     if weights.bias is not None:
         check_tensor("predictor.bias", weights.bias, (n,), FLOAT_TYPES, hidden)
-    scaled = weights.up.dtype in CODE_TYPES
-    require(not scaled or weights.up_scale is not None, f"a weight of {weights.up.dtype} needs a scale a row")
-    if weights.up_scale is not None:
-        check_tensor("predictor.up_scale", weights.up_scale, (n,), (torch.float32,), hidden)
     if row_state is not None:
         check_tensor("row_state", row_state, (batch,), (torch.int32,), hidden)
     nibbles, top_k = weights.up.dtype == torch.uint8, predictor.top_k

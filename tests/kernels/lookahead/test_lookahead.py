@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from predictor_helpers import products_of
+from predictor_helpers import products_of, quantize_rows
 
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
@@ -19,7 +19,6 @@ from dejavu_train.kernels.stages.predictor import (
     Predictor,
     PredictorWeights,
     head_selection,
-    quantize_rows,
 )
 from dejavu_train.kernels.stages.select import select
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from predictor_helpers import predict_down_reference
+from predictor_helpers import predict_down_reference, quantize_rows
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.stages.predict import PredictSettings, predict
-from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, norm_sums, quantize_rows
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, norm_sums
 
 NAN = float("nan")
 

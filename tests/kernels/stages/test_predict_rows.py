@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from predictor_helpers import predictor_of
+from predictor_helpers import predictor_of, quantize_rows
 
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.stages.predict_rows import predict_rows
-from dejavu_train.kernels.stages.predictor import PredictorWeights, quantize_rows
+from dejavu_train.kernels.stages.predictor import PredictorWeights
 
 NAN = float("nan")
 

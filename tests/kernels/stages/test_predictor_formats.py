@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from predictor_helpers import predict_down_reference, predict_select, predictor_of
+from predictor_helpers import predict_down_reference, predict_select, predictor_of, quantize_rows
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products
@@ -10,7 +10,7 @@ from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.codes import unscaled
 from dejavu_train.kernels.stages.predict import predict, site_predict
 from dejavu_train.kernels.stages.predict_rows import predict_rows
-from dejavu_train.kernels.stages.predictor import HeadPredictor, PredictorWeights, head_selection, quantize_rows
+from dejavu_train.kernels.stages.predictor import HeadPredictor, PredictorWeights, head_selection
 from dejavu_train.kernels.stages.select import logits_reference, predict_reference, select
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from predictor_helpers import predict_select, predictor_of, products_of
+from predictor_helpers import predict_select, predictor_of, products_of, quantized
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import Products
@@ -58,7 +58,7 @@ def test_stored_dtypes(dtype, batch, device):
     n, d, rank = 200, 64, 48
     predictor = make_predictor(n, d, rank, device, torch.float16, relu=True)
     if dtype != torch.float16:
-        predictor = predictor.quantized(dtype)
+        predictor = quantized(predictor, dtype)
     x = torch.randn(batch, d).half().to(device)
     out = poisoned(n, device)
     predict_select(x, predictor_of(predictor, 0.0, out, batch, Products.TILES))
@@ -149,7 +149,7 @@ def test_real_shapes(d, n, rank, batch, dtype):
     if dtype == torch.bfloat16:
         predictor = make_predictor(n, d, rank, "cuda", dtype)
     elif dtype != torch.float16:
-        predictor = predictor.quantized(dtype)
+        predictor = quantized(predictor, dtype)
     x = torch.randn(batch, d, device="cuda")
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     out, again = poisoned(n, "cuda"), poisoned(n, "cuda")
