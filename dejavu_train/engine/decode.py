@@ -6,7 +6,7 @@ generation and scoring of any length, and a reset only writes tensors. Rows of a
 of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,12 @@ from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
 from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.prefill import prefill
+from dejavu_train.engine.prompts import Prompts
 from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks, waiting
-from dejavu_train.engine.session import Session
+from dejavu_train.engine.session import Session, Sight
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
 from dejavu_train.engine.verification import EnginePair
@@ -61,6 +62,8 @@ class DecodeEngine(Session):
         UserError: no GPU, a size that does not fit, an uncalibrated bundle, a bundle that cannot be guarded.
         DoesNotFit: the GPU's memory. Unsupported: what there are no kernels for.
     """
+
+    beside = True
 
     def __init__(
         self, model: Any, bundle: Any = None, options: EngineOptions = DEFAULTS, ranks: Ranks | None = None
@@ -131,7 +134,7 @@ class DecodeEngine(Session):
         self.ranks = ranks
         self.join = Join() if ranks is None else RankJoin(ranks.shard, ranks.sums, plan.batch, device)
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard, join=self.join)
-        self.state = self.core.state
+        self.state, self.prompts = self.core.state, Prompts(self.core)
         self.options = options
         self._pairs: dict[str | None, EnginePair] = {}
         super().__init__()
@@ -170,6 +173,11 @@ class DecodeEngine(Session):
         given = zip(rows, total, sparse_from, prefilled, first, strict=True)
         with waiting(self.ranks):
             self._write(0, [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)])
+            if max(prefilled) > 0:
+                self.core.x[-1, : len(rows)] = prefill(
+                    self.weights, self.state.tokens[: len(rows)], prefilled, [cache.k for cache in self.core.caches],
+                    [cache.v for cache in self.core.caches], self.join,
+                )  # fmt: skip
             self.core.tail(sampler.mode, score)
 
     def open(self, stops: Sequence[int]) -> None:
@@ -189,6 +197,8 @@ class DecodeEngine(Session):
         try:
             self.state.done.fill_(1)
             self._write(b, [row])
+            if row.prefilled:
+                self.prompts.run(b, row.tokens[: row.prefilled])
             self.core.tail(row.sampling.mode, False)
         finally:
             done[b], row_state[b] = self.state.done[b], self.state.row_state[b]
@@ -196,29 +206,19 @@ class DecodeEngine(Session):
             self.state.row_state.copy_(row_state)
 
     def _write(self, first: int, rows: Sequence[Row]) -> None:
-        """Rows from number ``first`` on: their state, and the residual stream that the tail goes on from."""
+        """The state of rows from number ``first`` on. Copies to a GPU wait for it, so there are two."""
         state, n, prefilled = self.state, len(rows), [row.prefilled for row in rows]
         own = slice(first, first + n)
         known = torch.zeros(n, max(len(row.tokens) for row in rows), dtype=torch.int32)
-        seen = torch.zeros(n, self.shape.vocab_size, dtype=torch.int32)
         for b, row in enumerate(rows):
             known[b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
-            seen[b, list(row.tokens[: row.prefilled])] = 1
         state.tokens[own, : known.shape[1]] = known.to(self.device)
         if any(row.sampling.penalised for row in rows):
+            seen = torch.zeros(n, self.shape.vocab_size, dtype=torch.int32)
+            for b, row in enumerate(rows):
+                seen[b, list(row.tokens[: row.prefilled])] = 1
             state.seen[own] = seen.to(self.device)
-
-        def put(tensor: Tensor, values: Sequence[float]) -> None:
-            tensor[own] = torch.tensor(values, dtype=tensor.dtype).to(self.device)
-
-        put(state.known, [len(row.tokens) for row in rows])
-        put(state.least, [row.least for row in rows])
-        put(state.limit, [row.total for row in rows])
-        put(state.sparse_from, [row.sparse_from for row in rows])
-        put(state.done, [0] * n)
-        put(state.fault, [0] * n)
-        put(state.position, [count - 1 for count in prefilled])
-        for tensor, name in (
+        samplings = (
             (state.temperature, "temperature"),
             (state.top_p, "top_p"),
             (state.top_k, "top_k"),
@@ -226,20 +226,26 @@ class DecodeEngine(Session):
             (state.repetition, "repetition_penalty"),
             (state.presence, "presence_penalty"),
             (state.frequency, "frequency_penalty"),
-        ):
-            put(tensor, [getattr(row.sampling, name) for row in rows])
-        put(state.seed, [row.sampling.seed * MAX_BATCH + row.number for row in rows])
-        caches = self.core.caches
-        put(self.core.watermark.movedim(1, 0), torch.tensor(prefilled)[:, None, None].tolist())
-        for valid in (cache.valid for cache in caches if cache.valid is not None):
+        )
+        told: list[tuple[Tensor, list[float]]] = [
+            (state.known, [len(row.tokens) for row in rows]),
+            (state.least, [row.least for row in rows]),
+            (state.limit, [row.total for row in rows]),
+            (state.sparse_from, [row.sparse_from for row in rows]),
+            (state.done, [0] * n),
+            (state.fault, [0] * n),
+            (state.position, [count - 1 for count in prefilled]),
+            (state.seed, [row.sampling.seed * MAX_BATCH + row.number for row in rows]),
+            *((tensor, [getattr(row.sampling, name) for row in rows]) for tensor, name in samplings),
+        ]
+        *values, marks = torch.tensor([*(each for _, each in told), prefilled], dtype=torch.float64).to(self.device)
+        for (tensor, _), each in zip(told, values, strict=True):
+            tensor[own] = each
+        self.core.watermark[:, own] = marks[:, None]
+        for valid in (cache.valid for cache in self.core.caches if cache.valid is not None):
             valid[own] = 0
             for b, count in enumerate(prefilled):
                 valid[first + b, :, :count] = 1
-        if max(prefilled) > 0:
-            self.core.x[-1, own] = prefill(
-                self.weights, state.tokens[own], prefilled, [cache.k[own] for cache in caches],
-                [cache.v[own] for cache in caches], self.join,
-            )  # fmt: skip
 
     @torch.inference_mode(False)  # what it holds is written in later calls, which may be outside
     @torch.no_grad()
@@ -282,15 +288,38 @@ class DecodeEngine(Session):
     def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
         """One copy from the device. See `Session.read`."""
         with waiting(self.ranks):
-            looked = torch.stack((self.state.done[:n], self.state.position[:n], self.state.fault[:n])).tolist()
-        done, last, fault = looked
+            sight = self._sight(self._marks()[:, :n].cpu(), self.state.tokens)
+        return sight.held, sight.done, sight.faults
+
+    def sight(self) -> Callable[[], Sight]:
+        """See `Session.sight`. Two copies, which a GPU makes behind the steps."""
+        with self.core.on_device():
+            marks, tokens = (
+                each.to("cpu", non_blocking=True, copy=True) for each in (self._marks(), self.state.tokens)
+            )
+            made = torch.cuda.Event(blocking=True) if self.device.type == "cuda" else None
+            if made is not None:
+                made.record()
+
+        def wait() -> Sight:
+            if made is not None:
+                made.synchronize()
+            return self._sight(marks, tokens)
+
+        return wait
+
+    def _marks(self) -> Tensor:
+        return torch.stack((self.state.done, self.state.position, self.state.fault))
+
+    def _sight(self, marks: Tensor, tokens: Tensor) -> Sight:
+        done, last, fault = marks.tolist()
         faults = {}
         for b, position in enumerate(fault):
             if position:
                 what = f"the logits of row {b} for the token at position {position} hold NaN"
                 faults[b] = not_finite(what, self.weights.embedding.dtype)
-                faults[b].tokens = self.state.tokens[b, :position].tolist()
-        return [position + 1 for position in last], [bool(each) for each in done], faults
+                faults[b].tokens = tokens[b, :position].tolist()
+        return Sight(tokens, [position + 1 for position in last], [bool(each) for each in done], faults)
 
     def end(self, b: int) -> None:
         """See `Session.end`."""

@@ -39,7 +39,7 @@ def prefill(
 
     Args:
         tokens: (B, T) integers. counts: B numbers of tokens, 0 = nothing to do for this row.
-        k_cache, v_cache: per layer (>= B, g, T, head_dim). rows below B are written up to counts[b].
+        k_cache, v_cache: per layer (>= B, g, T, head_dim). rows below B are written, see `run_prompts`.
         join: of the outputs of the halves of layers.
     Returns:
         (B, d) fp32, the residual stream of each row's last token after the last layer (zeros where counts[b] is 0).
@@ -49,21 +49,33 @@ def prefill(
     size = max(1, TOKENS_AT_ONCE // max(counts))
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
-        last[part] = _run(weights, tokens, part, [counts[b] for b in part], k_cache, v_cache, join)
+        longest = max(counts[b] for b in part)
+        numbers, ends = torch.tensor([part, [counts[b] - 1 for b in part]], device=tokens.device)
+        last[numbers] = run_prompts(weights, tokens[numbers, :longest], numbers, ends, k_cache, v_cache, join)
     return last
 
 
-def _run(
+def run_prompts(
     weights: DecodeWeights,
-    tokens: Tensor,
-    rows: list[int],
-    counts: list[int],
+    ids: Tensor,
+    rows: Tensor,
+    ends: Tensor,
     k_cache: list[Tensor],
     v_cache: list[Tensor],
-    join: Join,
+    join: Join = ONE_GPU,
 ) -> Tensor:
-    ids = tokens[rows, : max(counts)].long()
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    """Run prompts that are filled up to one length. Whatever stands behind a prompt changes nothing of it.
+
+    Args:
+        ids: (n, T) integers. rows, ends: (n,) int64, of the caches, and positions of last tokens.
+        k_cache, v_cache: per layer (B, g, >= T, head_dim). T positions are written. What lies behind a row's last token
+            is written again by the steps, before anything reads it.
+    Returns:
+        (n, d) fp32, the residual stream of each last token after the last layer.
+    """
+    ids = ids.long()
+    length = ids.shape[1]
+    positions = torch.arange(length, device=ids.device).expand_as(ids)
 
     bias = None
     if isinstance(weights.placed, Alibi):
@@ -71,8 +83,7 @@ def _run(
         bias = alibi(weights.placed.slopes, positions, positions).masked_fill(ahead, -torch.inf)
 
     def attend(keys: Tensor, values: Tensor, _attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for j, (b, count) in enumerate(zip(rows, counts, strict=True)):
-            keys[b, :, :count], values[b, :, :count] = k[j, :, :count], v[j, :, :count]
+        keys[rows, :, :length], values[rows, :, :length] = k, v
         # Rows are padded at their ends, where causal attention from real tokens never looks.
         k, v = repeat_groups(q, k, v)
         if bias is None:
@@ -82,7 +93,7 @@ def _run(
     x = embedded(weights, ids, positions)
     for layer, keys, values in zip(weights.layers, k_cache, v_cache, strict=True):
         x = forward_block(dense_block(weights, layer, join), x, partial(attend, keys, values), positions)[0]
-    return x[torch.arange(len(rows), device=x.device), torch.tensor(counts, device=x.device) - 1]
+    return x[torch.arange(len(x), device=x.device), ends]
 
 
 def embedded(weights: DecodeWeights, ids: Tensor, positions: Tensor) -> Tensor:

@@ -2,13 +2,16 @@
 
 A row has its own prompt, sampling, seed and end. What it writes does not depend on the others (see
 docs/guides/many-callers.md for where this holds). Who uses this has the engine to himself.
+
+An engine whose steps run beside the caller gets its next steps before the caller looks at the last ones. A row that has
+left meanwhile took steps too many. Nobody hears of them, and who joins in its place writes over them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dejavu_train.engine.inputs import Row
-from dejavu_train.engine.session import Session
+from dejavu_train.engine.session import Session, Sight
 from dejavu_train.errors import UserError
 
 
@@ -22,6 +25,23 @@ class News:
     error: UserError | None = None
 
 
+@dataclasses.dataclass(eq=False)
+class Seat:
+    """A row in its place. shown: tokens that the caller knows. reach: that it has at most, by the steps asked for."""
+
+    row: Row
+    shown: int
+    reach: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """Steps that were asked for: who had which place, and the call that waits for what they gave."""
+
+    seats: Mapping[int, Seat]
+    wait: Callable[[], Sight]
+
+
 class Rows:
     """The rows of an engine, each its own.
 
@@ -31,19 +51,19 @@ class Rows:
 
     def __init__(self, engine: Session, stops: Sequence[int]) -> None:
         self.engine = engine
-        self._taken: dict[int, Row] = {}
-        self._shown = [0] * engine.batch
+        self._seats: dict[int, Seat] = {}
+        self._ahead: Taken | None = None
         engine.open(stops)
 
     @property
     def free(self) -> int:
         """Rows that may join."""
-        return self.engine.batch - len(self._taken)
+        return self.engine.batch - len(self._seats)
 
     @property
     def taken(self) -> int:
         """Rows that are not done."""
-        return len(self._taken)
+        return len(self._seats)
 
     def join(self, row: Row) -> int:
         """Begin a row. Its prompt is run now, while the others wait. Returns its number until it is done.
@@ -53,28 +73,49 @@ class Rows:
         """
         if not self.free:
             raise UserError(f"this engine holds {self.engine.batch} rows, all taken; wait until one is done")
-        b = next(b for b in range(self.engine.batch) if b not in self._taken)
+        b = next(b for b in range(self.engine.batch) if b not in self._seats)
         self.engine.place(b, row)
-        self._taken[b], self._shown[b] = row, len(row.tokens)
+        self._seats[b] = Seat(row, len(row.tokens), row.prefilled + 1)
         return b
 
     def leave(self, b: int) -> None:
         """Row b is wanted no longer."""
         self.engine.end(b)
-        del self._taken[b]
+        del self._seats[b]
 
     def step(self, n: int = 1) -> list[News]:
-        """At most n tokens more for every row. A row that is done is free again."""
-        if not self._taken:
+        """At most n tokens more for every row. A row that is done is free again.
+
+        Where steps run beside the caller, news are of the call before. The first call has none.
+        """
+        taken = self._take(n)
+        if self.engine.beside:
+            self._ahead, taken = taken, self._ahead
+        return [] if taken is None else self._tell(taken)
+
+    def _take(self, n: int) -> Taken | None:
+        """Ask for as many steps as some row may need. None where the steps ahead are the last of all rows."""
+        known = {} if self._ahead is None else self._ahead.seats
+        n = min(n, max((seat.row.total - seat.reach for seat in self._seats.values()), default=0))
+        if n > 0:
+            modes = {seat.row.sampling.mode for seat in self._seats.values()}
+            n = self.engine.steps(n, modes.pop() if len(modes) == 1 else "mixed")
+            for seat in self._seats.values():
+                seat.reach = min(seat.row.total, seat.reach + n)
+        elif all(known.get(b) is seat for b, seat in self._seats.items()):
+            return None
+        return Taken(dict(self._seats), self.engine.sight())
+
+    def _tell(self, taken: Taken) -> list[News]:
+        present = [b for b, seat in sorted(taken.seats.items()) if self._seats.get(b) is seat]
+        if not present:
             return []
-        modes = {row.sampling.mode for row in self._taken.values()}
-        self.engine.steps(n, modes.pop() if len(modes) == 1 else "mixed")
-        held, done, faults = self.engine.read(self.engine.batch)
-        news = []
-        for b in sorted(self._taken):
-            tokens = self.engine.state.tokens[b, self._shown[b] : held[b]].tolist()
-            self._shown[b] = max(self._shown[b], held[b])
-            news.append(News(b, tokens, done[b], faults.get(b)))
-            if done[b]:
-                del self._taken[b]
+        sight, news = taken.wait(), []
+        for b in present:
+            seat, held = self._seats[b], sight.held[b]
+            tokens = sight.tokens[b, seat.shown : held].tolist()
+            seat.shown = max(seat.shown, held)
+            news.append(News(b, tokens, sight.done[b], sight.faults.get(b)))
+            if sight.done[b]:
+                del self._seats[b]
         return news

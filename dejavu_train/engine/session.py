@@ -3,6 +3,7 @@
 Rows of a batch have their own lengths. The engine's state is that of one call, so calls wait for each other.
 """
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,6 +23,16 @@ from dejavu_train.families import ModelDims
 Callback = Callable[[int, int], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What the rows of an engine hold: ``tokens`` (batch, T) integers on the host, and what `Session.read` gives."""
+
+    tokens: Any
+    held: list[int]
+    done: list[bool]
+    faults: dict[int, UserError]
+
+
 class Session(ABC):
     """What callers ask of an engine. A subclass says how its rows begin, step and are read.
 
@@ -29,7 +40,10 @@ class Session(ABC):
         batch, context: rows that the engine holds, and tokens of a row. plan: how a step runs.
         state: has ``tokens`` (batch, T) integers and ``nll`` (batch, T) fp32, tensors or arrays. T: at least context.
         acceptance: of the last lossless call.
+        beside: steps go on while the caller does something else. Otherwise `steps` returns when they are done.
     """
+
+    beside = False
 
     shape: ModelDims
     batch: int
@@ -75,6 +89,11 @@ class Session(ABC):
     @abstractmethod
     def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
         """Of the first n rows: how many tokens each holds, whether it is done, and by row what was not finite."""
+
+    def sight(self) -> Callable[[], Sight]:
+        """A call that waits for the steps that were asked for by now, and says what all rows held behind them."""
+        found = Sight(self.state.tokens, *self.read(self.batch))
+        return lambda: found
 
     def look(self, n: int) -> tuple[list[int], bool]:
         """How many tokens each of the first n rows holds, and whether all of these rows are done.

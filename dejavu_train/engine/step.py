@@ -82,6 +82,8 @@ class DecodeStep:
         self.batch, self.context, self.device = plan.batch, plan.context, device
         self._graphed = options.graph and plan.engine is Engine.GPU
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
         shape, dtype = weights.shape, weights.embedding.dtype
         shared: TokenState | None = None if beside is None else beside.state
         self.work = Workspace.empty(plan, operations(options.ops), options.pdl, dtype, device, shared, join)
@@ -251,13 +253,14 @@ class DecodeStep:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
-    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
         """What ``run`` queues: compile every kernel in a run whose effects are undone, then record one."""
         with CAPTURING:
-            return self._captured(run)
+            return self._captured(run, pool)
 
-    def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream(self.device)
+    def _captured(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        # One stream for all: memory that one recording has given back is taken by the next on the same stream alone.
+        stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), self.undone():
             run()
@@ -266,7 +269,7 @@ class DecodeStep:
         launch.share_carveout(self.plan.carveout)
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads ask of CUDA meanwhile is no part of this capture and does not break it.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
         return graph
 
@@ -275,14 +278,20 @@ class DecodeStep:
         call = mode, score, self.guard is not None and self.guard.due()
         self.replay(call, partial(self.eager, *call))
 
-    def replay(self, key: tuple[Any, ...], run: Callable[[], None]) -> None:
-        """``run`` once, from a graph of this key where steps are graphs. It is recorded the first time."""
+    def replay(self, key: tuple[Any, ...], run: Callable[[], None], shared: bool = False) -> None:
+        """``run`` once, from a graph of this key where steps are graphs. It is recorded the first time.
+
+        Args:
+            shared: its memory is that of other shared graphs. It leaves nothing there that is read later.
+        """
         with self.on_device():
             if not self._graphed:
                 run()
                 return
             if key not in self._graphs:
-                self._graphs[key] = self._capture(run)
+                if shared and self._pool is None:
+                    self._pool = torch.cuda.graph_pool_handle()
+                self._graphs[key] = self._capture(run, self._pool if shared else None)
             self._graphs[key].replay()
 
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -99,13 +99,17 @@ def make_app(line: Line, reader: Reader, name: str, density: dict[str, float], k
             raise Refusal(404, f"there is no model {asked.model} here; ask for {name}", "model", "model_not_found")
         loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
+        def deliver(hand_out: Callable[[], Any]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(hand_out)
+
         def ticket(i: int, row: Row) -> Ticket:
             def hear(what: Event) -> None:
-                with suppress(RuntimeError):  # the loop is closed: nobody listens
-                    loop.call_soon_threadsafe(heard.put_nowait, (i, what))
+                heard.put_nowait((i, what))
 
-            return Ticket(row, Text(reader.tokenizer, asked.stops), hear)
+            return Ticket(row, Text(reader.tokenizer, asked.stops, not asked.stream), hear, bool(asked.stream))
 
+        line.deliver = deliver  # there is one loop
         tickets = [ticket(i, row) for i, row in enumerate(rows)]
         try:
             line.submit(tickets)

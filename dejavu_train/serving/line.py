@@ -17,7 +17,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.serving.metrics import Metrics
 from dejavu_train.serving.text import Text
 
-BURST = 8  # steps between two looks at the line, at most
+BURST = 8  # steps between two looks at the line, at most. One behind a text that has joined: others often follow it
 
 
 class Full(Exception):
@@ -40,12 +40,15 @@ class Ticket:
     """A text that is wanted.
 
     Attributes:
-        hear: called with each `Event`, by the thread of the engine.
+        hear: called with each `Event`, as `Line.deliver` says. streamed: hears more than the end.
     """
 
     row: Row
     text: Text
     hear: Callable[[Event], Any]
+    streamed: bool = True
+    kept: str = ""
+    told: int = 0
     begun: float = field(default_factory=time.perf_counter)
     wanted: bool = True
 
@@ -58,6 +61,7 @@ class Line:
         most: tickets that may wait. turn: held while the thread runs.
     Attributes:
         failure: what ended the thread, or None.
+        deliver: called with what hands out a round's events, once a round. By itself the thread of the line does.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class Line:
         self._turn, self._changed = turn, threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._served: dict[int, Ticket] = {}
-        self._closed = False
+        self._closed, self._burst = False, 1
+        self._events: list[tuple[Ticket, Event]] = []
+        self.deliver: Callable[[Callable[[], Any]], Any] = lambda hand_out: hand_out()
         self.failure: BaseException | None = None
         self.failed: Callable[[], Any] = lambda: None
         self._thread = threading.Thread(target=self._run, name="line", daemon=True)
@@ -123,6 +129,7 @@ class Line:
             self._waiting.clear()
         for ticket in left:
             self._finish(ticket, Event(error=why))
+        self._hand_out()
 
     def _next(self) -> bool:
         """One round: who leaves, who joins, a burst of steps. False when closed."""
@@ -138,14 +145,16 @@ class Line:
             self.rows.leave(b)
             dropped.append(self._served.pop(b))
         self.metrics.add("requests_total", len(dropped), 'outcome="cancelled"')
+        self._burst = min(BURST, 2 * self._burst)
         while self.rows.free:
             with self._changed:
                 if not self._waiting:
                     break
                 ticket = self._waiting.popleft()
             self._join(ticket)
-        for news in self.rows.step(BURST):
+        for news in self.rows.step(self._burst):
             self._tell(news)
+        self._hand_out()
         self.metrics.add("steps_total")
         self.metrics.put("rows_active", self.rows.taken)
         self.metrics.put("rows_waiting", len(self._waiting))
@@ -158,7 +167,7 @@ class Line:
             self._finish(ticket, Event(error=str(error)))
             return
         self.metrics.add("prompt_tokens_total", len(ticket.row.tokens))
-        self._served[b] = ticket
+        self._served[b], self._burst = ticket, 1
 
     def _tell(self, news: News) -> None:
         ticket = self._served[news.row]
@@ -175,14 +184,30 @@ class Line:
             finish = "length"
         if ticket.text.ended and not news.done:
             self.rows.leave(news.row)
+        ticket.kept += text
+        if finish is None and not ticket.streamed:
+            return
         error = None if news.error is None else str(news.error)
-        event = Event(text, ticket.text.tokens - before, finish, error, getattr(self.rows, "acceptance", None))
+        new = ticket.text.tokens - ticket.told
+        event = Event(ticket.kept, new, finish, error, getattr(self.rows, "acceptance", None))
+        ticket.kept, ticket.told = "", ticket.text.tokens
         if finish is None:
-            ticket.hear(event)
+            self._events.append((ticket, event))
         else:
             del self._served[news.row]
             self._finish(ticket, event)
 
     def _finish(self, ticket: Ticket, event: Event) -> None:
         self.metrics.add("requests_total", 1, f'outcome="{"failed" if event.error else "done"}"')
-        ticket.hear(event)
+        self._events.append((ticket, event))
+
+    def _hand_out(self) -> None:
+        """One call for all texts, since each wakes the thread that hears them."""
+        events, self._events = self._events, []
+
+        def hand_out() -> None:
+            for ticket, event in events:
+                ticket.hear(event)
+
+        if events:
+            self.deliver(hand_out)

@@ -11,35 +11,54 @@ class Text:
 
     Args:
         stops: strings before which the text ends. What may be the beginning of one is held back.
+        whole: nobody reads it before its end. Without stops its tokens become text at once then.
     Attributes:
-        tokens: read so far. ended: whether a stop string was found.
+        ended: whether a stop string was found.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), whole: bool = False) -> None:
+        self._tokenizer, self._stops, self._late = tokenizer, tuple(stops), whole and not stops
         self._ids: list[int] = []
         self._start = self._shown = 0
         self._held = ""
-        self.tokens, self.ended = 0, False
+        self.ended = False
+
+    @property
+    def tokens(self) -> int:
+        """Read so far. Those behind the one that completes a stop string are not counted."""
+        return len(self._ids)
 
     def add(self, ids: Sequence[int], last: bool = False) -> str:
         """What these tokens add. last: nothing follows, so nothing is held back."""
-        parts = [[token] for token in ids] if self._stops else [list(ids)]
-        found = "".join(self._add(part) for part in parts if not self.ended)
-        if last and not self.ended:
-            found += self._find(self._decode(True)) + self._held
-            self._held = ""
+        if self.ended:
+            return ""
+        before = self._start, self._shown, self._held
+        found = self._read(ids, last)
+        if self.ended:  # which of the tokens has completed the stop?
+            (self._start, self._shown, self._held), self.ended = before, False
+            again = self._ids[self._shown :]
+            del self._ids[self._shown :]
+            found = ""
+            for i, token in enumerate(again):
+                if not self.ended:
+                    found += self._read([token], last and i == len(again) - 1)
         return found
 
-    def _add(self, ids: list[int]) -> str:
+    def _read(self, ids: Sequence[int], last: bool) -> str:
         self._ids += ids
-        self.tokens += len(ids)
-        return self._find(self._decode(False))
+        if not last and (self._late or not ids):
+            return ""
+        found = self._find(self._decode(last))
+        if last and not self.ended:
+            found, self._held = found + self._held, ""
+        return found
 
     def _decode(self, last: bool) -> str:
         """Text behind what was shown. The tokens before it come along, since some tokenizers look back."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        before = self._tokenizer.decode(self._ids[self._start : self._shown], **options)
+        if self._shown == len(self._ids):
+            return ""
+        before = self._tokenizer.decode(self._ids[self._start : self._shown], **options) if self._shown else ""
         whole = self._tokenizer.decode(self._ids[self._start :], **options)
         if whole.endswith(UNFINISHED) and not last:
             return ""

@@ -138,6 +138,54 @@ def test_rows_join_the_engine_of_a_gpu(tiny_opt):
     assert written(rows, asked, late=2) == alone
 
 
+def test_steps_run_ahead_of_their_news_and_none_too_many(tiny_opt):
+    """A row that leaves or stops while steps are on their way is not heard of again, nor is it taken for the next."""
+    bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.4)
+    options = EngineOptions(batch=2, context=64, device="cpu", ops="reference")
+    engine, run = DecodeEngine(load_opt(str(tiny_opt)), bundle, options), []
+    step = engine.core.step
+    engine.core.step = lambda *asked: (run.append(asked), step(*asked))
+    texts = [written(Rows(engine, ()), [row(n, 12)])[0] for n in (0, 2, 3)]
+    assert len(run) == 3 * 11 and all(len(text) == 12 for text in texts)
+    rows = Rows(engine, (texts[1][2],))
+    stop = texts[1].index(texts[1][2]) + 1
+    first, second = rows.join(row(0, 12)), rows.join(row(2, 12))
+    assert rows.step(4) == [], "these steps run while the caller does something else"
+    rows.leave(first)
+    assert rows.join(row(3, 12)) == first
+    assert [(each.row, each.tokens, each.done) for each in rows.step(4)] == [(second, texts[1][:stop], True)]
+    assert rows.join(row(0, 12)) == second, "while steps are on their way in which the row before was done"
+    found = {first: [], second: []}
+    while rows.taken:
+        for each in rows.step(4):
+            found[each.row] += each.tokens
+    assert found == {first: texts[2], second: texts[0]}
+    assert rows.step(4) == []
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 40])
+def test_a_prompt_that_joins_is_that_of_a_batch(tiny_opt, n):
+    """K and V, and what the LM head reads, whatever its place and the size that it is filled up to."""
+    options = EngineOptions(batch=4, context=60, device="cpu", ops="reference")
+    engine = DecodeEngine(load_opt(str(tiny_opt)), None, options)
+    prompt, other = tokens(n, n), tokens(17, 1)
+
+    def left(b):
+        caches = [part[b, :, :n].clone() for cache in engine.core.caches for part in (cache.k, cache.v)]
+        return engine.core.x[-1, b].clone(), *caches
+
+    engine.begin([other, prompt], [50, 50], [60, 60], [17, n], Sampling())
+    expected = left(1)
+    engine.open(())
+    engine.place(2, Row(prompt, 50, Sampling(), 60, n))
+    alone = left(2)
+    torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-5)
+    engine.place(1, Row(other, 50, Sampling(), 60, 17))
+    engine.place(0, Row(prompt, 50, Sampling(), 60, n))
+    for mine, same, still in zip(alone, left(0), left(2), strict=True):
+        assert torch.equal(mine, same) and torch.equal(mine, still)
+
+
 def test_penalties_and_stop_strings_equal_those_of_transformers(tiny_opt):
     bundle, tokenizer = make_bundle(tiny_opt).at(0.3, 0.75), load_tokenizer(str(tiny_opt))
     dense = load_opt(str(tiny_opt))

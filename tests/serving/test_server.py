@@ -101,6 +101,22 @@ def test_text_holds_back_what_may_be_a_stop():
     text = Text(Letters())
     assert [text.add([97, 126]), text.add([98], last=True)] == ["", "a\ufffdb"]
     assert Text(Letters(), ["abc"]).add([97, 98], last=True) == "ab"
+    text = Text(Letters(), ["en"])
+    assert [text.add(list(map(ord, part))) for part in ("an~", "end")] == ["", "an\ufffd"] and text.tokens == 5
+
+
+def test_a_text_that_nobody_reads_before_its_end_is_the_same(tiny_opt):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_opt)
+    ids = tokenizer("The layer keeps 3 rows — naïve 🙂, and the end of them.").input_ids
+    for stops in ([], ["🙂", "end"]):
+        texts = []
+        for size in (1, 3, 8, len(ids)):
+            for whole in (False, True):
+                text = Text(tokenizer, stops, whole)
+                parts = [text.add(ids[i : i + size], i + size >= len(ids)) for i in range(0, len(ids), size)]
+                assert stops or not whole or not any(parts[:-1])
+                texts.append(("".join(parts), text.tokens, text.ended))
+        assert len(set(texts)) == 1 and texts[0][0].startswith("The layer") and texts[0][2] == bool(stops), texts
 
 
 def test_malformed_requests_get_an_error_of_openais_form(server):
