@@ -54,6 +54,6 @@ def attend_pack(
     given = (q, cache, selection, position, out, scratch, mean)
     arguments, sizes, constants, warps = attention_launch(*given)
     n_packs, pack_arguments, pack_constants = pack_launch(*neurons, PACKED_ENTRIES)
-    _attend_pack_kernel[(n_packs + sizes.GROUPS * sizes.SPLITS,)](
+    _attend_pack_kernel[(n_packs + sizes.GROUPS * sizes.UNITS * sizes.SPLITS,)](
         *arguments, *pack_arguments, n_packs, **constants, **pack_constants, PDL=pdl, num_warps=warps, launch_pdl=pdl
     )

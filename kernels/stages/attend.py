@@ -5,10 +5,11 @@
 
 Heads of K and V, i, are shared by r heads of q each: a group, which row b selects as a whole. Zeros for others, whose
 K/V are not read. Slopes (`positions.Alibi`) are zero where there are none.
-A program owns one (row, group) and one range of POSITIONS positions. The grid is fixed by the capacity, programs beyond
-the position leave. The last program of a group to finish (an integer ticket) combines the partial results in order of
-their index: bitwise deterministic. It also sets watermark[b, i] = position[b] + 1. Positions that were never written
-("stale") are skipped through `valid`.
+A program owns a unit and one range of POSITIONS positions. A unit is a (row, group) with at most QUERIES of its heads
+of q, so a group that shares K and V may be several units. The grid is fixed by the capacity, programs beyond the
+position leave. The last program of a unit to finish (an integer ticket) combines the partial results in order of their
+index: bitwise deterministic. A group's first unit also sets watermark[b, i] = position[b] + 1. A later unit that reads
+it already starts when q/k/v are there. Positions that were never written ("stale") are skipped through `valid`.
 Position, watermark, selection and the K/V below the watermark are older than the launch before this one. They are read
 before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may read early only
 what is older than q/k/v.
@@ -39,14 +40,15 @@ COMBINED = 16  # partial results combined at a time
 
 @dataclass(frozen=True)
 class AttendSettings(Settings, stage="attend"):
-    """positions: of a program, one of `POSITIONS`. warps: of one.
+    """positions: of a program, one of `POSITIONS`. warps: of one. queries: heads of q of one that share K/V, at most.
 
-    Few heads leave room for many programs. Where heads share K/V a program holds its keys while it multiplies with
-    each of them.
+    A program multiplies its keys with one query after another. Few queries leave many programs, that read K/V once
+    each. Many read them once.
     """
 
     positions: int
     warps: int
+    queries: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,13 @@ class Result(NamedTuple):
 
 
 class AttendSizes(NamedTuple):
-    """Constants: heads of K and V, heads of q that share each, and a launch's tiles."""
+    """Constants: heads of K and V, heads of q that share each, how many of these a program has, so many units of them
+    a group is, and a launch's tiles."""
 
     GROUPS: int
     SHARE: int
+    QUERIES: int
+    UNITS: int
     HEAD_DIM: int
     HEAD_TILE: int
     SPLITS: int
@@ -151,45 +156,67 @@ def _partial_results(partial, largest, first, some, n_live, c, inside, HEAD_DIM:
 
 
 @triton.jit
-def _combine(result, head, n_live, c, inside, usual, S: tl.constexpr):
-    """Combines the partial results of a head of q, with its batch row (`head`), and stores what they are together."""
+def _combine(result, heads, n_live, c, inside, usual, S: tl.constexpr):
+    """Combines the partial results of heads of q, each with its batch row, and stores what they are together."""
     # Everything is asked for before the first value is used: the ways to the L2 are what takes time here.
     some = tl.arange(0, S.PARTS)
     s = tl.arange(0, S.SPLIT_TILE)
     live = s < n_live
-    first = head * S.SPLITS
-    parts, heights = _partial_results(result.partial, result.largest, first, some, n_live, c, inside, S.HEAD_DIM)
-    tops = tl.load(result.largest + first + s, mask=live, other=-1e30, cache_modifier=".cg")
-    sums = tl.load(result.total + first + s, mask=live, other=0.0, cache_modifier=".cg")
-    highest = tl.max(tops, 0)
-    mixed = tl.zeros([S.HEAD_TILE], tl.float32)
+    found = ()
+    tops = ()
+    sums = ()
+    for j in tl.static_range(S.QUERIES):
+        first = heads[j] * S.SPLITS
+        found = found + (_partial_results(result.partial, result.largest, first, some, n_live, c, inside, S.HEAD_DIM),)
+        tops = tops + (tl.load(result.largest + first + s, mask=live, other=-1e30, cache_modifier=".cg"),)
+        sums = sums + (tl.load(result.total + first + s, mask=live, other=0.0, cache_modifier=".cg"),)
+    highest = ()
+    mixed = ()
+    for j in tl.static_range(S.QUERIES):
+        highest = highest + (tl.max(tops[j], 0),)
+        mixed = mixed + (tl.zeros([S.HEAD_TILE], tl.float32),)
     for part in range(0, n_live, S.PARTS):
-        mixed += tl.sum(parts * tl.exp(heights - highest)[:, None], 0)
-        parts, heights = _partial_results(
-            result.partial, result.largest, first, part + S.PARTS + some, n_live, c, inside, S.HEAD_DIM
-        )
-    mixed = mixed / tl.sum(sums * tl.exp(tops - highest))
-    tl.store(result.out + head * S.HEAD_DIM + c, mixed - usual, mask=inside)
+        more = ()
+        coming = ()
+        for j in tl.static_range(S.QUERIES):
+            more = more + (mixed[j] + tl.sum(found[j][0] * tl.exp(found[j][1] - highest[j])[:, None], 0),)
+            coming = coming + (
+                _partial_results(
+                    result.partial, result.largest, heads[j] * S.SPLITS, part + S.PARTS + some, n_live, c, inside,
+                    S.HEAD_DIM,
+                ),
+            )  # fmt: skip
+        mixed = more
+        found = coming
+    for j in tl.static_range(S.QUERIES):
+        whole = mixed[j] / tl.sum(sums[j] * tl.exp(tops[j] - highest[j]))
+        tl.store(result.out + heads[j] * S.HEAD_DIM + c, whole - usual[j], mask=inside)
 
 
 @triton.jit
 def attend(
-    pair, split, q, kept, result, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
+    unit, split, q, kept, result, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
 ):
-    """One (row, group) and one range of positions, as a function: look-ahead gives the grid other programs too.
+    """One unit and one range of positions, as a function: look-ahead gives the grid other programs too.
 
     BIAS: what is added to scores, with `slopes` (`positions`).
     """
+    pair = unit // S.UNITS
     b = pair // S.GROUPS
     group = pair % S.GROUPS
     c = tl.arange(0, S.HEAD_TILE)
     inside = c < S.HEAD_DIM
+    owned = ()  # heads of the group. A last unit that lacks some does its last one again.
+    heads = ()
     usual = ()
-    for j in tl.static_range(S.SHARE):
+    for j in tl.static_range(S.QUERIES):
+        own = tl.minimum(unit % S.UNITS * S.QUERIES + j, S.SHARE - 1)
+        owned = owned + (own,)
+        heads = heads + (pair * S.SHARE + own,)
         if result.mean is None:
             usual = usual + (tl.zeros([S.HEAD_TILE], tl.float32),)
         else:
-            at_mean = result.mean + (group * S.SHARE + j) * S.HEAD_DIM + c
+            at_mean = result.mean + (group * S.SHARE + own) * S.HEAD_DIM + c
             usual = usual + (tl.load(at_mean, mask=inside, other=0.0),)
     last = tl.load(kept.position + b, cache_modifier=".cg")
     first = split * S.POSITIONS
@@ -209,8 +236,8 @@ def attend(
     if selected:
         if first <= last:
             queries = ()
-            for j in tl.static_range(S.SHARE):
-                at_q = q + (pair * S.SHARE + j) * S.HEAD_DIM + c
+            for j in tl.static_range(S.QUERIES):
+                at_q = q + heads[j] * S.HEAD_DIM + c
                 queries = queries + (tl.load(at_q, mask=inside, other=0.0) * scale,)
             seen = p <= last
             late = (seen & (p >= ready))[:, None] & inside[None, :]
@@ -222,8 +249,8 @@ def attend(
             mixed = ()
             tops = ()
             masses = ()
-            for j in tl.static_range(S.SHARE):
-                scores = BIAS(tl.sum(k * queries[j][None, :], 1), slopes, group * S.SHARE + j, p - last)
+            for j in tl.static_range(S.QUERIES):
+                scores = BIAS(tl.sum(k * queries[j][None, :], 1), slopes, group * S.SHARE + owned[j], p - last)
                 scores = tl.where(seen, scores, float("-inf"))
                 # A range whose positions are all missing must not give NaN: its weight below is exactly zero.
                 top = tl.maximum(tl.max(scores, 0), -1e30)
@@ -234,31 +261,30 @@ def attend(
             n_live = last // S.POSITIONS + 1
             arrived = 0
             if n_live > 1:
-                for j in tl.static_range(S.SHARE):
-                    slot = (pair * S.SHARE + j) * S.SPLITS + split
+                for j in tl.static_range(S.QUERIES):
+                    slot = heads[j] * S.SPLITS + split
                     tl.store(result.partial + slot * S.HEAD_DIM + c, mixed[j], mask=inside)
                     tl.store(result.largest + slot, tops[j])
                     tl.store(result.total + slot, masses[j])
                 tl.debug_barrier()
-                arrived = tl.atomic_add(result.tickets + pair, 1, sem="acq_rel")
+                arrived = tl.atomic_add(result.tickets + unit, 1, sem="acq_rel")
             if n_live == 1:
-                for j in tl.static_range(S.SHARE):
-                    own = result.out + (pair * S.SHARE + j) * S.HEAD_DIM + c
-                    tl.store(own, mixed[j] / masses[j] - usual[j], mask=inside)
+                for j in tl.static_range(S.QUERIES):
+                    at_out = result.out + heads[j] * S.HEAD_DIM + c
+                    tl.store(at_out, mixed[j] / masses[j] - usual[j], mask=inside)
                 if kept.watermark is not None:
-                    tl.store(kept.watermark + pair, last + 1)
+                    tl.store(kept.watermark + pair, last + 1, mask=unit % S.UNITS == 0)
             elif arrived == n_live - 1:
                 tl.debug_barrier()
-                for j in tl.static_range(S.SHARE):
-                    _combine(result, pair * S.SHARE + j, n_live, c, inside, usual[j], S)
-                tl.store(result.tickets + pair, 0)
+                _combine(result, heads, n_live, c, inside, usual, S)
+                tl.store(result.tickets + unit, 0)
                 if kept.watermark is not None:
-                    tl.store(kept.watermark + pair, last + 1)
+                    tl.store(kept.watermark + pair, last + 1, mask=unit % S.UNITS == 0)
     else:
         if split == 0:
-            for j in tl.static_range(S.SHARE):
+            for j in tl.static_range(S.QUERIES):
                 nothing = tl.zeros([S.HEAD_TILE], tl.float32)
-                tl.store(result.out + (pair * S.SHARE + j) * S.HEAD_DIM + c, nothing, mask=inside)
+                tl.store(result.out + heads[j] * S.HEAD_DIM + c, nothing, mask=inside)
 
 
 @triton.jit
@@ -304,9 +330,11 @@ def attention_launch(
         head_dim**-0.5,
         slopes,
     )
+    units = triton.cdiv(share, settings.queries)
+    queries = triton.cdiv(share, units)  # alike for all
     sizes = AttendSizes(
-        n_groups, share, head_dim, triton.next_power_of_2(head_dim), splits, triton.next_power_of_2(splits),
-        max(2, COMBINED // triton.next_power_of_2(share)), settings.positions,
+        n_groups, share, queries, units, head_dim, triton.next_power_of_2(head_dim), splits,
+        triton.next_power_of_2(splits), max(2, COMBINED // triton.next_power_of_2(queries)), settings.positions,
     )  # fmt: skip
     constants = {"S": constant_fields(sizes), "BIAS": no_bias if slopes is None else alibi_bias}
     return arguments, sizes, constants, settings.warps
@@ -326,5 +354,5 @@ def flash_decode(
     pdl = use_pdl(pdl, q.device)
     given = (q, cache, selection, position, out, scratch, mean)
     arguments, sizes, constants, warps = attention_launch(*given)
-    grid = (len(q) * sizes.GROUPS, sizes.SPLITS)
+    grid = (len(q) * sizes.GROUPS * sizes.UNITS, sizes.SPLITS)
     _flash_decode_kernel[grid](*arguments, **constants, PDL=pdl, num_warps=warps, launch_pdl=pdl)

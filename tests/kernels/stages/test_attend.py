@@ -67,7 +67,8 @@ def poisoned(batch, n_heads, head_dim, capacity, device):
     [
         (1, 2, 4, 32, 0.6, False, None),
         (3, 2, 3, 16, 0.5, False, None),
-        (2, 1, 5, 80, None, False, AttendSettings(64, 2)),
+        (2, 1, 5, 80, None, False, AttendSettings(64, 2, 3)),
+        (1, 1, 7, 16, None, True, AttendSettings(32, 1, 7)),
         (1, 3, 1, 64, 1.0, True, None),
         (2, 2, 2, 16, 0.7, True, None),
         (1, 2, 8, 16, 0.0, False, None),
