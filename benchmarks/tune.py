@@ -43,7 +43,7 @@ DENSITY = 0.15  # of the MLP's rows, where a list of them is read
 BROKEN = "broken"  # in place of a time: refused, or the process ended
 # Stage, or stage and format -> field -> values, in the order in which they are varied. Other fields stay.
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
-    "advance": {"warps": (4, 8, 16, 32)},
+    "advance": {"warps": (4, 8, 16, 32), "parts": (32, 64, 128)},
     "attend": {"positions": (32, 64, 128), "warps": (1, 2, 4)},
     "down_batch": {"rows": (32, 64, 128), "stages": (3, 4, 5, 6), "stripe": (32, 64, 128)},
     "down_int4": {

@@ -20,6 +20,9 @@ is twice as often as a token was generated, and 1 more where the prompt holds it
 logits held a NaN (0 = none), and the row ends there. The logits of position 0 are never looked at: nothing stands
 before it.
 
+Greedy steps share a row out among programs, unless its tokens are scored. Each leaves the best of its tokens, NaN where
+a logit was one: best (B, PARTS) fp32, best_ids (B, PARTS) int32. The last of them to finish chooses among these
+(tickets (B) int32, zero between steps).
 One greedy row may do without logits. Its LM head (`kernels/dense/screened_head.py`) then leaves tokens with a logit
 each, NaN where any of its logits was one.
 """
@@ -38,13 +41,19 @@ from dejavu_train.kernels.dense.screened_head import Chosen
 
 SEARCH_STEPS = 32
 POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
+PARTS = 128  # programs of a greedy row, at most
+LEAST_PART = 256  # tokens of one
 
 
 @dataclass(frozen=True)
 class AdvanceSettings(Settings, stage="advance"):
-    """By the power of two that holds a row's logits, or its candidates behind a screen."""
+    """By the power of two that holds a row's logits, or its candidates behind a screen.
+
+    warps: of a program. parts: programs of a row, at most. The sampling modes need all logits in one.
+    """
 
     warps: int
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,9 @@ class TokenState:
     presence: torch.Tensor
     frequency: torch.Tensor
     seen: torch.Tensor
+    best: torch.Tensor
+    best_ids: torch.Tensor
+    tickets: torch.Tensor
 
     @classmethod
     def empty(
@@ -84,7 +96,7 @@ class TokenState:
         def floats(value: float, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.float32, device=device)
 
-        zeros = ("position", "known", "least", "sparse_from", "row_state", "seed", "fault")
+        zeros = ("position", "known", "least", "sparse_from", "row_state", "seed", "fault", "tickets")
         off = {"temperature": 1, "top_p": 1, "min_p": 0, "repetition": 1, "presence": 0, "frequency": 0}
         return cls(
             tokens=ints(batch, capacity),
@@ -94,6 +106,8 @@ class TokenState:
             stops=ints(n_stops, value=-1),
             top_k=ints(batch, value=1),
             seen=ints(batch, vocab),
+            best=floats(0, batch, PARTS),
+            best_ids=ints(batch, PARTS),
             **{name: ints(batch) for name in zeros},
             **{name: floats(value, batch) for name, value in off.items()},
         )
@@ -104,6 +118,7 @@ Held = namedtuple(
     "Held", "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault"
 )
 Mixed = namedtuple("Mixed", "min_p repetition presence frequency seen")
+Shared = namedtuple("Shared", "best best_ids tickets")  # and one whose rows are shared out
 
 
 def embed_reference(state: TokenState, embedding, positions, x) -> None:
@@ -263,11 +278,79 @@ def _noisy(
 
 
 @triton.jit
-def _advance_kernel(
-    logits, state, chosen, mixed, capacity, n_row, n_vocab, V_TILE: tl.constexpr, N_STOPS: tl.constexpr,
-    MODE: tl.constexpr, SCORE: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+def _move_on(
+    row, ids, inside, b, at, given, kept, first_stop, last_place, dense_before, state, mixed, capacity, n_vocab,
+    V_TILE: tl.constexpr, N_STOPS: tl.constexpr, MODE: tl.constexpr, SCORE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    # One program a row holds all logits in registers: no sort, no softmax in memory. What the step before left is older
+    """Chooses among the logits of row b, of tokens `ids`, and writes the state of the next step."""
+    best = tl.reduce(row, 0, _larger)
+    bad = (best != best) & (at > 0)
+    scaled = row
+    top = best
+    if MODE == 4:
+        times = tl.load(mixed.seen + b.to(tl.int64) * n_vocab + ids, mask=inside, other=0)
+        scale = tl.load(mixed.repetition + b)
+        scaled = tl.where(times > 0, tl.where(row < 0, row * scale, row / scale), row)
+        taken = tl.load(mixed.presence + b) + tl.load(mixed.frequency + b) * (times >> 1).to(tl.float32)
+        scaled = tl.where(times > 1, scaled - taken, scaled)
+        top = tl.max(scaled, 0)
+    if at < first_stop:
+        for i in tl.static_range(N_STOPS):
+            scaled = tl.where(ids == tl.load(state.stops + i), float("-inf"), scaled)
+        top = tl.max(scaled, 0)
+    if MODE == 4:
+        if tl.load(state.temperature + b) > 0:
+            scaled = _noisy(scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE, MODE, STEPS)
+            top = tl.max(scaled, 0)
+    elif MODE > 0:
+        scaled = _noisy(scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE, MODE, STEPS)
+        top = tl.max(scaled, 0)
+    choice = tl.min(tl.where(scaled == top, ids, n_vocab), 0)
+    choice = tl.minimum(choice, n_vocab - 1)
+    token = tl.where(given, kept, choice)
+    if SCORE:
+        if given:
+            target = tl.sum(tl.where(ids == token, row, 0.0))
+            tl.store(state.nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
+    tl.store(state.tokens + b * capacity + at, token)
+    if MODE == 4:
+        counted = mixed.seen + b.to(tl.int64) * n_vocab + token
+        before = tl.load(counted)
+        tl.store(counted, tl.where(given, before | 1, before + 2))
+    stop = 0
+    for i in tl.static_range(N_STOPS):
+        stop |= (tl.load(state.stops + i) == token).to(tl.int32)
+    stop = tl.where(given, 0, stop)
+    if bad:
+        tl.store(state.fault + b, at)
+    finished = (stop != 0) | bad | (at + 1 >= last_place)
+    tl.store(state.position + b, at)
+    tl.store(state.done + b, finished.to(tl.int32))
+    tl.store(state.row_state + b, tl.where(finished, 0, tl.where(at < dense_before, 2, 1)))
+
+
+@triton.jit
+def _leave_best(row, ids, inside, b, part, barred, state, shared, n_vocab, N_STOPS: tl.constexpr, PARTS: tl.constexpr):
+    """Leaves the largest of a part's logits, NaN where one is, and its lowest id. How many parts had left theirs."""
+    worst = tl.reduce(row, 0, _larger)
+    if barred:
+        for i in tl.static_range(N_STOPS):
+            row = tl.where(ids == tl.load(state.stops + i), float("-inf"), row)
+    top = tl.max(row, 0)
+    own = tl.min(tl.where(inside & (row == top), ids, n_vocab), 0)
+    tl.store(shared.best + b * PARTS + part, tl.where(worst != worst, worst, top))
+    tl.store(shared.best_ids + b * PARTS + part, own)
+    tl.debug_barrier()
+    return tl.atomic_add(shared.tickets + b, 1, sem="acq_rel")
+
+
+@triton.jit
+def _advance_kernel(
+    logits, state, chosen, mixed, shared, capacity, n_row, n_vocab, V_TILE: tl.constexpr, N_STOPS: tl.constexpr,
+    MODE: tl.constexpr, SCORE: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program a row holds all logits in registers: no sort, no softmax in memory. Of a row that is `shared` each
+    # program holds a part, and the last one what all of them left. What the step before left is older
     # than the LM head's launch, so it is read before the wait; past the L1, which may hold values of an earlier step.
     b = tl.program_id(0)
     finished_before = tl.load(state.done + b, cache_modifier=".cg")
@@ -282,54 +365,33 @@ def _advance_kernel(
         tl.store(state.row_state + b, 0)
     else:
         ids = tl.arange(0, V_TILE)
+        if shared is not None:
+            ids += tl.program_id(1) * V_TILE
         inside = ids < n_row
         row = tl.load(logits + b.to(tl.int64) * n_row + ids, mask=inside, other=float("-inf"))
-        if chosen is not None:
-            ids = tl.load(chosen + ids, mask=inside, other=n_vocab)
-        best = tl.reduce(row, 0, _larger)
-        bad = (best != best) & (at > 0)
-        scaled = row
-        top = best
-        if MODE == 4:
-            times = tl.load(mixed.seen + b.to(tl.int64) * n_vocab + ids, mask=inside, other=0)
-            scale = tl.load(mixed.repetition + b)
-            scaled = tl.where(times > 0, tl.where(row < 0, row * scale, row / scale), row)
-            taken = tl.load(mixed.presence + b) + tl.load(mixed.frequency + b) * (times >> 1).to(tl.float32)
-            scaled = tl.where(times > 1, scaled - taken, scaled)
-            top = tl.max(scaled, 0)
-        if at < first_stop:
-            for i in tl.static_range(N_STOPS):
-                scaled = tl.where(ids == tl.load(state.stops + i), float("-inf"), scaled)
-            top = tl.max(scaled, 0)
-        if MODE == 4:
-            if tl.load(state.temperature + b) > 0:
-                scaled = _noisy(scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE, MODE, STEPS)
-                top = tl.max(scaled, 0)
-        elif MODE > 0:
-            scaled = _noisy(scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE, MODE, STEPS)
-            top = tl.max(scaled, 0)
-        choice = tl.min(tl.where(scaled == top, ids, n_vocab), 0)
-        choice = tl.minimum(choice, n_vocab - 1)
-        token = tl.where(given, kept, choice)
-        if SCORE:
-            if given:
-                target = tl.sum(tl.where(ids == token, row, 0.0))
-                tl.store(state.nll + b * capacity + at, best + tl.log(tl.sum(tl.exp(row - best))) - target)
-        tl.store(state.tokens + b * capacity + at, token)
-        if MODE == 4:
-            counted = mixed.seen + b.to(tl.int64) * n_vocab + token
-            before = tl.load(counted)
-            tl.store(counted, tl.where(given, before | 1, before + 2))
-        stop = 0
-        for i in tl.static_range(N_STOPS):
-            stop |= (tl.load(state.stops + i) == token).to(tl.int32)
-        stop = tl.where(given, 0, stop)
-        if bad:
-            tl.store(state.fault + b, at)
-        finished = (stop != 0) | bad | (at + 1 >= last_place)
-        tl.store(state.position + b, at)
-        tl.store(state.done + b, finished.to(tl.int32))
-        tl.store(state.row_state + b, tl.where(finished, 0, tl.where(at < dense_before, 2, 1)))
+        if shared is not None:
+            arrived = _leave_best(
+                row, ids, inside, b, tl.program_id(1), at < first_stop, state, shared, n_vocab, N_STOPS, PARTS
+            )
+            if arrived == tl.num_programs(1) - 1:
+                tl.debug_barrier()
+                parts = tl.arange(0, PARTS)
+                there = parts < tl.num_programs(1)
+                slot = b * PARTS + parts
+                best = tl.load(shared.best + slot, mask=there, other=float("-inf"), cache_modifier=".cg")
+                best_ids = tl.load(shared.best_ids + slot, mask=there, other=n_vocab, cache_modifier=".cg")
+                tl.store(shared.tickets + b, 0)
+                _move_on(
+                    best, best_ids, there, b, at, given, kept, first_stop, last_place, dense_before, state, mixed,
+                    capacity, n_vocab, V_TILE, N_STOPS, MODE, SCORE, STEPS,
+                )  # fmt: skip
+        else:
+            if chosen is not None:
+                ids = tl.load(chosen + ids, mask=inside, other=n_vocab)
+            _move_on(
+                row, ids, inside, b, at, given, kept, first_stop, last_place, dense_before, state, mixed,
+                capacity, n_vocab, V_TILE, N_STOPS, MODE, SCORE, STEPS,
+            )  # fmt: skip
 
 
 def advance(
@@ -359,12 +421,19 @@ def advance(
         check_shape("seen", state.seen, batch, n_vocab)
     pdl = use_pdl(pdl, logits.device)
     n_row = n_vocab if chosen is None else chosen.values.numel()
-    tile = triton.next_power_of_2(n_row)
-    settings = AdvanceSettings.find("float", state.tokens.device, tile=tile, screened=chosen is not None)
+    tile, alone = triton.next_power_of_2(n_row), mode != "greedy" or score or chosen is not None
+    settings = AdvanceSettings.find(
+        "float", state.tokens.device, tile=tile, screened=chosen is not None, shared=not alone
+    )
+    require(settings.parts <= PARTS, f"a row has at most {PARTS} parts, not {settings.parts}")
+    if not alone and settings.parts > 1:
+        tile = min(tile, triton.next_power_of_2(max(LEAST_PART, triton.cdiv(n_row, settings.parts))))
+    parts = triton.cdiv(n_row, tile)
+    shared = Shared(*(getattr(state, name) for name in Shared._fields)) if parts > 1 else None
     held = Held(*(getattr(state, name) for name in Held._fields))
     mixed = Mixed(*(getattr(state, name) for name in Mixed._fields)) if mode == "mixed" else None
-    _advance_kernel[(batch,)](
-        logits if chosen is None else chosen.values, held, None if chosen is None else chosen.ids, mixed,
+    _advance_kernel[(batch, parts)](
+        logits if chosen is None else chosen.values, held, None if chosen is None else chosen.ids, mixed, shared,
         state.tokens.shape[1], n_row, n_vocab, V_TILE=tile, N_STOPS=state.stops.shape[0], MODE=modes[mode],
-        SCORE=score, STEPS=SEARCH_STEPS, PDL=pdl, num_warps=settings.warps, launch_pdl=pdl,
+        SCORE=score, STEPS=SEARCH_STEPS, PARTS=PARTS, PDL=pdl, num_warps=settings.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from dejavu_train.kernels.sample.sampling import TokenState, advance, advance_reference
+from dejavu_train.kernels.sample.sampling import (
+    LEAST_PART,
+    AdvanceSettings,
+    TokenState,
+    advance,
+    advance_reference,
+)
 
 ROWS, VOCABULARY = 4, 50
 
@@ -33,6 +39,44 @@ def test_stop_tokens_wait_for_the_least_length(device):
         torch.testing.assert_close(tensor, getattr(made[1], name), msg=name)
     assert made[0].tokens[:2, 5].tolist() == [int(best[0, 1]), int(best[1, 0])]
     assert made[0].done.tolist()[:2] == [0, 1]
+
+
+WIDE = 2 * LEAST_PART + 9  # tokens of three parts
+
+
+def wide_logits(kind):
+    """Rows whose largest logits lie in one part, in two, before a stop token that is barred, and beside a NaN."""
+    logits = torch.randn(ROWS, WIDE, generator=torch.Generator().manual_seed(1)).clamp(max=3.0)
+    logits[0, [LEAST_PART + 7, WIDE - 1]] = 5.0
+    logits[1, [LEAST_PART - 1, 2 * LEAST_PART]] = 5.0
+    logits[2, [3, WIDE - 2]], logits[2, [5, WIDE - 1]] = 6.0, 5.0
+    logits[3] = float("-inf") if kind == "none" else logits[3]
+    if kind == "nan":
+        logits[3, WIDE - 1] = float("nan")
+    return logits
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 128])
+@pytest.mark.parametrize("kind", ["plain", "none", "nan"])
+def test_a_greedy_row_that_programs_share(device, parts, kind):
+    logits, made = wide_logits(kind).to(device), []
+    stops = [3, WIDE - 2, *[-1] * 6]
+    for step in (advance, advance_reference):
+        state = state_of(device, stops=stops, least=[0, 0, 6, 9], known=[3, 3, 3, 3])
+        for tensor in (state.best, state.best_ids):
+            tensor.fill_(-1)
+        with AdvanceSettings(4, parts).in_use():
+            for _ in range(2):  # a second step with the same tickets
+                step(logits, state)
+        made.append(state)
+    for name, tensor in vars(made[0]).items():
+        if name not in ("best", "best_ids"):  # what token stands behind a NaN is open
+            some = slice(0, 3) if name == "tokens" and kind == "nan" else slice(None)
+            torch.testing.assert_close(tensor[some], getattr(made[1], name)[some], msg=name)
+    wanted = [LEAST_PART + 7, LEAST_PART - 1, 5]
+    assert made[0].tokens[:3, 5].tolist() == wanted, "the lowest id of the largest logits, but no barred one"
+    assert made[0].tokens[2, 6] == 3 and made[0].done.tolist() == [0, 0, 1, int(kind == "nan")]
+    assert made[0].fault.tolist() == [0, 0, 0, 5 * (kind == "nan")] and int(made[0].tokens[3].max()) < WIDE
 
 
 @pytest.mark.parametrize("mode", ["greedy", "temperature", "top_p", "top_k"])
