@@ -27,6 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from benchmarks.compiled_attend import attend_cases
 from benchmarks.compiled_steps import step_cases
 from benchmarks.rows import command_line
 from dejavu_train.kernels.attention import out_projection
@@ -504,7 +505,7 @@ def main() -> int:
     texts: dict[str, str] = {}
     for capability in args.capability:
         pretend_a_gpu(capability)
-        every = itertools.chain(cases(args.widths), step_cases() if args.steps else ())
+        every = itertools.chain(cases(args.widths), attend_cases(), step_cases() if args.steps else ())
         for name, call in every:  # one after the other: a case holds the tensors of its width
             for function, kernel in compiled_launches(call) if args.only in name else ():
                 key = f"{name} {function}" if capability == 90 else f"{name} {function} for {capability}"
