@@ -6,10 +6,10 @@
 Heads of K and V, i, are shared by r heads of q each: a group, which row b selects as a whole. Zeros for others, whose
 K/V are not read. Slopes (`positions.Alibi`) are zero where there are none.
 A program owns a unit and one range of POSITIONS positions. A unit is a (row, group) with at most QUERIES of its heads
-of q, so a group that shares K and V may be several units. The grid is fixed by the capacity, programs beyond the
-position leave. The last program of a unit to finish (an integer ticket) combines the partial results in order of their
-index: bitwise deterministic. A group's first unit also sets watermark[b, i] = position[b] + 1. A later unit that reads
-it already starts when q/k/v are there. Positions that were never written ("stale") are skipped through `valid`.
+of q. So a group may be several units. The grid is fixed by the capacity, programs beyond the position leave. The last
+program of a unit to finish (an integer ticket) combines the partial results in order of their index: bitwise
+deterministic. A group's first unit also sets watermark[b, i] = position[b] + 1. A unit that starts so late that it
+reads this finds q/k/v there. Positions that were never written ("stale") are skipped through `valid`.
 Position, watermark, selection and the K/V below the watermark are older than the launch before this one. They are read
 before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may read early only
 what is older than q/k/v.
@@ -130,8 +130,10 @@ class Result(NamedTuple):
 
 
 class AttendSizes(NamedTuple):
-    """Constants: heads of K and V, heads of q that share each, how many of these a program has, so many units of them
-    a group is, and a launch's tiles."""
+    """Constants: heads of K and V, heads of q that share each, and a launch's tiles.
+
+    QUERIES: of the sharing heads, in a unit. UNITS: of a group.
+    """
 
     GROUPS: int
     SHARE: int
