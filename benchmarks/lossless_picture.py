@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.rows import command_line
 from benchmarks.tables_format import Row, read_csv
 from benchmarks.tables_lossless import CPU, CPU_DRAFT, GPU, cpu_cycles, last_of
+from dejavu_train.evaluation.figure import save
 
 SHARES = [0.5 + 0.005 * i for i in range(101)]
 
@@ -116,9 +117,7 @@ def draw(root: Path, picture: Path) -> None:
     axes.legend(loc="upper left", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
+    save(figure, picture.with_suffix(""), ["png"])
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.rows import command_line
 from benchmarks.tables_ranks import Step, alone, ms_of, steps_of
+from dejavu_train.evaluation.figure import save
 
 LARGEST = "175b"
 MODEL = "66b"
@@ -66,9 +67,7 @@ def draw(root: Path, picture: Path) -> None:
         title=f"One row, {cards}. 10 % of the neurons where heads are named",
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0.19, 1, 1))
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
+    save(figure, picture.with_suffix(""), ["png"])
 
 
 def draw_line(axis: Any, line: Line, colour: str) -> None:

@@ -69,20 +69,22 @@ class RankOrderSums(GroupSums):
             out.add_(other)
 
 
-class SymmetricSums(GroupSums):
-    """In one kernel a sum: each rank reads the others' parts over NVLink, without multicast.
+class NVLinkSums(GroupSums):
+    """In one kernel a sum, by memory that the GPUs share, without multicast. A subclass says how.
 
     Of long prompts sums are NCCL's, which sends each number once.
 
     Raises:
-        RuntimeError: GPUs that cannot read each other's memory.
+        RuntimeError: GPUs that cannot reach each other's memory.
     """
+
+    how: str
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
         super().__init__(device, group)
         from torch.distributed import _symmetric_memory
 
-        self.name = "one-shot over NVLink"
+        self.name = f"{self.how} over NVLink"
         self._memory = _symmetric_memory
         whole: Any = dist.group.WORLD
         self._group = (group or whole).group_name
@@ -92,17 +94,27 @@ class SymmetricSums(GroupSums):
         if out[0].item() != dist.get_world_size(group):
             raise RuntimeError("a sum over NVLink is wrong here")
 
-    def buffer(self, *sizes: int) -> Tensor:
-        made = self._memory.empty(*sizes, dtype=torch.float32, device=self.device)
-        self._memory.rendezvous(made, self._group)
-        return made.zero_()
-
-    def add(self, part: Tensor, out: Tensor, pdl: bool = False) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._group, out)
-
     def by_rank(self) -> Sums:
         """See `Sums.by_rank`. The kernel adds a number of each rank in the order of the ranks."""
         return self
+
+    def shared(self, *sizes: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """Zeros that all ranks reach, and torch's handle on them. All ranks call it together."""
+        made = self._memory.empty(*sizes, dtype=dtype, device=self.device)
+        handle = self._memory.rendezvous(made, self._group)
+        return made.zero_(), handle
+
+
+class SymmetricSums(NVLinkSums):
+    """Each rank reads the others' parts."""
+
+    how = "one-shot"
+
+    def buffer(self, *sizes: int) -> Tensor:
+        return self.shared(*sizes, dtype=torch.float32)[0]
+
+    def add(self, part: Tensor, out: Tensor, pdl: bool = False) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._group, out)
 
 
 def sums_of(device: torch.device, group: Any = None) -> Sums:
