@@ -61,7 +61,7 @@ class Run:
     """The folders, the clock and the processes of a run.
 
     Args:
-        options: scale, device, gpus, work, out, minutes, shards.
+        options: scale, device, gpus, work, out, minutes, pretrain_seconds, shards.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -155,7 +155,7 @@ class Run:
     def pretrain_seconds(self) -> float:
         """So many that the later stages have their time."""
         scale, options = self.scale, self.options
-        seconds = scale.pretrain_seconds
+        seconds = options.pretrain_seconds or scale.pretrain_seconds
         if options.minutes:
             around = self.expected["pretrain"] - scale.pretrain_seconds
             later = sum(self.expected.values()) - self.mark("text")
@@ -357,8 +357,9 @@ def start(options: argparse.Namespace) -> None:
     if not code.exists():
         kept = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs", "one")
         shutil.copytree(ROOT, code, symlinks=True, ignore=kept)
-    given = ["scale", "device", "gpus", "work", "out", "minutes", "shards"]
-    command = [*CALL, "benchmarks.one_model", "run", *(f"--{name}={getattr(options, name)}" for name in given)]
+    given = ["scale", "device", "gpus", "work", "out", "minutes", "pretrain_seconds", "shards"]
+    flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given]
+    command = [*CALL, "benchmarks.one_model", "run", *flags]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(code), os.environ.get("PYTHONPATH", "")])}
     with (Path(options.work) / "run.log").open("ab") as log:
         subprocess.Popen(
@@ -409,6 +410,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", default="/dev/shm/one")
     parser.add_argument("--out", default=os.environ.get("OUT", "/tmp/one_model"), help="where rows are packed")
     parser.add_argument("--minutes", type=float, default=0.0, help="of the run; 0: no marks, no stage is late")
+    parser.add_argument("--pretrain-seconds", type=float, default=0.0, help="at most; 0: those of the scale")
     parser.add_argument("--shards", type=int, default=1, help="2: decode on two GPUs as well")
     parser.add_argument("--seconds", type=float, default=540, help="of look, at most")
     options = parser.parse_args(argv)
