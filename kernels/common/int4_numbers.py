@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device
 from dejavu_train.kernels.common.int4_tiles import codes_of
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix
@@ -58,10 +58,10 @@ def written_out_by_output(weight: Int4Rows, pdl: bool = False) -> Tensor:
 def _write_out(weight: Int4Rows, out: Tensor, pdl: bool) -> Tensor:
     check_device("weight", weight.words)
     *_, n, d = weight.shape
-    pdl = use_pdl(pdl, out.device)
     n_words = weight.words.numel()
     _write_out_kernel[(triton.cdiv(n_words, BLOCK),)](
         weight.words, weight.scales, out, n_words, n, out.stride(-3) if out.dim() > 2 else 0, out.stride(-2),
-        W=d // COLUMNS_PER_WORD, GROUP=weight.group, BLOCK=BLOCK, PDL=pdl, num_warps=8, launch_pdl=pdl,
+        W=d // COLUMNS_PER_WORD, GROUP=weight.group, BLOCK=BLOCK, num_warps=8,
+        **as_dependent(pdl, out.device),
     )  # fmt: skip
     return out

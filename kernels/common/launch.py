@@ -80,6 +80,12 @@ def use_pdl(pdl: bool, device: torch.device) -> bool:
     return pdl and _knows_pdl(device)
 
 
+def as_dependent(pdl: bool, device: torch.device) -> dict[str, bool]:
+    """Options of a launch that waits and triggers where it is one of a dependent."""
+    dependent = use_pdl(pdl, device)
+    return {"PDL": dependent, "launch_pdl": dependent}
+
+
 def programmatic(x: Tensor, pdl: bool) -> tuple[bool, bool]:
     """(the kernel waits and triggers, it is launched as a dependent) for kernels on x's device.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
-from dejavu_train.kernels.common.launch import load_vector, n_sms, registers_for, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import as_dependent, load_vector, n_sms, registers_for, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import (
     LayerNormWeights,
     layer_norm_reference,
@@ -364,19 +364,19 @@ def screened_head(
     check_shape("x", x, 1, d)
     check_shape("position", position, 1)
     check_shape("least", least, 1)
-    pdl = use_pdl(pdl, x.device)
+    dependent = as_dependent(pdl, x.device)
     settings, rows = head.settings, RowSettings.find("float", x.device, d=d)
     n_stops = stops.shape[0]
     _screen_kernel[(head.lows.numel(),)](
         x, ln.args()._replace(gain=head.gain, shift=head.shift), head.words, head.scales, stops, head.upper, head.lows,
-        head.steps, head.tiny, n, D=d, BLOCK=settings.block(d), ROWS=settings.rows, N_STOPS=n_stops, PDL=pdl,
-        num_warps=settings.warps_for(d), maxnreg=settings.registers, launch_pdl=pdl,
+        head.steps, head.tiny, n, D=d, BLOCK=settings.block(d), ROWS=settings.rows, N_STOPS=n_stops,
+        num_warps=settings.warps_for(d), maxnreg=settings.registers, **dependent,
     )  # fmt: skip
     programs = head.best.values.numel()
     _rescore_kernel[(programs,)](
         x, ln.args(), head.weight, head.upper, head.lows, position, least, stops,
         head.best.values, head.best.ids, n, head.lows.numel(),
         D=d, BLOCK=rows.block(d), CHUNK=triton.next_power_of_2(triton.cdiv(n, programs)),
-        LOWS=triton.next_power_of_2(head.lows.numel()), N_STOPS=n_stops, PDL=pdl,
-        num_warps=rows.warps_for(d), launch_pdl=pdl,
+        LOWS=triton.next_power_of_2(head.lows.numel()), N_STOPS=n_stops,
+        num_warps=rows.warps_for(d), **dependent,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_shape
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import use_pdl
+from dejavu_train.kernels.common.launch import as_dependent
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
 from dejavu_train.kernels.stages.attend import AttentionScratch, attend, attention_launch
@@ -20,15 +20,11 @@ PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's progr
 @triton.jit(do_not_specialize=["n_ranges"])
 def _attend_pack_kernel(
     q, kept, result, capacity, scale, slopes, ids, counts, packed_ids, packed_count, n_ranges, n_packs,
-    S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr,
-    ALL_RANGES: tl.constexpr, RANGES: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if pid < n_packs:
-        pack_ranges(
-            pid, ids, counts, packed_ids, packed_count, n_ranges, SLOTS, SLOTS_PAD, ALL_RANGES,
-            RANGES, True, PDL,
-        )  # fmt: skip
+        pack_ranges(pid, ids, counts, packed_ids, packed_count, n_ranges, P, True, PDL)
     else:
         place = pid - n_packs
         attend(place // S.SPLITS, place % S.SPLITS, q, kept, result, capacity, scale, slopes, S, BIAS, PDL)
@@ -49,11 +45,10 @@ def attend_pack(
 
     Errors: shapes, head dims.
     """
-    pdl = use_pdl(pdl, q.device)
     check_shape("q", q, 1, *q.shape[1:])
     given = (q, cache, selection, position, out, scratch, mean)
     arguments, sizes, constants, warps = attention_launch(*given)
-    n_packs, pack_arguments, pack_constants = pack_launch(*neurons, PACKED_ENTRIES)
+    n_packs, pack_arguments, pack_sizes = pack_launch(*neurons, PACKED_ENTRIES)
     _attend_pack_kernel[(n_packs + sizes.GROUPS * sizes.UNITS * sizes.SPLITS,)](
-        *arguments, *pack_arguments, n_packs, **constants, **pack_constants, PDL=pdl, num_warps=warps, launch_pdl=pdl
+        *arguments, *pack_arguments, n_packs, P=pack_sizes, **constants, num_warps=warps, **as_dependent(pdl, q.device)
     )

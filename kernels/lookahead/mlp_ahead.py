@@ -12,7 +12,6 @@ heads are selected at their own site.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,7 +38,7 @@ from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.mlp import mlp_sums
-from dejavu_train.kernels.stages.predict import site_predict_reference
+from dejavu_train.kernels.stages.predict import head_rows, site_predict_reference
 from dejavu_train.kernels.stages.predictor import HeadPredictor, PredictorWeights, norm_sums
 from dejavu_train.kernels.stages.qkv_owned import Down, Late
 
@@ -159,36 +158,26 @@ def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
         site_predict_reference(residual, heads.ln, heads.predictor, ahead.position * 0, heads.row_state, nowhere)
 
 
-class Selecting(NamedTuple):
-    """The predictor of the next layer's heads, with the sums that fold its norm, and what it fills. All are None where
-    no heads are selected."""
-
-    head_rows: Any = None
-    head_gains: Any = None
-    head_shifts: Any = None
-    head_bias: Any = None
-    threshold: Any = None
-    row_state: Any = None
-    row_bits: Any = None
-
-
 @triton.jit
 def _select_head(head, residual, norm, heads, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """All of it before the wait: residual is older than the launch before, and no L1 may have it as it was."""
+    """All of it before the wait: residual is older than the launch before, and no L1 may have it as it was.
+
+    heads: `predict.HeadRows`.
+    """
     start_dependents(PDL)
     columns = tl.arange(0, BLOCK)
-    offset = tl.load(heads.head_bias + head)
+    offset = tl.load(heads.bias + head)
     limit = tl.load(heads.threshold)
     state = tl.load(heads.row_state)
-    gain_sum = tl.load(heads.head_gains + head)
-    shift_sum = tl.load(heads.head_shifts + head)
+    gain_sum = tl.load(heads.gains + head)
+    shift_sum = tl.load(heads.shifts + head)
     products = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, as_it_comes(D), BLOCK):
         c = begin + columns
         x = tl.load(residual + c, mask=c < D, other=0.0, cache_modifier=".cg")
-        w = tl.load(heads.head_rows + head * D + c, mask=c < D, other=0.0).to(tl.float32)
+        w = tl.load(heads.weight + head * D + c, mask=c < D, other=0.0).to(tl.float32)
         products += x * tl.load(norm.gain + c, mask=c < D, other=0.0).to(tl.float32) * w
         total += x
         squares += x * x
@@ -253,22 +242,10 @@ def _add_ahead(
     check_shape("out", out, 1, d)
     check_tensor("attn_in", ahead.attn_in, (1, ahead.attn_in.shape[1], d), (torch.float16,), out)
     check_shape("moments", ahead.norm.moments, 2)
-    n_heads = 0
-    selecting, norm = Selecting(), None
+    selecting, norm, n_heads = None, None, 0
     if heads is not None:
-        predictor = heads.predictor
-        assert predictor.rows is not None and predictor.bias is not None and predictor.threshold is not None
-        assert predictor.sums is not None
-        n_heads = predictor.selection.n
-        check_shape("rows of heads", predictor.rows, n_heads, d)
-        check_tensor("bias of heads", predictor.bias, (n_heads,), (torch.float32,), out)
-        check_tensor("threshold of heads", predictor.threshold, (1,), (torch.float32,), out)
-        require(predictor.selection.block == 1, "a selection of heads has one of them a block")
-        norm = heads.ln.args()._replace(shift=None)
-        selecting = Selecting(
-            predictor.rows, *predictor.sums, predictor.bias, predictor.threshold, heads.row_state,
-            predictor.selection.row_bits,
-        )  # fmt: skip
+        selecting = head_rows(heads.predictor, heads.ln, heads.row_state, out)
+        norm, n_heads = heads.ln.args()._replace(shift=None), heads.predictor.selection.n
     settings = SumSettings.of(partials, splits)
     _add_ahead_kernel[(n_heads + triton.cdiv(d, settings.stripe),)](
         partials, bias, residual, out, ahead.norm.ln.folded[0], ahead.norm.estimate, ahead.position, ahead.attn_in,

@@ -19,7 +19,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import check_shape
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import late_factors_reference, late_sums
-from dejavu_train.kernels.common.launch import constant_fields, use_pdl
+from dejavu_train.kernels.common.launch import as_dependent, constant_fields
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.mlp_ahead import ROWS, LateSite
@@ -100,7 +100,6 @@ def qkv_select(
     mlp.hidden: (1, rank) fp32 from `site_predict`. late: as `mlp_ahead` left it. Then hidden is made here, the bias of
     q/k/v is replaced by `late.shifts`, and their weight has 4 bits. Errors: shapes, policy, a CPU tensor.
     """
-    pdl = use_pdl(pdl, q.device)
     given, made, gains = weights, (None, None), None
     if late is not None:
         given, gains = replace(weights, bias=late.shifts), late.gains
@@ -128,6 +127,6 @@ def qkv_select(
     given_hidden, up_rows, lists, n, _ = select_arguments(mlp, row_state)
     _qkv_select_kernel[(ahead.DOWN + n_tiles + mlp.selection.counts.numel(),)](
         *arguments, *made, given_hidden, up_rows, lists, n, n_tiles, S=constant_fields(sizes), A=ahead,
-        LATE_ROWS=late_rows_sizes, READ=how.READ, MULTIPLY=how.MULTIPLY, UP=how.constants["S"], PDL=pdl,
-        launch_pdl=pdl, **options,
+        LATE_ROWS=late_rows_sizes, READ=how.READ, MULTIPLY=how.MULTIPLY, UP=how.constants["S"],
+        **as_dependent(pdl, q.device), **options,
     )  # fmt: skip

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from dejavu_train.kernels.common.checks import check_device, check_shape, require
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.screened_head import Chosen
 
@@ -156,10 +156,9 @@ def embed(
     batch, d = x.shape
     check_shape("x", x, batch, d)
     check_shape("embedding", embedding, embedding.shape[0], d)
-    pdl = use_pdl(pdl, x.device)
     _embed_kernel[(batch, triton.cdiv(d, 1024))](
         state.tokens, state.position, embedding, positions, x, state.tokens.shape[1], OFFSET=POSITION_OFFSET, D=d,
-        BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        BLOCK=1024, num_warps=4, **as_dependent(pdl, x.device),
     )  # fmt: skip
 
 
@@ -419,7 +418,6 @@ def advance(
         raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(modes)}")
     if mode == "mixed":
         check_shape("seen", state.seen, batch, n_vocab)
-    pdl = use_pdl(pdl, logits.device)
     n_row = n_vocab if chosen is None else chosen.values.numel()
     tile, alone = triton.next_power_of_2(n_row), mode != "greedy" or score or chosen is not None
     settings = AdvanceSettings.find(
@@ -435,5 +433,6 @@ def advance(
     _advance_kernel[(batch, parts)](
         logits if chosen is None else chosen.values, held, None if chosen is None else chosen.ids, mixed, shared,
         state.tokens.shape[1], n_row, n_vocab, V_TILE=tile, N_STOPS=state.stops.shape[0], MODE=modes[mode],
-        SCORE=score, STEPS=SEARCH_STEPS, PARTS=PARTS, PDL=pdl, num_warps=settings.warps, launch_pdl=pdl,
+        SCORE=score, STEPS=SEARCH_STEPS, PARTS=PARTS, num_warps=settings.warps,
+        **as_dependent(pdl, logits.device),
     )  # fmt: skip

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_attention, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import constant_fields, start_dependents_and_wait, use_pdl
+from dejavu_train.kernels.common.launch import as_dependent, constant_fields, start_dependents_and_wait
 from dejavu_train.kernels.common.positions import Alibi, alibi_bias, no_bias
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
@@ -353,8 +353,7 @@ def flash_decode(
     mean: Tensor | None = None,
 ) -> None:
     """See the module's formula. Selection None = all groups. Errors: shapes, head dims, a CPU tensor."""
-    pdl = use_pdl(pdl, q.device)
     given = (q, cache, selection, position, out, scratch, mean)
     arguments, sizes, constants, warps = attention_launch(*given)
     grid = (len(q) * sizes.GROUPS * sizes.UNITS, sizes.SPLITS)
-    _flash_decode_kernel[grid](*arguments, **constants, PDL=pdl, num_warps=warps, launch_pdl=pdl)
+    _flash_decode_kernel[grid](*arguments, **constants, num_warps=warps, **as_dependent(pdl, q.device))

@@ -21,7 +21,7 @@ from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import MlpWeights
 from dejavu_train.kernels.stages.rows import launch_row, launch_tokens
-from dejavu_train.kernels.stages.sink import HiddenSink
+from dejavu_train.kernels.stages.sink import LinearSink
 
 
 def kept_unit(weights: MlpWeights, dtype: torch.dtype) -> float:
@@ -31,7 +31,7 @@ def kept_unit(weights: MlpWeights, dtype: torch.dtype) -> float:
     return 2.0**-6 if weights.hidden.activation == "relu2" and narrow else 1.0
 
 
-def hidden_passes(weights: MlpWeights, y: Tensor, row_bits: Tensor | None = None) -> list[tuple[Any, HiddenSink]]:
+def hidden_passes(weights: MlpWeights, y: Tensor, row_bits: Tensor | None = None) -> list[tuple[Any, LinearSink]]:
     """The matrices in their order, with what becomes of their products."""
     form, unit = weights.hidden, tl.constexpr(kept_unit(weights, y.dtype))
     threshold, function = tl.constexpr(form.threshold), activation_of(form.activation, form.threshold)
@@ -40,7 +40,8 @@ def hidden_passes(weights: MlpWeights, y: Tensor, row_bits: Tensor | None = None
         check_tensor("bias", linear.bias, (y.shape[1],), FLOAT_TYPES, y)
         second = bool(made)
         used = function if not second or form.both else activation_of("none")
-        made.append((linear.weight, HiddenSink(y, linear.bias, row_bits, used, threshold, unit, tl.constexpr(second))))
+        sink = LinearSink(y, linear.bias, None, used, threshold, row_bits, unit, tl.constexpr(second))
+        made.append((linear.weight, sink))
     return made
 
 

@@ -30,7 +30,7 @@ from dejavu_train.kernels.common.checks import (
     require,
 )
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import programmatic, row_or, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import as_dependent, programmatic, row_or, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import (
     LayerNormWeights,
     layer_norm_reference,
@@ -160,14 +160,13 @@ def norm_heads(
             if each is not None:
                 check_shape("a norm of heads", each, head_dim)
     filled = policy == "backfill" and cache.watermark is not None
-    pdl = use_pdl(pdl, q.device)
     _head_norm_kernel[(len(q) * n_heads, CHUNKS if filled else 1)](
         q, cache.k, None if selection is None else selection.row_bits, position, row_or(cache.watermark, position),
         table, cache.capacity, norms.q.args(), norms.k.args(), H=n_heads, SHARE=share,
         SHARE_TILE=triton.next_power_of_2(share), HEAD_DIM=head_dim,
         HEAD_TILE=triton.next_power_of_2(head_dim), POSITIONS=POSITIONS,
         POLICY=POLICIES["backfill"] if filled else POLICIES["always"] if policy == "always" else POLICIES["stale"],
-        PDL=pdl, num_warps=1, launch_pdl=pdl,
+        num_warps=1, **as_dependent(pdl, q.device),
     )  # fmt: skip
 
 

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_input, check_shape, check_tensor, require
 from dejavu_train.kernels.common.launch import (
+    as_dependent,
     constant_fields,
     load_vector,
     n_sms,
     programmatic,
     start_dependents_and_wait,
     sums_together,
-    use_pdl,
     wait_for_predecessor,
 )
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference, row_moments
@@ -337,6 +337,20 @@ def _hidden_rows(predictor: Predictor, ln: LayerNormWeights) -> HiddenRows:
     return HiddenRows(own.down, own.down_scale, *sums, predictor.hidden)
 
 
+def head_rows(heads: HeadPredictor, ln: LayerNormWeights, row_state: Tensor, x: Tensor) -> HeadRows | None:
+    """What a kernel is handed of a predictor of heads that reads x (B, d), checked. None: it selects nothing."""
+    if heads.rows is None:
+        return None
+    assert heads.bias is not None and heads.threshold is not None
+    n_heads = heads.selection.n
+    check_shape("rows of heads", heads.rows, n_heads, x.shape[1])
+    check_tensor("bias of heads", heads.bias, (n_heads,), (torch.float32,), x)
+    check_tensor("threshold of heads", heads.threshold, (1,), (torch.float32,), x)
+    require(heads.selection.block == 1, "a selection of heads has one of them a block")
+    sums = heads.sums or norm_sums(heads.rows, ln)
+    return HeadRows(heads.rows, *sums, heads.bias, heads.threshold, row_state, heads.selection.row_bits)
+
+
 def _check_norm(x: Tensor, ln: LayerNormWeights) -> tuple[int, int]:
     batch, d = check_input("x", x)
     for name, given in zip(("weight", "bias"), ln.folded, strict=True):
@@ -391,17 +405,11 @@ def site_predict(
         ValueError: shapes, dtypes, a CPU tensor.
     """
     batch, d = _check_norm(x, ln)
-    n_heads = 0 if heads.rows is None else heads.selection.n
     check_shape("attn_in", attn_in, batch, attn_in.shape[1], d)
     check_shape("position", position, batch)
-    selecting = down = None
-    n_rows = 0
-    if heads.rows is not None:
-        assert heads.bias is not None and heads.threshold is not None
-        check_shape("heads.rows", heads.rows, n_heads, d)
-        check_shape("bias", heads.bias, n_heads)
-        sums = heads.sums or norm_sums(heads.rows, ln)
-        selecting = HeadRows(heads.rows, *sums, heads.bias, heads.threshold, row_state, heads.selection.row_bits)
+    selecting = head_rows(heads, ln, row_state, x)
+    n_heads = 0 if selecting is None else heads.selection.n
+    down, n_rows = None, 0
     if mlp is not None:
         require(batch == 1, f"the LayerNorm is folded into the product of one row, got {batch}")
         check_down(mlp, 1, d)
@@ -410,10 +418,8 @@ def site_predict(
     programs, sizes, warps = row_launch(x, (n_heads, n_rows), False, relu)
     if down is None and selecting is None:  # the input alone
         down = HiddenRows(None, None, None, None, None)
-    pdl = use_pdl(pdl, x.device)
     _predict_kernel[(programs,)](
-        x, ln.args(), selecting, n_heads, down, n_rows,
-        Kept(attn_in, position, attn_in.shape[1]),
+        x, ln.args(), selecting, n_heads, down, n_rows, Kept(attn_in, position, attn_in.shape[1]),
         WAIT=wait_for_predecessor, HEAD_PROGRAMS=triton.cdiv(n_heads, max(1, sizes.rows)), BOTH=mlp is not None,
-        S=constant_fields(sizes), PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        S=constant_fields(sizes), num_warps=warps, **as_dependent(pdl, x.device),
     )  # fmt: skip

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import constant_fields, row_or, use_pdl
+from dejavu_train.kernels.common.launch import as_dependent, constant_fields, row_or
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.positions import turned_reference
 from dejavu_train.kernels.common.selection import Selection
@@ -132,9 +132,8 @@ def qkv(
     pdl: bool = False,
 ) -> None:
     """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
-    pdl = use_pdl(pdl, q.device)
     n_tiles, arguments, sizes, options = qkv_launch(weights, cache, selection, position, q, policy)
-    _qkv_kernel[(n_tiles,)](*arguments, S=constant_fields(sizes), PDL=pdl, launch_pdl=pdl, **options)
+    _qkv_kernel[(n_tiles,)](*arguments, S=constant_fields(sizes), **as_dependent(pdl, q.device), **options)
 
 
 def qkv_launch(

@@ -1,7 +1,7 @@
 """What becomes of products: kernels of rows are handed one of these, the functions with the tensors that they need.
 
-`LinearSink`: y[b, i] = act(v[b, i] + bias[i] + residual[b, i]). Bias and residual may be missing. `HiddenSink`: see
-`stages.hidden`. `QkvSink`: v + bias of head-major rows, as in `qkv`, goes to q, and to the caches at each row's
+`LinearSink`: y[b, i] = unit act(v[b, i] + bias[i] + residual[b, i]), each of which may be missing, and what else
+`stages.hidden` wants. `QkvSink`: v + bias of head-major rows, as in `qkv`, goes to q, and to the caches at each row's
 position.
 
 A kernel calls `ahead` before the products, for what is loaded, and `put` behind them. lines: numbers of rows, b: of
@@ -27,22 +27,6 @@ def _linear_ahead(sink, lines, b, inside, stored, n_rows):
         found = found + (tl.load(sink.bias + lines, mask=inside, other=0.0),)
     if sink.residual is not None:
         found = found + (tl.load(sink.residual + b * n_rows + lines, mask=stored, other=0.0, cache_modifier=".cg"),)
-    return found
-
-
-@triton.jit
-def _put_linear(sink, values, ahead, lines, b, stored, n_rows):
-    if sink.bias is not None:
-        values += ahead[0].to(tl.float32)
-    if sink.residual is not None:
-        values += ahead[1 if sink.bias is not None else 0]
-    values = sink.activation(values)
-    tl.store(sink.y + b * n_rows + lines, values.to(sink.y.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _hidden_ahead(sink, lines, b, inside, stored, n_rows):
-    found = (tl.load(sink.bias + lines, mask=inside, other=0.0),)
     if sink.row_bits is not None:
         found = found + (tl.load(sink.row_bits + lines, mask=inside, other=0, cache_modifier=".cg"),)
     if sink.gated:
@@ -51,8 +35,13 @@ def _hidden_ahead(sink, lines, b, inside, stored, n_rows):
 
 
 @triton.jit
-def _put_hidden(sink, values, ahead, lines, b, stored, n_rows):
-    values += ahead[0].to(tl.float32)
+def _put_linear(sink, values, ahead, lines, b, stored, n_rows):
+    if sink.bias is not None:
+        values += ahead[0].to(tl.float32)
+        ahead = ahead[1:]
+    if sink.residual is not None:
+        values += ahead[0]
+        ahead = ahead[1:]
     values = sink.activation(values, sink.threshold)
     if sink.gated:
         gate = ahead[len(ahead) - 1].to(tl.float32)
@@ -60,7 +49,7 @@ def _put_hidden(sink, values, ahead, lines, b, stored, n_rows):
     else:
         values *= sink.unit
     if sink.row_bits is not None:
-        values = tl.where(((ahead[1] >> b) & 1) != 0, values, 0.0)
+        values = tl.where(((ahead[0] >> b) & 1) != 0, values, 0.0)
     tl.store(sink.y + b * n_rows + lines, values.to(sink.y.dtype.element_ty), mask=stored)
 
 
@@ -96,30 +85,23 @@ def _put_qkv(sink, values, ahead, lines, b, stored, n_rows):
 
 
 class LinearSink(NamedTuple):
-    """y, residual: (B, n). bias: (n). activation: of `ACTIVATIONS`."""
+    """y, residual: (B, n). bias: (n). activation: of `ACTIVATIONS`, a ReLU with this threshold.
+
+    row_bits (n): without its bit a batch row gets zero. gated: y holds the gate's values, which are times unit, and
+    gets their products with these.
+    """
 
     y: Tensor
     bias: Tensor | None
     residual: Tensor | None = None
     activation: Any = ACTIVATIONS["none"]
+    threshold: Any = tl.constexpr(0.0)
+    row_bits: Tensor | None = None
+    unit: Any = tl.constexpr(1.0)
+    gated: Any = tl.constexpr(False)
     together: Any = tl.constexpr(1)
     ahead: Any = _linear_ahead
     put: Any = _put_linear
-
-
-class HiddenSink(NamedTuple):
-    """y: (B, n). bias, row_bits: (n). gated: y holds the gate's values, and gets their products with these."""
-
-    y: Tensor
-    bias: Tensor
-    row_bits: Tensor | None
-    activation: Any
-    threshold: Any
-    unit: Any
-    gated: Any
-    together: Any = tl.constexpr(1)
-    ahead: Any = _hidden_ahead
-    put: Any = _put_hidden
 
 
 class QkvSink(NamedTuple):
@@ -154,7 +136,7 @@ class QkvSink(NamedTuple):
         return self.bias.numel()
 
 
-Sink = LinearSink | HiddenSink | QkvSink
+Sink = LinearSink | QkvSink
 
 
 def qkv_sink_reference(products: Tensor, bias: Tensor, position: Tensor, q: Tensor, cache: KvCache) -> None:

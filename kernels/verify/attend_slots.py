@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_attention, check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
 from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
 
@@ -129,10 +129,9 @@ def attend_slots(
     splits = triton.cdiv(cache.capacity, SPLIT)
     check_shape("scratch.largest", scratch.largest, sequences * h * ROWS, splits)
     require(q.dtype == cache.k.dtype == cache.v.dtype, f"q and caches differ: {q.dtype}, {cache.k.dtype}")
-    pdl = use_pdl(pdl, q.device)
     _attend_slots_kernel[(h, splits, sequences)](
         q, cache.k, cache.v, position, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets, slopes,
         cache.capacity, splits, head_dim**-0.5, HEADS=h, SHARE=share, HEAD_DIM=head_dim,
         HEAD_TILE=max(16, triton.next_power_of_2(head_dim)), SLOT_COUNT=SLOTS, ROW_TILE=ROWS, POSITIONS=SPLIT,
-        SEQUENCES=sequences, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        SEQUENCES=sequences, num_warps=4, **as_dependent(pdl, q.device),
     )  # fmt: skip

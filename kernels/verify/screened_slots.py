@@ -9,7 +9,7 @@ head's. The largest logit of a slot and its lowest token are those of the whole 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,13 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, check_shape, check_tensor
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
 from dejavu_train.kernels.dense.screened_head import ScreenedHead, levels_of
 from dejavu_train.kernels.formats.matrix import Rows
-from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.rows import launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink
-from dejavu_train.kernels.verify.slot_walk import SLOTS, SlotSettings, put_slots, slot_sums
+from dejavu_train.kernels.verify.slot_walk import SLOTS, SlotSettings, SlotWalk, put_slots, slot_sums
 
 ROWS = 16  # of numbers that are read together
 TILE, BLOCK, STAGES = 64, 256, 4  # of codes: rows, columns of a step, steps on their way
@@ -145,20 +144,6 @@ def _walk_screened(x, norm, weight, scales, sink, source, n_rows, how: tl.conste
         put_slots(tl.full((how.rows, how.wide), float("-inf"), tl.float32), sink, lines, n_rows, how)
 
 
-@keyed
-class ScreenedWalk(NamedTuple):
-    """As `SlotWalk`, of rows as stored, which are not cut."""
-
-    d: int
-    rows: int
-    block: int
-    stages: int
-    wide: int
-    turned: bool = False
-    unit: float = 1.0
-    walk: Any = _walk_screened
-
-
 def screened_slots_reference(
     x: Tensor, n: Tensor, head: ScreenedHead, stops: Tensor, logits: Tensor, scratch: ScreenScratch | None
 ) -> None:
@@ -179,22 +164,22 @@ def screened_slots(
     check_tensor("n", n, (SLOTS.value, d), (head.weight.dtype,), x)
     check_tensor("logits", logits, (SLOTS.value, rows), (torch.float32,), x)
     check_shape("scratch.upper", scratch.upper, rows, SLOTS.value)
-    dependent = use_pdl(pdl, x.device)
+    dependent = as_dependent(pdl, x.device)
     _levels_kernel[(SLOTS.value,)](
         x, n, head.ln.args()._replace(gain=head.gain, shift=head.shift), scratch.levels, scratch.numbers,
         scratch.floors, head.steps, head.tiny,
-        D=d, BLOCK=head.settings.block(d), SLOT_COUNT=SLOTS, PDL=dependent,
-        num_warps=head.settings.warps_for(d), launch_pdl=dependent,
+        D=d, BLOCK=head.settings.block(d), SLOT_COUNT=SLOTS,
+        num_warps=head.settings.warps_for(d), **dependent,
     )  # fmt: skip
     _screen_kernel[(triton.cdiv(rows, TILE),)](
         head.words.view(torch.int8), head.scales, scratch.levels.view(torch.int8), scratch.numbers, stops,
         scratch.upper, scratch.floors, rows, D=d, ROW_TILE=TILE, COLUMNS=BLOCK, STEPS=STAGES, SLOT_COUNT=SLOTS,
-        N_STOPS=stops.shape[0], PDL=dependent, num_warps=4, launch_pdl=dependent,
+        N_STOPS=stops.shape[0], num_warps=4, **dependent,
     )  # fmt: skip
     weight = Rows(head.weight)
     settings = SlotSettings.find(weight.format, x.device, bytes=head.weight.element_size(), d=d, turned=False)
     block = min(settings.block, max(16, triton.next_power_of_2(d)))  # as the whole head: the order of sums
-    how = ScreenedWalk(d, ROWS, block, settings.stages, SLOTS.value)
+    how = SlotWalk(d, ROWS, block, settings.stages, walk=_walk_screened)
     launch_walk(
         triton.cdiv(rows, ROWS), n, None, weight.parts(), LinearSink(logits, None),
         ScreenSource(scratch.upper, scratch.floors), rows, how, pdl, num_warps=1,

@@ -179,13 +179,13 @@ class SlotWalk(NamedTuple):
     rows: int
     block: int
     stages: int
-    splits: int
-    turned: bool
-    wide: int
-    unit: float
-    lanes: int
-    fetched: int
-    line: int
+    splits: int = 1
+    turned: bool = False
+    wide: int = SLOTS.value
+    unit: float = 1.0
+    lanes: int = 32
+    fetched: int = 0
+    line: int = 0
     walk: Any = _walk_slots
 
 
