@@ -185,6 +185,22 @@ def _line_place(queue, lane, row, chunk, V: tl.constexpr):
 
 
 @triton.jit
+def _words_of_units(
+    queue, lane, at, first, second, rows, left_first, left_second, V: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Without ASM: the queue with the words that `ask_units` asks for, in the order in which lanes take them."""
+    for unit in tl.static_range(2):
+        place = second if unit else first
+        left = left_second if unit else left_first
+        for half in tl.static_range(2):
+            row = lane % 32 // 4 + 8 * half
+            for v in tl.static_range(V):
+                there = (row < rows) & (lane % 4 * V < left)
+                queue = queue + (tl.load(at + place + row * W + lane % 4 * V + v, mask=there, other=0),)
+    return queue
+
+
+@triton.jit
 def ask_lines(
     queue, lane, at, rows, left, SLOT: tl.constexpr, V: tl.constexpr, W: tl.constexpr, START: tl.constexpr,
     PARTLY: tl.constexpr, ASM: tl.constexpr = ASSEMBLY,
@@ -206,13 +222,7 @@ def ask_lines(
                 operands = operands + (tl.where(there, 4 * V, 0),)
         assembly(_ask_lines(L, SLOT, V, W, START, PARTLY), "=r,r,l,r,r,r,r" if PARTLY else "=r,r,l", operands)
     else:
-        for unit in tl.static_range(2):
-            place = (4 * unit + lane % 4) * V
-            for half in tl.static_range(2):
-                row = lane % 32 // 4 + 8 * half
-                for v in tl.static_range(V):
-                    there = (row < rows) & (place < left)
-                    queue = queue + (tl.load(at + START + row * W + place + v, mask=there, other=0),)
+        queue = _words_of_units(queue, lane, at + START, 0, 4 * V, rows, left, left - 4 * V, V, W)
     return queue
 
 
@@ -237,14 +247,7 @@ def ask_units(
             operands = operands + (tl.where(there, 4 * V, 0),)
         assembly(_ask_lines(L, 0, V, W, 0, True), "=r,r,l,r,r,r,r", operands)
     else:
-        for unit in tl.static_range(2):
-            place = second if unit else first
-            left = left_second if unit else left_first
-            for half in tl.static_range(2):
-                row = lane % 32 // 4 + 8 * half
-                for v in tl.static_range(V):
-                    there = (row < rows) & (lane % 4 * V < left)
-                    queue = queue + (tl.load(at + place + row * W + lane % 4 * V + v, mask=there, other=0),)
+        queue = _words_of_units(queue, lane, at, first, second, rows, left_first, left_second, V, W)
     return queue
 
 

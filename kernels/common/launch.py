@@ -234,17 +234,23 @@ def load_vector(x_ptr, columns, D: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.
 
 
 @triton.jit
+def joined(tiles, LEVELS: tl.constexpr):
+    """2 ** LEVELS tiles (BLOCK,) as one (BLOCK, 2, .., 2). Neighbours are told apart by the first axis behind BLOCK."""
+    for level in tl.static_range(LEVELS):
+        pairs = ()
+        for k in tl.static_range(0, 1 << (LEVELS - level), 2):
+            pairs = pairs + (tl.join(tiles[k], tiles[k + 1]),)
+        tiles = pairs
+    return tiles[0]
+
+
+@triton.jit
 def sums_together(tiles, N: tl.constexpr):
     """The sums of N <= 16 tiles (BLOCK,) as scalars, by one reduction: joined in pairs, summed, split again."""
     LEVELS: tl.constexpr = 1 if N <= 2 else 2 if N <= 4 else 3 if N <= 8 else 4
     for _ in tl.static_range(N, 1 << LEVELS):
         tiles = tiles + (tl.zeros_like(tiles[0]),)
-    for level in tl.static_range(LEVELS):
-        joined = ()
-        for k in tl.static_range(0, 1 << (LEVELS - level), 2):
-            joined = joined + (tl.join(tiles[k], tiles[k + 1]),)
-        tiles = joined
-    sums = (tl.sum(tiles[0], 0),)
+    sums = (tl.sum(joined(tiles, LEVELS), 0),)
     for level in tl.static_range(LEVELS):
         halves = ()
         for k in tl.static_range(1 << level):

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, check_shape, require
-from dejavu_train.kernels.common.launch import as_dependent, load_vector, n_sms, registers_for, wait_for_predecessor
+from dejavu_train.kernels.common.launch import (
+    as_dependent,
+    joined,
+    load_vector,
+    n_sms,
+    registers_for,
+    wait_for_predecessor,
+)
 from dejavu_train.kernels.common.layer_norm import (
     LayerNormWeights,
     layer_norm_reference,
@@ -254,13 +261,7 @@ def _sums(tiles, N: tl.constexpr):
     ordered = ()
     for k in tl.static_range(N):
         ordered = ordered + (tiles[_reversed(k, N)],)
-    LEVELS: tl.constexpr = _log2(N)
-    for level in tl.static_range(LEVELS):
-        joined = ()
-        for k in tl.static_range(0, N >> level, 2):
-            joined = joined + (tl.join(ordered[k], ordered[k + 1]),)
-        ordered = joined
-    return tl.reshape(tl.sum(ordered[0], 0), (N,))
+    return tl.reshape(tl.sum(joined(ordered, _log2(N)), 0), (N,))
 
 
 @triton.jit

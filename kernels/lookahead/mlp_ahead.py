@@ -231,13 +231,7 @@ def mlp_ahead(
 ) -> None:
     """`mlp` of x (1, d) fp32, the residual too, and what it leaves for the next layer. Errors: as there."""
     pdl = use_pdl(pdl, out.device)
-    sums = mlp_sums(x, ln, weights, rows, partials, early, pdl, late=ahead.norm)
-    _add_ahead(*sums, weights.down.bias, x, out, ahead, pdl)
-
-
-def _add_ahead(
-    partials: Tensor, splits: int, bias: Tensor, residual: Tensor, out: Tensor, ahead: LateSite, pdl: bool
-) -> None:
+    partials, splits = mlp_sums(x, ln, weights, rows, partials, early, pdl, late=ahead.norm)
     d, heads = out.shape[1], ahead.heads
     check_shape("out", out, 1, d)
     check_tensor("attn_in", ahead.attn_in, (1, ahead.attn_in.shape[1], d), (torch.float16,), out)
@@ -248,8 +242,8 @@ def _add_ahead(
         norm, n_heads = heads.ln.args()._replace(shift=None), heads.predictor.selection.n
     settings = SumSettings.of(partials, splits)
     _add_ahead_kernel[(n_heads + triton.cdiv(d, settings.stripe),)](
-        partials, bias, residual, out, ahead.norm.ln.folded[0], ahead.norm.estimate, ahead.position, ahead.attn_in,
-        ahead.norm.moments, ahead.arrived, norm, selecting, D=d, STRIPE=settings.stripe, SPLITS=splits,
+        partials, weights.down.bias, x, out, ahead.norm.ln.folded[0], ahead.norm.estimate, ahead.position,
+        ahead.attn_in, ahead.norm.moments, ahead.arrived, norm, selecting, D=d, STRIPE=settings.stripe, SPLITS=splits,
         CHUNK=settings.chunk, H=n_heads, BLOCK=min(1024, triton.next_power_of_2(d)), PDL=pdl,
         num_warps=settings.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -236,6 +236,19 @@ def _larger(a, b):
 
 
 @triton.jit
+def _above_cutoff(scaled, weight, wanted, STEPS: tl.constexpr):
+    """Logits from the largest cut-off on above which the weights still reach `wanted`, by bisection. -inf below it."""
+    low = -88.0
+    high = 1e-6
+    for _ in range(STEPS):
+        middle = (low + high) * 0.5
+        enough = tl.sum(tl.where(scaled >= middle, weight, 0), 0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return tl.where(scaled >= low, scaled, float("-inf"))
+
+
+@triton.jit
 def _noisy(
     scaled, top, ids, inside, b, at, state, mixed, n_vocab, V_TILE: tl.constexpr, MODE: tl.constexpr,
     STEPS: tl.constexpr,
@@ -243,32 +256,16 @@ def _noisy(
     """Logits of a tile, of row b, of which top is the largest, filtered and with the noise of (seed, at, id)."""
     scaled = (scaled - top) / tl.load(state.temperature + b)
     if MODE >= 3:
-        # The largest cut-off above which top_k tokens still stand, by bisection on the logit.
         number = tl.load(state.top_k + b)
         if MODE == 4:
             number = tl.where(number > 0, number, n_vocab)
-        low = -88.0
-        high = 1e-6
-        for _ in range(STEPS):
-            middle = (low + high) * 0.5
-            enough = tl.sum((scaled >= middle).to(tl.int32), 0) >= number
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        scaled = tl.where(scaled >= low, scaled, float("-inf"))
+        scaled = _above_cutoff(scaled, 1, number, STEPS)
     if MODE >= 2:
-        # The same for the kept probability, which must reach top_p.
         weight = tl.where(inside, tl.exp(scaled), 0.0)
         mass = tl.load(state.top_p + b) * tl.sum(weight)
         if MODE == 4:  # without top-k and top-p as the mode temperature, which sums nothing up
             mass = tl.where((tl.load(state.top_p + b) < 1.0) | (tl.load(state.top_k + b) > 0), mass, float("inf"))
-        low = -88.0
-        high = 1e-6
-        for _ in range(STEPS):
-            middle = (low + high) * 0.5
-            enough = tl.sum(tl.where(scaled >= middle, weight, 0.0)) >= mass
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        scaled = tl.where(scaled >= low, scaled, float("-inf"))
+        scaled = _above_cutoff(scaled, weight, mass, STEPS)
     if MODE == 4:
         scaled = tl.where(scaled >= tl.log(tl.load(mixed.min_p + b)), scaled, float("-inf"))
     uniform = tl.rand(tl.load(state.seed + b), at * V_TILE + ids)

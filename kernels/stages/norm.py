@@ -16,7 +16,6 @@ Weights and biases of norms have the order of the rows of q and k.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,7 +38,7 @@ from dejavu_train.kernels.common.layer_norm import (
 )
 from dejavu_train.kernels.common.positions import Rotary, angles, turned, turned_reference
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.stages.qkv import POLICIES
+from dejavu_train.kernels.stages.qkv import POLICIES, new_positions
 
 POSITIONS = 8  # that a program takes at once
 CHUNKS = 4  # programs of a head: most heads lack a position or two
@@ -59,25 +58,16 @@ def norm_heads_reference(
     """Plain torch, one (row, head) at a time, in fp64 where q is."""
     rotary = cache.positions if isinstance(cache.positions, Rotary) else None
     batch, n_heads, _, head_dim = cache.k.shape
-    mask = torch.ones(batch, n_heads, dtype=torch.bool) if selection is None else selection.to_mask(batch)
     own = q.view(batch, n_heads, -1, head_dim)
 
     def made(x: Tensor, ln: LayerNormWeights, p: Tensor) -> Tensor:
         y = layer_norm_reference(x.to(q.dtype), ln, q.dtype)
         return y if rotary is None else turned_reference(y, rotary, p.expand(y.shape[:-1]))
 
-    for b in range(batch):
-        t = int(position[b])
-        for head in range(n_heads):
-            chosen = bool(mask[b, head])
-            if chosen:
-                own[b, head] = made(own[b, head], norms.q, position[b])
-            if chosen or policy == "always":
-                first = t
-                if policy == "backfill" and cache.watermark is not None:
-                    first = int(cache.watermark[b, head])
-                p = torch.arange(first, t + 1, device=q.device)
-                cache.k[b, head, p] = made(cache.k[b, head, p], norms.k, p).to(cache.k.dtype)
+    for b, head, chosen, p in new_positions(cache, selection, position, policy):
+        if chosen:
+            own[b, head] = made(own[b, head], norms.q, position[b])
+        cache.k[b, head, p] = made(cache.k[b, head, p], norms.k, p).to(cache.k.dtype)
 
 
 @triton.jit

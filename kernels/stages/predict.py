@@ -145,12 +145,6 @@ def row_values(ptr, first, n_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def read_numbers(x, columns, D: tl.constexpr, BLOCK: tl.constexpr):
-    """A vector in pieces, as rows of numbers or of codes of a byte meet them."""
-    return load_vector(x, columns, D, BLOCK)
-
-
-@triton.jit
 def spread_numbers(tile):
     return (to_float(tile),)
 
@@ -258,7 +252,7 @@ def predicted_rows(
     """
     STORED: tl.constexpr = tl.float32 if rows.weight is None else rows.weight.dtype.element_ty
     NIBBLES: tl.constexpr = STORED == tl.uint8
-    READ: tl.constexpr = read_halves if NIBBLES else read_numbers
+    READ: tl.constexpr = read_halves if NIBBLES else load_vector
     SPREAD: tl.constexpr = nibble_floats if NIBBLES else spread_numbers
     WIDTH: tl.constexpr = (S.d + 1) // 2 if NIBBLES else S.d  # elements of a row
     STEPS: tl.constexpr = (WIDTH + S.block - 1) // S.block

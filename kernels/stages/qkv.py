@@ -20,6 +20,8 @@ Policies: "backfill" as above. "always" writes K/V of every head at t and reads 
 K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +76,20 @@ class QkvSettings(Settings, stage="qkv"):
         return replace(self, rows=min(self.rows, head_dim & -head_dim), block=block)
 
 
+def new_positions(
+    cache: KvCache, selection: Selection | None, position: Tensor, policy: str
+) -> Iterator[tuple[int, int, bool, Tensor]]:
+    """(batch row, head, whether it is selected, its new positions (n,)) of every head that gets new K and V."""
+    batch, n_heads = cache.k.shape[:2]
+    mask = torch.ones(batch, n_heads, dtype=torch.bool) if selection is None else selection.to_mask(batch)
+    for b, head in itertools.product(range(batch), range(n_heads)):
+        chosen, first, end = bool(mask[b, head]), int(position[b]), int(position[b]) + 1
+        if chosen or policy == "always":
+            if policy == "backfill" and cache.watermark is not None:
+                first = int(cache.watermark[b, head])
+            yield b, head, chosen, torch.arange(first, end, device=cache.k.device)
+
+
 def qkv_reference(
     weights: Linear, cache: KvCache, selection: Selection, position: Tensor, q: Tensor, policy: str = "backfill"
 ) -> None:
@@ -81,29 +97,18 @@ def qkv_reference(
     batch, n_heads = cache.k.shape[:2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     weight, bias = weights.weight.dense(wide), weights.bias.to(wide)
-    mask = selection.to_mask(batch)
-    for b in range(batch):
-        t = int(position[b])
-        for head in range(n_heads):
-            chosen = bool(mask[b, head])
-            if not chosen and policy != "always":
-                continue
-            first = t
-            if policy == "backfill":
-                assert cache.watermark is not None
-                first = int(cache.watermark[b, head])
-            n = cache.attn_in[b, first : t + 1].to(wide)
-            rows = n @ weight[head].transpose(1, 2) + bias[head][:, None]
-            if cache.turning is not None:
-                turned = turned_reference(rows[:-1], cache.turning, torch.arange(first, t + 1, device=n.device))
-                rows = torch.cat([turned, rows[-1:]])
-            cache.k[b, head, first : t + 1] = rows[-2].to(cache.k.dtype)
-            cache.v[b, head, first : t + 1] = rows[-1].to(cache.v.dtype)
-            if chosen:
-                q.view(batch, n_heads, -1, q.shape[-1])[b, head] = rows[:-2, -1]
-            if policy == "stale":
-                assert cache.valid is not None
-                cache.valid[b, head, t] = 1
+    assert policy != "backfill" or cache.watermark is not None
+    for b, head, chosen, p in new_positions(cache, selection, position, policy):
+        rows = cache.attn_in[b, p].to(wide) @ weight[head].transpose(1, 2) + bias[head][:, None]
+        if cache.turning is not None:
+            rows = torch.cat([turned_reference(rows[:-1], cache.turning, p), rows[-1:]])
+        cache.k[b, head, p] = rows[-2].to(cache.k.dtype)
+        cache.v[b, head, p] = rows[-1].to(cache.v.dtype)
+        if chosen:
+            q.view(batch, n_heads, -1, q.shape[-1])[b, head] = rows[:-2, -1]
+        if policy == "stale":
+            assert cache.valid is not None
+            cache.valid[b, head, p] = 1
 
 
 @triton.jit

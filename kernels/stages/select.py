@@ -84,19 +84,15 @@ def logits_reference(hidden: Tensor, predictor: PredictorWeights) -> Tensor:
     return logits if predictor.bias is None else logits + predictor.bias.to(hidden.dtype)
 
 
-def chosen_reference(predictor: Predictor, logits: Tensor, row_state: Tensor | None = None) -> Tensor:
-    """Which neurons these logits (B, n) select: (B, n) bool."""
-    if predictor.top_k is not None:
-        return top_k_mask(logits, predictor.top_k, row_state)
-    return mask_by_state(logits > predictor.threshold, row_state)
-
-
 def select_reference(predictor: Predictor, row_state: Tensor | None = None, logits_out: Tensor | None = None) -> None:
     """Plain torch, in place: selection, and the list without gaps where there is one."""
     logits = logits_reference(predictor.hidden, predictor.weights)
     if logits_out is not None:
         logits_out.copy_(logits)
-    predictor.selection.set_mask(chosen_reference(predictor, logits, row_state))
+    if predictor.top_k is not None:
+        predictor.selection.set_mask(top_k_mask(logits, predictor.top_k, row_state))
+    else:
+        predictor.selection.set_mask(mask_by_state(logits > predictor.threshold, row_state))
     if predictor.listed is not None:
         ids = predictor.selection.indices()
         predictor.listed[0][: len(ids)] = ids.int()
