@@ -33,7 +33,7 @@ from benchmarks.rows import command_line
 from dejavu_train.kernels.attention import out_projection
 from dejavu_train.kernels.common import checks, launch, settings
 from dejavu_train.kernels.common.int4_numbers import written_out
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
 from dejavu_train.kernels.common.limits import Products, selection_block
@@ -231,8 +231,9 @@ class Layer:
         x, ln, d = self.x, self.ln, self.d
         yield f"dense_rows {d}", lambda: dense_rows.dense_rows(x, ln, self.w, self.bias, "relu", self.hidden, True)
         yield f"hidden_row {d}", lambda: hidden.hidden_row(x, ln, self.mlp, self.hidden, True)
-        yield f"qkv_dense {d}", lambda: dense_rows.qkv_dense(x, ln, self.qkv, self.ones, self.q, self.every, True)
-        sparse = (self.qkv, self.cache, self.heads, self.ones, self.q)
+        every = HeadStep(self.q, self.every, self.ones)
+        yield f"qkv_dense {d}", lambda: dense_rows.qkv_dense(x, ln, self.qkv, every, True)
+        sparse = (self.qkv, HeadStep(self.q, self.cache, self.ones, self.heads))
         yield f"qkv {d}", lambda: qkv.qkv(*sparse, pdl=True)
         for name, heads in (("out", self.heads), ("out all", None)):
             project = partial(out_projection.project_heads, mixed, out, self.out_bias, x, heads, self.y, True)
@@ -314,7 +315,8 @@ def int4_cases(d: int) -> Iterator[Case]:
     for batch in (2, 8):
         yield from select_cases(own, nibbles, batch)
     for kind, predictor in predictors.items():
-        given = (own.qkv, own.every, own.heads, own.ones, own.q, own.predictor(predictor), own.ones)
+        step = HeadStep(own.q, own.every, own.ones, own.heads)
+        given = (own.qkv, step, own.predictor(predictor), own.ones)
         yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, policy="always", pdl=True)
         yield f"site {d} {kind}", own.site(predictor)
     norms = [
@@ -332,10 +334,11 @@ def int4_cases(d: int) -> Iterator[Case]:
             norm, cache.attn_in, own.ones, *(torch.empty(h, 3, d // h) for _ in range(2)), selected, *first_half,
             *(torch.empty(rank) for _ in range(3)), False, own.ones,
         )  # fmt: skip
-        given = (own.qkv, cache, own.heads, own.ones, own.q, own.predictor(nibbles), own.ones)
+        step = HeadStep(own.q, cache, own.ones, own.heads)
+        given = (own.qkv, step, own.predictor(nibbles), own.ones)
         yield f"late qkv_select {d} {policy}{rms}", partial(qkv_select.qkv_select, *given, policy, True, late)
-        chosen = None if selected is None else own.heads
-        given = (own.q, cache, chosen, own.ones, halves(1, d), scratch, (own.bits, own.listed))
+        step = HeadStep(own.q, cache, own.ones, None if selected is None else own.heads)
+        given = (step, halves(1, d), scratch, (own.bits, own.listed))
         if not rms:
             yield f"attend_pack {d} {policy}", partial(attend_pack.attend_pack, *given, True)
         given = (x, norm.ln, own.mlp, own.listed, own.y, late, own.partials)
@@ -359,7 +362,7 @@ def int4_cases(d: int) -> Iterator[Case]:
             given = (rows, own.mlp, (own.listed, own.bits.row_bits))
             yield f"hidden_tokens {d} {tokens}", partial(hidden.hidden_tokens, *given, True)
             positions, q = torch.ones(tokens, dtype=torch.int32), torch.empty(tokens, h, d // h)
-            given = (rows, own.qkv.weight, QkvSink.of(q, kv, own.qkv.bias, positions))
+            given = (rows, own.qkv.weight, QkvSink.of(HeadStep(q, kv, positions), own.qkv.bias))
             yield f"int4_qkv {d} {tokens}", partial(launch_tokens, *given, True)
             given = (rows, by_head, own.out_bias, residual, None, out)
             if tokens > 1:
@@ -376,13 +379,14 @@ def further_cases(d: int) -> Iterator[Case]:
     yield f"layer_norm {d}", partial(layer_norm, x, ln, halves(1, d), True)
     scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
     for name, heads in (("flash_decode", own.heads), ("flash_decode all", None)):
-        given = (own.q, own.cache, heads, own.ones, torch.empty(1, d), scratch)
+        given = (HeadStep(own.q, own.cache, own.ones, heads), torch.empty(1, d), scratch)
         yield f"{name} {d}", partial(attend.flash_decode, *given, True)
     slots, ones = halves(attend_slots.SLOTS, h, d // h), torch.ones(attend_slots.SLOTS, dtype=torch.int32)
     room = attend_slots.slot_scratch(h, d // h, own.cache.capacity, "cpu")
     for name, groups, placed in (("attend_slots", h, None), ("attend_slots shared", h // 4, Alibi.of(h, "cpu"))):
         one = halves(1, groups, own.cache.capacity, d // h)
-        given = (slots, KvCache(one, one, halves(1, 0, d), positions=placed), ones, torch.empty_like(slots), room)
+        step = HeadStep(slots, KvCache(one, one, halves(1, 0, d), positions=placed), ones)
+        given = (step, torch.empty_like(slots), room)
         yield f"{name} {d}", partial(attend_slots.attend_slots, *given, pdl=True)
     yield from slot_cases(own, half_rows(d, d), own.w)
     yield screened_slot_case(own)
@@ -394,7 +398,8 @@ def further_cases(d: int) -> Iterator[Case]:
     yield f"dense_wide {d}", partial(dense_wide.dense_wide, *given, True)
     yield f"dense_add {d}", partial(dense_add, two, half_rows(d, d), own.out_bias, *pair_of_rows, pdl=True)
     kv = KvCache(*(halves(2, h, 64, d // h) for _ in range(2)), halves(2, 0, d))
-    given = (pair_of_rows[0], ln, own.qkv, torch.ones(2, dtype=torch.int32), torch.empty(2, h, d // h), kv)
+    step = HeadStep(torch.empty(2, h, d // h), kv, torch.ones(2, dtype=torch.int32))
+    given = (pair_of_rows[0], ln, own.qkv, step)
     yield f"qkv_batch {d}", partial(qkv_batch, *given, True)
     active = mlp_batch.BatchActivations.empty(n, 2, d, torch.float16, "cpu")
     for name, weights in (("", own.mlp), ("gated_", own.gated)):
@@ -410,7 +415,7 @@ def slot_cases(own: Layer, out: Any, down: Any) -> Iterator[Case]:
     d, n, h = own.d, own.n, own.h
     x, y, positions = halves(8, d), halves(8, n), torch.ones(8, dtype=torch.int32)
     numbers, room = torch.empty(2, 8, d), ProductScratch.empty(d, "cpu")
-    given = (x, own.qkv, positions, halves(8, h, d // h), own.every, room)
+    given = (x, own.qkv, HeadStep(halves(8, h, d // h), own.every, positions), room)
     yield f"slot_qkv {d}", partial(slot_products.slot_qkv, *given, True)
     yield f"slot_out {d}", partial(slot_products.slot_linear, x, out, own.out_bias, *numbers, room, pdl=True)
     yield f"slot_hidden {d}", partial(slot_products.slot_hidden, x, own.mlp, y, room, True)
@@ -451,19 +456,19 @@ def position_cases(d: int) -> Iterator[Case]:
     turned = dataclasses.replace(kept, positions=Rotary(table))
     for name, matrix in (("", half_rows), ("4 bits: ", int4_rows)):
         rows = Linear(matrix(groups, 6, hd, d), halves(groups, 6, hd))
-        yield f"{name}turned qkv {d}", partial(qkv.qkv, rows, turned, heads, ones, q, pdl=True)
-        given = (x, ln, rows, ones, q, dataclasses.replace(turned, watermark=None))
+        yield f"{name}turned qkv {d}", partial(qkv.qkv, rows, HeadStep(q, turned, ones, heads), pdl=True)
+        given = (x, ln, rows, HeadStep(q, dataclasses.replace(turned, watermark=None), ones))
         yield f"{name}turned qkv_dense {d}", partial(dense_rows.qkv_dense, *given, True)
     scratch = attend.AttentionScratch.empty(1, 4 * groups, hd, 64, "cpu")
     for name, cache in (
         ("grouped", kept),
         ("sloped", dataclasses.replace(kept, positions=Alibi.of(4 * groups, "cpu"))),
     ):
-        given = (q, cache, heads, ones, halves(1, 4 * groups * hd), scratch)
+        given = (HeadStep(q, cache, ones, heads), halves(1, 4 * groups * hd), scratch)
         yield f"{name} flash_decode {d}", partial(attend.flash_decode, *given, True)
     norm = LayerNormWeights(halves(hd), halves(hd))
     later = dataclasses.replace(kept, positions=Rotary(table, later=True))
-    given = (q, later, heads, ones, HeadNorms(norm, norm))
+    given = (HeadStep(q, later, ones, heads), HeadNorms(norm, norm))
     yield f"head_norm {d}", partial(norm_heads, *given, pdl=True)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.sample.sampling import TokenState, advance
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode
 
@@ -27,7 +27,7 @@ def attend_call(name: str, rows: int, capacity: int, position: int, pdl: bool = 
     cache = KvCache(k, v, torch.empty(rows, 0, heads * head_dim, dtype=torch.float16))
     scratch = AttentionScratch.empty(rows, heads, head_dim, capacity, k.device)
     q, out = torch.empty(rows, heads, head_dim), torch.empty(rows, heads * head_dim)
-    return partial(flash_decode, q, cache, None, at, out, scratch, pdl)
+    return partial(flash_decode, HeadStep(q, cache, at), out, scratch, pdl)
 
 
 def advance_call(name: str, rows: int, pdl: bool = True) -> Callable[[], None]:

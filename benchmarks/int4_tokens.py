@@ -25,7 +25,7 @@ import torch
 from benchmarks.harness import SETS, measure
 from benchmarks.rows import append_row, command_line, gpu_versions, made_now
 from dejavu_train.kernels.attention.out_projection import project_heads
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.common.settings import tried
@@ -66,7 +66,7 @@ def steps(d: int, tokens: int, sets: int = SETS) -> dict[str, Callable[[int], ob
     listed = PackedSelection.empty(n, DEVICE)
     pack(chosen, listed)
     calls: dict[str, Callable[[int], object]] = {
-        "qkv": lambda i: launch_tokens(x, qkv[i].weight, QkvSink.of(q, cache, qkv[i].bias, position), True),
+        "qkv": lambda i: launch_tokens(x, qkv[i].weight, QkvSink.of(HeadStep(q, cache, position), qkv[i].bias), True),
         "out": lambda i: project_heads(x, heads[i], out_bias, residual, None, out, True),
         "fc1": lambda i: hidden_tokens(x, mlps[i], pdl=True),
         "listed": lambda i: hidden_tokens(x, mlps[i], (listed, chosen.row_bits), True),

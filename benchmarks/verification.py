@@ -41,7 +41,7 @@ from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
 from dejavu_train.kernels.common.checks import runs_on
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.settings import Values, settings_file, tried
 from dejavu_train.kernels.dense.dense_batch import dense_add, sink_products
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
@@ -62,12 +62,10 @@ class CublasOps(StepOps):
     """Products of numbers by cuBLAS, and a kernel behind each for what becomes of them."""
 
     @staticmethod
-    def slot_qkv(
-        x: Tensor, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, _scratch: Any, pdl: bool = False
-    ) -> None:
+    def slot_qkv(x: Tensor, weights: Linear, step: HeadStep, _scratch: Any, pdl: bool = False) -> None:
         (numbers,) = weights.weight.parts()
         products = F.linear(x, numbers.flatten(0, -2))
-        sink_products(products, QkvSink.of(q, cache, weights.bias, position), pdl)
+        sink_products(products, QkvSink.of(step, weights.bias), pdl)
 
     @staticmethod
     def slot_linear(
@@ -201,6 +199,7 @@ def products_of(made: SlotPass) -> dict[str, tuple[Callable[[int], None], int]]:
     """Each product of a layer by its number, and its bytes."""
     layers, ops, scratch, pdl = made.weights.layers, made.ops, made.products, made.pdl
     position = torch.arange(SLOTS, dtype=torch.int32, device=made.x.device)
+    steps = [HeadStep(made.q, cache, position) for cache in made.caches]
     first, head = layers[0], made.weights.lm_head
     turned = first.down_transposed or first.packed
 
@@ -213,7 +212,7 @@ def products_of(made: SlotPass) -> dict[str, tuple[Callable[[int], None], int]]:
 
     return {
         "qkv": (
-            lambda i: ops.slot_qkv(made.normed, layers[i].qkv, position, made.q, made.caches[i], scratch, pdl=pdl),
+            lambda i: ops.slot_qkv(made.normed, layers[i].qkv, steps[i], scratch, pdl=pdl),
             first.qkv.weight.nbytes,
         ),
         "out": (linear("out", made.mixed.flatten(1), False), first.out.weight.nbytes),

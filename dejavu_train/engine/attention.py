@@ -11,7 +11,8 @@ from torch import Tensor
 from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.engine.workspace import TargetSelection, Workspace
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
+from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
 from dejavu_train.kernels.stages.predictor import HeadPredictor, head_selection
 
@@ -62,6 +63,10 @@ class Attention:
                 every.set_mask(torch.ones(cache.k.shape[:2], dtype=torch.bool, device=work.q.device))
                 self.predictor = HeadPredictor(None, None, None, every)
 
+    def step(self, selection: Selection | None) -> HeadStep:
+        """What the stages of attention share, with these heads."""
+        return HeadStep(self.work.q, self.cache, self.work.state.position, selection)
+
     def select(self, x: Tensor) -> None:
         """Fill the selection of heads, keep the input where K/V are computed later, begin the MLP's predictor."""
         plan, work, state = self.plan, self.work, self.work.state
@@ -80,28 +85,26 @@ class Attention:
 
     def project_in(self, x: Tensor) -> None:
         """Queries, and keys and values into the cache. Those that are missing as the policy says."""
-        work, weights, cache, position = self.work, self.weights, self.cache, self.work.state.position
+        work, weights = self.work, self.weights
         if self.plan.kernels is Kernels.QKV_ALL:
-            work.ops.qkv_dense(x, weights.norm1, weights.qkv, position, work.q, cache, pdl=work.pdl)
+            work.ops.qkv_dense(x, weights.norm1, weights.qkv, self.step(None), pdl=work.pdl)
         elif self.plan.kernels is Kernels.QKV_SELECTED:
             assert self.selection is not None
-            work.ops.qkv(weights.qkv, cache, self.selection, position, work.q, policy=work.kv_policy, pdl=work.pdl)
+            work.ops.qkv(weights.qkv, self.step(self.selection), policy=work.kv_policy, pdl=work.pdl)
         else:
             policy = "always" if self.selection is None else work.kv_policy
             work.ops.qkv_select(
-                weights.qkv, cache, self.predictor.selection, position, work.q, self.neurons, work.state.row_state,
-                policy=policy, pdl=work.pdl, late=self.late,
+                weights.qkv, self.step(self.predictor.selection), self.neurons, work.state.row_state, policy=policy,
+                pdl=work.pdl, late=self.late,
             )  # fmt: skip
         if weights.head_norms is not None:
             selected = self.selection if self.plan.run is Run.SELECTED else None
-            work.ops.norm_heads(
-                work.q, cache, selected, position, weights.head_norms, policy=work.kv_policy, pdl=work.pdl
-            )
+            work.ops.norm_heads(self.step(selected), weights.head_norms, policy=work.kv_policy, pdl=work.pdl)
 
     def attend(self) -> None:
         """Every head's output, and the list of neurons, where its predictor ran beside q/k/v."""
-        work, cache, position = self.work, self.cache, self.work.state.position
-        mixed = (work.q, cache, self.selection, position, work.heads_out, work.attention)
+        work = self.work
+        mixed = (self.step(self.selection), work.heads_out, work.attention)
         if self.plan.kernels is Kernels.QKV_WITH_PREDICTOR:
             listed = self.neurons.selection, work.carried.packed
             work.ops.attend_pack(*mixed, listed, pdl=work.pdl, mean=self.mean)

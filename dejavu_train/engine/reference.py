@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.format import Format
@@ -66,17 +66,14 @@ def pack(rows: Selection, out: PackedSelection) -> None:
 
 
 def attend_pack(
-    q: Tensor,
-    cache: KvCache,
-    selection: Selection | None,
-    position: Tensor,
+    step: HeadStep,
     out: Tensor,
     scratch: AttentionScratch,
     neurons: tuple[Selection, PackedSelection],
     mean: Tensor | None = None,
 ) -> None:
     """See `dejavu_train.kernels.lookahead.attend_pack.attend_pack`."""
-    flash_decode_reference(q, cache, selection, position, out, mean=mean)
+    flash_decode_reference(step, out, mean=mean)
     pack(*neurons)
 
 

@@ -19,7 +19,7 @@ from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families.dims import engine_refusal
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.settings import settings_file
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
@@ -108,8 +108,9 @@ class SlotPass:
         """x[1] = x[0] + what attention adds."""
         ops, pdl = self.ops, self.pdl
         ops.layer_norm(self.x[0], layer.norm1, self.normed, pdl=pdl)
-        ops.slot_qkv(self.normed, layer.qkv, position, self.q, cache, self.products, pdl=pdl)
-        ops.attend_slots(self.q, cache, position, self.mixed, self.attention, pdl=pdl)
+        step = HeadStep(self.q, cache, position)
+        ops.slot_qkv(self.normed, layer.qkv, step, self.products, pdl=pdl)
+        ops.attend_slots(step, self.mixed, self.attention, pdl=pdl)
         self._add(layer.out, self.mixed.flatten(1), self.x[1], self.x[0])
         self._normalise(self.x[1], layer.behind[0])
 
@@ -159,7 +160,7 @@ class SlotPass:
         cache = dataclasses.replace(self.caches[0], k=room[0], v=room[1], watermark=None, valid=None)
 
         def qkv(x: Tensor, position: Tensor) -> Tensor:
-            self.ops.slot_qkv(x, layer.qkv, position, self.q, cache, self.products)
+            self.ops.slot_qkv(x, layer.qkv, HeadStep(self.q, cache, position), self.products)
             written = room[:, 0, :, position.long()].permute(2, 0, 1, 3)
             return torch.cat((self.q.flatten(1), written.flatten(1)), dim=1)
 

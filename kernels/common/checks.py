@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.limits import HEAD_DIMS
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
@@ -109,11 +109,12 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head dim {head_dim} is not supported, expected one of {', '.join(map(str, HEAD_DIMS))}")
 
 
-def check_attention(q: Tensor, cache: KvCache, position: Tensor, slots: bool = False) -> tuple[int, int, int]:
+def check_attention(step: HeadStep, slots: bool = False) -> tuple[int, int, int]:
     """(heads of K and V, heads of q that share each, head_dim) of q (B, heads, head_dim) and the caches of B rows.
 
-    Watermarks and valid positions are looked at where there are some. position: (B). slots: caches of one row will do.
+    Watermarks and valid positions are looked at where there are some. slots: caches of one row will do.
     """
+    q, cache = step.q, step.cache
     check_device("q", q)
     rows, n_q, head_dim = q.shape
     check_head_dim(head_dim)
@@ -127,20 +128,18 @@ def check_attention(q: Tensor, cache: KvCache, position: Tensor, slots: bool = F
         check_shape("watermark", cache.watermark, sequences, n_heads)
     if cache.valid is not None:
         check_shape("valid", cache.valid, sequences, n_heads, cache.capacity)
-    check_shape("position", position, rows)
+    check_shape("position", step.position, rows)
     return n_heads, n_q // n_heads, head_dim
 
 
-def check_projection(
-    x: Tensor, weights: Linear, q: Tensor, cache: KvCache, position: Tensor, slots: bool = False
-) -> tuple[int, int, int]:
+def check_projection(x: Tensor, weights: Linear, step: HeadStep, slots: bool = False) -> tuple[int, int, int]:
     """`check_attention` of a q/k/v projection, whose input and weight must fit as well.
 
     Each head of K and V has the rows of the heads of q that share it, and its own of k and v.
     """
-    n_heads, share, head_dim = check_attention(q, cache, position, slots)
+    n_heads, share, head_dim = check_attention(step, slots)
     d = weights.weight.shape[-1]
     check_shape("bias", weights.bias, n_heads, share + 2, head_dim)
     require(x.shape[-1] == d, f"the input has {x.shape[-1]} columns, the weight {d}")
-    check_rows("weight", weights.weight, (n_heads, share + 2, head_dim, d), q)
+    check_rows("weight", weights.weight, (n_heads, share + 2, head_dim, d), step.q)
     return n_heads, share, head_dim

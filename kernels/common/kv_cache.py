@@ -1,10 +1,11 @@
-"""What one layer's attention keeps from token to token."""
+"""What one layer's attention keeps from token to token, and what its stages share in a step."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from dejavu_train.kernels.common.positions import Alibi, Rotary
+from dejavu_train.kernels.common.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,17 @@ class KvCache:
     def capacity(self) -> int:
         """Positions, T."""
         return self.k.shape[2]
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """What stages of attention share: where q lies, what is kept of K and V, and which heads a step's rows need.
+
+    q: (B, h r, head_dim), r heads of which share K and V. position: (B) int32, the rows' present ones.
+    selection: of the h groups, or None: all.
+    """
+
+    q: Tensor
+    cache: KvCache
+    position: Tensor
+    selection: Selection | None = None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.int4_numbers import numbers_of
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.launch import wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.int4_batch import int4_linear, takes
@@ -64,11 +64,9 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
     return n
 
 
-def qkv_batch(
-    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
-) -> None:
+def qkv_batch(x: Tensor, ln: LayerNormWeights, weights: Linear, step: HeadStep, pdl: bool = False) -> None:
     """Writes q (B, h, head_dim) fp32 and the caches at position. weight and bias head-major, as in `qkv`."""
-    sink = QkvSink.of(q, cache, weights.bias, position)
+    sink = QkvSink.of(step, weights.bias)
     if takes(weights.weight, len(x)):
         launch_tokens(_normalised(x, ln, torch.float16, pdl), weights.weight, sink, pdl)
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.activation import activation_of
 from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.dense.dense_batch import dense_hidden, qkv_batch
 from dejavu_train.kernels.formats.format import Format
@@ -40,13 +40,11 @@ def dense_rows_reference(
     out.copy_(y.relu() if activation == "relu" else y)
 
 
-def qkv_dense_reference(
-    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache
-) -> None:
+def qkv_dense_reference(x: Tensor, ln: LayerNormWeights, weights: Linear, step: HeadStep) -> None:
     """Plain torch. No host synchronisation."""
     weight, n = operands_reference(x, ln, weights.weight)
     products = torch.nn.functional.linear(n, weight.view(-1, weight.shape[-1]))
-    qkv_sink_reference(products, weights.bias, position, q, cache)
+    qkv_sink_reference(products, weights.bias, step)
 
 
 def dense_rows(
@@ -75,16 +73,14 @@ def dense_rows(
     launch_row(x, ln, weight, LinearSink(out, bias, activation=function), n, pdl)
 
 
-def qkv_dense(
-    x: Tensor, ln: LayerNormWeights, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, pdl: bool = False
-) -> None:
-    """x (B, d) fp32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions (B) int32.
+def qkv_dense(x: Tensor, ln: LayerNormWeights, weights: Linear, step: HeadStep, pdl: bool = False) -> None:
+    """x (B, d) fp32 -> q (B, h, head_dim) fp32, and the cache at the rows' positions.
 
     The weight and the bias are head-major, as `qkv` has them. Errors as of `dense_rows`.
     """
-    check_projection(x, weights, q, cache, position)
-    if len(q) > 1:
-        qkv_batch(x, ln, weights, position, q, cache, pdl)
+    check_projection(x, weights, step)
+    if len(x) > 1:
+        qkv_batch(x, ln, weights, step, pdl)
         return
-    sink = QkvSink.of(q, cache, weights.bias, position)
+    sink = QkvSink.of(step, weights.bias)
     launch_row(x, ln, weights.weight, sink, sink.n_rows, pdl)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_shape
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.launch import as_dependent
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.mlp.pack import PackedSelection, pack_launch, pack_ranges
@@ -31,10 +31,7 @@ def _attend_pack_kernel(
 
 
 def attend_pack(
-    q: Tensor,
-    cache: KvCache,
-    selection: Selection | None,
-    position: Tensor,
+    step: HeadStep,
     out: Tensor,
     scratch: AttentionScratch,
     neurons: tuple[Selection, PackedSelection],
@@ -45,10 +42,10 @@ def attend_pack(
 
     Errors: shapes, head dims.
     """
-    check_shape("q", q, 1, *q.shape[1:])
-    given = (q, cache, selection, position, out, scratch, mean)
-    arguments, sizes, constants, warps = attention_launch(*given)
+    check_shape("q", step.q, 1, *step.q.shape[1:])
+    arguments, sizes, constants, warps = attention_launch(step, out, scratch, mean)
     n_packs, pack_arguments, pack_sizes = pack_launch(*neurons, PACKED_ENTRIES)
     _attend_pack_kernel[(n_packs + sizes.GROUPS * sizes.UNITS * sizes.SPLITS,)](
-        *arguments, *pack_arguments, n_packs, P=pack_sizes, **constants, num_warps=warps, **as_dependent(pdl, q.device)
-    )
+        *arguments, *pack_arguments, n_packs, P=pack_sizes, num_warps=warps, **constants,
+        **as_dependent(pdl, out.device),
+    )  # fmt: skip

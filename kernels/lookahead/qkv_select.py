@@ -17,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_shape
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.late_norm import late_factors_reference, late_sums
 from dejavu_train.kernels.common.launch import as_dependent, constant_fields
-from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.lookahead.mlp_ahead import ROWS, LateSite
 from dejavu_train.kernels.stages.late_rows import late_rows, late_sizes
@@ -38,10 +37,7 @@ from dejavu_train.kernels.stages.select import (
 
 def qkv_select_reference(
     weights: Linear,
-    cache: KvCache,
-    selection: Selection,
-    position: Tensor,
-    q: Tensor,
+    step: HeadStep,
     mlp: Predictor,
     row_state: Tensor,
     policy: str = "backfill",
@@ -50,15 +46,15 @@ def qkv_select_reference(
     """Plain torch, in place."""
     hidden = mlp.hidden
     if late is not None:
-        norm, t = late.norm, int(position)
+        cache, norm, t = step.cache, late.norm, int(step.position)
         norm.factors[t] = late_factors_reference(norm, cache.attn_in.shape[2])
         gain, shift = norm.ln.folded
         n = cache.attn_in.float() * norm.factors[:, :1] + norm.factors[:, 1:] * gain + shift
-        cache = replace(cache, attn_in=n)
+        step = replace(step, cache=replace(cache, attn_in=n))
         weights = replace(weights, bias=late.shifts - late_sums(weights.weight, norm.ln)[1])
         product = n[0, t] @ late.numbers().T[:, : hidden.shape[1]] * late.scale[: hidden.shape[1]]
         hidden.copy_(product.relu() if late.relu else product)
-    qkv_reference(weights, cache, selection, position, q, policy)
+    qkv_reference(weights, step, policy)
     select_reference(mlp, row_state)
 
 
@@ -85,10 +81,7 @@ def _qkv_select_kernel(
 
 def qkv_select(
     weights: Linear,
-    cache: KvCache,
-    selection: Selection,
-    position: Tensor,
-    q: Tensor,
+    step: HeadStep,
     mlp: Predictor,
     row_state: Tensor,
     policy: str = "backfill",
@@ -103,7 +96,8 @@ def qkv_select(
     given, made, gains = weights, (None, None), None
     if late is not None:
         given, gains = replace(weights, bias=late.shifts), late.gains
-    n_tiles, arguments, sizes, options = qkv_launch(given, cache, selection, position, q, policy, gains)
+    n_tiles, arguments, sizes, options = qkv_launch(given, step, policy, gains)
+    q = step.q
     check_shape("q", q, 1, *q.shape[1:])
     check_shape("hidden", mlp.hidden, 1, mlp.hidden.shape[1])
     check_selects(mlp, row_state)

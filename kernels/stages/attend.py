@@ -27,10 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_attention, check_shape, require
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.launch import as_dependent, constant_fields, start_dependents_and_wait
 from dejavu_train.kernels.common.positions import Alibi, alibi_bias, no_bias
-from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 
 BLOCK = 32  # the fewest positions of a program
@@ -73,15 +72,10 @@ class AttentionScratch:
 
 
 def flash_decode_reference(
-    q: Tensor,
-    cache: KvCache,
-    selection: Selection | None,
-    position: Tensor,
-    out: Tensor,
-    scratch: AttentionScratch | None = None,
-    mean: Tensor | None = None,
+    step: HeadStep, out: Tensor, scratch: AttentionScratch | None = None, mean: Tensor | None = None
 ) -> None:
     """Plain torch over the whole capacity, masked, in fp64 where q is. No host synchronisation."""
+    q, cache, position = step.q, step.cache, step.position
     batch, n_groups, capacity, head_dim = cache.k.shape
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     own = q.to(wide).view(batch, n_groups, -1, head_dim)
@@ -98,8 +92,8 @@ def flash_decode_reference(
     weights = scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1)
     result = weights @ v
     chosen = torch.ones(batch, n_groups, dtype=torch.bool, device=q.device)
-    if selection is not None:
-        chosen = selection.to_mask(batch)
+    if step.selection is not None:
+        chosen = step.selection.to_mask(batch)
     if mean is not None:
         result = result - mean.view(n_groups, -1, head_dim)
     out.copy_(torch.where(chosen[..., None, None], result, 0.0).reshape(batch, -1))
@@ -297,16 +291,11 @@ def _flash_decode_kernel(
 
 
 def attention_launch(
-    q: Tensor,
-    cache: KvCache,
-    selection: Selection | None,
-    position: Tensor,
-    out: Tensor,
-    scratch: AttentionScratch,
-    mean: Tensor | None,
+    step: HeadStep, out: Tensor, scratch: AttentionScratch, mean: Tensor | None
 ) -> tuple[tuple[Any, ...], AttendSizes, dict[str, Any], int]:
     """(arguments, sizes, constants, warps) of `attend`, the same in every grid that carries it, checked."""
-    n_groups, share, head_dim = check_attention(q, cache, position)
+    q, cache, selection = step.q, step.cache, step.selection
+    n_groups, share, head_dim = check_attention(step)
     batch, n_heads, capacity = len(q), n_groups * share, cache.capacity
     check_shape("out", out, batch, n_heads * head_dim)
     if mean is not None:
@@ -326,7 +315,7 @@ def attention_launch(
     row_bits = None if selection is None else selection.row_bits
     arguments = (
         q,
-        Kept(cache.k, cache.v, row_bits, position, cache.watermark, cache.valid),
+        Kept(cache.k, cache.v, row_bits, step.position, cache.watermark, cache.valid),
         Result(mean, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets),
         capacity,
         head_dim**-0.5,
@@ -343,17 +332,9 @@ def attention_launch(
 
 
 def flash_decode(
-    q: Tensor,
-    cache: KvCache,
-    selection: Selection | None,
-    position: Tensor,
-    out: Tensor,
-    scratch: AttentionScratch,
-    pdl: bool = False,
-    mean: Tensor | None = None,
+    step: HeadStep, out: Tensor, scratch: AttentionScratch, pdl: bool = False, mean: Tensor | None = None
 ) -> None:
-    """See the module's formula. Selection None = all groups. Errors: shapes, head dims, a CPU tensor."""
-    given = (q, cache, selection, position, out, scratch, mean)
-    arguments, sizes, constants, warps = attention_launch(*given)
-    grid = (len(q) * sizes.GROUPS * sizes.UNITS, sizes.SPLITS)
-    _flash_decode_kernel[grid](*arguments, **constants, num_warps=warps, **as_dependent(pdl, q.device))
+    """See the module's formula. Errors: shapes, head dims, a CPU tensor."""
+    arguments, sizes, constants, warps = attention_launch(step, out, scratch, mean)
+    grid = (len(step.q) * sizes.GROUPS * sizes.UNITS, sizes.SPLITS)
+    _flash_decode_kernel[grid](*arguments, **constants, num_warps=warps, **as_dependent(pdl, out.device))

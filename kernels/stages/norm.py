@@ -28,7 +28,7 @@ from dejavu_train.kernels.common.checks import (
     check_tensor,
     require,
 )
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.launch import as_dependent, programmatic, row_or, wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import (
     LayerNormWeights,
@@ -37,7 +37,6 @@ from dejavu_train.kernels.common.layer_norm import (
     normalised_pieces,
 )
 from dejavu_train.kernels.common.positions import Rotary, angles, turned, turned_reference
-from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.stages.qkv import POLICIES, new_positions
 
 POSITIONS = 8  # that a program takes at once
@@ -52,10 +51,9 @@ class HeadNorms:
     k: LayerNormWeights
 
 
-def norm_heads_reference(
-    q: Tensor, cache: KvCache, selection: Selection | None, position: Tensor, norms: HeadNorms, policy: str = "backfill"
-) -> None:
+def norm_heads_reference(step: HeadStep, norms: HeadNorms, policy: str = "backfill") -> None:
     """Plain torch, one (row, head) at a time, in fp64 where q is."""
+    q, cache = step.q, step.cache
     rotary = cache.positions if isinstance(cache.positions, Rotary) else None
     batch, n_heads, _, head_dim = cache.k.shape
     own = q.view(batch, n_heads, -1, head_dim)
@@ -64,9 +62,9 @@ def norm_heads_reference(
         y = layer_norm_reference(x.to(q.dtype), ln, q.dtype)
         return y if rotary is None else turned_reference(y, rotary, p.expand(y.shape[:-1]))
 
-    for b, head, chosen, p in new_positions(cache, selection, position, policy):
+    for b, head, chosen, p in new_positions(step, policy):
         if chosen:
-            own[b, head] = made(own[b, head], norms.q, position[b])
+            own[b, head] = made(own[b, head], norms.q, step.position[b])
         cache.k[b, head, p] = made(cache.k[b, head, p], norms.k, p).to(cache.k.dtype)
 
 
@@ -127,20 +125,13 @@ def _head_norm_kernel(
         tl.store(at, y.to(k_cache.dtype.element_ty), mask=there)
 
 
-def norm_heads(
-    q: Tensor,
-    cache: KvCache,
-    selection: Selection | None,
-    position: Tensor,
-    norms: HeadNorms,
-    policy: str = "backfill",
-    pdl: bool = False,
-) -> None:
-    """See the module's formula. selection None: all heads. Without watermarks t alone is new.
+def norm_heads(step: HeadStep, norms: HeadNorms, policy: str = "backfill", pdl: bool = False) -> None:
+    """See the module's formula. Without watermarks t alone is new.
 
     Raises ValueError for shapes, head dims, or a table of positions that q/k/v turn by themselves.
     """
-    n_heads, share, head_dim = check_attention(q, cache, position)
+    q, cache, selection, position = step.q, step.cache, step.selection, step.position
+    n_heads, share, head_dim = check_attention(step)
     table = None
     if isinstance(cache.positions, Rotary):
         require(cache.positions.later, "q/k/v turn by this table already; give one that is for later")

@@ -31,11 +31,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_dtype, check_projection, check_shape, require
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.launch import as_dependent, constant_fields, row_or
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.common.positions import turned_reference
-from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear
@@ -76,10 +75,9 @@ class QkvSettings(Settings, stage="qkv"):
         return replace(self, rows=min(self.rows, head_dim & -head_dim), block=block)
 
 
-def new_positions(
-    cache: KvCache, selection: Selection | None, position: Tensor, policy: str
-) -> Iterator[tuple[int, int, bool, Tensor]]:
+def new_positions(step: HeadStep, policy: str) -> Iterator[tuple[int, int, bool, Tensor]]:
     """(batch row, head, whether it is selected, its new positions (n,)) of every head that gets new K and V."""
+    cache, selection, position = step.cache, step.selection, step.position
     batch, n_heads = cache.k.shape[:2]
     mask = torch.ones(batch, n_heads, dtype=torch.bool) if selection is None else selection.to_mask(batch)
     for b, head in itertools.product(range(batch), range(n_heads)):
@@ -90,15 +88,14 @@ def new_positions(
             yield b, head, chosen, torch.arange(first, end, device=cache.k.device)
 
 
-def qkv_reference(
-    weights: Linear, cache: KvCache, selection: Selection, position: Tensor, q: Tensor, policy: str = "backfill"
-) -> None:
+def qkv_reference(weights: Linear, step: HeadStep, policy: str = "backfill") -> None:
     """Plain torch, one (row, head) at a time."""
+    q, cache = step.q, step.cache
     batch, n_heads = cache.k.shape[:2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     weight, bias = weights.weight.dense(wide), weights.bias.to(wide)
     assert policy != "backfill" or cache.watermark is not None
-    for b, head, chosen, p in new_positions(cache, selection, position, policy):
+    for b, head, chosen, p in new_positions(step, policy):
         rows = cache.attn_in[b, p].to(wide) @ weight[head].transpose(1, 2) + bias[head][:, None]
         if cache.turning is not None:
             rows = torch.cat([turned_reference(rows[:-1], cache.turning, p), rows[-1:]])
@@ -127,37 +124,24 @@ def _qkv_kernel(attn_in, rows, wanted, stored, S: tl.constexpr, PDL: tl.constexp
     qkv_tile(tl.program_id(0), tl.num_programs(0), attn_in, rows, wanted, stored, None, None, S, None, PDL)
 
 
-def qkv(
-    weights: Linear,
-    cache: KvCache,
-    selection: Selection,
-    position: Tensor,
-    q: Tensor,
-    policy: str = "backfill",
-    pdl: bool = False,
-) -> None:
+def qkv(weights: Linear, step: HeadStep, policy: str = "backfill", pdl: bool = False) -> None:
     """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
-    n_tiles, arguments, sizes, options = qkv_launch(weights, cache, selection, position, q, policy)
-    _qkv_kernel[(n_tiles,)](*arguments, S=constant_fields(sizes), **as_dependent(pdl, q.device), **options)
+    n_tiles, arguments, sizes, options = qkv_launch(weights, step, policy)
+    _qkv_kernel[(n_tiles,)](*arguments, S=constant_fields(sizes), **as_dependent(pdl, step.q.device), **options)
 
 
 def qkv_launch(
-    weights: Linear,
-    cache: KvCache,
-    selection: Selection,
-    position: Tensor,
-    q: Tensor,
-    policy: str,
-    gains: Tensor | None = None,
+    weights: Linear, step: HeadStep, policy: str, gains: Tensor | None = None
 ) -> tuple[int, tuple[Any, ...], QkvSizes, dict[str, int]]:
     """(tiles, arguments, constants, options) of `qkv_tile`, the same in every grid that carries it, checked.
 
     As many tiles as all heads have: the hardware hands them out, and those that no selected head needs leave.
     gains: of a norm that comes late, see `qkv_owned`.
     """
-    weight, attn_in, d = weights.weight, cache.attn_in, weights.weight.shape[-1]
-    n_heads, share, head_dim = check_projection(attn_in, weights, q, cache, position)
-    batch = len(q)
+    q, cache, position, selection = step.q, step.cache, step.position, step.selection
+    weight, attn_in, d, batch = weights.weight, cache.attn_in, weights.weight.shape[-1], len(q)
+    n_heads, share, head_dim = check_projection(attn_in, weights, step)
+    assert selection is not None
     check_shape("attn_in", attn_in, batch, cache.capacity, d)
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")

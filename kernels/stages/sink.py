@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.activation import ACTIVATIONS
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.positions import angles, turned, turned_reference
 
 
@@ -124,11 +124,12 @@ class QkvSink(NamedTuple):
     put: Any = _put_qkv
 
     @classmethod
-    def of(cls, q: Tensor, cache: KvCache, bias: Tensor, position: Tensor) -> "QkvSink":
+    def of(cls, step: HeadStep, bias: Tensor) -> "QkvSink":
+        q, cache = step.q, step.cache
         table = None if cache.turning is None else cache.turning.fitting(cache.k)
         one = len(cache.k) < len(q)
         constants = (q.shape[-1], q.shape[1] // cache.k.shape[1], 1 if table is None else 2, one)
-        return cls(q, cache.k, cache.v, bias, position, cache.capacity, table, *map(tl.constexpr, constants))
+        return cls(q, cache.k, cache.v, bias, step.position, cache.capacity, table, *map(tl.constexpr, constants))
 
     @property
     def n_rows(self) -> int:
@@ -139,8 +140,9 @@ class QkvSink(NamedTuple):
 Sink = LinearSink | QkvSink
 
 
-def qkv_sink_reference(products: Tensor, bias: Tensor, position: Tensor, q: Tensor, cache: KvCache) -> None:
+def qkv_sink_reference(products: Tensor, bias: Tensor, step: HeadStep) -> None:
     """What a `QkvSink` does with products (B, n), in plain torch. No host synchronisation."""
+    q, cache, position = step.q, step.cache, step.position
     rows = (products.float() + bias.float().flatten()).view(len(q), *bias.shape)
     turns, at = rows[:, :, :-1], position.long()
     if cache.turning is not None:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_attention, check_shape, require
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
 from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_reference
@@ -37,12 +37,12 @@ def slot_scratch(
     return AttentionScratch.empty(sequences, ROWS * n_heads, head_dim, capacity, device, SPLIT)
 
 
-def attend_slots_reference(
-    q: Tensor, cache: KvCache, position: Tensor, out: Tensor, scratch: AttentionScratch | None = None
-) -> None:
+def attend_slots_reference(step: HeadStep, out: Tensor, scratch: AttentionScratch | None = None) -> None:
     """Plain torch: slots as rows of a batch, which share a cache of one sequence."""
-    k, v = (each.expand(len(q), -1, -1, -1) for each in (cache.k, cache.v))
-    flash_decode_reference(q, KvCache(k, v, cache.attn_in, positions=cache.positions), None, position, out.flatten(1))
+    cache = step.cache
+    k, v = (each.expand(len(step.q), -1, -1, -1) for each in (cache.k, cache.v))
+    every = KvCache(k, v, cache.attn_in, positions=cache.positions)
+    flash_decode_reference(HeadStep(step.q, every, step.position), out.flatten(1))
 
 
 @triton.jit
@@ -112,14 +112,13 @@ def _attend_slots_kernel(
             tl.store(tickets + place, 0)
 
 
-def attend_slots(
-    q: Tensor, cache: KvCache, position: Tensor, out: Tensor, scratch: AttentionScratch, pdl: bool = False
-) -> None:
+def attend_slots(step: HeadStep, out: Tensor, scratch: AttentionScratch, pdl: bool = False) -> None:
     """out (8, h, head_dim) of q, for slots at these positions of the sequence in the cache, or each of its own.
 
     scratch: `slot_scratch`. Errors: shapes, dtypes, head dims, a CPU tensor.
     """
-    groups, share, head_dim = check_attention(q, cache, position, slots=True)
+    q, cache = step.q, step.cache
+    groups, share, head_dim = check_attention(step, slots=True)
     h, sequences = groups * share, len(cache.k)
     slopes = cache.positions.slopes if isinstance(cache.positions, Alibi) else None
     if slopes is not None:
@@ -130,8 +129,8 @@ def attend_slots(
     check_shape("scratch.largest", scratch.largest, sequences * h * ROWS, splits)
     require(q.dtype == cache.k.dtype == cache.v.dtype, f"q and caches differ: {q.dtype}, {cache.k.dtype}")
     _attend_slots_kernel[(h, splits, sequences)](
-        q, cache.k, cache.v, position, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets, slopes,
-        cache.capacity, splits, head_dim**-0.5, HEADS=h, SHARE=share, HEAD_DIM=head_dim,
+        q, cache.k, cache.v, step.position, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets,
+        slopes, cache.capacity, splits, head_dim**-0.5, HEADS=h, SHARE=share, HEAD_DIM=head_dim,
         HEAD_TILE=max(16, triton.next_power_of_2(head_dim)), SLOT_COUNT=SLOTS, ROW_TILE=ROWS, POSITIONS=SPLIT,
         SEQUENCES=sequences, num_warps=4, **as_dependent(pdl, q.device),
     )  # fmt: skip

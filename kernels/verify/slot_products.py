@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape, check_tensor
 from dejavu_train.kernels.common.int4_numbers import written_out
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.limits import takes_down
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
@@ -91,28 +91,24 @@ def slot_linear(
         launch_slots(x, Rows(written_out(weight, pdl)), sink, scratch, turned, unit, pdl)
 
 
-def slot_qkv_reference(
-    x: Tensor, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, scratch: ProductScratch | None
-) -> None:
+def slot_qkv_reference(x: Tensor, weights: Linear, step: HeadStep, scratch: ProductScratch | None) -> None:
     """Plain torch, of numbers."""
     (numbers,) = weights.weight.parts()
     products = F.linear(x.to(numbers.dtype), numbers.flatten(0, -2))
-    qkv_sink_reference(products, weights.bias, position, q, cache)
+    qkv_sink_reference(products, weights.bias, step)
 
 
-def slot_qkv(
-    x: Tensor, weights: Linear, position: Tensor, q: Tensor, cache: KvCache, scratch: ProductScratch, pdl: bool = False
-) -> None:
+def slot_qkv(x: Tensor, weights: Linear, step: HeadStep, scratch: ProductScratch, pdl: bool = False) -> None:
     """q (8, h * share, head_dim), and the cache at position (8) int32, weight head-major as in `qkv`.
 
-    cache: of one sequence, or of eight. Slots at one position of one sequence must have one input.
+    step.cache: of one sequence, or of eight. Slots at one position of one sequence must have one input.
 
     Errors: shapes, dtypes, head dims, groups, a CPU tensor.
     """
-    check_projection(x, weights, q, cache, position, slots=True)
-    check_shape("q", q, SLOTS.value, *q.shape[1:])
+    check_projection(x, weights, step, slots=True)
+    check_shape("q", step.q, SLOTS.value, *step.q.shape[1:])
     _check(x, weights.weight, weights.weight.shape)
-    _launch(x, weights.weight, QkvSink.of(q, cache, weights.bias, position), scratch, pdl)
+    _launch(x, weights.weight, QkvSink.of(step, weights.bias), scratch, pdl)
 
 
 def slot_hidden_reference(x: Tensor, weights: MlpWeights, y: Tensor, scratch: ProductScratch | None) -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 from int4_helpers import random_rows, with_outliers
 
 from dejavu_train.kernels.common.int4_mma import int4_mma
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.int4 import unpack_int4
@@ -85,7 +85,8 @@ def check(function, reference, tensors, policy="backfill", skip_unselected=True,
     made, exact = outputs(attn_in, bias), outputs(attn_in, bias, torch.float64)
 
     def run(call, valid, q, k, v, **options):
-        call(Linear(weight, bias), KvCache(k, v, attn_in, watermark, valid), selection, position, q, **options)
+        step = HeadStep(q, KvCache(k, v, attn_in, watermark, valid), position, selection)
+        call(Linear(weight, bias), step, **options)
 
     kept = weight.scales.clone()
     if policy != "always" and skip_unselected:

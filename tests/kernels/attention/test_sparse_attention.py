@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.dense_rows import qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.matrix import Linear
@@ -84,7 +84,7 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
         valid = torch.zeros(batch, n_heads, capacity, dtype=torch.uint8, device=device)
-        function(weights, KvCache(k, v, attn_in, watermark, valid), selection, position, q, policy)
+        function(weights, HeadStep(q, KvCache(k, v, attn_in, watermark, valid), position, selection), policy)
         made.append((q, k, v, valid))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -103,9 +103,9 @@ def test_a_head_idle_for_long_is_shared_out(device, batch, pairs, wide):
     for call in (qkv, qkv_reference):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        arguments = (weights, KvCache(k, v, attn_in, watermark), selection, position, q)
+        step = HeadStep(q, KvCache(k, v, attn_in, watermark), position, selection)
         with QkvSettings(16, pairs, 64, 2, 1, wide).in_use():
-            call(*arguments)
+            call(weights, step)
         made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -120,7 +120,7 @@ def test_qkv_dense(device, batch, n_heads, head_dim, d):
     for function in (qkv_dense, qkv_dense_reference):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        function(x, ln, weights, position, q, KvCache(k, v, x[:, :0]))
+        function(x, ln, weights, HeadStep(q, KvCache(k, v, x[:, :0]), position))
         made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -155,7 +155,8 @@ def test_flash_decode(device, head_dim, batch, density, stale):
     for function in (flash_decode, flash_decode, flash_decode_reference):
         out = torch.full((batch, n_heads * head_dim), NAN, device=device)
         watermark = torch.full((batch, n_heads), -5, dtype=torch.int32, device=device)
-        function(q, KvCache(k, v, q[:, :0], watermark, valid), selection, position, out, scratch)
+        step = HeadStep(q, KvCache(k, v, q[:, :0], watermark, valid), position, selection)
+        function(step, out, scratch)
         made.append((out, watermark))
     assert torch.equal(made[0][0], made[1][0]), "a second run with the same scratch is the same, bit for bit"
     torch.testing.assert_close(made[0][0], made[2][0], atol=1e-5, rtol=1e-5)
@@ -181,10 +182,10 @@ def test_attention_stages_at_true_shapes(device, dtype, batch, n_heads, d):
         k, v = (tensor.normal_(generator=generator).to(dtype) for tensor in (k, v))
         marks = watermark.clone()
         cache = KvCache(k, v, attn_in, marks)
-        run_qkv(weights, cache, selection, position, q)
+        run_qkv(weights, HeadStep(q, cache, position, selection))
         out = torch.full((batch, n_heads * head_dim), NAN, device=device)
         scratch = AttentionScratch.empty(batch, n_heads, head_dim, capacity, device)
-        run_decode(q, cache, selection, position, out, scratch)
+        run_decode(HeadStep(q, cache, position, selection), out, scratch)
         made.append((k, v, out, marks))
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for got, expected in zip(*made, strict=True):
@@ -197,16 +198,16 @@ def test_mistakes_are_one_line(device):
     k = torch.zeros(1, 2, 5, 16, device=device)
     cache = KvCache(k, k, attn_in, watermark)
     with pytest.raises(ValueError, match="unknown policy 'never'"):
-        qkv(weights, cache, selection, position, q, "never")
+        qkv(weights, HeadStep(q, cache, position, selection), "never")
     with pytest.raises(ValueError, match=r"k_cache: expected shape \(1, 2, 4, 16\), got \(1, 2, 5, 16\)|attn_in"):
-        qkv(weights, dataclasses.replace(cache, attn_in=attn_in[:, :4].contiguous()), selection, position, q)
+        qkv(weights, HeadStep(q, dataclasses.replace(cache, attn_in=attn_in[:, :4].contiguous()), position, selection))
     for policy, missing in (("backfill", "watermarks"), ("stale", "valid positions")):
         with pytest.raises(ValueError, match=f"needs the tensor of {missing}"):
-            qkv(weights, dataclasses.replace(cache, watermark=None), selection, position, q, policy)
+            qkv(weights, HeadStep(q, dataclasses.replace(cache, watermark=None), position, selection), policy)
     with pytest.raises(ValueError, match="head dim 24 is not supported"):
         q24 = torch.zeros(1, 2, 24, device=device)
         scratch = AttentionScratch.empty(1, 2, 24, 5, device)
-        flash_decode(q24, cache, selection, position, q, scratch)
+        flash_decode(HeadStep(q24, cache, position, selection), q, scratch)
     scratch, out = AttentionScratch.empty(1, 2, 16, 5, device), torch.zeros(1, 32, device=device)
     short = dataclasses.replace(scratch, tickets=scratch.tickets[:1])
     for wrong, given in (
@@ -215,6 +216,6 @@ def test_mistakes_are_one_line(device):
         (r"scratch\.tickets", (watermark, None, short)),
     ):
         with pytest.raises(ValueError, match=f"{wrong}: expected shape"):
-            flash_decode(q, KvCache(k, k, attn_in, *given[:2]), selection, position, out, given[2])
+            flash_decode(HeadStep(q, KvCache(k, k, attn_in, *given[:2]), position, selection), out, given[2])
     with pytest.raises(ValueError, match="32, 64, 128 positions, not 48"), AttendSettings(48, 2).in_use():
-        flash_decode(q, cache, selection, position, out, scratch)
+        flash_decode(HeadStep(q, cache, position, selection), out, scratch)

@@ -5,7 +5,7 @@ import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.attention.out_projection import project_heads, project_heads_reference
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch
@@ -77,7 +77,7 @@ def assert_qkv(device, n_heads, head_dim, d, group, batch, capacity=6, pdl=False
     position = torch.tensor([3, 0, 5, 1, 4, 2, 2, 0][:batch], dtype=torch.int32, device=device)
     q = torch.full((batch, n_heads, head_dim), float("nan"), device=device)
     caches = [torch.full((batch, n_heads, capacity, head_dim), -77.0, device=device).half() for _ in range(2)]
-    launch_tokens(x, weight, QkvSink.of(q, KvCache(*caches, x[:, :0]), bias, position), pdl)
+    launch_tokens(x, weight, QkvSink.of(HeadStep(q, KvCache(*caches, x[:, :0]), position), bias), pdl)
     rows = weight.view(3 * n_heads * head_dim, d)
     want = int4_linear_reference(x.double(), rows, bias.flatten(), "none")
     sizes = (x.double().abs() @ magnitudes(rows).T + 1).view(batch, n_heads, 3, head_dim).unbind(2)

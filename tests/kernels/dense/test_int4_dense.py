@@ -4,7 +4,7 @@ import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.dense.dense_rows import dense_rows, dense_rows_reference, qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -55,7 +55,7 @@ def test_qkv_of_all_heads(device, n_heads, head_dim):
     for run in (qkv_dense, qkv_dense_reference):
         q = torch.full((1, n_heads, head_dim), NAN, device=device)
         caches = [torch.zeros(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
-        run(x, ln, Linear(weight, bias), position, q, KvCache(*caches, x[:, :0]))
+        run(x, ln, Linear(weight, bias), HeadStep(q, KvCache(*caches, x[:, :0]), position))
         made.append([q, *caches])
     for got, want in zip(*made, strict=True):
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-3)
@@ -110,7 +110,7 @@ def test_qkv_at_true_shapes(n_heads, head_dim):
     for run in (qkv_dense, qkv_dense_reference):
         q = torch.full((1, n_heads, head_dim), NAN, device="cuda")
         caches = [torch.zeros(1, n_heads, 8, head_dim, device="cuda").half() for _ in range(2)]
-        run(x, ln, Linear(weight, bias), position, q, KvCache(*caches, x[:, :0]))
+        run(x, ln, Linear(weight, bias), HeadStep(q, KvCache(*caches, x[:, :0]), position))
         made.append([q, *caches])
     for got, want in zip(*made, strict=True):
         torch.testing.assert_close(got.float(), want.float(), atol=5e-2, rtol=5e-3)

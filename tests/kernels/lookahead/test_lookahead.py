@@ -4,7 +4,7 @@ import pytest
 import torch
 from predictor_helpers import products_of, quantize_rows
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
@@ -86,8 +86,9 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         own = HeadPredictor(predictor, bias, zero, heads)
         in_use = Predictor(mlp, zero, neurons, hidden, in_grid(mlp))
         site = (x, ln, own.with_norm(ln), position, row_state, attn_in, in_use)
-        rows = (weights, cache, heads, position, q, in_use, row_state)
-        attention = (q, cache, heads, position, out, scratch)
+        step = HeadStep(q, cache, position, heads)
+        rows = (weights, step, in_use, row_state)
+        attention = (step, out, scratch)
         if kernels:
             site_predict(*site)
             qkv_select(*rows)
@@ -134,7 +135,7 @@ def test_hidden_values_beyond_fp16(device, batch, stored):
         weights, cache = random_attention(device, h, hd, d)
         q = torch.zeros(1, h, hd, device=device)
         mlp = Predictor(predictor, zero, neurons, hidden, in_grid(predictor))
-        qkv_select(weights, cache, heads, position, q, mlp, row_state)
+        qkv_select(weights, HeadStep(q, cache, position, heads), mlp, row_state)
     assert torch.equal(neurons.to_mask(batch), wanted.to_mask(batch)) and 0 < len(wanted.indices())
 
 
@@ -163,8 +164,8 @@ def test_all_heads(device, stored):
         in_use = Predictor(mlp, zero, neurons, hidden, in_grid(mlp))
         site = (x, ln, HeadPredictor(None, None, None, every), position, state, inputs, in_use)
         cache = KvCache(k, v, inputs)
-        rows = (Linear.of(weight, bias), cache, every, position, q, in_use, state)
-        attention = (q, cache, None, position, out)
+        rows = (Linear.of(weight, bias), HeadStep(q, cache, position, every), in_use, state)
+        attention = (HeadStep(q, cache, position), out)
         if kernels:
             site_predict(*site)
             qkv_select(*rows, policy="always")
@@ -195,5 +196,6 @@ def test_a_second_half_that_does_not_fit_is_refused(device, name, size, message)
     hidden = torch.zeros(given["hidden"], rank, device=device)
     mlp = Predictor(predictor, zero, Selection.empty(n, device), hidden, Products.ROW_TILES)
     weights, cache = random_attention(device, h, hd, d)
+    step = HeadStep(torch.zeros(1, h, hd, device=device), cache, state, head_selection(h, device))
     with pytest.raises(ValueError, match=message):
-        qkv_select(weights, cache, head_selection(h, device), state, torch.zeros(1, h, hd, device=device), mlp, state)
+        qkv_select(weights, step, mlp, state)

@@ -5,7 +5,7 @@ import torch
 from int4_helpers import random_rows
 from predictor_helpers import products_of
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm, late_factors_reference, late_store_reference, late_sums
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
 from dejavu_train.kernels.common.positions import Rotary
@@ -85,7 +85,7 @@ class Layer:
     def rows(self):
         cache = KvCache(*self.caches, self.late.attn_in, self.watermark, positions=self.rotary)
         mlp = Predictor(self.mlp, self.zero, self.neurons, self.hidden, products_of(self.mlp))
-        return self.qkv, cache, self.heads, self.position, self.q, mlp, self.row_state
+        return self.qkv, HeadStep(self.q, cache, self.position, self.heads), mlp, self.row_state
 
     def made(self):
         return {

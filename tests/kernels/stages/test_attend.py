@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.lookahead.attend_pack import attend_pack
@@ -81,12 +81,12 @@ def test_groups_and_slopes(device, batch, n_groups, share, head_dim, density, st
     out = torch.full((batch, n_heads * head_dim), NAN, device=device)
     exact = torch.full_like(out, NAN, dtype=torch.float64)
     scratch = poisoned(batch, n_heads, head_dim, cache.capacity, device)
-    flash_decode_reference(q.double(), cache, selection, position, exact, mean=mean)
+    flash_decode_reference(HeadStep(q.double(), cache, position, selection), exact, mean=mean)
     wanted = cache.watermark.clone()
     for _ in range(2):  # a second run with the same scratch is the same
         cache.watermark.copy_(marks)
         with nullcontext() if settings is None else settings.in_use():
-            flash_decode(q, cache, selection, position, out, scratch, mean=mean)
+            flash_decode(HeadStep(q, cache, position, selection), out, scratch, mean=mean)
         torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
         assert torch.equal(cache.watermark, wanted) and not scratch.tickets.any()
 
@@ -98,8 +98,8 @@ def test_beside_a_list_that_is_packed(device, alibi):
     neurons.set_mask(torch.rand(1, 70, device=device) < 0.4)
     out, exact = torch.full((1, 96), NAN, device=device), torch.empty(1, 96, dtype=torch.float64, device=device)
     scratch = poisoned(1, 6, 16, cache.capacity, device)
-    flash_decode_reference(q.double(), cache, selection, position, exact)
-    attend_pack(q, cache, selection, position, out, scratch, (neurons, packed))
+    flash_decode_reference(HeadStep(q.double(), cache, position, selection), exact)
+    attend_pack(HeadStep(q, cache, position, selection), out, scratch, (neurons, packed))
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
     assert torch.equal(packed.ids[: int(packed.count)].long(), neurons.indices())
 
@@ -126,7 +126,7 @@ def test_blooms_attention_with_padding_before_the_text(device, padding):
     position = torch.tensor([length - 1], dtype=torch.int32, device=device)
     scratch = poisoned(1, n_heads, head_dim, length, device)
     own = q.float().view(1, n_heads, head_dim)
-    flash_decode(own, cache, None, position, out, scratch)
+    flash_decode(HeadStep(own, cache, position), out, scratch)
     torch.testing.assert_close(out.double(), theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -148,12 +148,12 @@ def test_at_true_shapes(batch, n_groups, share, head_dim, alibi, capacity):
     cache = dataclasses.replace(cache, k=cache.k.half(), v=cache.v.half())
     made, marks = [], cache.watermark.clone()
     exact = torch.empty(len(q), n_groups * share * head_dim, dtype=torch.float64, device="cuda")
-    flash_decode_reference(q.double(), cache, selection, position, exact)
+    flash_decode_reference(HeadStep(q.double(), cache, position, selection), exact)
     scratch = poisoned(len(q), n_groups * share, head_dim, capacity, "cuda")
     for pdl in (False, True):
         cache.watermark.copy_(marks)
         made.append(torch.full(exact.shape, NAN, device="cuda"))
-        flash_decode(q, cache, selection, position, made[-1], scratch, pdl=pdl)
+        flash_decode(HeadStep(q, cache, position, selection), made[-1], scratch, pdl=pdl)
     torch.testing.assert_close(made[0].double(), exact, atol=1e-4, rtol=1e-4)
     assert torch.equal(*made)
 
@@ -162,7 +162,7 @@ def test_mistakes_are_one_line(device):
     q, cache, _, position = case(device, 1, 2, 3, 16, None, True)
     scratch, out = poisoned(1, 6, 16, cache.capacity, device), torch.zeros(1, 96, device=device)
     with pytest.raises(ValueError, match="2 heads of K and V do not divide 5 heads"):
-        flash_decode(q[:, :5].contiguous(), cache, None, position, out, scratch)
+        flash_decode(HeadStep(q[:, :5].contiguous(), cache, position), out, scratch)
     cache = dataclasses.replace(cache, positions=Alibi.of(5, device))
     with pytest.raises(ValueError, match="slopes: expected shape"):
-        flash_decode(q, cache, None, position, out, scratch)
+        flash_decode(HeadStep(q, cache, position), out, scratch)

@@ -9,7 +9,7 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatAttention, Na
 from transformers.models.nemotron.modeling_nemotron import NemotronAttention, NemotronRotaryEmbedding
 from transformers.models.persimmon.modeling_persimmon import PersimmonAttention, PersimmonRotaryEmbedding
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
 from dejavu_train.kernels.common.positions import Rotary, pair_order
 from dejavu_train.kernels.formats.matrix import Linear
@@ -51,8 +51,8 @@ def test_norm_heads(device, policy, batch, n_heads, share, head_dim, kind, selec
     if kind == "nanochat":
         norms = HeadNorms(RMS, RMS)
     exact = KvCache(k.double(), k, k[:, 0, :0], marks, positions=rotary), q.double()
-    norm_heads_reference(exact[1], exact[0], selection, position, norms, policy)
-    norm_heads(q, KvCache(k, k, k[:, 0, :0], marks, positions=rotary), selection, position, norms, policy)
+    norm_heads_reference(HeadStep(exact[1], exact[0], position, selection), norms, policy)
+    norm_heads(HeadStep(q, KvCache(k, k, k[:, 0, :0], marks, positions=rotary), position, selection), norms, policy)
     torch.testing.assert_close(q.double(), exact[1], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(k.double(), exact[0].k, atol=2e-5, rtol=1e-5)
 
@@ -158,10 +158,11 @@ def test_heads_equal_those_of_transformers(device, model):
         position = torch.tensor([t], dtype=torch.int32, device=device)
         q = torch.full((1, n_heads * share, head_dim), NAN, device=device)
         got = torch.full((1, n_heads * share * head_dim), NAN, device=device)
-        qkv(Linear.of(numbers, bias), cache, selection, position, q)
+        step = HeadStep(q, cache, position, selection)
+        qkv(Linear.of(numbers, bias), step)
         if norms is not None:
-            norm_heads(q, cache, selection, position, HeadNorms(moved(norms.q, device), moved(norms.k, device)))
-        flash_decode(q, cache, selection, position, got, scratch)
+            norm_heads(step, HeadNorms(moved(norms.q, device), moved(norms.k, device)))
+        flash_decode(step, got, scratch)
         want = read[0][0, t].view(n_heads, -1) * chosen[0, :, None].cpu()
         torch.testing.assert_close(got.cpu().double(), want.view(1, -1), atol=2e-5, rtol=1e-4)
 
@@ -170,7 +171,7 @@ def test_mistakes_are_one_line(device):
     k, q = torch.randn(1, 2, 4, 16, device=device), torch.randn(1, 2, 16, device=device)
     position, rotary = torch.zeros(1, dtype=torch.int32, device=device), Kind("full", 16, 4, device).rotary
     with pytest.raises(ValueError, match="turn by this table already"):
-        norm_heads(q, KvCache(k, k, k[:, 0, :0], positions=rotary), None, position, HeadNorms(RMS, RMS))
+        norm_heads(HeadStep(q, KvCache(k, k, k[:, 0, :0], positions=rotary), position), HeadNorms(RMS, RMS))
     wrong = LayerNormWeights(torch.ones(8, device=device), None)
     with pytest.raises(ValueError, match=r"a norm of heads: expected shape \(16,\)"):
-        norm_heads(q, KvCache(k, k, k[:, 0, :0]), None, position, HeadNorms(wrong, RMS))
+        norm_heads(HeadStep(q, KvCache(k, k, k[:, 0, :0]), position), HeadNorms(wrong, RMS))

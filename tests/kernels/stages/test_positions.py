@@ -13,7 +13,7 @@ from transformers.models.nanochat.modeling_nanochat import apply_rotary_pos_emb 
 from transformers.models.nemotron.modeling_nemotron import NemotronRotaryEmbedding
 from transformers.models.nemotron.modeling_nemotron import apply_rotary_pos_emb as nemotron_turn
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.positions import Rotary, pair_order
@@ -162,7 +162,7 @@ def test_qkv(device, four_bits, kind, policy, batch, n_heads, share, head_dim, d
     if policy == "stale":
         valid = torch.zeros(batch, n_heads, 11, dtype=torch.uint8, device=device)
         made.cache = dataclasses.replace(made.cache, valid=valid)
-    qkv(made.weights, made.cache, made.selection, made.position, made.q, policy)
+    qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection), policy)
     made.check(made.cache.attn_in, filled_from(made, policy), 2e-4 if four_bits else 2e-5)
 
 
@@ -174,7 +174,7 @@ def test_a_head_idle_for_long_is_filled_in_where_it_lies(device, batch, four_bit
     made.selection.set_mask(torch.ones(batch, 3, device=device) > torch.tensor([0, 0, 1], device=device))
     settings = QkvSettings(16, 2, 32, 4, 1, 4) if four_bits else QkvSettings(16, 8, 64, 2, 1, 16)
     with settings.in_use():
-        qkv(made.weights, made.cache, made.selection, made.position, made.q)
+        qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection))
     made.check(made.cache.attn_in, filled_from(made, "backfill"), 2e-4 if four_bits else 2e-5)
 
 
@@ -186,7 +186,7 @@ def test_all_heads(device, batch, kind, four_bits):
     made.cache = dataclasses.replace(made.cache, watermark=None)
     ln = LayerNormWeights(1 + 0.1 * torch.randn(64, device=device), 0.1 * torch.randn(64, device=device))
     x = torch.randn(batch, 64, device=device) * 2 + 1
-    qkv_dense(x, ln, made.weights, made.position, made.q, made.cache)
+    qkv_dense(x, ln, made.weights, HeadStep(made.q, made.cache, made.position))
     inputs = torch.full((batch, 7, 64), NAN, dtype=torch.float64, device=device)
     inputs[torch.arange(batch), made.position.long()] = layer_norm_reference(x, ln, made.cache.attn_in.dtype).double()
     made.check(inputs, made.position[:, None].expand(batch, 3), 1e-2 if four_bits else 2e-5)
@@ -200,7 +200,7 @@ def test_beside_a_predictor(device, four_bits):
     hidden, neurons = torch.randn(1, rank, device=device), Selection.empty(n, device)
     predictor = Predictor(mlp, torch.zeros(1, device=device), neurons, hidden, Products.ROW_TILES)
     state = torch.ones(1, dtype=torch.int32, device=device)
-    qkv_select(made.weights, made.cache, made.selection, made.position, made.q, predictor, state)
+    qkv_select(made.weights, HeadStep(made.q, made.cache, made.position, made.selection), predictor, state)
     made.check(made.cache.attn_in, filled_from(made, "backfill"), 2e-4 if four_bits else 2e-5)
     assert torch.equal(neurons.indices(), (mlp.up @ hidden[0] + mlp.bias > 0).nonzero()[:, 0])
 
@@ -223,10 +223,10 @@ def test_at_true_shapes(kind, batch, n_heads, share, head_dim, d, four_bits, dty
     made = case("cuda", kind, batch, n_heads, share, head_dim, d, 60, 0.6, four_bits, dtype, size=d**-0.5 / 5)
     marks, tolerance = made.cache.watermark, 4e-2 if dtype is torch.bfloat16 else 1e-2
     marks[:, 1:] = torch.maximum(marks[:, 1:], made.position[:, None] - 3)
-    qkv(made.weights, made.cache, made.selection, made.position, made.q)
+    qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection))
     made.check(made.cache.attn_in, filled_from(made, "backfill"), tolerance)
     before = [each.clone() for each in (made.q, made.cache.k, made.cache.v)]
-    qkv(made.weights, made.cache, made.selection, made.position, made.q, pdl=True)
+    qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection), pdl=True)
     torch.testing.assert_close([made.q, made.cache.k, made.cache.v], before, equal_nan=True, atol=0, rtol=0)
 
 
@@ -238,6 +238,6 @@ def test_mistakes_are_one_line(device):
         Rotary.of(torch.randn(4, 32), torch.randn(4, 32), 16)
     short = dataclasses.replace(made.cache, positions=Rotary(made.kind.rotary.table[:10].contiguous()))
     with pytest.raises(ValueError, match="table of positions has 10, the cache 11"):
-        qkv(made.weights, short, made.selection, made.position, made.q)
+        qkv(made.weights, HeadStep(made.q, short, made.position, made.selection))
     with pytest.raises(ValueError, match="2 heads of K and V do not divide 3 heads"):
-        qkv(made.weights, made.cache, made.selection, made.position, made.q[:, :3].contiguous())
+        qkv(made.weights, HeadStep(made.q[:, :3].contiguous(), made.cache, made.position, made.selection))

@@ -10,7 +10,7 @@ import torch
 
 from dejavu_train.kernels.attention.out_projection import ProjectSettings, project_heads
 from dejavu_train.kernels.common.activation import ACTIVATIONS, activation_reference
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
@@ -70,8 +70,8 @@ def test_rows_of_selected_heads(device, dtype, density, turns, batch):
     selection = head_selection(3, device)
     selection.set_mask(torch.rand(batch, 3, device=device) < density)
     exact, want = widened(cache, q)
-    qkv_reference(weights, exact, selection, position, want)
-    qkv(weights, cache, selection, position, q)
+    qkv_reference(weights, HeadStep(want, exact, position, selection))
+    qkv(weights, HeadStep(q, cache, position, selection))
     for got, expected in ((q, want), (cache.k, exact.k), (cache.v, exact.v)):
         close(got, expected, dtype)
     assert bool(q.isnan().all()) == (density == 0)
@@ -85,8 +85,8 @@ def test_rows_of_all_heads(device, dtype, turns, batch):
     ln = LayerNormWeights(torch.rand(40, device=device) + 0.5, None, kind=NormKind.RMS_NORM)
     exact, want = widened(cache, q)
     wide = Linear.of(weights.weight.dense(torch.float64), weights.bias.double())
-    qkv_dense_reference(x.double(), ln, wide, position, want, exact)
-    qkv_dense(x, ln, weights, position, q, cache)
+    qkv_dense_reference(x.double(), ln, wide, HeadStep(want, exact, position))
+    qkv_dense(x, ln, weights, HeadStep(q, cache, position))
     for got, expected in ((q, want), (cache.k, exact.k), (cache.v, exact.v)):
         close(got, expected, dtype, size=8.0)
 
@@ -107,9 +107,9 @@ def test_attention_over_caches(device, dtype, density, slopes):
     out = torch.full((2, 96), NAN, device=device)
     want = out.double()
     marks = cache.watermark.clone()
-    flash_decode_reference(q.double(), cache, selection, position, want)
+    flash_decode_reference(HeadStep(q.double(), cache, position, selection), want)
     cache.watermark.copy_(marks)
-    flash_decode(q, cache, selection, position, out, AttentionScratch.empty(2, 6, 16, 40, device))
+    flash_decode(HeadStep(q, cache, position, selection), out, AttentionScratch.empty(2, 6, 16, 40, device))
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)  # K/V are numbers of 16 bits in both
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.verify.attend_slots import SLOTS, SPLIT, attend_slots, attend_slots_reference, slot_scratch
 
@@ -27,7 +27,8 @@ def run(q, k, v, position, placed=None):
     scratch = slot_scratch(q.shape[1], q.shape[2], k.shape[2], DEVICE)
     for buffer in (scratch.partial, scratch.largest, scratch.total):
         buffer.fill_(float("nan"))
-    attend_slots(q, kept(k, v, placed), torch.tensor(position, dtype=torch.int32, device=DEVICE), out, scratch)
+    at = torch.tensor(position, dtype=torch.int32, device=DEVICE)
+    attend_slots(HeadStep(q, kept(k, v, placed), at), out, scratch)
     return out
 
 
@@ -39,7 +40,7 @@ def test_slots_attend_as_the_reference_does(dtype, h, head_dim, capacity, first)
     q, k, v = problem(h, head_dim, capacity, getattr(torch, dtype))
     position = list(range(first, first + SLOTS))
     expected = torch.empty_like(q)
-    attend_slots_reference(q, kept(k, v), torch.tensor(position), expected)
+    attend_slots_reference(HeadStep(q, kept(k, v), torch.tensor(position)), expected)
     torch.testing.assert_close(run(q, k, v, position).float(), expected.float(), atol=DTYPES[dtype], rtol=0)
 
 
@@ -50,7 +51,7 @@ def test_heads_that_share_and_slopes_are_as_the_reference_has_them(share, slopes
     placed = Alibi.of(6, DEVICE) if slopes else None
     position = list(range(SPLIT - 4, SPLIT + 4))
     expected = torch.empty_like(q)
-    attend_slots_reference(q, kept(k, v, placed), torch.tensor(position), expected)
+    attend_slots_reference(HeadStep(q, kept(k, v, placed), torch.tensor(position)), expected)
     found = run(q, k, v, position, placed)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     other = torch.full_like(q, float("nan"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from int4_helpers import random_rows
 
-from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.positions import Rotary
 from dejavu_train.kernels.common.settings import tried
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
@@ -68,7 +68,7 @@ class Product:
     def run(self, x, position, sequences=1):
         if self.name == "qkv":
             q, cache = x.new_full((S, self.heads, 16), NAN), self.cache(sequences)
-            slot_qkv(x, self.linear, position, q, cache, self.scratch)
+            slot_qkv(x, self.linear, HeadStep(q, cache, position), self.scratch)
             return self.found(q, cache, position)
         if self.name in ("hidden", "gated"):
             y = x.new_full((S, self.n), NAN)
@@ -94,7 +94,7 @@ class Product:
         if self.name == "qkv":
             q, cache = torch.empty(S, self.heads, 16, dtype=torch.float64, device=wide.device), self.cache(S)
             cache = KvCache(cache.k.double(), cache.v.double(), cache.attn_in, positions=self.rotary)
-            slot_qkv_reference(wide, linear, position, q, cache, None)
+            slot_qkv_reference(wide, linear, HeadStep(q, cache, position), None)
             return self.found(q, cache, position)
         out = torch.empty(S, self.n, dtype=torch.float64, device=wide.device)
         slot_linear_reference(wide, linear.weight, linear.bias, out, self.residual.double(), None, self.turned)
