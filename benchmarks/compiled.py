@@ -51,7 +51,7 @@ from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, rank_sum, select
 from dejavu_train.kernels.stages.norm import HeadNorms, layer_norm, norm_heads
-from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights
+from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, Predictor, PredictorWeights
 from dejavu_train.kernels.stages.rows import launch_tokens
 from dejavu_train.kernels.stages.sink import QkvSink
 from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
@@ -244,9 +244,9 @@ class Layer:
 
     def site(self, mlp: PredictorWeights | None) -> Any:
         """The call of a site that such a predictor of the MLP reads."""
-        given = (self.head_predictor(), self.ones, self.ones, self.cache.attn_in)
+        given = (HeadSite(self.head_predictor(), self.ln, self.ones), self.ones, self.cache.attn_in)
         own = None if mlp is None else self.predictor(mlp)
-        return partial(predict.site_predict, self.x, self.ln, *given, own, True)
+        return partial(predict.site_predict, self.x, *given, own, True)
 
 
 def cases_of(d: int) -> Iterator[Case]:
@@ -323,7 +323,7 @@ def int4_cases(d: int) -> Iterator[Case]:
         LateNorm(each, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2)) for each in (ln, own.rms)
     ]
     first_half = int4_rows(rank, d).parts() if d >= mlp_ahead.TILED_FROM else (nibbles.down, None)
-    ahead = mlp_ahead.HeadsAhead(own.head_predictor(), ln, own.ones)
+    ahead = HeadSite(own.head_predictor(), ln, own.ones)
     scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
     for policy, selected, cache, norm in (
         ("backfill", ahead, own.cache, norms[0]), ("always", None, own.every, norms[0]),

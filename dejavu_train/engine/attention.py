@@ -14,7 +14,7 @@ from dejavu_train.engine.workspace import TargetSelection, Workspace
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
-from dejavu_train.kernels.stages.predictor import HeadPredictor, head_selection
+from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, head_selection
 
 
 class Attention:
@@ -67,6 +67,10 @@ class Attention:
         """What the stages of attention share, with these heads."""
         return HeadStep(self.work.q, self.cache, self.work.state.position, selection)
 
+    def site(self) -> HeadSite:
+        """The predictor of heads with what it reads."""
+        return HeadSite(self.predictor, self.weights.norm1, self.work.state.row_state)
+
     def select(self, x: Tensor) -> None:
         """Fill the selection of heads, keep the input where K/V are computed later, begin the MLP's predictor."""
         plan, work, state = self.plan, self.work, self.work.state
@@ -74,14 +78,9 @@ class Attention:
             self.heads.join()
         if plan.kernels is Kernels.QKV_WITH_PREDICTOR:
             if self.late is None:
-                work.ops.site_predict(
-                    x, self.weights.norm1, self.predictor, state.position, state.row_state, self.inputs, self.neurons,
-                    pdl=work.pdl,
-                )  # fmt: skip
+                work.ops.site_predict(x, self.site(), state.position, self.inputs, self.neurons, pdl=work.pdl)
         elif plan.kernels is Kernels.QKV_SELECTED or plan.place is Place.FOLDED:
-            work.ops.site_predict(
-                x, self.weights.norm1, self.predictor, self.position, state.row_state, self.inputs, pdl=work.pdl
-            )
+            work.ops.site_predict(x, self.site(), self.position, self.inputs, pdl=work.pdl)
 
     def project_in(self, x: Tensor) -> None:
         """Queries, and keys and values into the cache. Those that are missing as the policy says."""

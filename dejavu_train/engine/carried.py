@@ -9,8 +9,9 @@ from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.limits import MOST_TOKENS
-from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
+from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
 from dejavu_train.kernels.mlp.pack import PackedSelection
+from dejavu_train.kernels.stages.predictor import HeadSite
 
 
 class Carried:
@@ -49,7 +50,7 @@ class Carried:
         cache: KvCache,
         position: Tensor,
         mlp: TargetPredictor,
-        heads: HeadsAhead | None,
+        heads: HeadSite | None,
     ) -> LateSite:
         """What the MLP before a layer writes, and the layer's q/k/v read. Its factors are the layer's own."""
         norm = LateNorm.empty(weights.norm1, cache.capacity, self.estimate, self.moments)

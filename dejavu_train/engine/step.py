@@ -31,9 +31,9 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import selection_block
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
-from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite
+from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
 from dejavu_train.kernels.sample.sampling import TokenState
-from dejavu_train.kernels.stages.predictor import head_selection
+from dejavu_train.kernels.stages.predictor import HeadSite, head_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class DecodeStep:
         """What the MLP before a layer leaves for it."""
         heads, neurons, ahead = chosen.get(UnitKey(layer, Target.HEADS)), chosen[UnitKey(layer, Target.MLP)], None
         if heads is not None:
-            ahead = HeadsAhead.of(heads.folded(), self.weights.layers[layer - 1].norm2, self.state.row_state)
+            ahead = HeadSite.of(heads.folded(), self.weights.layers[layer - 1].norm2, self.state.row_state)
         weights, position = self.weights.layers[layer], self.state.position
         return self.work.carried.late_site(weights, self.caches[layer], position, neurons.predictor, ahead)
 

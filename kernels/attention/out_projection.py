@@ -18,11 +18,9 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import (
     FLOAT_TYPES,
     check_device,
-    check_dtype,
     check_head_dim,
     check_int4,
     check_numbers,
-    check_shape,
     check_tensor,
     require,
 )
@@ -163,8 +161,7 @@ def head_walk(weight: Int4Rows, settings: HeadRowSettings, dependent: bool) -> t
 def _check_by_head(mixed: Tensor, weight: Int4Rows, bias: Tensor) -> None:
     n_heads, d, head_dim = weight.shape
     check_head_dim(head_dim)
-    check_shape("mixed", mixed, len(mixed), n_heads * head_dim)
-    check_dtype("mixed", mixed, (torch.float16,))
+    check_tensor("mixed", mixed, (len(mixed), n_heads * head_dim), (torch.float16,), mixed)
     check_int4("weight", weight, (n_heads, d, head_dim), mixed)
     require(weight.scales.shape[-1] == 1, f"weight: {weight.scales.shape[-1]} groups a head, expected one")
     check_tensor("bias", bias, (d,), FLOAT_TYPES, mixed)

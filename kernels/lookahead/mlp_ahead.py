@@ -39,26 +39,10 @@ from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.mlp import mlp_sums
 from dejavu_train.kernels.stages.predict import head_rows, site_predict_reference
-from dejavu_train.kernels.stages.predictor import HeadPredictor, PredictorWeights, norm_sums
+from dejavu_train.kernels.stages.predictor import HeadSite, PredictorWeights, norm_sums
 from dejavu_train.kernels.stages.qkv_owned import Down, Late
 
 ROWS = 4  # of a program of `late_rows`
-
-
-@dataclass(frozen=True)
-class HeadsAhead:
-    """The predictor of a layer's heads that reads mlp_in of the layer before, and what it selects.
-
-    ln: of that mlp_in, with which the predictor's rows have their sums. row_state: (1,) int32, as in `site_predict`.
-    """
-
-    predictor: HeadPredictor
-    ln: LayerNormWeights
-    row_state: Tensor
-
-    @classmethod
-    def of(cls, predictor: HeadPredictor, ln: LayerNormWeights, row_state: Tensor) -> "HeadsAhead":
-        return cls(predictor.with_norm(ln), ln, row_state)
 
 
 @dataclass(frozen=True)
@@ -66,7 +50,7 @@ class LateSite:
     """A layer's attn_in that the MLP of the layer before makes, and what reads it.
 
     norm: in front of it. attn_in (1, T, d) fp16, which keeps u. position (1,) int32. gains, shifts (h, r + 2, head_dim)
-    fp32: W gain, and W shift + bias, of q/k/v. heads: or None.
+    fp32: W gain, and W shift + bias, of q/k/v. heads: their predictor, which reads mlp_in of the layer before, or None.
     The first half of the MLP's predictor: down, its nibbles (rank, ceil(d / 2)), and scale, of its rows. With
     tile_scales, all one, down has words of 4-bit codes instead, rank rows and zeros up to a multiple of 16. Their
     groups are those of q/k/v's columns. down_gains, down_shifts: fp32, down's sums with gain and shift, without scale.
@@ -78,7 +62,7 @@ class LateSite:
     position: Tensor
     gains: Tensor
     shifts: Tensor
-    heads: HeadsAhead | None
+    heads: HeadSite | None
     down: Tensor
     tile_scales: Tensor | None
     scale: Tensor
@@ -90,7 +74,7 @@ class LateSite:
     @classmethod
     def of(
         cls, norm: LateNorm, attn_in: Tensor, position: Tensor, qkv: Linear, mlp: PredictorWeights, arrived: Tensor,
-        heads: HeadsAhead | None,
+        heads: HeadSite | None,
     ) -> "LateSite":  # fmt: skip
         """Of q/k/v's rows (h, r + 2, head_dim, d) in 4 bits, and a predictor of nibbles, whose first half is copied."""
         weight = qkv.weight
@@ -155,7 +139,7 @@ def add_ahead_reference(residual: Tensor, out: Tensor, ahead: LateSite) -> None:
     late_store_reference(ahead.norm, residual, out, ahead.attn_in[:, position])
     if heads is not None:
         nowhere = ahead.attn_in.new_empty(1, 1, out.shape[1])
-        site_predict_reference(residual, heads.ln, heads.predictor, ahead.position * 0, heads.row_state, nowhere)
+        site_predict_reference(residual, heads, ahead.position * 0, nowhere)
 
 
 @triton.jit
@@ -238,7 +222,7 @@ def mlp_ahead(
     check_shape("moments", ahead.norm.moments, 2)
     selecting, norm, n_heads = None, None, 0
     if heads is not None:
-        selecting = head_rows(heads.predictor, heads.ln, heads.row_state, out)
+        selecting = head_rows(heads, out)
         norm, n_heads = heads.ln.args()._replace(shift=None), heads.predictor.selection.n
     settings = SumSettings.of(partials, splits)
     _add_ahead_kernel[(n_heads + triton.cdiv(d, settings.stripe),)](

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, check_shape, require
 from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
@@ -60,29 +61,29 @@ class AdvanceSettings(Settings, stage="advance"):
 class TokenState:
     """State of B rows, all on the device. See the module's docstring."""
 
-    tokens: torch.Tensor
-    nll: torch.Tensor
-    position: torch.Tensor
-    known: torch.Tensor
-    least: torch.Tensor
-    limit: torch.Tensor
-    done: torch.Tensor
-    sparse_from: torch.Tensor
-    row_state: torch.Tensor
-    stops: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    seed: torch.Tensor
-    fault: torch.Tensor
-    min_p: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-    seen: torch.Tensor
-    best: torch.Tensor
-    best_ids: torch.Tensor
-    tickets: torch.Tensor
+    tokens: Tensor
+    nll: Tensor
+    position: Tensor
+    known: Tensor
+    least: Tensor
+    limit: Tensor
+    done: Tensor
+    sparse_from: Tensor
+    row_state: Tensor
+    stops: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    seed: Tensor
+    fault: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    seen: Tensor
+    best: Tensor
+    best_ids: Tensor
+    tickets: Tensor
 
     @classmethod
     def empty(
@@ -90,10 +91,10 @@ class TokenState:
     ) -> "TokenState":
         """All rows done at position 0. vocab: 0 = nothing is seen, and no step is mixed."""
 
-        def ints(*shape: int, value: int = 0) -> torch.Tensor:
+        def ints(*shape: int, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
-        def floats(value: float, *shape: int) -> torch.Tensor:
+        def floats(value: float, *shape: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.float32, device=device)
 
         zeros = ("position", "known", "least", "sparse_from", "row_state", "seed", "fault", "tickets")
@@ -148,9 +149,7 @@ def _embed_kernel(
     tl.store(x + b * D + c, e, mask=mask)
 
 
-def embed(
-    state: TokenState, embedding: torch.Tensor, positions: torch.Tensor | None, x: torch.Tensor, pdl: bool = False
-) -> None:
+def embed(state: TokenState, embedding: Tensor, positions: Tensor | None, x: Tensor, pdl: bool = False) -> None:
     """embedding (V, d), positions (>= T + 2, d) or None -> x (B, d) fp32."""
     check_device("x", x)
     batch, d = x.shape
@@ -162,7 +161,7 @@ def embed(
     )  # fmt: skip
 
 
-def penalised_reference(row: torch.Tensor, state: TokenState, b: int) -> torch.Tensor:
+def penalised_reference(row: Tensor, state: TokenState, b: int) -> Tensor:
     """Logits (V,) of row b: of seen tokens divided by repetition if positive, else multiplied.
 
     From those that were generated presence is taken, and frequency as often as they were.
@@ -391,7 +390,7 @@ def _advance_kernel(
 
 
 def advance(
-    logits: torch.Tensor,
+    logits: Tensor,
     state: TokenState,
     mode: str = "greedy",
     score: bool = False,

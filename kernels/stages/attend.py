@@ -54,10 +54,10 @@ class AttendSettings(Settings, stage="attend"):
 class AttentionScratch:
     """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32, tickets (B*h), else zero."""
 
-    partial: torch.Tensor
-    largest: torch.Tensor
-    total: torch.Tensor
-    tickets: torch.Tensor
+    partial: Tensor
+    largest: Tensor
+    total: Tensor
+    tickets: Tensor
 
     @classmethod
     def empty(

@@ -41,7 +41,7 @@ from dejavu_train.kernels.common.row_state import by_state, mask_by_state
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import nibble_floats, to_float
 from dejavu_train.kernels.stages.predict_rows import predict_rows_reference
-from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, check_down, down_reference, norm_sums
+from dejavu_train.kernels.stages.predictor import HeadSite, Predictor, check_down, down_reference, norm_sums
 
 MAX_ROWS = 7
 
@@ -115,24 +115,18 @@ def predict_reference(
 
 
 def site_predict_reference(
-    x: Tensor,
-    ln: LayerNormWeights,
-    heads: HeadPredictor,
-    position: Tensor,
-    row_state: Tensor,
-    attn_in: Tensor,
-    mlp: Predictor | None = None,
+    x: Tensor, site: HeadSite, position: Tensor, attn_in: Tensor, mlp: Predictor | None = None
 ) -> None:
     """Plain torch, in place: writes `attn_in` at `position`, the selection where there are rows, and mlp.hidden."""
-    n = layer_norm_reference(x, ln, attn_in.dtype)
+    heads, n = site.predictor, layer_norm_reference(x, site.ln, attn_in.dtype)
     attn_in[torch.arange(len(x), device=x.device), position.long()] = n
     if heads.rows is not None:
         assert heads.bias is not None and heads.threshold is not None
         logits = n.float() @ heads.rows.float().T + heads.bias
-        heads.selection.set_mask(mask_by_state(logits > heads.threshold, row_state))
+        heads.selection.set_mask(mask_by_state(logits > heads.threshold, site.row_state))
     if mlp is not None:
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
-        mlp.hidden.copy_(down_reference(layer_norm_reference(x, ln, wide), mlp.weights))
+        mlp.hidden.copy_(down_reference(layer_norm_reference(x, site.ln, wide), mlp.weights))
 
 
 @triton.jit
@@ -331,8 +325,9 @@ def _hidden_rows(predictor: Predictor, ln: LayerNormWeights) -> HiddenRows:
     return HiddenRows(own.down, own.down_scale, *sums, predictor.hidden)
 
 
-def head_rows(heads: HeadPredictor, ln: LayerNormWeights, row_state: Tensor, x: Tensor) -> HeadRows | None:
+def head_rows(site: HeadSite, x: Tensor) -> HeadRows | None:
     """What a kernel is handed of a predictor of heads that reads x (B, d), checked. None: it selects nothing."""
+    heads = site.predictor
     if heads.rows is None:
         return None
     assert heads.bias is not None and heads.threshold is not None
@@ -341,8 +336,8 @@ def head_rows(heads: HeadPredictor, ln: LayerNormWeights, row_state: Tensor, x: 
     check_tensor("bias of heads", heads.bias, (n_heads,), (torch.float32,), x)
     check_tensor("threshold of heads", heads.threshold, (1,), (torch.float32,), x)
     require(heads.selection.block == 1, "a selection of heads has one of them a block")
-    sums = heads.sums or norm_sums(heads.rows, ln)
-    return HeadRows(heads.rows, *sums, heads.bias, heads.threshold, row_state, heads.selection.row_bits)
+    sums = heads.sums or norm_sums(heads.rows, site.ln)
+    return HeadRows(heads.rows, *sums, heads.bias, heads.threshold, site.row_state, heads.selection.row_bits)
 
 
 def _check_norm(x: Tensor, ln: LayerNormWeights) -> tuple[int, int]:
@@ -380,40 +375,33 @@ def predict(
 
 
 def site_predict(
-    x: Tensor,
-    ln: LayerNormWeights,
-    heads: HeadPredictor,
-    position: Tensor,
-    row_state: Tensor,
-    attn_in: Tensor,
-    mlp: Predictor | None = None,
-    pdl: bool = False,
+    x: Tensor, site: HeadSite, position: Tensor, attn_in: Tensor, mlp: Predictor | None = None, pdl: bool = False
 ) -> None:
     """Everything that reads one site: its input kept, heads selected, and the first half of an MLP's predictor.
 
-    x (B, d) fp32, attn_in (B, T, d), position and row_state (B) int32, states as in `row_state`. Of the selection
-    row_bits alone are written, and nothing where `heads` has no rows. mlp: of one row, or None. position and row_state
-    are older than the launch before this one.
+    x (B, d) fp32, attn_in (B, T, d), position (B) int32. Of the selection row_bits alone are written, and nothing where
+    the predictor has no rows. mlp: of one row, or None. position and row_state are older than the launch before this
+    one.
 
     Raises:
         ValueError: shapes, dtypes, a CPU tensor.
     """
-    batch, d = _check_norm(x, ln)
+    batch, d = _check_norm(x, site.ln)
     check_shape("attn_in", attn_in, batch, attn_in.shape[1], d)
     check_shape("position", position, batch)
-    selecting = head_rows(heads, ln, row_state, x)
-    n_heads = 0 if selecting is None else heads.selection.n
+    selecting = head_rows(site, x)
+    n_heads = 0 if selecting is None else site.predictor.selection.n
     down, n_rows = None, 0
     if mlp is not None:
         require(batch == 1, f"the LayerNorm is folded into the product of one row, got {batch}")
         check_down(mlp, 1, d)
-        down, n_rows = _hidden_rows(mlp, ln), len(mlp.weights.down)
+        down, n_rows = _hidden_rows(mlp, site.ln), len(mlp.weights.down)
     relu = mlp is not None and mlp.weights.relu
     programs, sizes, warps = row_launch(x, (n_heads, n_rows), False, relu)
     if down is None and selecting is None:  # the input alone
         down = HiddenRows(None, None, None, None, None)
     _predict_kernel[(programs,)](
-        x, ln.args(), selecting, n_heads, down, n_rows, Kept(attn_in, position, attn_in.shape[1]),
+        x, site.ln.args(), selecting, n_heads, down, n_rows, Kept(attn_in, position, attn_in.shape[1]),
         WAIT=wait_for_predecessor, HEAD_PROGRAMS=triton.cdiv(n_heads, max(1, sizes.rows)), BOTH=mlp is not None,
         S=constant_fields(sizes), num_warps=warps, **as_dependent(pdl, x.device),
     )  # fmt: skip

@@ -128,6 +128,23 @@ class HeadPredictor:
         return self if self.rows is None else replace(self, sums=norm_sums(self.rows, ln))
 
 
+@dataclass(frozen=True)
+class HeadSite:
+    """A predictor of heads, and what it reads: outputs of the norm `ln`, for batch rows in row_state (B) int32.
+
+    The states are those of `common.row_state`.
+    """
+
+    predictor: HeadPredictor
+    ln: LayerNormWeights
+    row_state: Tensor
+
+    @classmethod
+    def of(cls, predictor: HeadPredictor, ln: LayerNormWeights, row_state: Tensor) -> "HeadSite":
+        """With the sums that fold the norm into the predictor's rows."""
+        return cls(predictor.with_norm(ln), ln, row_state)
+
+
 def head_selection(n_heads: int, device: torch.device | str) -> Selection:
     """An empty selection of heads, one id a block. Kernels write its row_bits alone."""
     selection = Selection.empty(n_heads, device, block=1)

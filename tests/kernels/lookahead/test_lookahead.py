@@ -16,6 +16,7 @@ from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode_re
 from dejavu_train.kernels.stages.predict import site_predict, site_predict_reference
 from dejavu_train.kernels.stages.predictor import (
     HeadPredictor,
+    HeadSite,
     Predictor,
     PredictorWeights,
     head_selection,
@@ -85,7 +86,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
         cache = KvCache(k, v, attn_in, watermark)
         own = HeadPredictor(predictor, bias, zero, heads)
         in_use = Predictor(mlp, zero, neurons, hidden, in_grid(mlp))
-        site = (x, ln, own.with_norm(ln), position, row_state, attn_in, in_use)
+        site = (x, HeadSite.of(own, ln, row_state), position, attn_in, in_use)
         step = HeadStep(q, cache, position, heads)
         rows = (weights, step, in_use, row_state)
         attention = (step, out, scratch)
@@ -162,7 +163,7 @@ def test_all_heads(device, stored):
         out, (k, v) = torch.full((1, n_heads * head_dim), NAN, device=device), (each.clone() for each in before)
         neurons, packed = Selection.empty(n, device), PackedSelection.empty(n, device)
         in_use = Predictor(mlp, zero, neurons, hidden, in_grid(mlp))
-        site = (x, ln, HeadPredictor(None, None, None, every), position, state, inputs, in_use)
+        site = (x, HeadSite(HeadPredictor(None, None, None, every), ln, state), position, inputs, in_use)
         cache = KvCache(k, v, inputs)
         rows = (Linear.of(weight, bias), HeadStep(q, cache, position, every), in_use, state)
         attention = (HeadStep(q, cache, position), out)

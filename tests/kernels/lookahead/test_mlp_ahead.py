@@ -12,11 +12,11 @@ from dejavu_train.kernels.common.positions import Rotary
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.lookahead import mlp_ahead as module
-from dejavu_train.kernels.lookahead.mlp_ahead import HeadsAhead, LateSite, add_ahead_reference, mlp_ahead
+from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference, mlp_ahead
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.stages.mlp import mlp_reference
-from dejavu_train.kernels.stages.predictor import HeadPredictor, Predictor, PredictorWeights, head_selection
+from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, Predictor, PredictorWeights, head_selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
 NAN = float("nan")
@@ -60,7 +60,7 @@ class Layer:
         ahead = None
         if with_heads:
             rows, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
-            ahead = HeadsAhead.of(HeadPredictor(rows, bias, self.zero, self.heads), self.ln2, self.row_state)
+            ahead = HeadSite.of(HeadPredictor(rows, bias, self.zero, self.heads), self.ln2, self.row_state)
         self.mlp = nibbles(rank, d, n, relu, device)
         weight = random_rows(device, n_heads, share + 2, head_dim, d, group=group)
         self.qkv = Linear(weight, torch.randn(n_heads, share + 2, head_dim, device=device))

@@ -10,7 +10,7 @@ from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.codes import unscaled
 from dejavu_train.kernels.stages.predict import predict, site_predict
 from dejavu_train.kernels.stages.predict_rows import predict_rows
-from dejavu_train.kernels.stages.predictor import HeadPredictor, PredictorWeights, head_selection
+from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, PredictorWeights, head_selection
 from dejavu_train.kernels.stages.select import logits_reference, predict_reference, select
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
@@ -122,12 +122,12 @@ def test_heads_of_several_rows(device, form, batch, d, n_heads, threshold):
     for form_of_mlp in (None, "int8", "int4") if batch == 1 else (None,):
         attn_in, selection = torch.full((batch, 2, d), NAN, device=device), head_selection(n_heads, device)
         selection.row_bits.fill_(-1)
-        heads = HeadPredictor(rows, bias, torch.full((1,), threshold, device=device), selection).with_norm(ln)
+        heads = HeadPredictor(rows, bias, torch.full((1,), threshold, device=device), selection)
         mlp = None
         if form_of_mlp is not None:
             own = weights_of(device, form_of_mlp, 1, 11, d).with_norm(ln)
             mlp = predictor_of(own, 0.0, Selection.empty(1, device), 1, Products.ROW_TILES)
-        site_predict(x, ln, heads, position, row_state, attn_in, mlp)
+        site_predict(x, HeadSite.of(heads, ln, row_state), position, attn_in, mlp)
         near = (logits - threshold).abs() < 1e-4
         assert ((selection.to_mask(batch) == want) | near).all()
         kept = attn_in[torch.arange(batch), position.long()]
@@ -147,7 +147,7 @@ def test_a_site_that_keeps_its_input_alone(device):
     x, state = torch.randn(2, d, device=device), torch.ones(2, dtype=torch.int32, device=device)
     attn_in, selection = torch.full((2, 3, d), NAN, device=device), head_selection(n_heads, device)
     selection.row_bits.fill_(-1)
-    site_predict(x, ln, HeadPredictor(None, None, None, selection), state, state, attn_in)
+    site_predict(x, HeadSite(HeadPredictor(None, None, None, selection), ln, state), state, attn_in)
     torch.testing.assert_close(attn_in[:, 1], layer_norm_reference(x, ln), atol=1e-5, rtol=1e-5)
     assert attn_in.isnan().sum() == 2 * 2 * d and selection.row_bits.eq(-1).all()
 
