@@ -14,12 +14,10 @@
 set -u
 out=$(realpath -m "$1")
 shift
-try=${TRY:-} python=${PYTHON:-python3} limit=${LIMIT:-570}
-pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
+. "$(dirname "$0")/steps.sh"
 parts=${*:-$(pick "kernels engine memcheck racecheck screen products" "kernels engine memcheck racecheck tune alternate screen products")}
 work=${WORK:-$(pick /dev/shm/kernels_gpu /tmp/kernels_gpu)}
 logs=$work/logs before=${BEFORE:-.before} tuned=${TUNED:-}
-began=$SECONDS
 export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2
 if [ -n "$try" ]; then export TRITON_INTERPRET=1; fi
 # FILE or FILE::NAME, each with the words that -k takes behind "|". What has an atomic, a ticket or a queue of its own.
@@ -32,19 +30,6 @@ races=${RACES:-"tests/kernels/stages/test_listed_int4.py tests/kernels/mlp/test_
 settings=${SETTINGS:-"block=256,stages=3 block=128,stages=4 rows=32,block=256,stages=3"}
 mkdir -p "$out" "$logs"
 : > "$work/empty"
-
-left() { echo $((limit - SECONDS + began)); }
-
-step() {  # NAME SECONDS COMMAND...: within its seconds and what is left; the end of its log goes on the screen
-  local name=$1 room=$2 at=$SECONDS code
-  shift 2
-  if [ "$room" -gt "$(left)" ]; then room=$(left); fi
-  timeout -k 5 "$((room > 1 ? room : 1))" "$@" > "$logs/$name.log" 2>&1
-  code=$?
-  echo "$name,$code,$((at - began)),$((SECONDS - began))" | tee -a "$out/steps.csv"
-  tail -n 3 "$logs/$name.log"
-  return "$code"
-}
 
 report() {  # FILE NAME: the end of a step's log, with what failed
   { echo "== $2"; grep -E "^(FAILED|ERROR)|ERROR SUMMARY|RACECHECK SUMMARY|selected| passed| failed|^tests.*: [0-9]+$" "$logs/$2.log" | tail -n 60; } >> "$out/$1"
@@ -94,7 +79,8 @@ run_part() {
       step alternate 560 "$python" -m benchmarks.alternate --before "$before" --out "$work/alternate" \
         --rounds "${ROUNDS:-3}" --seconds "$(($(left) - 60))"
       cp "$work/alternate/alternate.csv" "$out/alternate.csv"
-      cp "$work"/alternate/{before,after}.{csv,log} "$logs" ;;
+      cp "$work"/alternate/{before,after}.{csv,log} "$logs"
+      keep_logs ;;
     screen)
       step screen "$(pick 200 900)" "$python" -m benchmarks.verification --screen --steps "$(pick 24 2)" \
         $(pick "--shapes ${SHAPES:-6.7b 30b 66b}" --tiny) --out "$out/verification.csv" ;;
@@ -111,6 +97,5 @@ run_part() {
 for part in $parts; do
   if [ "$(left)" -lt 20 ]; then echo "no time for $part" | tee -a "$out/steps.csv"; continue; fi
   run_part "$part"
-  tar -cJf "$out/.logs.tar.xz" -C "$work" logs && mv "$out/.logs.tar.xz" "$out/logs.tar.xz"
 done
 ls "$out"

@@ -21,28 +21,12 @@
 set -u
 out=$(realpath -m "$1")
 shift
-try=${TRY:-} python=${PYTHON:-python3} limit=${LIMIT:-570}
-pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
+. "$(dirname "$0")/steps.sh"
 parts=${*:-$(pick "server pipeline rival" server)} shapes=${SHAPES-$(pick "1.3b 6.7b" "")}
 device=$(pick cuda cpu) rival=${RIVAL---continuous-batching}
 work=${WORK:-$(pick /dev/shm/serve_gpu /tmp/serve_gpu)}
-began=$SECONDS
 export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=$(pick 4 1)
 mkdir -p "$out" "$work/logs"
-
-left() { echo $((limit - SECONDS + began)); }
-
-step() {  # NAME SECONDS COMMAND...: within its seconds and what is left; the end of its log goes on the screen
-  local name=$1 room=$2 at=$SECONDS code
-  shift 2
-  if [ "$room" -gt "$(left)" ]; then room=$(left); fi
-  timeout -k 5 "$((room > 1 ? room : 1))" "$@" > "$work/logs/$name.log" 2>&1
-  code=$?
-  echo "$name,$code,$((at - began)),$((SECONDS - began))" | tee -a "$out/steps.csv"
-  tail -n 4 "$work/logs/$name.log"
-  tar -cJf "$out/.logs.tar.xz" -C "$work" logs && mv "$out/.logs.tar.xz" "$out/logs.tar.xz"
-  return "$code"
-}
 
 serve() {  # NAME SECONDS SHAPE OPTIONS...: of opt-mini, or of random weights of a shape, which are written once
   local name=$1 room=$2 shape=$3 model=checkpoints/opt-mini bundle=bundle
