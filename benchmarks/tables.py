@@ -23,7 +23,19 @@ from benchmarks.rows import command_line, measured_sources
 from benchmarks.tables_cpu import cpu_table, pipeline_table
 from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_families import FAMILY_TABLES
-from benchmarks.tables_format import OLDER, Row, age, devices, markdown, mean, percent, provenance, read_csv, several
+from benchmarks.tables_format import (
+    OLDER,
+    NoRows,
+    Row,
+    age,
+    devices,
+    markdown,
+    mean,
+    percent,
+    provenance,
+    read_csv,
+    several,
+)
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
@@ -378,8 +390,9 @@ def fill(text: str, root: Path, page: str = "README.md") -> str:
         try:
             made = f"{TABLES[match[2]](root)}\nMade by {MADE_BY[match[2]]}.\n"
             return f"{match[1]}\n{LINKED.sub(from_page, made)}\n{match[4]}"
-        except FileNotFoundError as error:
-            print(f"table {match[2]}: no {error.filename}, left empty", file=sys.stderr)
+        except (FileNotFoundError, NoRows) as error:
+            why = error if isinstance(error, NoRows) else f"no {error.filename}"
+            print(f"table {match[2]}: {why}, left empty", file=sys.stderr)
             return f"{match[1]}{match[4]}"
 
     return MARKED.sub(table, text)

@@ -11,6 +11,10 @@ from benchmarks.rows import is_older
 Row = dict[str, str]
 
 
+class NoRows(Exception):
+    """A table's file is there, but none of its rows belongs into the table. The text says what is missing."""
+
+
 def percent(value: float) -> str:
     """An increase in per cent. From a thousand per cent on, how many times the dense model's value.
 

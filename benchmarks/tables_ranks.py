@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from benchmarks.decode_problem import SHAPES
 from benchmarks.tables_decode import timed_rows
-from benchmarks.tables_format import Row, card, devices, markdown, provenance, read_csv
+from benchmarks.tables_format import NoRows, Row, card, devices, markdown, provenance, read_csv
 from benchmarks.tensor_parallel import GOALS
 
 RANKS_ROWS = "benchmarks/results/tensor_parallel.csv"
@@ -166,7 +166,7 @@ def rivals_table(root: Path) -> str:
         (row["model"], row["gpus"], row["gpu"], row["engine"]): row for row in _rows(root) if row["engine"] in RIVALS
     }
     if not newest:
-        raise FileNotFoundError(2, "no row of transformers", RANKS_ROWS)
+        raise NoRows(f"{RANKS_ROWS} has no row of transformers")
     steps, table, rows = steps_of(root), [], list(newest.values())
     for row in rows:
         place = step_of(row | {"sums": ""})
