@@ -4,8 +4,8 @@
     python -m benchmarks.tune --stages screen sums --widths 4096 9216
     python -m benchmarks.tune --out FILE.json --log FILE.csv
 
-The calls are those of `benchmarks.compiled`, by the public functions, on tensors of the GPU, with caches emptied before
-each. What settings a call looks up is recorded, and the fields of one stage are varied one after another. A candidate
+The calls are those of `benchmarks.compiled_layers`, by the public functions, on tensors of the GPU. Caches are emptied
+before each. What settings a call looks up is recorded, and the fields of one stage are varied one after another. A candidate
 takes the place of what is there where it is 2 % faster. Every time goes into the log at once, so that the same command
 goes on where it was stopped, by --seconds or otherwise. A candidate that ended the process is not tried again. The file
 is written when all of the asked stages and widths are measured. What there is no time for can be asked for later.
@@ -32,7 +32,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
-from benchmarks import compiled
+from benchmarks import compiled_layers
 from benchmarks.rows import append_row, command_line, device_name, made_now
 from dejavu_train.files import write_text
 from dejavu_train.kernels.common import settings
@@ -101,7 +101,7 @@ class Placed(TorchFunctionMode):
         return (torch.zeros if func is torch.empty else func)(*args, **kwargs)
 
 
-class FilledLayer(compiled.Layer):
+class FilledLayer(compiled_layers.Layer):
     """A layer whose matrices hold random numbers."""
 
     made: list["FilledLayer"] = []
@@ -158,15 +158,16 @@ def recorded_lookups() -> Iterator[list[Lookup]]:
 
 def problems(widths: Sequence[int], device: torch.device) -> Iterator[dict[Lookup, list[Callable[[], Any]]]]:
     """For a width and a format at a time: the calls that look up the same settings, by what they look up."""
-    for d, cases in itertools.product(widths, (compiled.cases_of, compiled.further_cases, compiled.int4_cases)):
+    of_a_width = (compiled_layers.cases_of, compiled_layers.further_cases, compiled_layers.int4_cases)
+    for d, cases in itertools.product(widths, of_a_width):
         found: dict[Lookup, list[Callable[[], Any]]] = {}
         FilledLayer.made.clear()
-        plain, compiled.Layer = compiled.Layer, FilledLayer  # type: ignore[misc]
+        plain, compiled_layers.Layer = compiled_layers.Layer, FilledLayer  # type: ignore[misc]
         try:
             with Placed(device):
                 calls = [call for _, call in cases(d)]
         finally:
-            compiled.Layer = plain  # type: ignore[misc]
+            compiled_layers.Layer = plain  # type: ignore[misc]
         for call in calls:
             with recorded_lookups() as lookups, nothing_launched():
                 call()
@@ -345,7 +346,7 @@ def run(args: argparse.Namespace, gpu: str, multiprocessors: int, device: torch.
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no further candidate begins after so long")
-    parser.add_argument("--widths", type=int, nargs="+", default=compiled.WIDTHS, metavar="D")
+    parser.add_argument("--widths", type=int, nargs="+", default=compiled_layers.WIDTHS, metavar="D")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--out", type=Path, help="of the GPU's name in kernels/settings by default")
     parser.add_argument("--log", type=Path, default=Path("build/tune.csv"))

@@ -11,7 +11,8 @@ import torch
 from conftest import REPOSITORY
 from triton.runtime.jit import KernelInterface
 
-from benchmarks.compiled import cases, cases_of, loops
+from benchmarks.compiled import loops
+from benchmarks.compiled_layers import cases, cases_of
 from benchmarks.tune import Placed
 
 LOOP = [(name, "") for name in ("LDG.E.EF.128", "FADD", "LOP3.LUT", "LDG.E.EF.64", "LDG.E.64", "STG.E")]
@@ -103,4 +104,4 @@ def test_every_kernel_has_a_case(monkeypatch):
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     }
     assert len(known) > 20
-    assert known <= launched, "benchmarks/compiled.py has no case that launches these"
+    assert known <= launched, "benchmarks/compiled_layers.py has no case that launches these"
