@@ -23,8 +23,8 @@ from dejavu_train.models.opt import load_opt
 @pytest.fixture
 def options(tmp_path):
     return argparse.Namespace(
-        scale="1.3b", device="cpu", gpus=4, work=str(tmp_path / "work"), out=str(tmp_path / "out"), minutes=23.0, pretrain_seconds=0.0,
-        shards=1, seconds=0.0, part=str(tmp_path / "part"),
+        scale="1.3b", device="cpu", gpus=4, work=str(tmp_path / "work"), out=str(tmp_path / "out"), minutes=23.0,
+        pretrain_seconds=0.0, shards=1, seconds=0.0, part=str(tmp_path / "part"),
     )  # fmt: skip
 
 
