@@ -1,7 +1,7 @@
 """Calls of every kernel with the tensors of one layer, of any width, as the decode engine makes them.
 
-`benchmarks.compiled` compiles them, and `benchmarks.tune` times them with a layer whose tensors are filled. Here they are
-allocated and left alone.
+`benchmarks.compiled` compiles them, and `benchmarks.tune` times them with a layer whose tensors are filled. Here they
+are allocated and left alone.
 """
 
 import dataclasses

@@ -5,10 +5,11 @@
     python -m benchmarks.tune --out FILE.json --log FILE.csv
 
 The calls are those of `benchmarks.compiled_layers`, by the public functions, on tensors of the GPU. Caches are emptied
-before each. What settings a call looks up is recorded, and the fields of one stage are varied one after another. A candidate
-takes the place of what is there where it is 2 % faster. Every time goes into the log at once, so that the same command
-goes on where it was stopped, by --seconds or otherwise. A candidate that ended the process is not tried again. The file
-is written when all of the asked stages and widths are measured. What there is no time for can be asked for later.
+before each. What settings a call looks up is recorded, and the fields of one stage are varied one after another. A
+candidate takes the place of what is there where it is 2 % faster. Every time goes into the log at once, so that the
+same command goes on where it was stopped, by --seconds or otherwise. A candidate that ended the process is not tried
+again. The file is written when all of the asked stages and widths are measured. What there is no time for can be asked
+for later.
 
 A width that was measured stands for those up to halfway to its neighbours. Other shapes keep their settings. In the
 end whole steps decide: run `benchmarks.decode` with the old and the new file.
