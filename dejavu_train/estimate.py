@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES
 from dejavu_train.config import RunConfig
 from dejavu_train.data.recording import Batch, HeadReference, record_batch
 from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
+from dejavu_train.footprint import probed_rows
 from dejavu_train.hardware import Hardware
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.opt import random_model, resolve_device, torch_dtype
@@ -126,18 +126,11 @@ class Estimate:
         seconds = min(rows, config.rows) * shape.n_layers * shape.d_ffn * UNIT_SECONDS * stages
         if not config.sensitivity_tokens:
             return seconds
-        layers = probes_of(self.config) * shape.n_layers * (shape.n_layers / 2 + self.head)
+        layers = probed_rows(self.config) * shape.n_layers * (shape.n_layers / 2 + self.head)
         seconds += min(rows, config.sensitivity_tokens) * layers * self.block * SPARSE_PASS
         if self.config.heads.enabled:
             seconds += min(rows, config.head_loss_tokens) * self.token * (1 + BACKWARD)
         return seconds
-
-
-def probes_of(config: RunConfig) -> int:
-    """How many densities of a layer are tried for sensitivities."""
-    neurons = MLP_PROBES if config.calibrate.cascade is None else CASCADE_PROBES
-    probes = {Target.MLP: len(neurons), Target.HEADS: len(HEAD_PROBES)}
-    return sum(count for target, count in probes.items() if config.predictor(target).enabled)
 
 
 def flops_of_step(shape: ModelDims, rank: int, rows: int) -> float:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError
-from dejavu_train.estimate import Estimate, probes_of
+from dejavu_train.estimate import Estimate
 from dejavu_train.families import TARGETS, ModelDims, Target
-from dejavu_train.families.dims import Positions
+from dejavu_train.footprint import gigabytes, memory_line
 from dejavu_train.hardware import Hardware, PlanConfig, hardware_of
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.pipeline import table
@@ -104,25 +104,6 @@ def predictor_memory(config: RunConfig, shape: ModelDims) -> int:
     return ADAM_BYTES * weights
 
 
-def layers_memory(config: RunConfig, shape: ModelDims) -> tuple[int, int]:
-    """Bytes that a run by layers holds beside a batch: on the device, and of weights as stored in host memory."""
-    positions = shape.max_positions if shape.positions is Positions.LEARNED else 0
-    outside = shape.vocab_size * shape.embedding_dim + positions * shape.d_model
-    return (shape.layer_weights + outside) * _itemsize(config), 2 * 2 * shape.layer_weights
-
-
-def layers_states(config: RunConfig, shape: ModelDims, tokens: int) -> int:
-    """Bytes on the disk, beside shards, of states between layers: of collecting, or of calibrating where it is more."""
-    calibrate, row = config.calibrate, shape.d_model * _itemsize(config)
-    probed = probes_of(config) * calibrate.sensitivity_tokens * shape.n_layers
-    learnt = calibrate.head_loss_tokens * shape.n_layers if config.heads.enabled else 0
-    return row * max(2 * (tokens + config.collect.mean_tokens), probed + learnt)
-
-
-def _itemsize(config: RunConfig) -> int:
-    return 4 if config.collect.dtype == "float32" else 2
-
-
 def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     """Print what a run takes on the hardware of ``plan``. Nothing is written, no weights are read.
 
@@ -136,7 +117,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     whole = forecast(config, shape, gpu, plan)
     stages = {name: spent for name, spent in whole.seconds.items() if spent}
     weights = 2 * shape.weights
-    print(f"{config.model}: {shape.n_layers} layers, {_gigabytes(weights)} of weights in 16 bits")
+    print(f"{config.model}: {shape.n_layers} layers, {gigabytes(weights)} of weights in 16 bits")
     print(f"{plan.gpus} x {gpu.gpu}, a disk of {plan.disk_gb_s:g} GB/s, nothing made before\n")
     rows = [[name, whole.gpus[name], _hours(spent / 3600)] for name, spent in stages.items()]
     rows.append(["in all", plan.gpus, _hours(whole.hours)])
@@ -151,7 +132,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     passes = model_passes(config, round(expected_tokens(config, on_gpu=True)["train"] or 0))
     print(
         f"no shards: predictors would train while the model runs, {passes:.1f} times over the text, and"
-        f" {_gigabytes(weights + predictor_memory(config, shape))} of weights and predictors would be held at once"
+        f" {gigabytes(weights + predictor_memory(config, shape))} of weights and predictors would be held at once"
     )
     for line in _memory_lines(config, shape, gpu, plan, whole.tokens):
         print(line)
@@ -167,11 +148,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
 def _memory_lines(config: RunConfig, shape: ModelDims, gpu: Hardware, plan: PlanConfig, tokens: int) -> Iterator[str]:
     """What a run by layers holds, or that the model has no room."""
     if config.collect.by_layers:
-        device, host = map(_gigabytes, layers_memory(config, shape))
-        yield (
-            f"by layers: {device} of weights on the GPU, {host} in host memory, and beside the shards"
-            f" {_gigabytes(layers_states(config, shape, tokens))} of states on the disk"
-        )
+        yield memory_line(config, shape, tokens)
         return
     weights, spread = 2 * shape.weights / 1e9, config.collect.device_map is not None
     if gpu.memory_gb is not None and weights > gpu.memory_gb * (plan.gpus if spread else 1):
@@ -183,12 +160,8 @@ def _memory_lines(config: RunConfig, shape: ModelDims, gpu: Hardware, plan: Plan
 
 
 def _choice(title: str, run: Forecast, plan: PlanConfig) -> list[object]:
-    cells: list[object] = [title, f"{run.tokens:,}", _gigabytes(run.shards), _hours(run.hours), _hours(run.paid)]
+    cells: list[object] = [title, f"{run.tokens:,}", gigabytes(run.shards), _hours(run.hours), _hours(run.paid)]
     return cells + ([f"{run.paid * plan.price:.2f}"] if plan.price else [])
-
-
-def _gigabytes(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 or not n_bytes else f"{n_bytes / 1e6:,.0f} MB"
 
 
 def _hours(hours: float) -> str:

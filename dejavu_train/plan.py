@@ -16,6 +16,7 @@ from dejavu_train.data.text import SELF, is_compressed
 from dejavu_train.errors import UserError
 from dejavu_train.estimate import Estimate
 from dejavu_train.families import TARGETS, ModelDims
+from dejavu_train.footprint import memory_line
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.stored import has_config_alone
 from dejavu_train.pipeline import bundle_stage, checked
@@ -85,6 +86,8 @@ def print_plan(config: RunConfig) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     print("\n".join(f"{a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}" for a, b, c in rows))
     parts = ", ".join(f"{name} {spent / 60:.1f}" for name, spent in seconds.items() if spent)
+    if config.collect.by_layers:
+        print(memory_line(config, shape, tokens or 0))
     print(
         f"minutes: about {sum(seconds.values()) / 60:.1f}{f' ({parts})' if parts else ''}, from a block and training"
         f" steps that were timed just now on {_device_name(start_device(config.trainer))}; early stopping saves some"

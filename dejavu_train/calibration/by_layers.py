@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dejavu_train.calibration.head_losses import (
     Chosen,
@@ -30,6 +29,7 @@ from dejavu_train.calibration.sensitivity import (
     DenseRun,
     SensitivityProbe,
     divergence,
+    next_log_probabilities,
     run_layer,
     run_rows,
     run_sparse,
@@ -93,10 +93,6 @@ class ByLayers:
         with hooked([at_place(block, site, partial(keep, Site(layer, site))) for site in LayerInput]):
             return run_layer(self.walk.model, run, layer, hidden)
 
-    def log_probabilities(self, window: Sequence[int], hidden: Tensor) -> Tensor:
-        """(1, T, V) fp32, for hidden (1, T, d) behind the last layer."""
-        return F.log_softmax(self.walk.logits(self.ids(window), lambda: hidden).float(), dim=-1)
-
 
 @torch.no_grad()
 def measure_heads(model: ByLayers, chosen: Chosen, means: Mapping[int, Tensor], windows: Windows) -> Measured:
@@ -144,7 +140,7 @@ def _gradients_of_layers(
         draw = Draw()  # from one window to the next, so all are drawn anew
         for w in numbers:
             hidden = states.read(f"{w}-input-{n_layers}", device)
-            labels = draw(model.log_probabilities(windows[w], hidden))
+            labels = draw(next_log_probabilities(model.walk.model, hidden))
             states.write(f"{w}-gradient", n_layers, gradient_of_labels(model.walk.model, hidden, labels))
     done = [states.layer(f"{w}-gradient") or 0 for w in numbers]  # the layer in front of which it stands
     for layer in model.layers(range(max(done) - 1, -1, -1), "measuring what heads cost"):
@@ -177,8 +173,8 @@ def loss_increases_by_layers(
                 _advance(model, states, layer, w, window, probes)
                 done[w] += 1
     sums = {key: torch.zeros(len(probe.thresholds), dtype=torch.float64) for key, probe in probes.items()}
-    for w, window in enumerate(windows):
-        dense = model.log_probabilities(window, states.read(f"{w}-dense", device))
+    for w in range(len(windows)):
+        dense = next_log_probabilities(model.walk.model, states.read(f"{w}-dense", device))
         for key in probes:
             hidden = states.read(_name(w, key), device)
             sums[key] += divergence(model.walk.model, dense, hidden).double().sum(dim=1).cpu()

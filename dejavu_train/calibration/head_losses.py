@@ -26,8 +26,10 @@ from torch.nn import functional as F
 
 from dejavu_train.calibration.sensitivity import (
     DenseRun,
+    blocks_of_positions,
     dense_pass,
     layer_input,
+    log_probabilities,
     next_log_probabilities,
     run_layer,
 )
@@ -55,8 +57,7 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
         means: by layer (n, e), what stands in for skipped heads. Zeros where nothing does.
         labels: (T - 1,) a token drawn from the model at each position.
     """
-    last = len(run.calls) - 1
-    gradient = gradient_of_labels(model, run_layer(model, run, last, layer_input(run, last)), labels)
+    gradient = gradient_of_labels(model, run.behind, labels)
     fitted = {}
     for layer in reversed(range(len(run.calls))):
         gradient, fitted[layer] = losses_of_layer(model, run, layer, means[layer], gradient)
@@ -65,11 +66,13 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
 
 def gradient_of_labels(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     """(1, T, d), of the summed log p of labels (T - 1,), with respect to hidden (1, T, d) behind the last layer."""
-    hidden = hidden.detach().requires_grad_()
-    with torch.enable_grad():
-        drawn = next_log_probabilities(model, hidden)[0].gather(1, labels[:, None])
-        (gradient,) = torch.autograd.grad(drawn.sum(), hidden)
-    return gradient
+    made = torch.zeros_like(hidden)
+    for block in blocks_of_positions(model, hidden):
+        own = hidden[0, block].detach().requires_grad_()
+        with torch.enable_grad():
+            drawn = log_probabilities(model, own).gather(1, labels[block, None])
+            (made[0, block],) = torch.autograd.grad(drawn.sum(), own)
+    return made
 
 
 def losses_of_layer(model: Any, run: DenseRun, layer: int, mean: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,14 +122,14 @@ Measure = Callable[[Any, Chosen, Mapping[int, Tensor], Sequence[Sequence[int]]],
 
 
 class Draw:
-    """Draws a token at each position from a model's log-probabilities (1, T, V), window after window."""
+    """Draws a token at each position from a model's log-probabilities (T - 1, V), window after window."""
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, log_probabilities: Tensor) -> Tensor:
-        """(T - 1,) int64. Raises :class:`UserError` where they are not finite."""
-        probabilities = log_probabilities[0, :-1].exp()
+        """(T - 1,) int64. The log-probabilities are used up. Raises :class:`UserError` where they are not finite."""
+        probabilities = log_probabilities.exp_()
         if not bool(torch.isfinite(probabilities.sum())):
             raise UserError("the dense model's output is not finite; check its weights, or --collect.dtype float32")
         where = probabilities.device
@@ -157,7 +160,7 @@ def measure_whole(
     device, draw = next(model.parameters()).device, Draw()
     for window in progress(windows, "measuring what heads cost", len(windows), "window"):
         run = dense_pass(model, torch.tensor([list(window)], device=device))
-        found = skip_losses(model, run, means, draw(run.log_probabilities))
+        found = skip_losses(model, run, means, draw(next_log_probabilities(model, run.behind)))
         for layer, (metadata, used) in chosen.items():
             check_finite(layer, found[layer])
             features[layer].append(feature(used, run.sites[Site(metadata["site_layer"], metadata["site"])]))

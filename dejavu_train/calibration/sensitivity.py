@@ -27,6 +27,8 @@ from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.progress import progress
 
+BLOCK_LOGITS = 1 << 23  # of the vocabulary's logits that are made at once: 32 MiB in fp32
+
 
 @dataclass(frozen=True)
 class SensitivityProbe:
@@ -87,19 +89,20 @@ def loss_increases(
     for window in progress(windows, "measuring sensitivities", len(windows), "window"):
         ids = torch.tensor([list(window)], device=device)
         run = dense_pass(model, ids)
+        dense = next_log_probabilities(model, run.behind)
         for key, probe in probes.items():
-            sums[key] += _rerun(model, run, key, probe).double().sum(dim=1).cpu()
+            sums[key] += _rerun(model, run, dense, key, probe).double().sum(dim=1).cpu()
         tokens += ids.shape[1] - 1
     return {key: (total / max(tokens, 1)).tolist() for key, total in sums.items()}
 
 
 @dataclass
 class DenseRun:
-    """The dense pass of one window: the layers' arguments, the sites, and the log-probabilities (1, T, V)."""
+    """The dense pass of one window: the layers' arguments, the sites, and ``behind`` (1, T, d) the last layer."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     sites: dict[Site, Tensor]
-    log_probabilities: Tensor
+    behind: Tensor
 
 
 @torch.no_grad()
@@ -108,6 +111,7 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
     blocks = blocks_of(model)
     calls: list[Any] = [None] * len(blocks)
     sites: dict[Site, Tensor] = {}
+    behind: list[Tensor] = []
 
     def keep_call(index: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,9 +126,10 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
     for index, block in enumerate(blocks):
         handles.append(block.whole.register_forward_pre_hook(keep_call(index), with_kwargs=True))
         handles += [at_place(block, site, partial(keep_site, Site(index, site))) for site in LayerInput]
+    handles.append(blocks[-1].whole.register_forward_hook(lambda _, __, output: behind.append(_hidden(output))))
     with hooked(handles):
-        logits = model(input_ids=ids, use_cache=False).logits
-    return DenseRun(calls, sites, F.log_softmax(logits.float(), dim=-1))
+        model.base_model(input_ids=ids, use_cache=False)
+    return DenseRun(calls, sites, behind[0])
 
 
 def layer_input(run: DenseRun, layer: int) -> Tensor:
@@ -140,15 +145,39 @@ def run_layer(model: Any, run: DenseRun, layer: int, hidden: Tensor) -> Tensor:
         args = (hidden, *args[1:])
     else:
         kwargs = {**kwargs, "hidden_states": hidden}
-    output = blocks_of(model)[layer].whole(*args, **kwargs)
-    return output[0] if isinstance(output, tuple) else output
+    return _hidden(blocks_of(model)[layer].whole(*args, **kwargs))
+
+
+def _hidden(output: Any) -> Tensor:
+    """The hidden states in what a layer gives."""
+    made: Tensor = output[0] if isinstance(output, tuple) else output
+    return made
+
+
+def block_positions(vocab_size: int) -> int:
+    """How many positions have their logits made at once."""
+    return max(1, BLOCK_LOGITS // vocab_size)
+
+
+def blocks_of_positions(model: Any, hidden: Tensor) -> Iterator[slice]:
+    """The positions T - 1 that are scored, of hidden (B, T, d), in blocks. A whole window's logits may be gigabytes."""
+    step, last = block_positions(model.config.vocab_size), hidden.shape[1] - 1
+    return (slice(start, min(start + step, last)) for start in range(0, last, step))
+
+
+def log_probabilities(model: Any, hidden: Tensor) -> Tensor:
+    """(T, V) fp32 of the tokens that follow, from the last layer's output (T, d)."""
+    norm = family_of(model).final_norm(model)
+    logits = logits_of(model, hidden if norm is None else norm(hidden)).float()
+    return F.log_softmax(logits, dim=-1).to(hidden.device)
 
 
 def next_log_probabilities(model: Any, hidden: Tensor) -> Tensor:
-    """(B, T - 1, V) fp32 of the tokens that follow, from the last layer's output (B, T, d)."""
-    norm = family_of(model).final_norm(model)
-    hidden = hidden if norm is None else norm(hidden)
-    return F.log_softmax(logits_of(model, hidden[:, :-1]).float(), dim=-1)
+    """(T - 1, V) fp32 of the tokens that follow, from the last layer's output (1, T, d). Made block by block."""
+    made = hidden.new_empty((hidden.shape[1] - 1, model.config.vocab_size), dtype=torch.float32)
+    for block in blocks_of_positions(model, hidden):
+        made[block] = log_probabilities(model, hidden[0, block])
+    return made
 
 
 def rows_of(model: Any, hidden: Tensor) -> Sequence[Tensor]:
@@ -179,16 +208,21 @@ def run_sparse(model: Any, run: DenseRun, key: UnitKey, probe: SensitivityProbe)
 
 
 def divergence(model: Any, dense: Tensor, hidden: Tensor) -> Tensor:
-    """KL (K, T - 1) of the scored positions: of log-probabilities (1, T, V), and of rows (K, T, d) behind the last
-    layer."""
-    dense = dense[:, :-1]
-    sparse = [next_log_probabilities(model, rows) for rows in rows_of(model, hidden)]
-    return torch.cat([(dense.exp() * (dense - each)).sum(-1) for each in sparse])
+    """KL (K, T - 1) of the scored positions: of log-probabilities (T - 1, V), and of rows (K, T, d) behind the last
+    layer. A row's logits are made block by block."""
+    made = hidden.new_empty((len(hidden), len(dense)), dtype=torch.float32)
+    for block in blocks_of_positions(model, hidden):
+        own, given = dense[block], dense[block].exp()
+        for row, each in zip(made, hidden, strict=True):
+            lost = log_probabilities(model, each[block]).neg_().add_(own)  # dense - sparse
+            row[block] = lost.mul_(given).sum(-1)
+    return made
 
 
-def _rerun(model: Any, run: DenseRun, key: UnitKey, probe: SensitivityProbe) -> Tensor:
-    """KL (K, T - 1), the layer of ``key`` sparse at each threshold, run from its own input."""
+def _rerun(model: Any, run: DenseRun, dense: Tensor, key: UnitKey, probe: SensitivityProbe) -> Tensor:
+    """KL (K, T - 1), the layer of ``key`` sparse at each threshold, run from its own input. ``dense`` (T - 1, V) are
+    the log-probabilities of the dense pass."""
     hidden = run_sparse(model, run, key, probe)
     for layer in range(key[0] + 1, len(run.calls)):
         hidden = run_rows(model, run, layer, hidden)
-    return divergence(model, run.log_probabilities, hidden)
+    return divergence(model, dense, hidden)

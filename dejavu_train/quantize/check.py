@@ -78,7 +78,7 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
         f" ({8 * matrices / weights:.2f} bits a weight)"
     ]
     if config.gptq:
-        held = 4 * (6 * shape.d_ffn**2 + 2 * weights)
+        held = gptq_bytes(config, shape)
         lines.append(
             f"gptq on {tokens:,} tokens of {config.text.key}: up to {held / 1e9:.1f} GB of memory beside torch, and"
             f" {states / 1e9:.1f} GB on the disk until it is done"
@@ -89,6 +89,23 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
                 " unless it wrote it before; --text.source FILE reads a layer at a time alone"
             )
     return "\n".join(lines)
+
+
+def gptq_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
+    """That GPTQ holds at most, beside torch. A layer is there twice, as stored and in fp32.
+
+    With it are seven matrices of moments and four copies of weights, or the moments and a batch. At last comes a head
+    in codes: five matrices of its size.
+    """
+    rows, inputs = config.batch_size * config.window, max(shape.d_model, shape.d_ffn)
+    widest = max(9 * shape.d_model, (5 if shape.gated else 4) * shape.d_ffn)
+    solving, running = 7 * inputs**2 + 4 * shape.layer_weights, inputs**2 + rows * widest
+    if shape.positions is Positions.ALIBI:
+        running += 3 * rows * config.window * shape.n_heads
+    positions = shape.max_positions * shape.d_model if shape.positions is Positions.LEARNED else 0
+    layer = 2 * shape.layer_weights + max(solving, running)
+    head = 0 if config.lm_head == "fp16" else 5 * shape.vocab_size * shape.embedding_dim + 7 * shape.d_model**2
+    return 4 * (positions + max(layer, head))
 
 
 def check_device(config: QuantizeConfig) -> None:

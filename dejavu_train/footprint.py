@@ -1,0 +1,98 @@
+"""Bytes that a run by layers holds and writes, for ``--check`` and ``--plan``. A test measures them.
+
+What a stage works with is counted in tensors of a batch that are there at once. Wide ones have a row's neurons, others
+its states. The logits of the vocabulary are made in blocks of positions, but for one row of log-probabilities.
+"""
+
+import dataclasses
+
+from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES
+from dejavu_train.calibration.sensitivity import block_positions
+from dejavu_train.config import RunConfig
+from dejavu_train.data.untrained import TOKENS
+from dejavu_train.families import ModelDims
+from dejavu_train.families.dims import SMOOTH, Positions
+
+SORTED_BYTES = 32  # of one neuron while a smooth activation's are sorted
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes.
+
+    Attributes:
+        weights: of a layer and what stands around the layers, on the device. work: of a stage's tensors there at most.
+        host: of two layers as stored in 16 bits, one of which is read ahead.
+        states: on the disk beside shards.
+    """
+
+    weights: int
+    work: int
+    host: int
+    states: int
+
+
+def footprint(config: RunConfig, shape: ModelDims, tokens: int) -> Footprint:
+    """Of a run by layers that records so many ``tokens``.
+
+    Args:
+        config: settled.
+    """
+    positions = shape.max_positions if shape.positions is Positions.LEARNED else 0
+    outside = shape.vocab_size * shape.embedding_dim + positions * shape.d_model
+    weights = (shape.layer_weights + outside) * _itemsize(config)
+    calibrating = calibrating_work(config, shape) if config.calibrate.sensitivity_tokens else 0
+    work = max(collecting_work(config, shape), calibrating)
+    return Footprint(weights, work, 2 * 2 * shape.layer_weights, _states(config, shape, tokens))
+
+
+def collecting_work(config: RunConfig, shape: ModelDims) -> int:
+    """Of a batch that is recorded, or of the logits by which the model is judged."""
+    size, rows = _itemsize(config), config.collect.batch_size * config.collect.window
+    neuron = 5 * size + (SORTED_BYTES if shape.activation in SMOOTH else 0)
+    logits = min(config.collect.window, TOKENS) * shape.vocab_size * (8 + size)
+    return max(rows * max(12 * size * shape.d_model, neuron * shape.d_ffn), logits)
+
+
+def calibrating_work(config: RunConfig, shape: ModelDims) -> int:
+    """Of a window that runs at all thresholds of a probe, or of its logits. Second stages of all layers come on top."""
+    size, window, cascade = _itemsize(config), config.collect.window, config.calibrate.cascade is not None
+    rows = max(len(HEAD_PROBES) if config.heads.enabled else 0, len(CASCADE_PROBES if cascade else MLP_PROBES))
+    maps = 4 if shape.gated else 2
+    row = size * max(8 * shape.d_model, maps * shape.d_ffn + 3 * shape.d_model) + shape.d_ffn
+    block = min(block_positions(shape.vocab_size), window)
+    logits = 4 * shape.vocab_size * max(2 * window, window + 4 * block)
+    planes = 2 * shape.d_model * shape.d_ffn * shape.n_layers if cascade else 0
+    return max(window * (rows * row + 4 * shape.d_ffn), logits) + planes
+
+
+def probed_rows(config: RunConfig) -> int:
+    """How many densities of a layer are tried for sensitivities."""
+    neurons = MLP_PROBES if config.calibrate.cascade is None else CASCADE_PROBES
+    return (len(neurons) if config.mlp.enabled else 0) + (len(HEAD_PROBES) if config.heads.enabled else 0)
+
+
+def _states(config: RunConfig, shape: ModelDims, tokens: int) -> int:
+    """Of collecting, or of calibrating where it is more."""
+    calibrate, row = config.calibrate, shape.d_model * _itemsize(config)
+    probed = probed_rows(config) * calibrate.sensitivity_tokens * shape.n_layers
+    learnt = calibrate.head_loss_tokens * shape.n_layers if config.heads.enabled else 0
+    return row * max(2 * (tokens + config.collect.mean_tokens), probed + learnt)
+
+
+def _itemsize(config: RunConfig) -> int:
+    return 4 if config.collect.dtype == "float32" else 2
+
+
+def gigabytes(n_bytes: float) -> str:
+    """In words."""
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 or not n_bytes else f"{n_bytes / 1e6:,.0f} MB"
+
+
+def memory_line(config: RunConfig, shape: ModelDims, tokens: int) -> str:
+    """A line of ``--check`` and ``--plan``."""
+    held = footprint(config, shape, tokens)
+    return (
+        f"by layers: {gigabytes(held.weights)} of weights and up to {gigabytes(held.work)} of work on the device,"
+        f" {gigabytes(held.host)} in host memory, and beside the shards {gigabytes(held.states)} of states on the disk"
+    )

@@ -1,0 +1,142 @@
+"""What a run by layers and GPTQ say that they hold is what they hold: each stage in a process of its own, measured."""
+
+import ctypes
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_tiny_opt
+from small_runs import in_a_process
+
+from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
+from dejavu_train.calibration.curves import HEAD_PROBES, MLP_PROBES
+from dejavu_train.calibration.sensitivity import SensitivityProbe
+from dejavu_train.cli import parse_config
+from dejavu_train.data.collect_layers import collect_by_layers
+from dejavu_train.data.recording import Recording
+from dejavu_train.data.shards import ActivationManifest, ShardEntry
+from dejavu_train.data.windows import Window
+from dejavu_train.families import Target, UnitKey
+from dejavu_train.footprint import footprint
+from dejavu_train.models.config_values import read_dims, read_values
+from dejavu_train.models.int4 import row_layouts
+from dejavu_train.models.layer_walk import LayerWalk
+from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.quantize.check import gptq_bytes
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.foreign import MatrixReader
+from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+CPU, WINDOW, ALL_RELEASED = torch.device("cpu"), 256, (-3, 1 << 17)  # M_MMAP_THRESHOLD
+OTHERS = 4e6  # bytes of code and of Python's objects
+SHAPES = {
+    "logits": {"hidden_size": 64, "ffn_dim": 128, "vocab_size": 50272},
+    "neurons": {"hidden_size": 64, "ffn_dim": 8192},
+    "moments": {"hidden_size": 128, "ffn_dim": 2048},
+    "width": {"hidden_size": 768, "ffn_dim": 64, "num_attention_heads": 12},
+}
+
+
+def resident(name):
+    """Bytes."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def grown(work, *arguments):
+    """By how many bytes resident memory grew on the way. Libraries have done the same before, on a tiny model."""
+    ctypes.CDLL(None).mallopt(*ALL_RELEASED)  # what is freed goes back at once, and is not measured
+    torch.set_num_threads(1)
+    work(*arguments[:2])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    work(*arguments[2:])
+    return resident("VmHWM") - before
+
+
+def windows_of(model, count):
+    return [np.random.default_rng(i).integers(4, read_dims(model).vocab_size, WINDOW, np.int32) for i in range(count)]
+
+
+def collect(model, folder):
+    shape, config = read_dims(model), configured(model).collect
+    windows = [Window(i, ids) for i, ids in enumerate(windows_of(model, 8))]
+    entry = ShardEntry(0, "train", 8 * WINDOW)
+    manifest = ActivationManifest("random", "hash", shape, "bfloat16", {}, {}, (entry,))
+    manifest.save(folder)
+    walk = LayerWalk(model, CPU, "float32")
+    collect_by_layers(walk, Recording(manifest, [(entry, windows)], {entry}, config, Path(folder)))
+
+
+def calibrate(model, folder):
+    shape = read_dims(model)
+    layered = ByLayers(LayerWalk(model, CPU, "float32"), Path(folder), "hash")
+    probes, chosen = {}, {}
+    for target, densities in ((Target.MLP, MLP_PROBES), (Target.HEADS, HEAD_PROBES)):
+        key, predictor = UnitKey(0, target), LowRankPredictor(shape.d_model, 2, shape.units(target))
+        probes[key] = SensitivityProbe(predictor.requires_grad_(False), key.site, densities)
+        chosen = {0: ({"site_layer": 0, "site": str(key.site.input)}, predictor)}  # the heads'
+    means = {i: torch.zeros(shape.n_heads, shape.head_dim) for i in range(shape.n_layers)}
+    windows = [window.tolist() for window in windows_of(model, 1)]
+    measure_heads(layered, chosen, means, windows)
+    loss_increases_by_layers(layered, probes, windows)
+
+
+def quantise(model, folder):
+    values, source, config = read_values(model), StoredTensors(model), quantising(model)
+    skeleton = Skeleton(values, source, CPU)
+    batches = embed(skeleton, windows_of(model, 8), config.batch_size, Path(folder), "a test")
+    layouts = row_layouts("opt", read_dims(model))
+    next(quantised_layers(skeleton, MatrixReader(source, values), layouts, config, batches))
+
+
+def configured(model):
+    flags = ["--collect.by_layers=true", "--text.source=text.txt", "--collect.mean_tokens=64"]
+    return parse_config([f"--model={model}", f"--collect.window={WINDOW}", "--collect.batch_size=8", *flags])
+
+
+def quantising(model):
+    return QuantizeConfig(model, window=WINDOW, batch_size=8, device="cpu")
+
+
+def tell(stage, model, folder, tiny, told):
+    folders = [folder / "tiny", folder / "large"]
+    for each in folders:
+        each.mkdir(parents=True)
+    told.value = grown(globals()[stage], str(tiny), folders[0], str(model), folders[1])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder, tiny = tmp_path_factory.mktemp("shapes"), {"hidden_size": 64, "word_embed_proj_dim": 64}
+    made = {"tiny": save_tiny_opt(folder / "tiny", **tiny)}
+    for name, values in SHAPES.items():
+        made[name] = save_tiny_opt(folder / name, word_embed_proj_dim=values["hidden_size"], **values)
+    return made
+
+
+@pytest.mark.parametrize("stage, name", [("collect", "neurons"), ("calibrate", "logits"), ("calibrate", "neurons")])
+def test_by_layers(models, tmp_path, stage, name):
+    """The stated peak is that of the stage that needs more. So a stage may hold less, and none more."""
+    model = str(models[name])
+    measured = in_a_process(tell, stage, models[name], tmp_path, models["tiny"])
+    config, shape = configured(model), read_dims(model)
+    config = dataclasses.replace(config, collect=dataclasses.replace(config.collect, dtype="float32"))
+    if stage == "calibrate":  # which takes a window at a time
+        config = dataclasses.replace(config, collect=dataclasses.replace(config.collect, batch_size=1))
+    held = footprint(config.settled(shape), shape, 0)
+    stated = held.weights + held.work + held.host
+    assert 0.6 * stated < measured < stated + OTHERS, (measured / 1e6, stated / 1e6)
+
+
+@pytest.mark.parametrize("name", ["moments", "width"])
+def test_gptq(models, tmp_path, name):
+    measured = in_a_process(tell, "quantise", models[name], tmp_path, models["tiny"])
+    shape = read_dims(str(models[name]))
+    measured -= 8 * 8 * WINDOW * shape.d_model  # the stream's files, whose pages are the system's
+    stated = gptq_bytes(quantising(str(models[name])), shape)
+    assert 0.6 * stated < measured < stated + OTHERS, (measured / 1e6, stated / 1e6)
