@@ -23,6 +23,13 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dejavu_train.config import RunConfig
@@ -50,6 +57,8 @@ REFUSED = {
     "default_root_dir": "set output",
     "reload_dataloaders_every_n_epochs": "the shards stay the same",
 }
+
+MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_SIZE")  # of a process that mpirun has started
 
 # Arguments of which Lightning takes 0, and then divides by it or trains nothing.
 _UNTRAINED = "; predictors with their first values alone are made by mlp.steps 0 and heads.steps 0"
@@ -205,12 +214,23 @@ def build_trainer(
                 arguments,
                 logger=[CSVLogger(folder, "csv")],
                 callbacks=extra + callbacks,
-                plugins=[*plugins, checkpoints or AtomicCheckpointIO()],
+                plugins=[*plugins, *_environment(plugins), checkpoints or AtomicCheckpointIO()],
             )
     except UserError:
         raise
     except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
         raise UserError(f"the trainer's arguments do not fit ({first_line(error)}); see --trainer.help") from None
+
+
+def _environment(plugins: list[Any]) -> list[ClusterEnvironment]:
+    """The environment of a process that no launcher has started. Empty where Lightning shall find it.
+
+    Where mpi4py is installed Lightning asks MPI itself, which ends a process whose MPI cannot start.
+    """
+    launchers = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
+    if any(isinstance(each, ClusterEnvironment) for each in plugins) or any(each.detect() for each in launchers):
+        return []
+    return [] if any(name in os.environ for name in MPI) else [LightningEnvironment()]
 
 
 def count_epochs(trainer: lightning.Trainer, batches: int) -> int:

@@ -6,6 +6,7 @@ import re
 
 import lightning
 import pytest
+from lightning.pytorch.plugins.environments import MPIEnvironment
 from small_runs import flags
 
 from dejavu_train.cli import main, parse_config
@@ -15,6 +16,7 @@ from dejavu_train.families import UnitKey
 from dejavu_train.stages import calibrate_stage, trained_identity
 from dejavu_train.training.loggers import build_loggers
 from dejavu_train.training.trainer import (
+    MPI,
     REFUSED,
     build_trainer,
     count_devices,
@@ -222,3 +224,23 @@ def test_help_lists_the_trainers_arguments(capsys):
     main(["--trainer.help"])
     printed = capsys.readouterr().out
     assert "--trainer.max_time" in printed and "--trainer.max_steps: set mlp.steps" in printed
+
+
+def test_no_trainer_asks_mpi_that_nobody_has_started(config, tmp_path, monkeypatch):
+    """Where mpi4py is installed and MPI cannot start, asking it ends the process."""
+    asked: list[str] = []
+    monkeypatch.setattr(MPIEnvironment, "detect", lambda: asked.append("mpi") or False)
+    for name in MPI:
+        monkeypatch.delenv(name, raising=False)
+    trainer = build_trainer(config(), UnitKey(0, "mlp"), tmp_path, [])
+    assert not asked and trainer.world_size == 1
+    build_trainer(
+        config("--trainer.plugins={class_path: lightning.pytorch.plugins.environments.LightningEnvironment}"),
+        UnitKey(0, "mlp"),
+        tmp_path,
+        [],
+    )
+    assert not asked, "an environment of the user's own stays the only one"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    build_trainer(config(), UnitKey(0, "mlp"), tmp_path, [])
+    assert asked
