@@ -18,7 +18,7 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.draft_weights import NAME, bytes_beside, draft_weights
 from dejavu_train.engine.facts import facts_of
-from dejavu_train.engine.inputs import MAX_BATCH, Row, Sampling, check_rows, per_row
+from dejavu_train.engine.inputs import Row, Sampling, check_rows, per_row
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
@@ -30,6 +30,7 @@ from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks, waiting
+from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
 from dejavu_train.engine.session import Session, Sight
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
@@ -172,7 +173,9 @@ class DecodeEngine(Session):
         first = least or [0] * len(rows)
         given = zip(rows, total, sparse_from, prefilled, first, strict=True)
         with waiting(self.ranks):
-            self._write(0, [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)])
+            begun = [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)]
+            self._see(0, begun)
+            write_rows(self.core, sent(row_numbers(0, begun, max(map(len, rows))), self.device))
             if max(prefilled) > 0:
                 self.core.x[-1, : len(rows)] = prefill(
                     self.weights, self.state.tokens[: len(rows)], prefilled, [cache.k for cache in self.core.caches],
@@ -193,59 +196,16 @@ class DecodeEngine(Session):
         if self.ranks is not None:
             raise UserError("rows that join others are served by one GPU; start one process, without torchrun")
         check_rows([row.tokens], [row.total - 1], self.batch, self.context, self.shape)
-        done, row_state = self.state.done.clone(), self.state.row_state.clone()
-        try:
-            self.state.done.fill_(1)
-            self._write(b, [row])
-            if row.prefilled:
-                self.prompts.run(b, row.tokens[: row.prefilled])
-            self.core.tail(row.sampling.mode, False)
-        finally:
-            done[b], row_state[b] = self.state.done[b], self.state.row_state[b]
-            self.state.done.copy_(done)
-            self.state.row_state.copy_(row_state)
+        self._see(b, [row])
+        self.prompts.join(b, row)
 
-    def _write(self, first: int, rows: Sequence[Row]) -> None:
-        """The state of rows from number ``first`` on. Copies to a GPU wait for it, so there are two."""
-        state, n, prefilled = self.state, len(rows), [row.prefilled for row in rows]
-        own = slice(first, first + n)
-        known = torch.zeros(n, max(len(row.tokens) for row in rows), dtype=torch.int32)
-        for b, row in enumerate(rows):
-            known[b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
-        state.tokens[own, : known.shape[1]] = known.to(self.device)
+    def _see(self, first: int, rows: Sequence[Row]) -> None:
+        """Which tokens penalties find in rows from number ``first`` on, where a row has any."""
         if any(row.sampling.penalised for row in rows):
-            seen = torch.zeros(n, self.shape.vocab_size, dtype=torch.int32)
+            seen = torch.zeros(len(rows), self.shape.vocab_size, dtype=torch.int32)
             for b, row in enumerate(rows):
                 seen[b, list(row.tokens[: row.prefilled])] = 1
-            state.seen[own] = seen.to(self.device)
-        samplings = (
-            (state.temperature, "temperature"),
-            (state.top_p, "top_p"),
-            (state.top_k, "top_k"),
-            (state.min_p, "min_p"),
-            (state.repetition, "repetition_penalty"),
-            (state.presence, "presence_penalty"),
-            (state.frequency, "frequency_penalty"),
-        )
-        told: list[tuple[Tensor, list[float]]] = [
-            (state.known, [len(row.tokens) for row in rows]),
-            (state.least, [row.least for row in rows]),
-            (state.limit, [row.total for row in rows]),
-            (state.sparse_from, [row.sparse_from for row in rows]),
-            (state.done, [0] * n),
-            (state.fault, [0] * n),
-            (state.position, [count - 1 for count in prefilled]),
-            (state.seed, [row.sampling.seed * MAX_BATCH + row.number for row in rows]),
-            *((tensor, [getattr(row.sampling, name) for row in rows]) for tensor, name in samplings),
-        ]
-        *values, marks = torch.tensor([*(each for _, each in told), prefilled], dtype=torch.float64).to(self.device)
-        for (tensor, _), each in zip(told, values, strict=True):
-            tensor[own] = each
-        self.core.watermark[:, own] = marks[:, None]
-        for valid in (cache.valid for cache in self.core.caches if cache.valid is not None):
-            valid[own] = 0
-            for b, count in enumerate(prefilled):
-                valid[first + b, :, :count] = 1
+            self.state.seen[first : first + len(rows)] = sent(seen, self.device)
 
     @torch.inference_mode(False)  # what it holds is written in later calls, which may be outside
     @torch.no_grad()

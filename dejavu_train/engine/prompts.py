@@ -1,17 +1,20 @@
-"""Prompts of rows that join others: each alone, filled up to one of few sizes, from a graph of that size.
+"""Rows that join others: each alone, its prompt filled up to one of few sizes, from a graph of that size.
 
 Which kernel multiplies a prompt follows from how many tokens it has. So a prompt that runs alone in its size gives the
 same numbers whoever else is served. An eager pass of a short prompt takes the time in which its launches are queued,
 several times what the GPU needs for it. From a graph it takes the GPU's time.
+
+A row joins in one transfer and two graphs, behind the steps that were asked for before. The host waits for nothing.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.prefill import run_prompts
+from dejavu_train.engine.row_numbers import FIRST, row_numbers, sent, write_rows
 from dejavu_train.engine.step import DecodeStep
 
 STEP = 32  # tokens between two sizes
@@ -26,27 +29,57 @@ class Prompts:
 
     def __init__(self, core: DecodeStep) -> None:
         self.core = core
-        self._recorded = not any(layer.packed for layer in core.weights.layers)
+        self._packed = any(layer.packed for layer in core.weights.layers)
         self._given: dict[int, Tensor] = {}
+        self._row = torch.zeros(1, dtype=torch.int64, device=core.device)
+        self._changed = core.state.done, core.state.row_state
+        self._kept = [tensor.clone() for tensor in self._changed]
 
     @torch.no_grad()
-    def run(self, b: int, tokens: Sequence[int]) -> None:
-        """Run a prompt densely for row b: K and V are written, and ``x[-1, b]`` of the step, behind the last layer."""
-        n = len(tokens)
-        size = min(-(-n // STEP) * STEP, self.core.context)
-        recorded = self._recorded and size <= LONGEST
-        known = torch.tensor([b, n - 1, *tokens, *[0] * (size - n)])
-        if not recorded:
-            self._queue(known.to(self.core.device))
-            return
-        if size not in self._given:
-            self._given[size] = known.to(self.core.device)
-        self._given[size].copy_(known)
-        self.core.replay(("prompt", size), partial(self._queue, self._given[size]), shared=True)
+    def join(self, b: int, row: Row) -> None:
+        """Begin a row in place b: run its prompt densely, and choose its next token. Other rows stay as they are."""
+        core, size = self.core, self._size(row.prefilled)
+        width = self._size(len(row.tokens))
+        numbers = row_numbers(b, [row], width)
+        try:
+            if self._packed or width > LONGEST:
+                self._begin(sent(numbers, core.device), size)
+            else:
+                if width not in self._given:
+                    shape = 1, FIRST + width
+                    self._given[width] = torch.zeros(shape, dtype=torch.float64, device=core.device)
+                given = self._given[width]
+                given.copy_(sent(numbers, core.device))
+                core.replay(("prompt", width, size), partial(self._begin, given, size), shared=True)
+            mode = row.sampling.mode
+            core.replay(("joined", mode), partial(self._end, mode), shared=True)
+        except BaseException:
+            self._put_back()
+            raise
 
-    def _queue(self, given: Tensor) -> None:
-        """given: row, position of the last token, and tokens, (2 + size,) int64."""
-        core, row = self.core, given[:1]
-        keys, values = [cache.k for cache in core.caches], [cache.v for cache in core.caches]
-        last = run_prompts(core.weights, given[None, 2:], row, given[1:2], keys, values)
-        core.x[-1].index_copy_(0, row, last)
+    def _size(self, n: int) -> int:
+        return min(-(-n // STEP) * STEP, self.core.context)
+
+    def _begin(self, given: Tensor, size: int) -> None:
+        """Everything in front of the LM head. Other rows are done meanwhile. given: (1, FIRST + width) fp64."""
+        core = self.core
+        for tensor, kept in zip(self._changed, self._kept, strict=True):
+            kept.copy_(tensor)
+        core.state.done.fill_(1)
+        row, prefilled, tokens = write_rows(core, given)
+        self._row.copy_(row)
+        if size:
+            keys, values = [cache.k for cache in core.caches], [cache.v for cache in core.caches]
+            last = run_prompts(core.weights, tokens[:, :size], row, prefilled - 1, keys, values)
+            core.x[-1].index_copy_(0, row, last)
+
+    def _end(self, mode: str) -> None:
+        """The LM head and the choice of the next token. Then other rows go on."""
+        self.core.tail(mode, False)
+        for tensor, kept in zip(self._changed, self._kept, strict=True):
+            kept.index_copy_(0, self._row, tensor.index_select(0, self._row))
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for tensor, kept in zip(self._changed, self._kept, strict=True):
+            tensor.copy_(kept)

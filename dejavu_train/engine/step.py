@@ -244,7 +244,7 @@ class DecodeStep:
         Caches only grow, at positions not yet valid.
         """
         s = self.state
-        changed = [s.tokens, s.nll, s.position, s.done, s.row_state, s.fault, self.watermark]
+        changed = [s.tokens, s.nll, s.position, s.done, s.row_state, s.fault, s.seen, self.watermark]
         changed += [] if self.guard is None else self.guard.tensors()
         saved = [(tensor, tensor.clone()) for tensor in changed]
         try:

@@ -138,6 +138,18 @@ def test_rows_join_the_engine_of_a_gpu(tiny_opt):
     assert written(rows, asked, late=2) == alone
 
 
+def test_what_a_graph_runs_before_it_is_recorded_counts_no_token(tiny_opt):
+    options = EngineOptions(batch=2, context=64, device="cpu", ops="reference")
+    engine = DecodeEngine(load_opt(str(tiny_opt)), None, options)
+    engine.open(())
+    engine.place(1, row(5, 6))
+    before = {field.name: getattr(engine.state, field.name).clone() for field in dataclasses.fields(engine.state)}
+    with engine.core.undone():
+        engine.core.eager("mixed", False)
+    for name in ("seen", "tokens", "position", "done"):
+        assert torch.equal(getattr(engine.state, name), before[name]), name
+
+
 def test_steps_run_ahead_of_their_news_and_none_too_many(tiny_opt):
     """A row that leaves or stops while steps are on their way is not heard of again, nor is it taken for the next."""
     bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.4)
