@@ -1,6 +1,7 @@
 """A model, its engine, its line and its application together, and uvicorn around them."""
 
 import socket
+import sys
 
 import torch
 import uvicorn
@@ -18,6 +19,10 @@ from dejavu_train.serving.lossless_rows import LosslessRows
 from dejavu_train.serving.metrics import Metrics
 from dejavu_train.serving.requests import Reader
 from dejavu_train.sparse.model import SparseCausalLM
+
+SWITCH_SECONDS = 0.0001
+"""After it a thread that runs Python lets another in. The line asks for the engine's next steps in many short calls.
+With Python's 5 ms it would wait that long behind each of them while requests are read."""
 
 
 def load(config: ServeConfig) -> SparseCausalLM:
@@ -85,8 +90,11 @@ def run(served: Served, listening: socket.socket, drain: int, log: str | None = 
         server.should_exit = True
 
     served.line.failed = stop
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         server.run(sockets=[listening])
     finally:
+        sys.setswitchinterval(before)
         served.forced = bool(served.line.rows.taken)
         served.line.close()
