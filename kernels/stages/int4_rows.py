@@ -217,7 +217,8 @@ def int4_rows_step(queue, slot, s, x, words, scales, rows, next_rows, lane, m: t
 
     Pairs that share registers of x are a loop that stays one, from ROLLED_FROM pairs on and of listed rows.
     Instructions that a program reads once, or that are too many to be kept, take longer to come than words do. (66B's
-    sparse MLP takes 10 us for fc1 in one piece, 5 in a loop.) The scales of `next_rows` are asked for behind the first
+    sparse MLP takes 10 us for fc1 in one piece, 5 in a loop.) Up to SHARE listed pairs are few enough for the assembler
+    to unroll, which asks for the next pair's words sooner. The scales of `next_rows` are asked for behind the first
     eight units, where there are more, else before them.
     """
     V: tl.constexpr = unit_vector(m.words, m.group)
@@ -236,7 +237,7 @@ def int4_rows_step(queue, slot, s, x, words, scales, rows, next_rows, lane, m: t
         own_s = s[first : first + 4]
         offset = x[4 * V * BODIES + first // 2 : 4 * V * BODIES + first // 2 + 2]
         if m.listed or m.pairs >= ROLLED_FROM:
-            for number in range(0, as_it_comes(min(SHARE, m.pairs - first), True)):
+            for number in range(0, as_it_comes(min(SHARE, m.pairs - first), LATE)):
                 queue, slot, sums = _pair_step(
                     queue, slot, sums, own_s, own_x, offset, words, rows, next_rows, number, first + number, lane, m
                 )
