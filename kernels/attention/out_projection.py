@@ -144,7 +144,7 @@ def column_walk(settings: ProjectSettings, width: int, n_heads: int) -> tuple[Co
         parts = next(n for n in range(1, head_dim + 1) if head_dim % n == 0 and head_dim // n <= HEAD_DIMS[-1])
         return TileWalk(*sizes, triton.next_power_of_2(head_dim // parts), settings.stages, parts), settings.warps
     block = min(settings.width, triton.next_power_of_2(width))
-    return ColumnWalk(*sizes, block), min(settings.warps, max(1, settings.rows * block // (32 * VECTOR.value)))
+    return ColumnWalk(*sizes, block), min(settings.warps, max(1, settings.rows * block // (32 * VECTOR)))
 
 
 def head_walk(weight: Int4Rows, settings: HeadRowSettings, dependent: bool) -> tuple[int, HeadWalk]:

@@ -14,18 +14,19 @@ from dejavu_train.kernels.common.checks import check_device, check_numbers, chec
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.formats.matrix import Matrix
-from dejavu_train.kernels.stages.columns import ColumnWalk
+from dejavu_train.kernels.stages.columns import VECTOR, ColumnWalk
 from dejavu_train.kernels.stages.rows import launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink
 
 
 @dataclass(frozen=True)
 class WideSettings(Settings, stage="wide"):
-    """rows: of a program. chunk: columns of a step, at most."""
+    """rows: of a program. chunk: columns of a step, at most. vector: see `ColumnWalk`."""
 
     rows: int
     chunk: int
     warps: int
+    vector: int = VECTOR
 
 
 def dense_wide_reference(y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: Tensor) -> None:
@@ -48,7 +49,7 @@ def dense_wide(y: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, out: T
         dense_add(y, weight, bias, residual, out, pdl=pdl)
         return
     settings = WideSettings.find(weight.format, y.device, d=d)
-    walk = ColumnWalk(n, n, 1, settings.rows, min(settings.chunk, triton.next_power_of_2(n)))
+    walk = ColumnWalk(n, n, 1, settings.rows, min(settings.chunk, triton.next_power_of_2(n)), settings.vector)
     launch_walk(
         triton.cdiv(d, settings.rows), y, None, weight.parts(), LinearSink(out, bias, residual), None, d, walk, pdl,
         num_warps=settings.warps,

@@ -18,7 +18,7 @@ from dejavu_train.kernels.common.launch import wait_for_predecessor
 from dejavu_train.kernels.stages.listed import keyed
 from dejavu_train.kernels.stages.select import selected_heads
 
-VECTOR = tl.constexpr(8)  # neighbouring columns that one thread sums on its own
+VECTOR = 8  # neighbouring columns that one thread sums on its own, at most
 
 
 @triton.jit
@@ -52,12 +52,14 @@ def _walk_columns(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
     w, columns = _step(at, inside, order, 0, n, how)
     ahead = sink.ahead(sink, rows, 0, inside, inside, n_rows)
     wait_for_predecessor(PDL)
-    acc = tl.zeros((how.rows, how.block // VECTOR), tl.float32)
+    acc = tl.zeros((how.rows, how.block // how.vector), tl.float32)
     for begin in range(0, n, how.block):
         own = tl.load(x + columns, mask=begin + c < n, other=0.0)
         coming, next_columns = _step(at, inside, order, begin + how.block, n, how)
-        products = tl.reshape(w.to(tl.float32) * own[None, :], (how.rows, how.block // VECTOR, VECTOR))
-        acc += tl.sum(products, 2)
+        products = w.to(tl.float32) * own[None, :]
+        if how.vector > 1:
+            products = tl.sum(tl.reshape(products, (how.rows, how.block // how.vector, how.vector)), 2)
+        acc += products
         w = coming
         columns = next_columns
     sink.put(sink, tl.sum(acc, 1), ahead, rows, 0, inside, n_rows)
@@ -66,13 +68,15 @@ def _walk_columns(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
 @keyed
 class ColumnWalk(NamedTuple):
     """d: columns. head_dim: of a head's columns. heads: of a tile of all heads. rows: of a program. block: columns of a
-    step."""
+    step. vector: neighbouring ones that one thread sums on its own. Fewer take more registers, so fewer programs fit.
+    """
 
     d: int
     head_dim: int
     heads: int
     rows: int
     block: int
+    vector: int = VECTOR
     walk: Any = _walk_columns
 
 

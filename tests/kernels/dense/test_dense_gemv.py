@@ -5,7 +5,7 @@ import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.dense_rows import dense_rows, dense_rows_reference
-from dejavu_train.kernels.dense.dense_wide import dense_wide, dense_wide_reference
+from dejavu_train.kernels.dense.dense_wide import WideSettings, dense_wide, dense_wide_reference
 from dejavu_train.kernels.formats.matrix import Rows
 from dejavu_train.kernels.stages.rows import RowSettings
 
@@ -30,12 +30,13 @@ def test_dense_rows(device, n, d, rows, activation, bias):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("d", "n"), [(5, 40), (17, 2100)])
-def test_dense_wide(device, d, n):
+@pytest.mark.parametrize(("d", "n", "vector"), [(5, 40, 8), (17, 2100, 8), (5, 300, 1)])
+def test_dense_wide(device, d, n, vector):
     y, residual = torch.randn(1, n, device=device), torch.randn(1, d, device=device)
     weight, bias = torch.randn(d, n, device=device), torch.randn(d, device=device)
     out, expected = torch.full((1, d), NAN, device=device), torch.empty(1, d, device=device)
-    dense_wide(y, Rows(weight), bias, residual, out)
+    with WideSettings(4, 512, 4, vector).in_use():
+        dense_wide(y, Rows(weight), bias, residual, out)
     dense_wide_reference(y, Rows(weight), bias, residual, expected)
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
 
