@@ -1,4 +1,4 @@
-"""What a person gets wrong, as a table: each mistake is one line with its remedy. Our own bugs keep their traceback."""
+"""What a person gets wrong, as a table: each mistake is one line with its remedy."""
 
 import dataclasses
 import errno
@@ -7,14 +7,11 @@ import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import typing
-from pathlib import Path
 
 import pytest
 import torch
-from bundles import make_bundle
 from conftest import save_tiny_opt
 from safetensors.torch import load_file, save_file
 from small_runs import activations, flags
@@ -24,10 +21,7 @@ from dejavu_train.check import check_output
 from dejavu_train.cli import main, parse_config
 from dejavu_train.config import RunConfig
 from dejavu_train.errors import UserError, describe, exit_on_user_error
-from dejavu_train.evaluation.check import check
-from dejavu_train.evaluation.cli import main as infer
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.evaluation.further_config import GenerationConfig
 from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt, load_tokenizer
@@ -109,62 +103,6 @@ def test_a_probe_begins_anew_when_another_process_takes_the_folder_away(tmp_path
     monkeypatch.setattr("dejavu_train.files.require_disk", lambda path, *_: path.rmdir())
     with pytest.raises(FileNotFoundError):  # not for ever
         probe_folder(folder)
-
-
-def bug(*_args, **_options):
-    raise RuntimeError("a bug")
-
-
-TRAIN_PHASES = {  # what breaks, and what was done before it
-    "claim": ("dejavu_train.pipeline.claimed_folder", ""),
-    "text": ("dejavu_train.data.collect.load_sets", ""),
-    "collecting": ("dejavu_train.data.collect.record_batch", ""),
-    "predictor": ("dejavu_train.training.job.make_predictor", "collected"),
-    "training step": ("dejavu_train.training.lit_predictor.LitPredictor.training_step", "collected"),
-    "validation": ("dejavu_train.training.lit_predictor.LitPredictor.validation_step", "collected"),
-    "export": ("dejavu_train.training.job.export", "collected"),
-    "calibration": ("dejavu_train.pipeline.measure_curves", "collected, trained"),
-    "tuning": ("dejavu_train.training.finetune._divergence", "collected, trained, tuned"),
-    "bundle": ("dejavu_train.bundle.artifact.save_file", "collected, trained"),
-}
-INFER_PHASES = (
-    "run.checked", "run.load_tokenizer", "run.load_text", "run.load_opt", "run.evaluate", "perplexity.masking",
-    "run.time_decoding", "run.report.write_results", "run.plot_curves", "run.write_report", "run._generate",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(tiny_opt, text_file, tmp_path_factory):
-    output = tmp_path_factory.mktemp("bugs") / "run"
-    shutil.copytree(activations(tiny_opt, text_file), output / "activations")
-    few = [f"--{target}.{key}" for target in ("mlp", "heads") for key in ("steps=2", "validations=1")]
-    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *few)) == 0
-    return output, few
-
-
-@pytest.mark.parametrize("phase", TRAIN_PHASES)
-def test_a_bug_in_a_phase_of_training_keeps_its_traceback(trained, monkeypatch, tiny_opt, text_file, tmp_path, phase):
-    (whole, few), (function, before) = trained, TRAIN_PHASES[phase]
-    for part in ("activations", "predictors"):
-        if {"activations": "collected", "predictors": "trained"}[part] in before:
-            shutil.copytree(whole / part, tmp_path / "run" / part)
-    more = ["--tune.steps=1", "--tune.tokens=64", "--bundle=again"] if "tuned" in before else []
-    monkeypatch.setattr(function, bug)
-    with pytest.raises(RuntimeError, match="^a bug$"):
-        exit_on_user_error(main, flags(tiny_opt, text_file, tmp_path / "run", *few, *more))
-
-
-@pytest.mark.parametrize("function", INFER_PHASES)
-def test_a_bug_in_a_phase_of_infer_keeps_its_traceback(trained, monkeypatch, tiny_opt, text_file, tmp_path, function):
-    given = {
-        "model": tiny_opt, "bundle": trained[0] / "bundle", "output": tmp_path, "text": text_file, "tokens": 60,
-        "window": 32, "densities": 0.3, "curve_densities": "[]", "head_densities": "[]", "sparse_from": "[0]",
-        "selections": "predicted", "timing_backends": "dense", "prompt": 4, "new_tokens": 2, "generate": "the",
-        "device": "cpu", "backend": "gather",
-    }  # fmt: skip
-    monkeypatch.setattr(f"dejavu_train.evaluation.{function}", bug)
-    with pytest.raises(RuntimeError, match="^a bug$"):
-        exit_on_user_error(infer, [f"--{name}={value}" for name, value in given.items()])
 
 
 def test_a_head_that_is_not_stored_is_not_made_up(tmp_path, run, capsys):
@@ -422,62 +360,6 @@ def test_check_prints_the_plan_and_leaves_nothing(run, capsys, tmp_path, tiny_op
     assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
 
 
-def test_results_lie_beside_the_bundle(tmp_path, monkeypatch):
-    (tmp_path / "mine" / "bundle").mkdir(parents=True)
-    assert InferConfig(bundle=str(tmp_path / "mine" / "bundle")).output == str(tmp_path / "mine")
-    assert InferConfig(bundle="someone/opt-bundle").output == "checkpoints/opt-bundle"
-    (tmp_path / "mine" / "bundle" / "bundle.json").write_text('{"model": "someone/opt"}')
-    monkeypatch.chdir(tmp_path / "mine")
-    assert Path(InferConfig(bundle="bundle").output) == Path(".")
-    assert InferConfig(bundle="bundle", output="x").output == "x"
-    assert InferConfig(bundle="bundle").model == "someone/opt"
-    assert InferConfig(bundle="bundle", model="another").model == "another"
-
-
-def test_a_bundle_that_does_not_say_its_model_wants_one(tmp_path):
-    bundle = tmp_path / "bundle"
-    bundle.mkdir()
-    save_file({"a": torch.zeros(1)}, bundle / "predictors.safetensors")
-    for text in ("[]", "{}", '{"model": 3}'):
-        (bundle / "bundle.json").write_text(text)
-        with pytest.raises(UserError, match="must hold keys and values" if text == "[]" else "give --model"):
-            check(InferConfig(bundle=str(bundle)))
-
-
-def commands_of_a_bundle():
-    from dejavu_train.evaluation.generation import run as generation
-    from papers.deja_vu.observe import __main__ as observe
-    from papers.deja_vu.observe.config import ObserveConfig
-
-    found = [(InferConfig, infer), (generation.GenerationConfig, generation.main), (ObserveConfig, observe.main)]
-    if importlib.util.find_spec("lm_eval"):
-        from dejavu_train.evaluation.lm_eval import run
-        from papers.deja_vu import tables as paper
-
-        found += [(run.TasksConfig, run.main), (paper.PaperConfig, paper.main)]
-    return found
-
-
-@pytest.mark.parametrize(("config", "command"), commands_of_a_bundle())
-def test_every_command_of_a_bundle_takes_its_model(config, command, tmp_path):
-    (tmp_path / "bundle.json").write_text('{"model": "someone/opt"}')
-    assert config(bundle=str(tmp_path)).model == "someone/opt"
-    assert config(bundle=str(tmp_path), model="another").model == "another"
-    with pytest.raises(UserError, match="there is no bundle folder"):
-        command(["--bundle", str(tmp_path / "none")])
-    save_file({"a": torch.zeros(1)}, tmp_path / "predictors.safetensors")
-    (tmp_path / "bundle.json").write_text("{}")
-    with pytest.raises(UserError, match="give --model"):
-        command(["--bundle", str(tmp_path)])
-
-
-def test_an_observation_without_a_bundle_wants_a_model():
-    from papers.deja_vu.observe import __main__ as observe
-
-    with pytest.raises(UserError, match="give --model"):
-        observe.main(["--bundle", "null"])
-
-
 def test_values_that_would_fail_late_are_refused_before_anything_is_written(run, capsys, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.jsonl").write_text('{"text": "x"}\n')  # which a reader of hub datasets would take
@@ -489,34 +371,3 @@ def test_values_that_would_fail_late_are_refused_before_anything_is_written(run,
     ):
         one_line(capsys, run(flag), words)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--wandb=a/b"], "--wandb 'a/b' cannot be a project's name: .*cannot contain"),
-        (["--wandb="], "--wandb is empty"),
-        (["--timing_backends=cpu", "--batch=9"], "--timing_backends cpu times 1 to 8 rows at once, got --batch 9"),
-        (["--device_map=nonsense"], "--device_map must be one of auto, balanced"),
-        (["--generation.prompt=5000"], "--generation: --prompt 5000 and --new_tokens 128 exceed the model's 512"),
-    ],
-)
-def test_infer_refuses_before_it_measures(tiny_opt, text_file, tmp_path, capsys, flags, words):
-    (tmp_path / "bundle").mkdir()
-    make_bundle(tiny_opt).save_pretrained(tmp_path / "bundle")
-    base = [f"--model={tiny_opt}", f"--bundle={tmp_path / 'bundle'}", f"--text={text_file}", "--window=64"]
-    base += [f"--output={tmp_path / 'out'}", "--prompt=8", "--new_tokens=4", "--device=cpu"]
-    base += [f"--generation.text={text_file}"] if flags[0].startswith("--generation") else []
-    for only_check in ([], ["--check"]):
-        assert exit_on_user_error(infer, [*base, *flags, *only_check]) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-        assert len(lines) == 1 and re.search(words, lines[0]), lines
-    assert not (tmp_path / "out").exists()
-
-
-def test_results_of_a_bundle_lie_beside_it(tmp_path):
-    (tmp_path / "bundle").mkdir()
-    bundle = str(tmp_path / "bundle")
-    assert GenerationConfig(bundle=bundle).output == InferConfig(bundle=bundle).output == str(tmp_path)
-    assert GenerationConfig(bundle="owner/mine").output == "checkpoints/mine"
-    assert GenerationConfig(bundle=bundle, output="there").output == "there"

@@ -1,23 +1,19 @@
 """infer.py from its command line: results.json, table, picture. Every mistake is one line and exit code 2."""
 
-import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from bundles import make_bundle
 from conftest import REPOSITORY, make_text, save_tiny_opt
 
-from dejavu_train.data.text import INSTALLED, cut_plain_text
+from dejavu_train.data.text import cut_plain_text
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.check import planned_step
-from dejavu_train.evaluation.cli import main, read_config
+from dejavu_train.evaluation.cli import main
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.evaluation.run import quality_rows
 from dejavu_train.files import sha256_text
 
 ROW_KEYS = {
@@ -435,34 +431,6 @@ def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_te
     for row in by_text["stories"]:
         again = same[tuple(row[name] for name in names)]
         assert again == row
-
-
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs/infer").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_configs_are_read(path):
-    config = read_config(["--config", str(path)])
-    assert set(yaml.safe_load(path.read_text())) <= {"base", *InferConfig.__dataclass_fields__}
-    assert quality_rows(config)[0].selection == "dense"
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [("a, b.txt", ("a, b.txt",)), ("[a.txt, c=d.txt]", ("a.txt", "c=d.txt"))]
-)
-def test_texts_in_yaml_are_one_or_a_list(value, expected, tmp_path):
-    (tmp_path / "config.yaml").write_text(f"text: {value}")
-    assert read_config(["--config", str(tmp_path / "config.yaml")]).text == expected
-
-
-def test_defaults_are_those_of_the_shipped_config_but_for_other_densities():
-    shipped = read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
-    curve = {name: getattr(shipped, name) for name in ("densities", "curve_densities", "head_densities")}
-    assert curve == {"densities": (0.1, 0.2), "curve_densities": (0.05, 0.4), "head_densities": (0.85,)}
-    assert dataclasses.replace(read_config([]), **curve) == shipped
-    assert read_config(["--tokens", "null"]).tokens is None
-    assert read_config(["--timing"]).timing is True
-    shipped = ["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")]
-    assert read_config(shipped).text == INSTALLED
-    assert read_config([*shipped, "--text", "a,b.txt", "--text", "c=d.txt"]).text == ("a,b.txt", "c=d.txt")
-    assert Path(read_config([]).bundle).parts[-1] == "bundle"
 
 
 def test_a_check_says_of_a_screen_what_only_the_engine_can_decide(tmp_path):

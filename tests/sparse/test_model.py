@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 from bundles import make_bundle
+from sparse_helpers import close, gather_sets, mask_sets, padded, sparse, tokens
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
-from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
@@ -26,40 +26,6 @@ def bundle(tiny_opt):
 @pytest.fixture(scope="module")
 def dense(tiny_opt):
     return load_opt(str(tiny_opt))
-
-
-def sparse(dense, bundle, backend, **options):
-    return SparseOPTForCausalLM.from_model(dense, bundle, backend, **options)
-
-
-def tokens(rows, columns, seed=0):
-    return torch.randint(4, 300, (rows, columns), generator=torch.Generator().manual_seed(seed))
-
-
-def close(got, expected):
-    """Within 1e-4 of the largest logit."""
-    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-def mask_sets(dense, bundle, ids):
-    """Selections of whole sequences by the backend mask: {(layer, target): (B, T, n)}."""
-    got = {}
-    model = sparse(dense, bundle, "mask")
-    with (
-        torch.no_grad(),
-        masking(dense, model._runtime.selector, observe=lambda *seen: got.__setitem__(seen[:2], seen[2])),
-    ):
-        dense(ids)
-    return got
-
-
-def gather_sets(model):
-    """Makes a gather model record its selections, column by column."""
-    got = {}
-    model._runtime.gatherer.on_select = lambda layer, target, column, keep: got.setdefault((layer, target), []).append(
-        keep
-    )
-    return got
 
 
 def test_256_decoded_tokens_agree_with_mask(dense, bundle):
@@ -158,16 +124,6 @@ def test_cascades_agree(dense, tiny_opt, start, lookahead):
         assert torch.equal(block.fc1.weight, before)  # whatever a backend does, the model keeps its weights
 
 
-def test_a_cascade_generates_alike(dense, tiny_opt):
-    tested = make_bundle(tiny_opt, cascade=True, dtype="int4").at(0.6, 0.5)
-    ids = tokens(2, 6)
-    made = [
-        sparse(dense, tested, backend, sparse_from="prompt").generate(ids, max_new_tokens=12, do_sample=False)
-        for backend in ("mask", "gather")
-    ]
-    assert torch.equal(*made)
-
-
 def test_top_k_agrees_and_has_exact_counts(dense, tiny_opt):
     top = make_bundle(tiny_opt).at(0.25, 0.5, top_k=True)
     ids = tokens(2, 20)
@@ -186,29 +142,6 @@ def test_row_does_not_depend_on_its_batch_mates(dense, bundle):
             close(model(ids[row : row + 1]).logits, together[row : row + 1])
 
 
-def padded(prompts, pad=1, left=True):
-    width = max(len(prompt) for prompt in prompts)
-    rows = [[pad] * (width - len(p)) + p if left else p + [pad] * (width - len(p)) for p in prompts]
-    ids = torch.tensor(rows)
-    return ids, (ids != pad).long()
-
-
-@pytest.mark.parametrize("start", [0, 4, "prompt"])
-def test_left_padded_prompts_generate_as_alone(dense, bundle, start):
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 11, 7)]
-    ids, mask = padded(prompts)
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-    outs = {}
-    for backend in ("mask", "gather"):
-        model = sparse(dense, bundle, backend, sparse_from=start)
-        outs[backend] = model.generate(ids, attention_mask=mask, **settings)
-        assert model.sparse_from == start
-        for row, prompt in enumerate(prompts):
-            alone = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
-            assert torch.equal(alone[0, len(prompt) :], outs[backend][row, ids.shape[1] :])
-    assert torch.equal(outs["mask"], outs["gather"])
-
-
 def test_right_padding_in_a_forward_pass(dense, bundle):
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 9)]
     ids, mask = padded(prompts, left=False)
@@ -217,22 +150,6 @@ def test_right_padding_in_a_forward_pass(dense, bundle):
         got = sparse(dense, bundle, "gather")(ids, attention_mask=mask).logits
     close(got[0, :5], expected[0, :5])
     close(got[1], expected[1])
-
-
-def test_right_padded_prompts_are_refused(dense, bundle):
-    model, ids = sparse(dense, bundle, "gather"), tokens(2, 6)
-    ids[1, 4:] = 1  # <pad>
-    given = {"attention_mask": (ids != 1).long(), "max_new_tokens": 2, "do_sample": False, "pad_token_id": 1}
-    for settings in (given, {name: value for name, value in given.items() if name != "attention_mask"}):
-        with pytest.raises(UserError, match="row 1 has it on the right; set tokenizer.padding_side = 'left'"):
-            model.generate(ids, **settings)
-    model.generate(ids, **given | {"attention_mask": torch.ones_like(ids)})  # the token stands there as a token
-
-
-def test_another_cache_is_refused_at_the_call(dense, bundle):
-    model = sparse(dense, bundle, "gather")
-    with pytest.raises(UserError, match="leave cache_implementation out"):
-        model.generate(tokens(1, 4), max_new_tokens=2, cache_implementation="static")
 
 
 def test_gradients_are_right_or_refused(tiny_opt, bundle):
@@ -251,122 +168,6 @@ def test_gradients_are_right_or_refused(tiny_opt, bundle):
         masked(ids, labels=ids)
     with torch.no_grad():
         assert torch.isfinite(masked(ids, labels=ids).loss)
-
-
-def test_beam_search_agrees(dense, bundle):
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (4, 9)]
-    ids, mask = padded(prompts)
-    settings = {"max_new_tokens": 16, "num_beams": 3, "do_sample": False, "length_penalty": 0.5}
-    for start in (0, "prompt"):
-        results = [
-            sparse(dense, bundle, backend, sparse_from=start).generate(ids, attention_mask=mask, **settings)
-            for backend in ("mask", "gather")
-        ]
-        assert torch.equal(*results)
-
-
-def test_several_sequences_and_sampling(dense, bundle):
-    ids = tokens(2, 6)
-    results = []
-    for backend in ("mask", "gather"):
-        torch.manual_seed(7)
-        model = sparse(dense, bundle, backend, sparse_from=torch.tensor([2, 6]))
-        results.append(model.generate(ids, max_new_tokens=10, do_sample=True, num_return_sequences=2))
-    assert results[0].shape[0] == 4
-    assert torch.equal(*results)
-
-
-def test_finished_rows_leave_the_union(dense, bundle):
-    ids = tokens(2, 6)
-    model = sparse(dense, bundle, "gather")
-    free = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
-    ending = int(free[0, 8])  # row 0 ends here, row 1 goes on unless it says the same word
-    seen = gather_sets(model)
-    ended = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=ending, pad_token_id=1)
-    first = (free[0, 6:] == ending).nonzero()[0].item() + 6
-    others = (free[1, 6:] == ending).nonzero()
-    last = others[0].item() + 6 if len(others) else free.shape[1] - 1
-    assert last > first + 1, "both rows end together, the test shows nothing"
-    assert torch.equal(ended[1], free[1, : ended.shape[1]])
-    assert (ended[0, first + 1 :] == 1).all()
-    after = torch.stack(seen[0, "mlp"][first:])  # columns from the one that holds the ending token on
-    assert not after[:, 0].any() and after[:, 1].any()
-
-
-def test_cache_operations_keep_the_logits_right(dense, bundle):
-    gather, mask = sparse(dense, bundle, "gather"), sparse(dense, bundle, "mask")
-    ids, more = tokens(3, 9), tokens(3, 4, seed=5)
-
-    def step(cache, new):
-        return gather(new, past_key_values=cache).logits
-
-    with torch.no_grad():
-        start = gather.new_cache()
-        step(start, ids)
-        order = torch.tensor([2, 0, 0])
-        for name, rows, argument in [
-            ("reorder_cache", ids[order], order),
-            ("batch_select_indices", ids[order[:2]], order[:2]),
-            ("batch_repeat_interleave", ids.repeat_interleave(2, 0), 2),
-        ]:
-            cache = copy.deepcopy(start)
-            getattr(cache, name)(argument)
-            new = more[:1].expand(len(rows), -1)
-            close(step(cache, new), mask(torch.cat([rows, new], 1)).logits[:, 9:])
-        for argument in (-4, 5):
-            cache = copy.deepcopy(start)
-            cache.crop(argument)
-            assert cache.get_seq_length() == 5
-            close(step(cache, more), mask(torch.cat([ids[:, :5], more], 1)).logits[:, 5:])
-        start.reset()
-        assert start.get_seq_length() == 0
-        close(step(start, more[:1]), mask(more[:1]).logits)
-
-
-def test_chunks_of_any_length_agree(dense, bundle):
-    ids = tokens(2, 20)
-    model = sparse(dense, bundle, "gather", sparse_from=7)
-    with torch.no_grad():
-        cache = model.new_cache()
-        parts = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 6, 10], dim=1)]
-        close(torch.cat(parts, 1), sparse(dense, bundle, "mask", sparse_from=7)(ids).logits)
-        # dense columns after sparse ones: the back-fill also serves a chunk
-        model.sparse_from = 0
-        cache = model.new_cache()
-        model(ids[:, :9], past_key_values=cache)
-        model.sparse_from = 100
-        got = model(ids[:, 9:], past_key_values=cache).logits
-        starts = torch.zeros(2, 20, dtype=torch.bool)
-        starts[:, :9] = True
-        with masking(dense, Predicted(bundle), starts):
-            close(got, dense(ids).logits[:, 9:])
-
-
-def test_mask_backend_with_the_usual_cache(dense, bundle):
-    ids = tokens(2, 12)
-    model = sparse(dense, bundle, "mask", sparse_from=4)
-    with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(3, dim=1)]
-        close(torch.cat(parts, 1), model(ids).logits)
-
-
-def test_another_cache_and_other_outputs_are_refused_by_name(dense, bundle):
-    model = sparse(dense, bundle, "gather")
-    with pytest.raises(UserError, match="SparseCache, got DynamicCache"):
-        model(tokens(1, 3), past_key_values=DynamicCache(config=model.config))
-    with pytest.raises(UserError, match="attentions"):
-        model(tokens(1, 3), output_attentions=True)
-    with pytest.raises(UserError, match="attention_mask"):
-        model(tokens(1, 3), attention_mask=torch.ones(1, 9))
-    with pytest.raises(UserError, match="belongs to the backend gather"):
-        dense(tokens(1, 3), past_key_values=model.new_cache())
-    cache = model.new_cache()
-    model(tokens(2, 3), past_key_values=cache)
-    with pytest.raises(UserError, match="holds 2 rows"):
-        model(tokens(3, 3), past_key_values=cache)
-    with pytest.raises(UserError, match="sparse_from has 3 rows"):
-        sparse(dense, bundle, "mask", sparse_from=torch.tensor([1, 2, 3]))(tokens(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -488,15 +289,6 @@ def test_half_precision_runs(tiny_opt, bundle):
     assert F.cosine_similarity(got.float(), expected.float(), dim=-1).median() > 0.99
 
 
-def test_prompt_lookup_decoding_takes_tokens_back(dense, bundle):
-    ids = tokens(1, 6).repeat(1, 3)  # repeats itself, so that drafts are made and some are refused
-    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    for start in (0, "prompt"):
-        model = sparse(dense, bundle, "gather", sparse_from=start)
-        plain = model.generate(ids, **settings)
-        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **settings), plain)
-
-
 def test_means_stand_in_for_skipped_heads(dense, tiny_opt):
     replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
     ids = tokens(2, 30)
@@ -560,15 +352,3 @@ def test_everything_follows_the_model_to_another_dtype(tiny_opt):
             got[backend] = model(ids).logits
     assert got["gather"].dtype == torch.float64
     close(got["gather"], got["mask"])
-
-
-@pytest.mark.parametrize("backend", ["mask", "gather"])
-def test_more_tokens_than_positions_are_refused(dense, bundle, backend):
-    model, limit = sparse(dense, bundle, backend), dense.config.max_position_embeddings
-    with pytest.raises(UserError, match=f"{limit + 1} tokens do not fit the model's {limit} positions"):
-        model(tokens(1, limit + 1))
-    with pytest.raises(UserError, match="do not fit"):
-        model.generate(tokens(1, limit - 1), max_new_tokens=4, do_sample=False, eos_token_id=None)
-    ids, mask = tokens(1, limit + 2), torch.ones(1, limit + 2, dtype=torch.long)
-    mask[:, :2] = 0  # padding takes no position
-    assert model(ids, attention_mask=mask).logits.shape[1] == limit + 2

@@ -1,0 +1,203 @@
+"""generate() and caches of gather: padded prompts, beams, several sequences, rows that end, chunks."""
+
+import copy
+
+import pytest
+import torch
+from bundles import make_bundle
+from sparse_helpers import close, gather_sets, padded, sparse, tokens
+from transformers import DynamicCache
+
+from dejavu_train.bundle.selector import Predicted
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.masked import masking
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_opt):
+    return make_bundle(tiny_opt).at(mlp_density=0.3, head_density=0.5)
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_opt):
+    return load_opt(str(tiny_opt))
+
+
+def test_a_cascade_generates_alike(dense, tiny_opt):
+    tested = make_bundle(tiny_opt, cascade=True, dtype="int4").at(0.6, 0.5)
+    ids = tokens(2, 6)
+    made = [
+        sparse(dense, tested, backend, sparse_from="prompt").generate(ids, max_new_tokens=12, do_sample=False)
+        for backend in ("mask", "gather")
+    ]
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("start", [0, 4, "prompt"])
+def test_left_padded_prompts_generate_as_alone(dense, bundle, start):
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 11, 7)]
+    ids, mask = padded(prompts)
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    outs = {}
+    for backend in ("mask", "gather"):
+        model = sparse(dense, bundle, backend, sparse_from=start)
+        outs[backend] = model.generate(ids, attention_mask=mask, **settings)
+        assert model.sparse_from == start
+        for row, prompt in enumerate(prompts):
+            alone = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
+            assert torch.equal(alone[0, len(prompt) :], outs[backend][row, ids.shape[1] :])
+    assert torch.equal(outs["mask"], outs["gather"])
+
+
+def test_right_padded_prompts_are_refused(dense, bundle):
+    model, ids = sparse(dense, bundle, "gather"), tokens(2, 6)
+    ids[1, 4:] = 1  # <pad>
+    given = {"attention_mask": (ids != 1).long(), "max_new_tokens": 2, "do_sample": False, "pad_token_id": 1}
+    for settings in (given, {name: value for name, value in given.items() if name != "attention_mask"}):
+        with pytest.raises(UserError, match="row 1 has it on the right; set tokenizer.padding_side = 'left'"):
+            model.generate(ids, **settings)
+    model.generate(ids, **given | {"attention_mask": torch.ones_like(ids)})  # the token stands there as a token
+
+
+def test_another_cache_is_refused_at_the_call(dense, bundle):
+    model = sparse(dense, bundle, "gather")
+    with pytest.raises(UserError, match="leave cache_implementation out"):
+        model.generate(tokens(1, 4), max_new_tokens=2, cache_implementation="static")
+
+
+def test_beam_search_agrees(dense, bundle):
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (4, 9)]
+    ids, mask = padded(prompts)
+    settings = {"max_new_tokens": 16, "num_beams": 3, "do_sample": False, "length_penalty": 0.5}
+    for start in (0, "prompt"):
+        results = [
+            sparse(dense, bundle, backend, sparse_from=start).generate(ids, attention_mask=mask, **settings)
+            for backend in ("mask", "gather")
+        ]
+        assert torch.equal(*results)
+
+
+def test_several_sequences_and_sampling(dense, bundle):
+    ids = tokens(2, 6)
+    results = []
+    for backend in ("mask", "gather"):
+        torch.manual_seed(7)
+        model = sparse(dense, bundle, backend, sparse_from=torch.tensor([2, 6]))
+        results.append(model.generate(ids, max_new_tokens=10, do_sample=True, num_return_sequences=2))
+    assert results[0].shape[0] == 4
+    assert torch.equal(*results)
+
+
+def test_finished_rows_leave_the_union(dense, bundle):
+    ids = tokens(2, 6)
+    model = sparse(dense, bundle, "gather")
+    free = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    ending = int(free[0, 8])  # row 0 ends here, row 1 goes on unless it says the same word
+    seen = gather_sets(model)
+    ended = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=ending, pad_token_id=1)
+    first = (free[0, 6:] == ending).nonzero()[0].item() + 6
+    others = (free[1, 6:] == ending).nonzero()
+    last = others[0].item() + 6 if len(others) else free.shape[1] - 1
+    assert last > first + 1, "both rows end together, the test shows nothing"
+    assert torch.equal(ended[1], free[1, : ended.shape[1]])
+    assert (ended[0, first + 1 :] == 1).all()
+    after = torch.stack(seen[0, "mlp"][first:])  # columns from the one that holds the ending token on
+    assert not after[:, 0].any() and after[:, 1].any()
+
+
+def test_cache_operations_keep_the_logits_right(dense, bundle):
+    gather, mask = sparse(dense, bundle, "gather"), sparse(dense, bundle, "mask")
+    ids, more = tokens(3, 9), tokens(3, 4, seed=5)
+
+    def step(cache, new):
+        return gather(new, past_key_values=cache).logits
+
+    with torch.no_grad():
+        start = gather.new_cache()
+        step(start, ids)
+        order = torch.tensor([2, 0, 0])
+        for name, rows, argument in [
+            ("reorder_cache", ids[order], order),
+            ("batch_select_indices", ids[order[:2]], order[:2]),
+            ("batch_repeat_interleave", ids.repeat_interleave(2, 0), 2),
+        ]:
+            cache = copy.deepcopy(start)
+            getattr(cache, name)(argument)
+            new = more[:1].expand(len(rows), -1)
+            close(step(cache, new), mask(torch.cat([rows, new], 1)).logits[:, 9:])
+        for argument in (-4, 5):
+            cache = copy.deepcopy(start)
+            cache.crop(argument)
+            assert cache.get_seq_length() == 5
+            close(step(cache, more), mask(torch.cat([ids[:, :5], more], 1)).logits[:, 5:])
+        start.reset()
+        assert start.get_seq_length() == 0
+        close(step(start, more[:1]), mask(more[:1]).logits)
+
+
+def test_chunks_of_any_length_agree(dense, bundle):
+    ids = tokens(2, 20)
+    model = sparse(dense, bundle, "gather", sparse_from=7)
+    with torch.no_grad():
+        cache = model.new_cache()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([3, 1, 6, 10], dim=1)]
+        close(torch.cat(parts, 1), sparse(dense, bundle, "mask", sparse_from=7)(ids).logits)
+        # dense columns after sparse ones: the back-fill also serves a chunk
+        model.sparse_from = 0
+        cache = model.new_cache()
+        model(ids[:, :9], past_key_values=cache)
+        model.sparse_from = 100
+        got = model(ids[:, 9:], past_key_values=cache).logits
+        starts = torch.zeros(2, 20, dtype=torch.bool)
+        starts[:, :9] = True
+        with masking(dense, Predicted(bundle), starts):
+            close(got, dense(ids).logits[:, 9:])
+
+
+def test_mask_backend_with_the_usual_cache(dense, bundle):
+    ids = tokens(2, 12)
+    model = sparse(dense, bundle, "mask", sparse_from=4)
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(3, dim=1)]
+        close(torch.cat(parts, 1), model(ids).logits)
+
+
+def test_another_cache_and_other_outputs_are_refused_by_name(dense, bundle):
+    model = sparse(dense, bundle, "gather")
+    with pytest.raises(UserError, match="SparseCache, got DynamicCache"):
+        model(tokens(1, 3), past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(UserError, match="attentions"):
+        model(tokens(1, 3), output_attentions=True)
+    with pytest.raises(UserError, match="attention_mask"):
+        model(tokens(1, 3), attention_mask=torch.ones(1, 9))
+    with pytest.raises(UserError, match="belongs to the backend gather"):
+        dense(tokens(1, 3), past_key_values=model.new_cache())
+    cache = model.new_cache()
+    model(tokens(2, 3), past_key_values=cache)
+    with pytest.raises(UserError, match="holds 2 rows"):
+        model(tokens(3, 3), past_key_values=cache)
+    with pytest.raises(UserError, match="sparse_from has 3 rows"):
+        sparse(dense, bundle, "mask", sparse_from=torch.tensor([1, 2, 3]))(tokens(2, 3))
+
+
+def test_prompt_lookup_decoding_takes_tokens_back(dense, bundle):
+    ids = tokens(1, 6).repeat(1, 3)  # repeats itself, so that drafts are made and some are refused
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    for start in (0, "prompt"):
+        model = sparse(dense, bundle, "gather", sparse_from=start)
+        plain = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **settings), plain)
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_more_tokens_than_positions_are_refused(dense, bundle, backend):
+    model, limit = sparse(dense, bundle, backend), dense.config.max_position_embeddings
+    with pytest.raises(UserError, match=f"{limit + 1} tokens do not fit the model's {limit} positions"):
+        model(tokens(1, limit + 1))
+    with pytest.raises(UserError, match="do not fit"):
+        model.generate(tokens(1, limit - 1), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    ids, mask = tokens(1, limit + 2), torch.ones(1, limit + 2, dtype=torch.long)
+    mask[:, :2] = 0  # padding takes no position
+    assert model(ids, attention_mask=mask).logits.shape[1] == limit + 2
