@@ -16,6 +16,7 @@ import torch
 
 from dejavu_train.data.collect_layers import collect_by_layers, save_layer_weights, stream_bytes
 from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.ngrams import shared_ngrams
 from dejavu_train.data.parts import remove_parts, write_parts
 from dejavu_train.data.recording import (
     HeadReference,
@@ -40,7 +41,7 @@ from dejavu_train.data.shards import (
     layer_folder,
     shard_path,
 )
-from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence, shared_ngrams
+from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError

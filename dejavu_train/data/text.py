@@ -13,7 +13,7 @@ import logging
 import lzma
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -446,21 +446,3 @@ def require_one_sequence(n_tokens: int, window: int, name: str) -> None:
             f"the text {name} has {n_tokens} tokens, fewer than one sequence of {window};"
             " give more text or a smaller window"
         )
-
-
-def _ngram_hashes(text: str, n: int) -> np.ndarray:
-    words = text.split()
-    if len(words) < n:
-        return np.empty(0, np.uint64)
-    ids = np.array([hash(word) & 0xFFFFFFFFFFFF for word in words], dtype=np.uint64)
-    total = np.zeros(len(ids) - n + 1, dtype=np.uint64)
-    for offset in range(n):  # a polynomial hash modulo 2^64
-        total = total * np.uint64(1099511628211) + ids[offset : offset + len(total)]
-    return total
-
-
-def shared_ngrams(report: Iterable[Document], train: Iterable[Document], n: int = 8) -> float:
-    """Share of the ``n``-grams of words of ``test`` that also occur in ``train``."""
-    asked = np.concatenate([_ngram_hashes(document.text, n) for document in report])
-    known = np.unique(np.concatenate([_ngram_hashes(document.text, n) for document in train]))
-    return float(np.isin(asked, known).mean()) if len(asked) else 0.0

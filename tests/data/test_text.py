@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import make_text
 
+from dejavu_train.data.ngrams import shared_ngrams
 from dejavu_train.data.paragraphs import (
     PARAGRAPH_HASHES,
     hash_paragraphs,
@@ -23,7 +24,6 @@ from dejavu_train.data.text import (
     load_documents,
     load_sets,
     require_one_sequence,
-    shared_ngrams,
     split_documents,
     split_of,
     windows,
