@@ -34,6 +34,7 @@ def same_predictors(one, two):
     )
 
 
+@pytest.mark.long
 def test_workers_make_what_one_process_makes(alone, tiny_opt, text_file, tmp_path, caplog):
     output = tmp_path / "run"
     main(flags(tiny_opt, text_file, output, "--jobs=2"))

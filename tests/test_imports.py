@@ -41,8 +41,15 @@ runpy.run_path("infer.py", run_name="infer")
 
 
 def test_inference_loads_no_training_package_even_if_there():
-    code = "import dejavu_train.evaluation.run, dejavu_train.engine.backend, sys"
-    code += f"; print(sorted(set({TRAINING_ONLY!r}) & set(sys.modules)))"
+    """Nor does transformers, which is imported before ours, take our folder for the package kernels."""
+    code = f"""
+import sys
+from transformers import OPTForCausalLM
+from transformers.utils import is_kernels_available
+assert not is_kernels_available()
+import dejavu_train.evaluation.run, dejavu_train.engine.backend
+print(sorted(set({TRAINING_ONLY!r}) & set(sys.modules)))
+"""
     assert python(code).strip() == "[]"
 
 
@@ -132,16 +139,6 @@ def test_kernels_keep_to_names_that_triton_3_6_can_follow():
 
 def test_what_needs_no_kernel_is_loaded_without_triton():
     python("import dejavu_train.models.int4_quantizer, dejavu_train.engine.plan", ("triton",))
-
-
-def test_transformers_is_well_beside_our_folder_of_kernels():
-    code = """
-import transformers
-from transformers import OPTForCausalLM
-from transformers.utils import is_kernels_available
-assert not is_kernels_available()
-"""
-    python(code)
 
 
 def test_importing_the_package_costs_nothing():

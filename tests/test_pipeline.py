@@ -319,7 +319,10 @@ def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, 
     assert own["kind"] == "custom" and own["metrics"]["steps"] == 8
 
 
-@pytest.mark.parametrize("width, n_heads", [(128, 2), (256, 2)], ids=["head-64", "head-128"])
+@pytest.mark.parametrize(
+    "width, n_heads",
+    [pytest.param(128, 2, id="head-64"), pytest.param(256, 2, id="head-128", marks=pytest.mark.long)],
+)
 def test_other_real_sizes_from_text_to_results(text_file, tmp_path, width, n_heads):
     """Head sizes and the vocabulary of the real models, through collect, train, calibrate and infer."""
     folder = save_tiny_opt(
