@@ -1,7 +1,7 @@
 """Two versions of the decode engine side by side: the same cells, in turns, on one machine.
 
     git archive --prefix .before/ COMMIT dejavu_train kernels benchmarks | tar -x
-    python -m benchmarks.alternate --before .before --out FOLDER [--rounds 3] [--only 6.7b 66b]
+    python -m benchmarks.alternate --before .before --out FOLDER [--rounds 3] [--groups 1 4]
 
 Each version runs each group of cells in a process of its own, one version after the other, ROUNDS times. FOLDER gets
 before.csv and after.csv, with rows as benchmarks/results/decode.csv has them. Its alternate.csv has for each cell both
@@ -75,15 +75,15 @@ def main() -> int:
     parser.add_argument("--before", type=Path, required=True, help="a folder with the code of the earlier version")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=[model for model, _ in GROUPS], help="models")
+    parser.add_argument("--groups", nargs="+", type=int, default=list(range(len(GROUPS))), help="by their number")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no new pair begins after so long")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     rows_of_cells: dict[tuple[int, int], dict[str, Rows]] = {}
     for turn in range(args.rounds):
-        for group, (model, _) in enumerate(GROUPS):
-            if model not in args.only or time.monotonic() - began > args.seconds:
+        for group in range(len(GROUPS)):
+            if group not in args.groups or time.monotonic() - began > args.seconds:
                 continue
             pair = [("before", args.before), ("after", Path())]
             for name, folder in pair if turn % 2 == 0 else reversed(pair):
