@@ -185,7 +185,8 @@ class RunConfig:
     targets: str = "mlp,heads"
     """Targets that this invocation trains."""
     jobs: str | int = 1
-    """Processes that train at once. auto: one for each GPU of this host, or of Ray's cluster."""
+    """Processes that train at once, and by layers collect and calibrate. auto: one for each GPU of this host, or of
+    Ray's cluster."""
     scheduler: Literal["local", "ray", "slurm"] = "local"
     """Where they run: on this host, or by Ray or SLURM on several that share the output folder."""
     resources: dict[str, Any] = dataclasses.field(default_factory=dict)

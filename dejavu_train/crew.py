@@ -1,7 +1,7 @@
 """Runs the stages of a run in workers: ``train.py --jobs 4``, or ``--scheduler ray`` and ``slurm`` on many hosts.
 
-On one host workers train, and collect by layers. The process that started them does the rest. On many hosts this
-process only watches: one worker collects, then several train, then one tunes, calibrates and bundles.
+On one host workers train, and collect and calibrate by layers. The process that started them does the rest. On many
+hosts this process only watches: one worker collects, then several train, then one tunes, calibrates and bundles.
 
 Every worker that trains goes through all open predictors and takes what nobody holds, so none waits while there is
 work. What a worker (worker.py) says goes to ``workers/NAME.log`` in the run's folder. A worker that ends early is
@@ -49,14 +49,29 @@ def train_together(
 def collect_together(config: RunConfig, activations: Path) -> None:
     """Collect by layers in several processes of this host, each a range of the shards. What is missing then is for the
     caller."""
+    _share(config, "collecting", str(activations))
+
+
+def calibrate_together(config: RunConfig, states: Path, what: str) -> None:
+    """Calibrate by layers in several processes of this host, each a range of the windows. What is missing then is for
+    the caller.
+
+    Args:
+        what: is shared of the stage whose states lie in this folder.
+    """
+    _share(config, "calibrating", str(states), what)
+
+
+def _share(config: RunConfig, doing: str, *given: str) -> None:
+    """Run workers that are told the same, and which of how many they are."""
     with opened(config, _folder(config)) as scheduler:
         count = scheduler.slots() if config.jobs == "auto" else int(config.jobs)
         if count < 2:
             return
-        logger.info("collecting in %d processes, which write to %s", count, _folder(config))
+        logger.info("%s in %d processes, which write to %s", doing, count, _folder(config))
         tasks = []
         for number in range(count):
-            arguments = ("dejavu_train.worker", str(activations), str(number), str(count))
+            arguments = ("dejavu_train.worker", *given, str(number), str(count))
             tasks.append(Task(str(number), number, count, arguments, _folder(config) / f"{number}.log"))
         run_tasks(scheduler, tasks, lambda: None)
 

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import GOOD_MASS
-from dejavu_train.calibration.by_layers import ByLayers
+from dejavu_train.calibration.by_layers import ByLayers, Sharing
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.check import check
 from dejavu_train.config import RunConfig
-from dejavu_train.crew import COLLECT, REST, collect_together, run_elsewhere, train_together
+from dejavu_train.crew import COLLECT, REST, calibrate_together, collect_together, run_elsewhere, train_together
 from dejavu_train.data.collect import check_same_text, collect
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.errors import UserError
@@ -167,12 +167,16 @@ def work(config: RunConfig, part: str) -> None:
 def _collect(config: RunConfig, resolved: RunConfig) -> None:
     """Make the activations complete."""
     full_hash, activations = config.verify == "full", Path(config.output) / "activations"
-    together = config.jobs != 1 and config.collect.device in ("auto", "cpu", "cuda")
-    share = partial(collect_together, config, activations) if together else None
+    share = partial(collect_together, config, activations) if _shares(config) else None
     how = (config.seed, config.revision, full_hash, sampled(config), share)
     collect(config.model, config.text, config.collect, activations, *how)
     push_activations(config)
     say_what_density_holds(resolved, activations)
+
+
+def _shares(config: RunConfig) -> bool:
+    """Whether several processes of this host run by layers."""
+    return config.jobs != 1 and config.collect.device in ("auto", "cpu", "cuda")
 
 
 def _train(
@@ -252,7 +256,9 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
         run, device = config.collect, resolve_device(config.collect.device)
         if run.by_layers:
             walk = LayerWalk(config.model, device, run.dtype, config.revision)
-            return ByLayers(walk, output / STATES, weight_hash(config.model, revision=config.revision))
+            start = partial(calibrate_together, config)
+            sharing = Sharing(config.model, config.revision, run.device, run.dtype, start) if _shares(config) else None
+            return ByLayers(walk, output / STATES, weight_hash(config.model, revision=config.revision), sharing)
         return load_opt(config.model, run.dtype, device, run.device_map, config.revision)
 
     def measure(folder: Path) -> Bundle:

@@ -107,3 +107,16 @@ def test_workers_collect_by_layers_and_what_one_leaves_is_collected(tiny_opt, te
     assert {path.name for path in activations.iterdir()} == {path.name for path in (tmp_path / "alone").iterdir()}
     assert "collecting in 2 processes" in caplog.text and "worker 1 ended early (2)" in caplog.text
     assert "worker 0" not in caplog.text
+
+
+@pytest.mark.long
+def test_workers_calibrate_by_layers_what_one_process_calibrates(tiny_opt, text_file, tmp_path, caplog):
+    few = ["--mlp.steps=4", "--heads.steps=4", "--mlp.validations=1", "--heads.validations=1"]
+    few += ["--collect.by_layers=true", "--calibrate.sensitivity_tokens=300", "--calibrate.head_loss_tokens=300"]
+    caplog.set_level("INFO")
+    for jobs in ("1", "2"):
+        main(flags(tiny_opt, text_file, tmp_path / jobs, f"--jobs={jobs}", *few))
+    assert caplog.text.count("calibrating in 2 processes") == 3 and "ended early" not in caplog.text
+    one, two = ((tmp_path / jobs / "bundle" / "predictors.safetensors").read_bytes() for jobs in ("1", "2"))
+    assert one == two
+    assert not list(tmp_path.glob("*/calibration-states"))

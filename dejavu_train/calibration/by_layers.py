@@ -7,8 +7,10 @@ layers, for every token to a row for each threshold of every layer. The arithmet
 for call.
 """
 
+import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from dejavu_train.calibration.head_losses import (
     gradient_of_labels,
     losses_of_layer,
 )
+from dejavu_train.calibration.parts import Plan, read_plan
 from dejavu_train.calibration.sensitivity import (
     DenseRun,
     SensitivityProbe,
@@ -35,12 +38,31 @@ from dejavu_train.calibration.sensitivity import (
     run_sparse,
 )
 from dejavu_train.calibration.states import States, digest_of
-from dejavu_train.families import LayerInput, Site, UnitKey, blocks_of
+from dejavu_train.families import LayerInput, Site, Target, UnitKey, blocks_of
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.models.layer_walk import LayerWalk
+from dejavu_train.models.opt import resolve_device
 from dejavu_train.progress import Progress
 
+logger = logging.getLogger(__name__)
 Windows = Sequence[Sequence[int]]
+INPUTS, GRADIENTS, SENSITIVITIES = "inputs", "gradients", "sensitivities"  # what processes share
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How several processes are started.
+
+    Attributes:
+        model: folder or hub id. device, dtype: as configured.
+        start: called with a stage's folder, and what of it is shared. Returns when all processes have ended.
+    """
+
+    model: str
+    revision: str | None
+    device: str
+    dtype: str
+    start: Callable[[Path, str], None]
 
 
 class ByLayers:
@@ -49,10 +71,34 @@ class ByLayers:
     Args:
         folder: of the states. It may hold those of a calibration that was killed.
         weight_hash: of the model.
+        sharing: None runs all windows here.
+        part: the number of this process among those that share the windows, and how many these are.
     """
 
-    def __init__(self, walk: LayerWalk, folder: Path, weight_hash: str) -> None:
-        self.walk, self.folder, self.weight_hash = walk, folder, weight_hash
+    def __init__(
+        self,
+        walk: LayerWalk,
+        folder: Path,
+        weight_hash: str,
+        sharing: Sharing | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.walk, self.folder, self.weight_hash, self.sharing, self.part = walk, folder, weight_hash, sharing, part
+
+    def own(self, windows: Windows) -> list[int]:
+        """The numbers of the windows that this process runs."""
+        return own_windows(len(windows), self.part)
+
+    def share(self, states: States, what: str, plan: Plan) -> None:
+        """Have processes do what they can of a stage, each for its windows. What is missing then is for the caller."""
+        if self.sharing is None or len(plan.windows) < 2:
+            return
+        if not plan.is_shareable:
+            logger.info("calibrating in one process: predictors of a class of yours stay where they are")
+            return
+        about = {name: getattr(self.sharing, name) for name in ("model", "revision", "device", "dtype")}
+        plan.save(states.folder, about)
+        self.sharing.start(states.folder, what)
 
     def states(self, stage: str, *identity: Any) -> States:
         return States(self.folder / stage, [self.weight_hash, str(self.walk.dtype), *identity])
@@ -100,8 +146,18 @@ def measure_heads(model: ByLayers, chosen: Chosen, means: Mapping[int, Tensor], 
     sites = {layer: Site(metadata["site_layer"], metadata["site"]) for layer, (metadata, _) in chosen.items()}
     identity = [list(map(list, windows)), digest_of(used for _, used in chosen.values()), list(map(str, sites.items()))]
     states = model.states("heads", *identity, [means[layer].tolist() for layer in sorted(means)])
-    _inputs_of_layers(model, states, chosen, sites, windows)
-    _gradients_of_layers(model, states, chosen, means, windows)
+    probes = {
+        UnitKey(layer, Target.HEADS): SensitivityProbe(
+            used, Site(sites[layer].layer, LayerInput(sites[layer].input)), ()
+        )
+        for layer, (_, used) in chosen.items()
+    }
+    plan = Plan(windows, probes, means)
+    model.share(states, INPUTS, plan)
+    _inputs_of_layers(model, states, plan)
+    _gradients_behind(model, states, windows)
+    model.share(states, GRADIENTS, plan)
+    _gradients_of_layers(model, states, plan)
 
     def together(name: str) -> dict[int, Tensor]:
         numbers = range(len(windows))
@@ -110,44 +166,46 @@ def measure_heads(model: ByLayers, chosen: Chosen, means: Mapping[int, Tensor], 
     return together("feature"), together("losses")
 
 
-def _inputs_of_layers(
-    model: ByLayers, states: States, chosen: Chosen, sites: Mapping[int, Site], windows: Windows
-) -> None:
+def _inputs_of_layers(model: ByLayers, states: States, plan: Plan) -> None:
     """Upwards: what each layer reads, and the features of predictors."""
     n_layers, device = len(model.walk.layers), model.walk.device
-    done = [states.layer(f"{w}-done") or 0 for w in range(len(windows))]  # the first layer that did not run
-    for layer in model.layers(range(min(done), n_layers), "running what heads cost"):
-        for w in [w for w in range(len(windows)) if done[w] == layer]:
+    done = {w: states.layer(f"{w}-done") or 0 for w in model.own(plan.windows)}  # the first layer that did not run
+    for layer in model.layers(range(min(done.values()), n_layers), "running what heads cost"):
+        for w in [w for w in done if done[w] == layer]:
             hidden = states.read(f"{w}-input-{layer}", device) if layer else None
-            run = model.run(model.ids(windows[w]), layer, hidden)
+            run = model.run(model.ids(plan.windows[w]), layer, hidden)
             states.write(f"{w}-input-{layer + 1}", layer + 1, model.dense(run, layer))
             if layer == 0:
                 states.write(f"{w}-input-0", 0, run.calls[0][0][0])
-            for target in [target for target, site in sites.items() if site.layer == layer]:
-                made = feature(chosen[target][1], run.sites[sites[target]])
-                states.write(f"{w}-feature-{target}", layer, made)
+            for (target, _), probe in plan.probes.items():
+                if probe.site.layer == layer:
+                    used: Any = probe.predictor
+                    states.write(f"{w}-feature-{target}", layer, feature(used, run.sites[probe.site]))
             done[w] = layer + 1
             states.write(f"{w}-done", done[w], torch.empty(0))
 
 
-def _gradients_of_layers(
-    model: ByLayers, states: States, chosen: Chosen, means: Mapping[int, Tensor], windows: Windows
-) -> None:
-    """Downwards: the gradient at what each layer reads, and the losses of its heads."""
+def _gradients_behind(model: ByLayers, states: States, windows: Windows) -> None:
+    """The gradient behind the last layer, of tokens that are drawn from one window to the next."""
     n_layers, device = len(model.walk.layers), model.walk.device
-    numbers = range(len(windows))
-    if any(states.layer(f"{w}-gradient") is None for w in numbers):
-        draw = Draw()  # from one window to the next, so all are drawn anew
-        for w in numbers:
-            hidden = states.read(f"{w}-input-{n_layers}", device)
-            labels = draw(next_log_probabilities(model.walk.model, hidden))
-            states.write(f"{w}-gradient", n_layers, gradient_of_labels(model.walk.model, hidden, labels))
-    done = [states.layer(f"{w}-gradient") or 0 for w in numbers]  # the layer in front of which it stands
-    for layer in model.layers(range(max(done) - 1, -1, -1), "measuring what heads cost"):
-        for w in [w for w in numbers if done[w] == layer + 1]:
-            run = model.run(model.ids(windows[w]), layer, states.read(f"{w}-input-{layer}", device))
+    if all(states.layer(f"{w}-gradient") is not None for w in range(len(windows))):
+        return
+    draw = Draw()
+    for w in range(len(windows)):
+        hidden = states.read(f"{w}-input-{n_layers}", device)
+        labels = draw(next_log_probabilities(model.walk.model, hidden))
+        states.write(f"{w}-gradient", n_layers, gradient_of_labels(model.walk.model, hidden, labels))
+
+
+def _gradients_of_layers(model: ByLayers, states: States, plan: Plan) -> None:
+    """Downwards: the gradient at what each layer reads, and the losses of its heads."""
+    device, chosen = model.walk.device, {layer for layer, _ in plan.probes}
+    done = {w: states.layer(f"{w}-gradient") or 0 for w in model.own(plan.windows)}  # the layer in front of which
+    for layer in model.layers(range(max(done.values()) - 1, -1, -1), "measuring what heads cost"):
+        for w in [w for w in done if done[w] == layer + 1]:
+            run = model.run(model.ids(plan.windows[w]), layer, states.read(f"{w}-input-{layer}", device))
             gradient = states.read(f"{w}-gradient", device)
-            gradient, losses = losses_of_layer(model.walk.model, run, layer, means[layer], gradient)
+            gradient, losses = losses_of_layer(model.walk.model, run, layer, plan.means[layer], gradient)
             if layer in chosen:
                 check_finite(layer, losses)
                 states.write(f"{w}-losses-{layer}", layer, losses)
@@ -165,13 +223,9 @@ def loss_increases_by_layers(
         [*key, str(probe.site), list(probe.thresholds), digest_of([probe.predictor])] for key, probe in probes.items()
     ]
     states = model.states("sensitivities", list(map(list, windows)), about)
-    device = model.walk.device
-    done = [states.layer(f"{w}-dense") or 0 for w in range(len(windows))]
-    for layer in model.layers(range(min(done), len(model.walk.layers)), "measuring sensitivities"):
-        for w, window in enumerate(windows):
-            if done[w] == layer:
-                _advance(model, states, layer, w, window, probes)
-                done[w] += 1
+    plan, device = Plan(windows, probes, {}), model.walk.device
+    model.share(states, SENSITIVITIES, plan)
+    _rows_of_layers(model, states, plan)
     sums = {key: torch.zeros(len(probe.thresholds), dtype=torch.float64) for key, probe in probes.items()}
     for w in range(len(windows)):
         dense = next_log_probabilities(model.walk.model, states.read(f"{w}-dense", device))
@@ -180,6 +234,15 @@ def loss_increases_by_layers(
             sums[key] += divergence(model.walk.model, dense, hidden).double().sum(dim=1).cpu()
     tokens = sum(len(window) - 1 for window in windows)
     return {key: (total / max(tokens, 1)).tolist() for key, total in sums.items()}
+
+
+def _rows_of_layers(model: ByLayers, states: States, plan: Plan) -> None:
+    """Upwards: dense states, and those of each row that a probe made sparse."""
+    done = {w: states.layer(f"{w}-dense") or 0 for w in model.own(plan.windows)}
+    for layer in model.layers(range(min(done.values()), len(model.walk.layers)), "measuring sensitivities"):
+        for w in [w for w in done if done[w] == layer]:
+            _advance(model, states, layer, w, plan.windows[w], plan.probes)
+            done[w] += 1
 
 
 def _advance(
@@ -212,3 +275,24 @@ def _advance(
 
 def _name(w: int, key: UnitKey) -> str:
     return f"{w}-{key[0]}-{key[1]}"
+
+
+PARTS = {INPUTS: _inputs_of_layers, GRADIENTS: _gradients_of_layers, SENSITIVITIES: _rows_of_layers}
+
+
+def own_windows(windows: int, part: tuple[int, int]) -> list[int]:
+    """Which of so many windows are those of a part."""
+    return [w for w in range(windows) if w * part[1] // windows == part[0]]
+
+
+@torch.no_grad()
+def calibrate_part(folder: Path, what: str, number: int, count: int) -> None:
+    """Do a part ``number`` of ``count`` of what is shared of the stage with this folder."""
+    stored = read_plan(folder)
+    if not own_windows(len(stored["windows"]), (number, count)):
+        return
+    about = stored["about"]
+    device = resolve_device(about["device"])
+    walk = LayerWalk(about["model"], device, about["dtype"], about["revision"])
+    model = ByLayers(walk, folder.parent, "", part=(number, count))
+    PARTS[what](model, States(folder), Plan.load(folder, device))

@@ -24,11 +24,13 @@ class States:
     """The states of one stage. Those of another identity are removed.
 
     Args:
-        identity: JSON, of all that decides what the states are.
+        identity: JSON, of all that decides what the states are. None: whatever they are, which another process knows.
     """
 
-    def __init__(self, folder: Path, identity: Any) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, identity: Any = None) -> None:
+        self.folder = folder
+        if identity is None:
+            return
         path, digest = folder / IDENTITY, json_digest(identity)
         if not path.is_file() or read_json(path, "the identity of states") != digest:
             shutil.rmtree(folder, ignore_errors=True)
@@ -55,7 +57,7 @@ class States:
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.safetensors"
+        return self.folder / f"{name}.safetensors"
 
 
 def digest_of(modules: Iterable[nn.Module]) -> str:

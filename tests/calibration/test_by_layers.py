@@ -5,7 +5,13 @@ import torch
 from family_models import CASES, save_family
 
 from dejavu_train.calibration import by_layers
-from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
+from dejavu_train.calibration.by_layers import (
+    ByLayers,
+    Sharing,
+    calibrate_part,
+    loss_increases_by_layers,
+    measure_heads,
+)
 from dejavu_train.calibration.head_losses import measure_whole
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.families import Site, UnitKey, blocks_of, dims_of
@@ -17,8 +23,9 @@ from dejavu_train.predictors.low_rank import LowRankPredictor
 WINDOWS = [[2, *range(10, 40)], [2, *range(50, 75)], [2, *range(5, 20)]]
 
 
-def walked(model, folder):
-    return ByLayers(LayerWalk(str(model), torch.device("cpu"), "float32"), folder, "hash")
+def walked(model, folder, start=None):
+    sharing = None if start is None else Sharing(str(model), None, "cpu", "float32", start)
+    return ByLayers(LayerWalk(str(model), torch.device("cpu"), "float32"), folder, "hash", sharing)
 
 
 def problem(shape):
@@ -50,9 +57,7 @@ def test_numbers_are_those_of_a_model_in_memory(name, tmp_path):
         assert all(torch.equal(found[layer], wanted[layer]) for layer in wanted)
 
 
-def test_a_second_stage_is_tested_on_its_own_layer(tiny_opt, tmp_path):
-    model = load_opt(str(tiny_opt))
-    probes, _, _ = problem(dims_of(model.config))
+def with_second_stages(model, probes):
     for layer, block in enumerate(blocks_of(model)):
         up = block.up.weight.detach().float()
         norms = torch.linalg.vector_norm(block.down.weight.detach().float(), dim=0)
@@ -60,9 +65,59 @@ def test_a_second_stage_is_tested_on_its_own_layer(tiny_opt, tmp_path):
         second = SecondStage(built.planes, built.bias, torch.full((len(up),), 0.05))
         key = UnitKey(layer, "mlp")
         probes[key] = SensitivityProbe(probes[key].predictor, probes[key].site, [0.0, -1e4], second_stage=second)
+    return probes
+
+
+def test_a_second_stage_is_tested_on_its_own_layer(tiny_opt, tmp_path):
+    model = load_opt(str(tiny_opt))
+    probes = with_second_stages(model, problem(dims_of(model.config))[0])
     assert loss_increases_by_layers(walked(tiny_opt, tmp_path), probes, WINDOWS) == loss_increases(
         model, probes, WINDOWS
     )
+
+
+@pytest.mark.parametrize("parts, count", [([0, 1], 2), ([3, 1, 2, 0], 4), ([1], 2), ([], 3)])
+def test_parts_of_several_processes_give_the_same(tiny_opt, tmp_path, monkeypatch, parts, count):
+    """Bit for bit, in any order. What some leave out is done by the caller, which does nothing else of it."""
+    model, shared = load_opt(str(tiny_opt)), []
+    probes, chosen, means = problem(dims_of(model.config))
+    probes = with_second_stages(model, probes)
+    wanted = loss_increases(model, probes, WINDOWS), measure_whole(model, chosen, means, WINDOWS)
+    write, alone = by_layers.States.write, []
+
+    def start(folder, what):
+        shared.append(what)
+        for number in parts:
+            calibrate_part(folder, what, number, count)
+        alone.clear()
+
+    def counted(states, name, *rest):
+        alone.append(name)
+        write(states, name, *rest)
+
+    monkeypatch.setattr(by_layers.States, "write", counted)
+    layered = walked(tiny_opt, tmp_path / "states", start)
+    losses = measure_heads(layered, chosen, means, WINDOWS)
+    assert loss_increases_by_layers(layered, probes, WINDOWS) == wanted[0]
+    for found, each in zip(losses, wanted[1], strict=True):
+        assert all(torch.equal(found[layer], each[layer]) for layer in each)
+    assert shared == ["inputs", "gradients", "sensitivities"]
+    assert bool(alone) == (len(parts) < count)
+
+
+class _Own(LowRankPredictor):
+    pass
+
+
+def test_predictors_of_an_own_class_stay_in_one_process(tiny_opt, tmp_path, caplog):
+    model = load_opt(str(tiny_opt))
+    probes, _, _ = problem(dims_of(model.config))
+    key, d = UnitKey(0, "mlp"), dims_of(model.config).d_model
+    probes[key] = SensitivityProbe(_Own(d, 8, dims_of(model.config).d_ffn), key.site, [0.1])
+    caplog.set_level("INFO")
+    layered = walked(tiny_opt, tmp_path, lambda *_: pytest.fail("nobody could read them"))
+    assert loss_increases_by_layers(layered, probes, WINDOWS) == loss_increases(model, probes, WINDOWS)
+    assert "predictors of a class of yours" in caplog.text
 
 
 @pytest.mark.parametrize("writes", [3, 12, 25, 40, 60])
