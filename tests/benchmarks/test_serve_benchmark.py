@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import csv
 import json
+import time
 
 import pytest
 
@@ -11,8 +12,11 @@ from benchmarks import serve_speed
 from benchmarks.cpu_decode import our_rival, run_in_turns
 from benchmarks.random_folder import write
 from benchmarks.rows import append_json, append_row
+from benchmarks.serve_host import Clock
 from benchmarks.tables_cpu import EXTRA, GENERATE, pipeline_table
 from benchmarks.tables_serve import LOAD, SPEED, load_table, speed_table
+from dejavu_train.engine.inputs import Row, Sampling
+from dejavu_train.engine.rows import Rows
 from dejavu_train.families import ModelDims
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -83,6 +87,18 @@ def test_the_pipelines_table_has_the_newest_row_of_a_device(tmp_path, capsys):
     table = pipeline_table(tmp_path)
     assert "| A CPU, m | 4 | 1 | 3.9 |" in table and "| A GPU, 1.3B | 10 | 0.5 | 20 |" in table
     assert "6.7B" not in table and "commit def of 2030-01-02" in table and capsys.readouterr().out
+
+
+def test_the_engine_that_computes_nothing_takes_its_time():
+    clock = Clock(2, 64, 100, step_ms=1.0, join_ms=2.0)
+    rows, begun, texts = Rows(clock, ()), time.perf_counter(), {0: [], 1: []}
+    for length in (3, 5):
+        rows.join(Row([2] * length, length + 20, Sampling(), length, length))
+    while rows.taken:
+        for news in rows.step(8):
+            texts[news.row] += news.tokens
+    assert time.perf_counter() - begun >= 0.023, "two prompts and 19 steps"
+    assert texts == {b: clock.state.tokens[b, length : length + 20].tolist() for b, length in enumerate((3, 5))}
 
 
 def test_a_folder_of_random_weights_selects_what_was_asked(tmp_path):
