@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NOTHING_KEPT, UserError, exit_on_user_error
+from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, NOTHING_KEPT, UserError, exit_on_user_error
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Command:
 COMMANDS = {
     "train": Command("dejavu_train.cli", "text to bundle: collect, train, calibrate (train.py)", GOES_ON),
     "infer": Command("dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)"),
-    "serve": Command("dejavu_train.serving.command", "answer requests through OpenAI's protocol"),
+    "serve": Command("dejavu_train.serving.command", "answer requests through OpenAI's protocol", NO_ANSWERS),
     "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", NOTHING_KEPT),
     "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON),
     "survey": Command("dejavu_train.evaluation.survey.command", "tell what any model would gain, untrained", GOES_ON),

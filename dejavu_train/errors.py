@@ -21,6 +21,7 @@ class UserError(ValueError):
 GOES_ON = "the same command goes on from the last complete piece"
 BEGINS_ANEW = "what was written until then is kept, the same command begins anew"
 NOTHING_KEPT = "nothing was written, the same command begins anew"
+NO_ANSWERS = "requests are answered no longer"
 
 
 def exit_on_user_error(

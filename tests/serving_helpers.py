@@ -18,12 +18,12 @@ class Running:
     """A server in a thread of this process."""
 
     def __init__(self, model, bundle, **options) -> None:
-        key, log = options.pop("key", None), options.pop("log", None)
+        key, log, drain = options.pop("key", None), options.pop("log", None), options.pop("drain", 5)
         torch.set_num_threads(1)
         self.served = Served(ServeConfig(str(model), bundle=str(bundle), name=NAME, backend="cpu", **options), key)
         self.listening = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
-        threading.Thread(target=run, args=(self.served, self.listening, 5, log), daemon=True).start()
+        threading.Thread(target=run, args=(self.served, self.listening, drain, log), daemon=True).start()
 
     def client(self, kind=openai.OpenAI, **options):
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options

@@ -5,7 +5,6 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from dejavu_train.errors import UserError
 from dejavu_train.machine import check_device_name, require_package
 from dejavu_train.parser import parse
 from dejavu_train.serving.config import ServeConfig
@@ -27,5 +26,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(served, listening, config.drain, config.log)
     if served.line.failure is not None:
         raise served.line.failure
-    if served.forced:
-        raise UserError(f"requests were still running after {config.drain} seconds; give --drain more")

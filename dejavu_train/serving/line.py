@@ -82,11 +82,15 @@ class Line:
         """Begin to serve."""
         self._thread.start()
 
-    def close(self) -> None:
-        """End when the present step has ended. What still waits gets an error."""
+    def stop(self) -> None:
+        """End when the present steps have ended, without waiting for them. Texts that have no end get an error."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Stop, and wait until the thread has ended."""
+        self.stop()
         self._thread.join()
 
     def submit(self, tickets: Sequence[Ticket]) -> None:

@@ -1,5 +1,6 @@
 """A model, its engine, its line and its application together, and uvicorn around them."""
 
+import asyncio
 import socket
 import sys
 
@@ -24,6 +25,8 @@ SWITCH_SECONDS = 0.0001
 """After it a thread that runs Python lets another in. The line asks for the engine's next steps in many short calls.
 With Python's 5 ms it would wait that long behind each of them while requests are read."""
 
+ERROR_SECONDS = 10  # that requests have behind the drain to send their errors
+
 
 def load(config: ServeConfig) -> SparseCausalLM:
     """The model and its bundle, where and as they are served. Raises :class:`UserError` where there is none."""
@@ -41,8 +44,6 @@ def load(config: ServeConfig) -> SparseCausalLM:
 class Served:
     """What is served, its line started.
 
-    Attributes:
-        forced: whether requests were cut off at the end.
     Raises:
         UserError: no such model or bundle, or no engine for it here.
     """
@@ -61,12 +62,30 @@ class Served:
             rows = LosslessRows(engine, stops) if config.lossless else Rows(engine, stops)
         self.about = f"{engine.batch} rows of {context} tokens" + (", lossless" if config.lossless else "")
         self.line = Line(rows, stops, config.queue, Metrics(), pool.turn())
-        self.forced = False
         bundle = self.model.bundle
         density = {str(target.value): round(bundle.mean_density(target), 4) for target in bundle.targets}
         reader = Reader(tokenizer, context, pool.shape.vocab_size, config.lossless)
         self.app = make_app(self.line, reader, self.name, density, key)
         self.line.start()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, whose requests end in an error of their own form once the drain is over."""
+
+    def __init__(self, config: uvicorn.Config, line: Line, drain: int) -> None:
+        super().__init__(config)
+        self._line, self._drain = line, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        end = asyncio.get_running_loop().call_later(self._drain, self._cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
+
+    def _cut_off(self) -> None:
+        print(f"requests were still running after {self._drain} seconds; give --drain more", file=sys.stderr)
+        self._line.stop()
 
 
 def run(served: Served, listening: socket.socket, drain: int, log: str | None = None) -> None:
@@ -80,9 +99,13 @@ def run(served: Served, listening: socket.socket, drain: int, log: str | None = 
     # Connections take this from the socket. Else the body of an answer waits 40 ms until its headers are acknowledged.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(
-        served.app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain, server_header=False
+        served.app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=drain + ERROR_SECONDS,
+        server_header=False,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, served.line, drain)
     if log is not None:
         log_requests(log)
 
@@ -96,5 +119,4 @@ def run(served: Served, listening: socket.socket, drain: int, log: str | None = 
         server.run(sockets=[listening])
     finally:
         sys.setswitchinterval(before)
-        served.forced = bool(served.line.rows.taken)
         served.line.close()

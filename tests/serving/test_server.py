@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import csv
 import socket
+import time
 from pathlib import Path
 
 import httpx
@@ -206,6 +207,25 @@ def test_a_bug_in_the_thread_ends_the_server_with_errors(tiny_opt, stored_bundle
     with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
         running.client().completions.create(**DRAWN)
     assert isinstance(running.served.line.failure, ZeroDivisionError)
+
+
+def test_after_the_drain_requests_end_in_an_error_and_streams_too(tiny_opt, stored_bundle, capfd):
+    running = Running(tiny_opt, stored_bundle, rows=2, context=400, drain=0.2)
+    step = running.served.line.rows.step
+    running.served.line.rows.step = lambda n: time.sleep(0.05) or step(1)
+    asked = DRAWN | {"max_tokens": 380, "extra_body": {"min_tokens": 380}}
+    stream = running.client().completions.create(**asked, stream=True)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        whole = pool.submit(running.client().completions.create, **asked)
+        running.wait_for("rows_active", 2)
+        running.served.line.failed()  # ends the server as SIGTERM does
+        with pytest.raises(openai.APIError, match="the server is ending; ask again later"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="the server is ending; ask again later") as refused:
+            whole.result()
+    assert refused.value.status_code == 503
+    said = capfd.readouterr().err
+    assert "after 0.2 seconds; give --drain more" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("lossless", [False, pytest.param(True, marks=pytest.mark.long)])
