@@ -14,12 +14,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
-from dejavu_train.families import family_of
+from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.models.finite import check_finite
 from dejavu_train.sparse.cache import SparseCache
-from dejavu_train.sparse.call import Call
-from dejavu_train.sparse.inputs import READ, SparseFrom, as_rows, keep_columns, positions_of
+from dejavu_train.sparse.call import Call, call_of
+from dejavu_train.sparse.inputs import (
+    READ,
+    SparseFrom,
+    as_rows,
+    keep_columns,
+    positions_of,
+    refuse_outputs,
+    sparse_positions,
+    unread_keywords,
+    visible_columns,
+)
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import Runtime
 
@@ -172,6 +182,50 @@ def output_of(model: Any, logits: Tensor, given: Given, cache: Cache | None = No
         loss = model.loss_function(logits=logits, labels=given.labels, vocab_size=model.config.vocab_size, **rest)
     output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
     return output.to_tuple() if given.rest.get("return_dict") is False else output
+
+
+def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call: Call | None) -> Output:
+    """What ``model.forward()`` returns, of a sparse model.
+
+    Args:
+        dense_forward: the method of the dense class, for that model.
+        call: of ``generate()``, that the forward pass belongs to.
+
+    Raises:
+        UserError: as ``SparseCausalLM.forward`` says.
+    """
+    runtime = model._runtime if call is None else call.runtime
+    start = model.sparse_from if call is None else call.sparse_from
+    if runtime.backend != "mask":
+        given.attention_mask = visible_columns(given.attention_mask, given.tokens.shape[:2], given.past, model.device)
+    positions = given.positions(model.device, dims_of(model.config).max_positions)
+    given.check_labels(start)
+    sparse = sparse_positions(start, positions, given.past)
+    if runtime.backend == "mask":
+        return through_mask(model, dense_forward, runtime, given, positions, sparse)
+    refuse_outputs(given.rest, model.config)
+    for name in unread_keywords(given.rest) if call is None else ():
+        model._log_line(f"forward() without backend='mask' gives {name} to the loss alone")
+    if runtime.engines is not None and call is None:
+        try:
+            return through_engine(model, runtime, given, start)
+        except UserError as refusal:
+            model._judge(refusal, runtime)
+    with runtime.turn(nested=call_of(model) is not None), torch.autocast(model.device.type, enabled=False):
+        return through_gather(model, runtime, call, given, positions, sparse)
+
+
+def through_engine(model: Any, runtime: Runtime, given: Given, start: SparseFrom) -> Output:
+    """Every position of whole rows, scored by the steps of a decode engine.
+
+    Raises:
+        UserError: what the engine refuses.
+    """
+    runtime.prepare(model)
+    refuse_on_engine(given)
+    assert runtime.engines is not None
+    logits = runtime.engines.logits(given.input_ids, given.attention_mask, start)
+    return output_of(model, keep_columns(logits, given.logits_to_keep), given)
 
 
 def refuse_on_engine(given: Given) -> None:

@@ -28,38 +28,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.engine.draft import Draft, default_of
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.families import dims_of
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
-from dejavu_train.sparse.call import Call, call_of, within
+from dejavu_train.sparse.call import Call, call_of
 from dejavu_train.sparse.derived import Held, no_mode
 from dejavu_train.sparse.forward import (
     Given,
     Output,
-    check_cache,
     find_fault,
-    output_of,
-    refuse_on_engine,
-    through_gather,
-    through_mask,
+    forwarded,
 )
+from dejavu_train.sparse.generation import generated
 from dejavu_train.sparse.inputs import (
     SparseFrom,
-    check_prompt,
-    keep_columns,
-    prompt_lengths,
     read_sparse_from,
-    refuse_for_gather,
-    refuse_outputs,
-    sparse_positions,
-    unread_keywords,
-    visible_columns,
 )
 from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
-from dejavu_train.sparse.runtime import Runtime, Settings, check_bundle_of, check_lossless
+from dejavu_train.sparse.runtime import Runtime, Settings, check_bundle_of
 from dejavu_train.sparse.saving import UPLOADS, push_together, save_together
 
 logger = logging.getLogger(__name__)
@@ -117,7 +104,9 @@ class SparseCausalLM(_Dense):
             ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
             guard: decode every N-th token densely and move thresholds, see :class:`Guard`. ``gather`` and ``triton``.
                 Its thresholds and measurements are state of the model, and go on from one call to the next. They end
-        with :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype. Raises:
+                with :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype.
+
+        Raises:
             UserError: an unknown backend or policy, a backend that cannot run here, or a bundle or backend that cannot
                 be guarded.
         """
@@ -389,29 +378,7 @@ class SparseCausalLM(_Dense):
             input_ids, attention_mask, past_key_values, inputs_embeds, position_ids, labels, use_cache, logits_to_keep,
             kwargs,
         )  # fmt: skip
-        call = sparse_call
-        runtime = self._runtime if call is None else call.runtime
-        start = self.sparse_from if call is None else call.sparse_from
-        if runtime.backend != "mask":
-            given.attention_mask = visible_columns(attention_mask, given.tokens.shape[:2], given.past, self.device)
-        positions = given.positions(self.device, dims_of(self.config).max_positions)
-        given.check_labels(start)
-        sparse = sparse_positions(start, positions, given.past)
-        if runtime.backend == "mask":
-            return through_mask(self, super().forward, runtime, given, positions, sparse)
-        refuse_outputs(kwargs, self.config)
-        for name in unread_keywords(kwargs) if call is None else ():
-            self._log_line(f"forward() without backend='mask' gives {name} to the loss alone")
-        if runtime.engines is not None and call is None:
-            try:
-                runtime.prepare(self)
-                refuse_on_engine(given)
-                logits = runtime.engines.logits(given.input_ids, given.attention_mask, start)
-                return output_of(self, keep_columns(logits, logits_to_keep), given)
-            except UserError as refusal:
-                self._judge(refusal, runtime)
-        with runtime.turn(nested=call_of(self) is not None), torch.autocast(self.device.type, enabled=False):
-            return through_gather(self, runtime, call, given, positions, sparse)
+        return forwarded(self, super().forward, given, sparse_call)
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers looks at its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
@@ -434,44 +401,7 @@ class SparseCausalLM(_Dense):
             UserError: ``triton`` was asked for anything else. ``gather`` for prompts that are padded on the right.
                 ``lossless`` for what no engine here verifies.
         """
-        runtime, nested, start = self._runtime, call_of(self) is not None, self.sparse_from
-        draft = Draft.taken_from(kwargs, default_of(self.bundle.metadata))
-        if draft is not None:
-            check_lossless(runtime)
-        settings = generation_config or self.generation_config
-
-        def setting(name: str) -> Any:
-            return kwargs.get(name, getattr(settings, name, None))
-
-        cache = kwargs.get("past_key_values")
-        limit = dims_of(self.config).max_positions
-        check_prompt(inputs, kwargs, setting("pad_token_id"), self.get_input_embeddings().num_embeddings, limit)
-        if setting("cache_implementation") == "paged":
-            self.init_continuous_batching()
-        if setting("assistant_early_exit") is not None:
-            raise UserError("assistant_early_exit leaves layers out, and a bundle is for all; give assistant_model")
-        if runtime.engines is not None:
-            try:
-                runtime.prepare(self)
-                return runtime.engines.generate(self, inputs, generation_config, kwargs, start, draft)
-            except UserError as refusal:
-                if draft is not None and isinstance(refusal, Unsupported):  # no other backend verifies
-                    raise UserError(f"lossless decoding: {refusal.reason}") from None
-                self._judge(refusal, runtime)
-        mask = runtime.backend == "mask"
-        if cache is None and not mask and setting("use_cache") is not False:
-            cache = kwargs["past_key_values"] = SparseCache(self.config.num_hidden_layers)  # of `runtime`, as it is
-        if isinstance(cache, SparseCache):
-            cache.finished = None
-        if not mask:
-            refuse_for_gather(inputs, kwargs, setting, self.config)
-            check_cache(cache)
-        ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
-        if isinstance(start, str):
-            start = prompt_lengths(inputs, kwargs, setting("pad_token_id"), cache)
-        call = Call(self, runtime, start, None if ending is None else torch.as_tensor(ending).reshape(-1))
-        with runtime.turn(nested), within(call):
-            return super().generate(inputs, generation_config, **kwargs)
+        return generated(self, super().generate, inputs, generation_config, kwargs)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refused: its attention and its cache are its own, and it calls the model from a thread of its own.
