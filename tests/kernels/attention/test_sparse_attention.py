@@ -17,7 +17,7 @@ from dejavu_train.kernels.stages.attend import (
     flash_decode_reference,
 )
 from dejavu_train.kernels.stages.predict import site_predict, site_predict_reference
-from dejavu_train.kernels.stages.predictor import HeadPredictor, head_selection
+from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, head_selection
 from dejavu_train.kernels.stages.qkv import QkvSettings, qkv, qkv_reference
 
 NAN = float("nan")
@@ -42,8 +42,8 @@ def test_a_site_without_an_mlps_predictor(device, batch, d, n_heads):
         attn_in = torch.full((batch, capacity, d), NAN, device=device)
         selection = head_selection(n_heads, device)
         selection.row_bits.fill_(-1)
-        heads = HeadPredictor(predictor, bias, threshold, selection)
-        function(x, ln, heads, position, row_state, attn_in)
+        heads = HeadSite(HeadPredictor(predictor, bias, threshold, selection), ln, row_state)
+        function(x, heads, position, attn_in)
         made.append((attn_in, selection))
     torch.testing.assert_close(made[0][0], made[1][0], equal_nan=True, atol=1e-5, rtol=1e-5)
     assert torch.equal(made[0][1].row_bits, made[1][1].row_bits)
