@@ -21,10 +21,6 @@ from dejavu_train.serving.metrics import Metrics
 from dejavu_train.serving.requests import Reader
 from dejavu_train.sparse.model import SparseCausalLM
 
-SWITCH_SECONDS = 0.0001
-"""After it a thread that runs Python lets another in. The line asks for the engine's next steps in many short calls.
-With Python's 5 ms it would wait that long behind each of them while requests are read."""
-
 ERROR_SECONDS = 10  # that requests have behind the drain to send their errors
 
 
@@ -113,10 +109,7 @@ def run(served: Served, listening: socket.socket, drain: int, log: str | None = 
         server.should_exit = True
 
     served.line.failed = stop
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         server.run(sockets=[listening])
     finally:
-        sys.setswitchinterval(before)
         served.line.close()
