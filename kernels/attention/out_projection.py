@@ -34,7 +34,7 @@ from dejavu_train.kernels.dense.dense_batch import dense_add
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix, Rows
-from dejavu_train.kernels.stages.columns import VECTOR, ColumnWalk, HeadSource, TileWalk
+from dejavu_train.kernels.stages.columns import VECTOR, ColumnWalk, HeadSource, walk_tiles
 from dejavu_train.kernels.stages.int4_heads import HeadWalk, queue_bytes
 from dejavu_train.kernels.stages.rows import launch_tokens, launch_walk
 from dejavu_train.kernels.stages.sink import LinearSink
@@ -72,14 +72,12 @@ def project_heads_reference(
     mixed: Tensor, weight: Matrix, bias: Tensor, residual: Tensor, selection: Selection | None, out: Tensor
 ) -> None:
     """Plain torch. mixed is zero in heads that are not selected. Of 4-bit rows in fp64 where mixed is."""
+    wide = torch.float64 if mixed.dtype == torch.float64 else torch.float32
     if weight.format is Format.INT4:
-        wide = torch.float64 if mixed.dtype == torch.float64 else torch.float32
-        n_heads, _, head_dim = weight.shape
-        x = mixed.half().to(wide).view(-1, n_heads, head_dim)
-        out.copy_(torch.einsum("bhj,hij->bi", x, weight.dense(wide)) + bias.to(wide) + residual)
-        return
-    numbers = weight.numbers
-    out.copy_(torch.nn.functional.linear(mixed.to(numbers.dtype), numbers).float() + bias.float() + residual)
+        numbers, x = weight.dense(wide).transpose(0, 1).flatten(1), mixed.half().to(wide)
+    else:
+        numbers, x = weight.numbers, mixed.to(weight.numbers.dtype)
+    out.copy_(torch.nn.functional.linear(x, numbers).to(wide) + bias.to(wide) + residual)
 
 
 def project_heads(
@@ -136,13 +134,14 @@ def project_heads(
     launch_walk(triton.cdiv(d, plain.rows), mixed, None, weight.parts(), sink, source, d, how, pdl, num_warps=warps)
 
 
-def column_walk(settings: ProjectSettings, width: int, n_heads: int) -> tuple[ColumnWalk | TileWalk, int]:
+def column_walk(settings: ProjectSettings, width: int, n_heads: int) -> tuple[ColumnWalk, int]:
     """(how a program walks over so many columns of so many heads, its warps)."""
     sizes = width, width // n_heads, triton.next_power_of_2(n_heads), settings.rows
     if settings.stages:
         head_dim = width // n_heads  # of a group of heads more columns than a step has
         parts = next(n for n in range(1, head_dim + 1) if head_dim % n == 0 and head_dim // n <= HEAD_DIMS[-1])
-        return TileWalk(*sizes, triton.next_power_of_2(head_dim // parts), settings.stages, parts), settings.warps
+        block = triton.next_power_of_2(head_dim // parts)
+        return ColumnWalk(*sizes, block, VECTOR, settings.stages, parts, walk_tiles), settings.warps
     block = min(settings.width, triton.next_power_of_2(width))
     return ColumnWalk(*sizes, block), min(settings.warps, max(1, settings.rows * block // (32 * VECTOR)))
 

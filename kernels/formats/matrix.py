@@ -1,7 +1,7 @@
 """A matrix in any format, and what layers are made of: matrices with their biases."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -9,12 +9,8 @@ from torch import Tensor
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 
-_FORMATS: dict[torch.dtype, Literal[Format.FP64, Format.FP32, Format.FP16, Format.BF16]] = {
-    torch.float64: Format.FP64,
-    torch.float32: Format.FP32,
-    torch.float16: Format.FP16,
-    torch.bfloat16: Format.BF16,
-}
+FloatFormat: TypeAlias = Literal[Format.FP64, Format.FP32, Format.FP16, Format.BF16]
+_FORMATS: dict[torch.dtype, FloatFormat] = {getattr(torch, name): name for name in get_args(FloatFormat)}
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,7 @@ class Rows:
     numbers: Tensor
 
     @property
-    def format(self) -> Literal[Format.FP64, Format.FP32, Format.FP16, Format.BF16]:
+    def format(self) -> FloatFormat:
         return _FORMATS[self.numbers.dtype]
 
     @property

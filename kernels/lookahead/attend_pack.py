@@ -19,7 +19,7 @@ PACKED_ENTRIES = 512  # of the list, for a program that packs: attention's progr
 
 @triton.jit(do_not_specialize=["n_ranges"])
 def _attend_pack_kernel(
-    q, kept, result, capacity, scale, slopes, ids, counts, packed_ids, packed_count, n_ranges, n_packs,
+    q, kept, mean, out, scratch, capacity, scale, slopes, ids, counts, packed_ids, packed_count, n_ranges, n_packs,
     P: tl.constexpr, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -27,7 +27,8 @@ def _attend_pack_kernel(
         pack_ranges(pid, ids, counts, packed_ids, packed_count, n_ranges, P, True, PDL)
     else:
         place = pid - n_packs
-        attend(place // S.SPLITS, place % S.SPLITS, q, kept, result, capacity, scale, slopes, S, BIAS, PDL)
+        split = place % S.SPLITS
+        attend(place // S.SPLITS, split, q, kept, mean, out, scratch, capacity, scale, slopes, S, BIAS, PDL)
 
 
 def attend_pack(

@@ -40,7 +40,7 @@ from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.mlp import mlp_sums
 from dejavu_train.kernels.stages.predict import head_rows, site_predict_reference
 from dejavu_train.kernels.stages.predictor import HeadSite, PredictorWeights, norm_sums
-from dejavu_train.kernels.stages.qkv_owned import Down, Late
+from dejavu_train.kernels.stages.qkv_owned import AheadSizes, Down, Late
 
 ROWS = 4  # of a program of `late_rows`
 
@@ -97,9 +97,10 @@ class LateSite:
     def tiled(self) -> bool:
         return self.tile_scales is not None
 
-    def programs(self, rank: int) -> int:
-        """Of a grid, that make hidden values."""
-        return triton.cdiv(rank, TILE_ROWS if self.tiled else ROWS)
+    def sizes(self, rank: int) -> AheadSizes:
+        """Constants of a grid whose first programs make hidden values of this rank."""
+        programs = triton.cdiv(rank, TILE_ROWS if self.tiled else ROWS)
+        return AheadSizes(rank, self.norm.ln.eps, self.norm.centred, programs, self.relu)
 
     def numbers(self) -> Tensor:
         """down without scales, (rank or more, d) fp32."""

@@ -111,13 +111,7 @@ def qkv_select(
     # Where the queue's room says how many programs fit on a multiprocessor, the buffers of codes should not.
     stages = 2 if sizes.ROOM or (sizes.GROUP and mlp.weights.up.element_size() > 1) else 4
     how = grid_launch(mlp, stages, warps)
-    ahead = AheadSizes(
-        RANK=rank,
-        EPS=0.0 if late is None else late.norm.ln.eps,
-        CENTRED=late is None or late.norm.centred,
-        DOWN=0 if late is None else late.programs(rank),
-        RELU=late is not None and late.relu,
-    )
+    ahead = AheadSizes(rank) if late is None else late.sizes(rank)
     given_hidden, up_rows, lists, n, _ = select_arguments(mlp, row_state)
     _qkv_select_kernel[(ahead.DOWN + n_tiles + mlp.selection.counts.numel(),)](
         *arguments, *made, given_hidden, up_rows, lists, n, n_tiles, S=constant_fields(sizes), A=ahead,

@@ -50,8 +50,7 @@ class AttendSettings(Settings, stage="attend"):
     queries: int = 1
 
 
-@dataclass(frozen=True)
-class AttentionScratch:
+class AttentionScratch(NamedTuple):
     """Partial outputs (B*h, splits, head_dim), maxima and sums (B*h, splits) fp32, tickets (B*h), else zero."""
 
     partial: Tensor
@@ -112,17 +111,6 @@ class Kept(NamedTuple):
     valid: Any
 
 
-class Result(NamedTuple):
-    """What attention writes: `out`, and a scratch. mean: what is taken off, or None."""
-
-    mean: Any
-    out: Any
-    partial: Any
-    largest: Any
-    total: Any
-    tickets: Any
-
-
 class AttendSizes(NamedTuple):
     """Constants: heads of K and V, heads of q that share each, and a launch's tiles.
 
@@ -142,17 +130,17 @@ class AttendSizes(NamedTuple):
 
 
 @triton.jit
-def _partial_results(partial, largest, first, some, n_live, c, inside, HEAD_DIM: tl.constexpr):
+def _partial_results(scratch, first, some, n_live, c, inside, HEAD_DIM: tl.constexpr):
     """(outputs (PARTS, HEAD_TILE), maxima (PARTS,)) of the ranges `some` of the head whose first slot is given."""
     there = some < n_live
     mask = there[:, None] & inside[None, :]
     at = (first + some)[:, None] * HEAD_DIM + c[None, :]
-    parts = tl.load(partial + at, mask=mask, other=0.0, cache_modifier=".cg")
-    return parts, tl.load(largest + first + some, mask=there, other=-1e30, cache_modifier=".cg")
+    parts = tl.load(scratch.partial + at, mask=mask, other=0.0, cache_modifier=".cg")
+    return parts, tl.load(scratch.largest + first + some, mask=there, other=-1e30, cache_modifier=".cg")
 
 
 @triton.jit
-def _combine(result, heads, n_live, c, inside, usual, S: tl.constexpr):
+def _combine(out, scratch, heads, n_live, c, inside, usual, S: tl.constexpr):
     """Combines the partial results of heads of q, each with its batch row, and stores what they are together."""
     # Everything is asked for before the first value is used: the ways to the L2 are what takes time here.
     some = tl.arange(0, S.PARTS)
@@ -163,9 +151,9 @@ def _combine(result, heads, n_live, c, inside, usual, S: tl.constexpr):
     sums = ()
     for j in tl.static_range(S.QUERIES):
         first = heads[j] * S.SPLITS
-        found = found + (_partial_results(result.partial, result.largest, first, some, n_live, c, inside, S.HEAD_DIM),)
-        tops = tops + (tl.load(result.largest + first + s, mask=live, other=-1e30, cache_modifier=".cg"),)
-        sums = sums + (tl.load(result.total + first + s, mask=live, other=0.0, cache_modifier=".cg"),)
+        found = found + (_partial_results(scratch, first, some, n_live, c, inside, S.HEAD_DIM),)
+        tops = tops + (tl.load(scratch.largest + first + s, mask=live, other=-1e30, cache_modifier=".cg"),)
+        sums = sums + (tl.load(scratch.total + first + s, mask=live, other=0.0, cache_modifier=".cg"),)
     highest = ()
     mixed = ()
     for j in tl.static_range(S.QUERIES):
@@ -176,25 +164,25 @@ def _combine(result, heads, n_live, c, inside, usual, S: tl.constexpr):
         coming = ()
         for j in tl.static_range(S.QUERIES):
             more = more + (mixed[j] + tl.sum(found[j][0] * tl.exp(found[j][1] - highest[j])[:, None], 0),)
+            later = part + S.PARTS + some
             coming = coming + (
-                _partial_results(
-                    result.partial, result.largest, heads[j] * S.SPLITS, part + S.PARTS + some, n_live, c, inside,
-                    S.HEAD_DIM,
-                ),
+                _partial_results(scratch, heads[j] * S.SPLITS, later, n_live, c, inside, S.HEAD_DIM),
             )  # fmt: skip
         mixed = more
         found = coming
     for j in tl.static_range(S.QUERIES):
         whole = mixed[j] / tl.sum(sums[j] * tl.exp(tops[j] - highest[j]))
-        tl.store(result.out + heads[j] * S.HEAD_DIM + c, whole - usual[j], mask=inside)
+        tl.store(out + heads[j] * S.HEAD_DIM + c, whole - usual[j], mask=inside)
 
 
 @triton.jit
 def attend(
-    unit, split, q, kept, result, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
-):
+    unit, split, q, kept, mean, out, scratch, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """One unit and one range of positions, as a function: look-ahead gives the grid other programs too.
 
+    mean: what is taken off, or None.
     BIAS: what is added to scores, with `slopes` (`positions`).
     """
     pair = unit // S.UNITS
@@ -209,10 +197,10 @@ def attend(
         own = tl.minimum(unit % S.UNITS * S.QUERIES + j, S.SHARE - 1)
         owned = owned + (own,)
         heads = heads + (pair * S.SHARE + own,)
-        if result.mean is None:
+        if mean is None:
             usual = usual + (tl.zeros([S.HEAD_TILE], tl.float32),)
         else:
-            at_mean = result.mean + (group * S.SHARE + own) * S.HEAD_DIM + c
+            at_mean = mean + (group * S.SHARE + own) * S.HEAD_DIM + c
             usual = usual + (tl.load(at_mean, mask=inside, other=0.0),)
     last = tl.load(kept.position + b, cache_modifier=".cg")
     first = split * S.POSITIONS
@@ -259,35 +247,35 @@ def attend(
             if n_live > 1:
                 for j in tl.static_range(S.QUERIES):
                     slot = heads[j] * S.SPLITS + split
-                    tl.store(result.partial + slot * S.HEAD_DIM + c, mixed[j], mask=inside)
-                    tl.store(result.largest + slot, tops[j])
-                    tl.store(result.total + slot, masses[j])
+                    tl.store(scratch.partial + slot * S.HEAD_DIM + c, mixed[j], mask=inside)
+                    tl.store(scratch.largest + slot, tops[j])
+                    tl.store(scratch.total + slot, masses[j])
                 tl.debug_barrier()
-                arrived = tl.atomic_add(result.tickets + unit, 1, sem="acq_rel")
+                arrived = tl.atomic_add(scratch.tickets + unit, 1, sem="acq_rel")
             if n_live == 1:
                 for j in tl.static_range(S.QUERIES):
-                    at_out = result.out + heads[j] * S.HEAD_DIM + c
+                    at_out = out + heads[j] * S.HEAD_DIM + c
                     tl.store(at_out, mixed[j] / masses[j] - usual[j], mask=inside)
                 if kept.watermark is not None:
                     tl.store(kept.watermark + pair, last + 1, mask=unit % S.UNITS == 0)
             elif arrived == n_live - 1:
                 tl.debug_barrier()
-                _combine(result, heads, n_live, c, inside, usual, S)
-                tl.store(result.tickets + unit, 0)
+                _combine(out, scratch, heads, n_live, c, inside, usual, S)
+                tl.store(scratch.tickets + unit, 0)
                 if kept.watermark is not None:
                     tl.store(kept.watermark + pair, last + 1, mask=unit % S.UNITS == 0)
     else:
         if split == 0:
             for j in tl.static_range(S.QUERIES):
                 nothing = tl.zeros([S.HEAD_TILE], tl.float32)
-                tl.store(result.out + heads[j] * S.HEAD_DIM + c, nothing, mask=inside)
+                tl.store(out + heads[j] * S.HEAD_DIM + c, nothing, mask=inside)
 
 
 @triton.jit
 def _flash_decode_kernel(
-    q, kept, result, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
+    q, kept, mean, out, scratch, capacity, scale, slopes, S: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr
 ):
-    attend(tl.program_id(0), tl.program_id(1), q, kept, result, capacity, scale, slopes, S, BIAS, PDL)
+    attend(tl.program_id(0), tl.program_id(1), q, kept, mean, out, scratch, capacity, scale, slopes, S, BIAS, PDL)
 
 
 def attention_launch(
@@ -313,14 +301,8 @@ def attention_launch(
     check_shape("scratch.tickets", scratch.tickets, batch * n_heads)
     splits = triton.cdiv(capacity, settings.positions)
     row_bits = None if selection is None else selection.row_bits
-    arguments = (
-        q,
-        Kept(cache.k, cache.v, row_bits, step.position, cache.watermark, cache.valid),
-        Result(mean, out, scratch.partial, scratch.largest, scratch.total, scratch.tickets),
-        capacity,
-        head_dim**-0.5,
-        slopes,
-    )
+    kept = Kept(cache.k, cache.v, row_bits, step.position, cache.watermark, cache.valid)
+    arguments = (q, kept, mean, out, scratch, capacity, head_dim**-0.5, slopes)
     units = triton.cdiv(share, settings.queries)
     queries = triton.cdiv(share, units)  # alike for all
     sizes = AttendSizes(

@@ -65,27 +65,12 @@ def _walk_columns(x, norm, weight, scales, sink, source, n_rows, how: tl.constex
     sink.put(sink, tl.sum(acc, 1), ahead, rows, 0, inside, n_rows)
 
 
-@keyed
-class ColumnWalk(NamedTuple):
-    """d: columns. head_dim: of a head's columns. heads: of a tile of all heads. rows: of a program. block: columns of a
-    step. vector: neighbouring ones that one thread sums on its own. Fewer take more registers, so fewer programs fit.
-    """
-
-    d: int
-    head_dim: int
-    heads: int
-    rows: int
-    block: int
-    vector: int = VECTOR
-    walk: Any = _walk_columns
-
-
 @triton.jit
-def _walk_tiles(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
+def walk_tiles(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr, PDL: tl.constexpr):
     rows = tl.program_id(0) * how.rows + tl.arange(0, how.rows)
     inside = rows < n_rows
     at = weight + rows.to(tl.int64)[:, None] * how.d
-    c = tl.arange(0, how.tile)
+    c = tl.arange(0, how.block)
     heads = tl.arange(0, how.heads)
     b = tl.arange(0, 8)  # the product's narrowest second side; only its first column exists
     order, n = selected_heads(source.row_bits, how.d // how.head_dim, how.heads)
@@ -107,17 +92,23 @@ def _walk_tiles(x, norm, weight, scales, sink, source, n_rows, how: tl.constexpr
 
 
 @keyed
-class TileWalk(NamedTuple):
-    """As `ColumnWalk`. parts: steps of a head. tile: of a part's columns. stages: of the pipeline over heads."""
+class ColumnWalk(NamedTuple):
+    """d: columns. head_dim: of a head's columns. heads: of a tile of all heads. rows: of a program.
+
+    block: columns of a step. vector: neighbouring ones that one thread sums on its own. Fewer take more registers, so
+    fewer programs fit.
+    Of tiles block has the columns of a part of a head, padded. parts: of a head. stages: of the pipeline.
+    """
 
     d: int
     head_dim: int
     heads: int
     rows: int
-    tile: int
-    stages: int
+    block: int
+    vector: int = VECTOR
+    stages: int = 0
     parts: int = 1
-    walk: Any = _walk_tiles
+    walk: Any = _walk_columns
 
 
 class HeadSource(NamedTuple):

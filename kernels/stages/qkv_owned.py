@@ -69,10 +69,10 @@ class AheadSizes(NamedTuple):
     """
 
     RANK: int
-    EPS: float
-    CENTRED: bool
-    DOWN: int
-    RELU: bool
+    EPS: float = 0.0
+    CENTRED: bool = True
+    DOWN: int = 0
+    RELU: bool = False
 
 
 @triton.constexpr_function

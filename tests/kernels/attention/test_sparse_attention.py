@@ -209,7 +209,7 @@ def test_mistakes_are_one_line(device):
         scratch = AttentionScratch.empty(1, 2, 24, 5, device)
         flash_decode(HeadStep(q24, cache, position, selection), q, scratch)
     scratch, out = AttentionScratch.empty(1, 2, 16, 5, device), torch.zeros(1, 32, device=device)
-    short = dataclasses.replace(scratch, tickets=scratch.tickets[:1])
+    short = scratch._replace(tickets=scratch.tickets[:1])
     for wrong, given in (
         ("watermark", (watermark[:, :1].contiguous(), None, scratch)),
         ("valid", (watermark, torch.ones(1, 2, 4, dtype=torch.uint8, device=device), scratch)),

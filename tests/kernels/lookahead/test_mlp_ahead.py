@@ -130,7 +130,7 @@ def test_an_mlp_and_the_next_layers_rows(
             qkv_select_reference(*each.rows(), policy=policy, late=each.late)
     if with_heads and state == 1:
         assert 0 < int(want.heads.row_bits.sum()) < n_heads
-    assert int(got.late.arrived) == got.late.programs(rank)
+    assert int(got.late.arrived) == got.late.sizes(rank).DOWN
     for name, expected in want.made().items():
         torch.testing.assert_close(
             got.made()[name], expected, atol=2e-2, rtol=5e-3, equal_nan=True, msg=lambda text, name=name: name + text
