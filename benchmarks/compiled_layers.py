@@ -21,7 +21,7 @@ from dejavu_train.kernels.common.limits import Products, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense import dense_rows, dense_wide, int4_batch, screened_head
+from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, screened_head
 from dejavu_train.kernels.dense.dense_batch import dense_add, qkv_batch
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -225,7 +225,7 @@ def int4_cases(d: int) -> Iterator[Case]:
                 halves(tokens, d),
                 KvCache(*(halves(tokens, h, 64, d // h) for _ in range(2)), halves(tokens, 0, d)),
             )
-            yield f"int4_linear {d} {tokens}", partial(int4_batch.int4_linear, rows, w, bias, "relu", True)
+            yield f"int4_linear {d} {tokens}", partial(dense_batch.int4_linear, rows, w, bias, "relu", True)
             given = (rows, own.mlp, (own.listed, own.bits.row_bits))
             yield f"hidden_tokens {d} {tokens}", partial(hidden.hidden_tokens, *given, True)
             positions, q = torch.ones(tokens, dtype=torch.int32), torch.empty(tokens, h, d // h)

@@ -44,8 +44,8 @@ def queues_carried_out(monkeypatch: pytest.MonkeyPatch) -> "Program":
     """Kernels that import a queue's functions run their assembly, all other arithmetic stays plain."""
     import triton.language as tl
 
+    import dejavu_train.kernels.dense.dense_batch
     import dejavu_train.kernels.dense.dense_rows
-    import dejavu_train.kernels.dense.int4_batch
     import dejavu_train.kernels.stages.mlp
     import dejavu_train.kernels.stages.qkv  # noqa: F401
     from dejavu_train.kernels.common import int4_mma, int4_neurons, int4_norm, lane_queue, launch, shared_rows

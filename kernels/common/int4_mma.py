@@ -28,7 +28,7 @@ plain arithmetic.
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly, operands
 from dejavu_train.kernels.common.int4_tiles import MMA, codes_asm, codes_of, halves_of, pairs_of
 from dejavu_train.kernels.common.lane_queue import ask, ask_lines, drain, line_slot_bytes, take, take_unit
 
@@ -72,13 +72,6 @@ def units_a_group(group, vector):
 
 
 @triton.constexpr_function
-def _operands(outputs, vector, offsets=0):
-    """Of an assembly with registers of x for `vector` words. Outputs are written before the last input is read: "&"."""
-    words = 6 if outputs == 4 else 4
-    return ",".join(["=&f"] * outputs + ["r"] * (words * vector) + ["f"] * offsets)
-
-
-@triton.constexpr_function
 def _mma_asm(vector):
     """PTX: $0..$3 = sums over `vector` words of two rows with four pairs of x each."""
     text = (
@@ -118,7 +111,7 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     words: V of row g, then V of row g + 8. x: 4 V planes of pairs of input g's columns.
     """
     if ASM:
-        sums = assembly(_mma_asm(V), _operands(4, V), words + x, PURE=True)
+        sums = assembly(_mma_asm(V), operands("=&f", 4, "r", 6 * V), words + x, PURE=True)
     else:
         sums = _plain_products(words, x, 0.0, V)
     return sums
@@ -165,7 +158,7 @@ def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """What `raised_mma` begins with, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
     L: tl.constexpr = x[0].shape[0]
     if ASM:
-        sums = assembly(_offset_asm(V), _operands(2, V), x, PURE=True)
+        sums = assembly(_offset_asm(V), operands("=&f", 2, "r", 4 * V), x, PURE=True)
     else:
         total = tl.zeros((L // 32, 8), tl.float32)
         for v in tl.static_range(V):
@@ -181,7 +174,7 @@ def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
 def raised_mma(words, x, offset, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """RAISED_UNIT times `int4_mma`. offset: `raised_offset` of x."""
     if ASM:
-        sums = assembly(_raised_asm(V), _operands(4, V, 2), words + x + offset, PURE=True)
+        sums = assembly(_raised_asm(V), operands("=&f", 4, "r", 6 * V, "f", 2), words + x + offset, PURE=True)
     else:
         own = _plain_products(words, x, 8.0, V)
         sums = ()

@@ -14,7 +14,7 @@ sixteen masks make four operands, and four more instructions multiply. Without A
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly, operands
 from dejavu_train.kernels.common.int4_mma import fp16_pairs, from_lane
 from dejavu_train.kernels.common.int4_tiles import FACTOR_UNIT, MMA, codes_of, split_words
 from dejavu_train.kernels.common.lane_queue import take
@@ -37,13 +37,10 @@ def _products_asm() -> str:
 
 
 PRODUCTS = tl.constexpr(_products_asm())
-# Outputs are written before the last input is read: "&".
-PRODUCTS_OPERANDS = tl.constexpr(",".join(["=&f"] * 16 + ["r"] * 6 + ["f"] * 16))
 ONES = tl.constexpr(
     "{ .reg .b32 one; mov.b32 one, 0x3C003C00;"
     f"{MMA} {{$0, $1, $2, $3}}, {{one, one, one, one}}, {{$4, $5}}, {{$6, $7, $8, $9}}; }}"
 )
-ONES_OPERANDS = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4))
 
 
 @triton.constexpr_function
@@ -58,9 +55,6 @@ def lane_places(lane):
     time."""
     t = lane % 4
     return lane // 32 * 32 + 8 * t + (lane % 32 // 4 + 2 * t) % 8
-
-
-HALVES_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 2))
 
 
 @triton.constexpr_function
@@ -83,7 +77,7 @@ def take_halves(queue, lane, SLOT: tl.constexpr, BEHIND: tl.constexpr, ASM: tl.c
     if ASM:
         of_first = (queue[0] + lane // 32 * 512) + (lane % 4 * 8 + (g // 2 + lane % 4 * 2) % 8) * 16 + g % 2 * 8
         of_second = (queue[0] + lane // 32 * 512) + (lane % 4 * 8 + (4 + g // 2 + lane % 4 * 2) % 8) * 16 + g % 2 * 8
-        words = assembly(_take_halves(L, SLOT, BEHIND), HALVES_OPERANDS, (of_first, of_second))
+        words = assembly(_take_halves(L, SLOT, BEHIND), operands("=&r", 8, "r", 2), (of_first, of_second))
     else:
         own, queue = take(queue, lane, SLOT, 4, BEHIND)
         words = ()
@@ -122,7 +116,7 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
     0..15.
     """
     if ASM:
-        more = assembly(PRODUCTS, PRODUCTS_OPERANDS, words + (b0, b1) + acc, PURE=True)
+        more = assembly(PRODUCTS, operands("=&f", 16, "r", 6, "f", 16), words + (b0, b1) + acc, PURE=True)
     else:
         L: tl.constexpr = b0.shape[0]
         first = tl.join(codes_of(words[0]), codes_of(words[2]))  # (L, 8, 2)
@@ -147,7 +141,7 @@ def fc2_products(acc, words, b0, b1, ASM: tl.constexpr = ASSEMBLY):
 def factor_sums(acc, b0, b1, ASM: tl.constexpr = ASSEMBLY):
     """acc (4 tiles (L,)) plus the sums of the columns 2 t, 2 t + 1, 2 t and 2 t + 1 of B."""
     if ASM:
-        more = assembly(ONES, ONES_OPERANDS, (b0, b1) + acc, PURE=True)
+        more = assembly(ONES, operands("=f", 4, "r", 2, "f", 4), (b0, b1) + acc, PURE=True)
     else:
         L: tl.constexpr = b0.shape[0]
         total = tl.sum(_factor_numbers(b0, b1), 2)

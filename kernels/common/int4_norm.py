@@ -12,7 +12,7 @@ each.)
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly, operands
 from dejavu_train.kernels.common.int4_mma import fp16_pairs, pairs_of_a_warp, unit_of, unit_vector
 from dejavu_train.kernels.common.int4_tiles import split_words
 from dejavu_train.kernels.common.lane_queue import shared_room
@@ -55,12 +55,6 @@ def _planes_text(vector, rounds):
     return text + "bar.warp.sync 0xffffffff; }"
 
 
-@triton.constexpr_function
-def _planes_operands(vector, rounds):
-    inputs = vector if rounds == 1 else 5 * vector + 1
-    return ",".join(["=&r"] * (4 * vector) + ["r"] * inputs)
-
-
 @triton.jit
 def _chunk(word, V: tl.constexpr):
     """Where a warp keeps word `word` of a round, in bytes: lanes that read together find no bank shared."""
@@ -88,12 +82,12 @@ def _planes(room, kept, before, NUMBER: tl.constexpr, lane, V: tl.constexpr, ASM
     first = lane % 32 * V  # a lane's words of the eight units
     mine = first // WORDS == NUMBER
     if ASM:
-        operands = ()
+        given = ()
         for v in tl.static_range(V):
-            operands = operands + (room + _chunk(first % WORDS + v, V),)
+            given = given + (room + _chunk(first % WORDS + v, V),)
         if ROUNDS > 1:
-            operands = operands + before + (mine.to(tl.int32),)
-        planes = assembly(_planes_text(V, ROUNDS), _planes_operands(V, ROUNDS), operands)
+            given = given + before + (mine.to(tl.int32),)
+        planes = assembly(_planes_text(V, ROUNDS), operands("=&r", 4 * V, "r", len(given)), given)
     else:
         planes = ()
         for i in tl.static_range(4 * V):

@@ -18,7 +18,7 @@ memory, without it, in the interpreter, the words themselves.
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly, operands
 
 MOST_BYTES = 45 * 1024  # a kernel may declare 48 KB of shared memory, with what its sums take, and `int4_norm`
 SHARED_BYTES = 135168  # of a multiprocessor of compute capability 9.0 where a plan's carveout asks for half
@@ -78,11 +78,6 @@ def _take(lanes, slot, vector, behind):
     return text
 
 
-@triton.constexpr_function
-def _take_operands(words):
-    return ",".join(["=&r"] * words + ["r"])  # outputs are written before the last load has its address: "&"
-
-
 @triton.jit
 def lane_queue(lane, BYTES: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """An empty queue of BYTES, one a kernel. lane: tl.arange over the program's threads."""
@@ -125,7 +120,7 @@ def take(queue, lane, SLOT: tl.constexpr, V: tl.constexpr, BEHIND: tl.constexpr,
     L: tl.constexpr = lane.shape[0]
     if ASM:
         at = (queue[0] + lane * (4 * V),)
-        words = assembly(_take(L, SLOT, V, BEHIND), _take_operands(2 * V), at)
+        words = assembly(_take(L, SLOT, V, BEHIND), operands("=&r", 2 * V, "r", 1), at)
     else:
         words = queue[: 2 * V]
         queue = queue[2 * V :]
@@ -215,12 +210,12 @@ def ask_lines(
     if ASM:
         row = lane % 32 // 8
         chunk = lane % 8
-        operands = (_line_place(queue, lane, row, chunk, V), at + row * W + chunk * V)
+        given = (_line_place(queue, lane, row, chunk, V), at + row * W + chunk * V)
         if PARTLY:
             for four in tl.static_range(4):
                 there = (4 * four + row < rows) & (chunk * V < left)
-                operands = operands + (tl.where(there, 4 * V, 0),)
-        assembly(_ask_lines(L, SLOT, V, W, START, PARTLY), "=r,r,l,r,r,r,r" if PARTLY else "=r,r,l", operands)
+                given = given + (tl.where(there, 4 * V, 0),)
+        assembly(_ask_lines(L, SLOT, V, W, START, PARTLY), "=r,r,l,r,r,r,r" if PARTLY else "=r,r,l", given)
     else:
         queue = _words_of_units(queue, lane, at + START, 0, 4 * V, rows, left, left - 4 * V, V, W)
     return queue
@@ -241,11 +236,11 @@ def ask_units(
         of_first = chunk < 4
         left = tl.where(of_first, left_first, left_second)
         place = tl.where(of_first, first, second) + (row * W + chunk % 4 * V)
-        operands = (_line_place(queue, lane, row, chunk, V), at + place)
+        given = (_line_place(queue, lane, row, chunk, V), at + place)
         for four in tl.static_range(4):
             there = (4 * four + row < rows) & (chunk % 4 * V < left)
-            operands = operands + (tl.where(there, 4 * V, 0),)
-        assembly(_ask_lines(L, 0, V, W, 0, True), "=r,r,l,r,r,r,r", operands)
+            given = given + (tl.where(there, 4 * V, 0),)
+        assembly(_ask_lines(L, 0, V, W, 0, True), "=r,r,l,r,r,r,r", given)
     else:
         queue = _words_of_units(queue, lane, at, first, second, rows, left_first, left_second, V, W)
     return queue
@@ -279,15 +274,15 @@ def ask_listed_lines(
     """
     if ASM:
         chunk = lane % 8
-        operands = (_line_place(queue, lane, lane % 32 // 8, chunk, V),)
+        given = (_line_place(queue, lane, lane % 32 // 8, chunk, V),)
         for four in tl.static_range(4):
-            operands = operands + (words + (rows[four].to(tl.int64) * W + chunk * V),)
+            given = given + (words + (rows[four].to(tl.int64) * W + chunk * V),)
         for four in tl.static_range(4):
             copied = there[four]
             if not INSIDE:
                 copied = copied & (chunk * V < left)
-            operands = operands + (tl.where(copied, 4 * V, 0),)
-        assembly(_ask_listed(V), "=r,r,l,l,l,l,r,r,r,r", operands)
+            given = given + (tl.where(copied, 4 * V, 0),)
+        assembly(_ask_listed(V), "=r,r,l,l,l,l,r,r,r,r", given)
     else:
         for unit in tl.static_range(2):
             place = (4 * unit + lane % 4) * V
@@ -311,7 +306,7 @@ def take_unit(
     L: tl.constexpr = lane.shape[0]
     if ASM:
         at = (_line_place(queue, lane, lane % 32 // 4, 4 * UNIT + lane % 4, V),)
-        words = assembly(_take_unit(L, SLOT, UNIT, V, BEHIND), _take_operands(2 * V), at)
+        words = assembly(_take_unit(L, SLOT, UNIT, V, BEHIND), operands("=&r", 2 * V, "r", 1), at)
     else:
         words = queue[: 2 * V]
         queue = queue[2 * V :]

@@ -11,7 +11,7 @@ tuple of tiles: the place of each item in the list, or -1.
 import triton
 import triton.language as tl
 
-from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly, operands
 
 
 @triton.constexpr_function
@@ -45,11 +45,6 @@ def _write_list(lanes, rounds):
     return text + "bar.sync 0; mov.u32 $0, total; }"
 
 
-@triton.constexpr_function
-def _write_operands(rounds):
-    return ",".join(["=&r"] + ["r"] * (rounds + 1))  # $0 is written last, but $1 is read until then
-
-
 @triton.jit
 def write_list(at, wanted, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     """(the list, how many items it has, int32 (L,)) of R tiles (L,) of flags. at: address in shared memory, (L,).
@@ -61,7 +56,7 @@ def write_list(at, wanted, lane, R: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
         flags = (at,)
         for r in tl.static_range(R):
             flags = flags + (wanted[r].to(tl.int32),)
-        count = assembly(_write_list(L, R), _write_operands(R), flags)
+        count = assembly(_write_list(L, R), operands("=&r", 1, "r", R + 1), flags)
         items = (at,)
     else:
         own = tl.zeros((L // 32,), tl.int32)

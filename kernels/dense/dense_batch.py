@@ -4,11 +4,18 @@
     out = residual + bias + y W^T  or  y W                (`dense_add`)
     hidden = act(n W^T + b)                               (`dense_hidden`)
 
+    y[b, i] = act(sum_j code[i, j] scale[i, j // group] x[b, j] + bias[i])            `int4_linear`, weight (n, d)
+
 B > 1 rows x (B, d) fp32. Weights fp16, bf16 or fp32. Products accumulate in fp32 and are rounded to the weights' dtype.
-Up to eight rows multiply with 4-bit rows as they are (`int4_batch`). For more these are written out in fp16 first.
+
+Up to eight tokens x (B, .) fp16 multiply with 4-bit rows, which are read once and as codes. Products are exact, sums in
+fp32. Programs walk over the rows, sixteen at a time, with all tokens in their registers (`stages.int4_tokens`), where
+one token takes the place of two. Neurons that are selected have `stages.hidden`, rows by head
+`attention.out_projection`. fc2, whose rows are neurons, has a kernel of its own (`int4_fc2`). More tokens than eight
+are worth writing the matrix out once in fp16 (`int4_numbers`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import triton
@@ -16,13 +23,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.kernels.common.activation import activation_reference
+from dejavu_train.kernels.common.activation import activation_of, activation_reference
+from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_int4, check_tensor
 from dejavu_train.kernels.common.int4_numbers import numbers_of
 from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.launch import wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.dense.int4_batch import int4_linear, takes
+from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights
 from dejavu_train.kernels.stages.hidden import hidden_tokens, kept_unit
 from dejavu_train.kernels.stages.listed import keyed
@@ -62,6 +71,33 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
     n = torch.empty(x.shape, dtype=dtype, device=x.device)
     layer_norm(x, ln, n, pdl)
     return n
+
+
+def int4_linear_reference(x: Tensor, weight: Matrix, bias: Tensor | None, activation: str) -> Tensor:
+    """Plain torch, in fp64 where x is."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = x.to(wide) @ weight.dense(wide).flatten(0, -2).T
+    if bias is not None:
+        y = y + bias
+    return y.relu() if activation == "relu" else y
+
+
+def takes(weight: Matrix, batch: int) -> TypeGuard[Int4Rows]:
+    """Whether these kernels multiply so many tokens with this matrix."""
+    return weight.format is Format.INT4 and batch <= MOST_TOKENS
+
+
+def int4_linear(
+    x: Tensor, weight: Int4Rows, bias: Tensor | None = None, activation: str = "none", pdl: bool = False
+) -> Tensor:
+    """x (B, d) fp16, weight (..., d) -> (B, n) fp16. Errors: shapes, dtypes, a CPU tensor."""
+    n = weight.words.shape[:-1].numel()
+    check_int4("weight", weight, (*weight.shape[:-1], x.shape[1]), x)
+    if bias is not None:
+        check_tensor("bias", bias, (n,), FLOAT_TYPES, x)
+    y = torch.empty(len(x), n, dtype=torch.float16, device=x.device)
+    launch_tokens(x, weight, LinearSink(y, bias, activation=activation_of(activation)), pdl)
+    return y
 
 
 def qkv_batch(x: Tensor, ln: LayerNormWeights, weights: Linear, step: HeadStep, pdl: bool = False) -> None:

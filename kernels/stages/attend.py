@@ -165,9 +165,7 @@ def _combine(out, scratch, heads, n_live, c, inside, usual, S: tl.constexpr):
         for j in tl.static_range(S.QUERIES):
             more = more + (mixed[j] + tl.sum(found[j][0] * tl.exp(found[j][1] - highest[j])[:, None], 0),)
             later = part + S.PARTS + some
-            coming = coming + (
-                _partial_results(scratch, heads[j] * S.SPLITS, later, n_live, c, inside, S.HEAD_DIM),
-            )  # fmt: skip
+            coming = coming + (_partial_results(scratch, heads[j] * S.SPLITS, later, n_live, c, inside, S.HEAD_DIM),)
         mixed = more
         found = coming
     for j in tl.static_range(S.QUERIES):

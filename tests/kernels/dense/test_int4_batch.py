@@ -9,7 +9,7 @@ from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch
-from dejavu_train.kernels.dense.int4_batch import (
+from dejavu_train.kernels.dense.dense_batch import (
     int4_linear,
     int4_linear_reference,
 )
