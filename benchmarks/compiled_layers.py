@@ -21,7 +21,7 @@ from dejavu_train.kernels.common.limits import Products, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, screened_head
+from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head
 from dejavu_train.kernels.dense.dense_batch import dense_add, qkv_batch
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -262,7 +262,7 @@ def further_cases(d: int) -> Iterator[Case]:
     yield f"slot_down {d}", partial(slot_products.slot_linear, *stored, products, pdl=True)
     yield f"pack {d}", partial(pack.pack, own.bits, own.listed, True)
     given = (own.hidden, half_rows(d, n), own.out_bias, x, own.y)
-    yield f"dense_wide {d}", partial(dense_wide.dense_wide, *given, True)
+    yield f"dense_wide {d}", partial(dense_rows.dense_wide, *given, True)
     yield f"dense_add {d}", partial(dense_add, two, half_rows(d, d), own.out_bias, *pair_of_rows, pdl=True)
     kv = KvCache(*(halves(2, h, 64, d // h) for _ in range(2)), halves(2, 0, d))
     step = HeadStep(torch.empty(2, h, d // h), kv, torch.ones(2, dtype=torch.int32))

@@ -3,7 +3,7 @@
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
 from dejavu_train.kernels.attention import out_projection
-from dejavu_train.kernels.dense import dense_batch, dense_rows, dense_wide, screened_head
+from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, pack
 from dejavu_train.kernels.sample import sampling
@@ -32,8 +32,8 @@ class StepOps:
     mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
     up_batch = staticmethod(mlp_batch.up_batch)
     down_batch = staticmethod(mlp_batch.down_batch)
+    dense_wide = staticmethod(dense_rows.dense_wide)
     dense_rows = staticmethod(dense_rows.dense_rows)
-    dense_wide = staticmethod(dense_wide.dense_wide)
     int4_fc2 = staticmethod(int4_fc2.int4_fc2)
     hidden_row = staticmethod(hidden.hidden_row)
     hidden_tokens = staticmethod(hidden.hidden_tokens)
@@ -69,8 +69,8 @@ class TorchOps(StepOps):
     mlp_ahead = staticmethod(of_numbers(reference.mlp_ahead))
     up_batch = staticmethod(of_numbers(reference.up_batch))
     down_batch = staticmethod(of_numbers(reference.down_batch))
+    dense_wide = staticmethod(of_numbers(dense_rows.dense_wide_reference))
     dense_rows = staticmethod(of_numbers(dense_rows.dense_rows_reference))
-    dense_wide = staticmethod(of_numbers(dense_wide.dense_wide_reference))
     int4_fc2 = staticmethod(of_numbers(int4_fc2.int4_fc2_reference))
     hidden_row = staticmethod(reference.hidden_row)
     hidden_tokens = staticmethod(reference.hidden_tokens)

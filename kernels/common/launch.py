@@ -185,19 +185,15 @@ def count_program(counter):
 
 
 @triton.jit
-def list_slots(items, running, block_slots):
-    """Slots of the items (R,) of a list in blocks of block_slots. running (N,): inclusive sums of the counts."""
-    before = running[None, :] <= items[:, None]
-    block = tl.sum(before.to(tl.int32), 1)
-    start = tl.max(tl.where(before, running[None, :], 0), 1)
-    return block * block_slots + items - start
-
-
-@triton.jit
 def list_slots_wide(items, running, block_slots, N: tl.constexpr):
-    """`list_slots` for many items: the blocks are searched in two levels, so that R x N values never exist at once."""
+    """Slots of the items (R,) of a list in blocks of block_slots. running (N,): inclusive sums of the counts.
+
+    Many blocks are searched in two levels, so that R x N values never exist at once.
+    """
     if N <= 32:
-        slots = list_slots(items, running, block_slots)
+        before = running[None, :] <= items[:, None]
+        block = tl.sum(before.to(tl.int32), 1)
+        start = tl.max(tl.where(before, running[None, :], 0), 1)
     else:  # not an early return: what follows one is still compiled
         FINE: tl.constexpr = 32
         COARSE: tl.constexpr = N // FINE
@@ -210,8 +206,7 @@ def list_slots_wide(items, running, block_slots, N: tl.constexpr):
         block = group * FINE + tl.sum(before.to(tl.int32), 1)
         passed = tl.max(tl.where(ends[None, :] <= items[:, None], ends[None, :], 0), 1)
         start = tl.maximum(passed, tl.max(tl.where(before, near, 0), 1))
-        slots = block * block_slots + items - start
-    return slots
+    return block * block_slots + items - start
 
 
 THROUGH_L1 = tl.constexpr("")  # a plain string as a default fails to compile in triton 3.6

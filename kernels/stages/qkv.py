@@ -145,10 +145,9 @@ def qkv_launch(
     check_shape("attn_in", attn_in, batch, cache.capacity, d)
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
-    if policy == "stale" and cache.valid is None:
-        raise ValueError('the policy "stale" needs the tensor of valid positions')
-    if policy == "backfill" and cache.watermark is None:
-        raise ValueError('the policy "backfill" needs the tensor of watermarks')
+    stale, backfill = policy == "stale", policy == "backfill"
+    require(not stale or cache.valid is not None, 'the policy "stale" needs the tensor of valid positions')
+    require(not backfill or cache.watermark is not None, 'the policy "backfill" needs the tensor of watermarks')
     table = None if cache.turning is None else cache.turning.fitting(cache.k)
     found = QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy=policy)
     if weight.format is Format.INT4:
@@ -163,18 +162,12 @@ def qkv_launch(
     else:
         found = found.fitted(head_dim, d, weight.numbers.element_size())
         rows, group = QkvRows(weight.numbers, None, weights.bias, None), 0
-    valid = cache.valid if policy == "stale" else None
-    arguments = (
-        attn_in,
-        rows,
-        Wanted(selection.row_bits, position, row_or(cache.watermark, position)),
-        Stored(valid, q, cache.k, cache.v, cache.capacity, table),
-    )
+    valid = cache.valid if stale else None
+    wanted = Wanted(selection.row_bits, position, row_or(cache.watermark, position))
+    arguments = (attn_in, rows, wanted, Stored(valid, q, cache.k, cache.v, cache.capacity, table))
     sizes = QkvSizes(
         B=batch,
-        B_TILE=triton.next_power_of_2(batch),
         H=n_heads,
-        H_TILE=triton.next_power_of_2(n_heads),
         SHARE=share,
         HEAD_DIM=head_dim,
         D=d,

@@ -59,8 +59,8 @@ def listed_tiles(
     """
     OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM // S.ROWS  # tiles
     OF_KV: tl.constexpr = 2 * S.HEAD_DIM // S.ROWS
-    b = tl.arange(0, S.B_TILE)
-    heads = tl.arange(0, S.H_TILE)
+    b = tl.arange(0, triton.next_power_of_2(S.B))
+    heads = tl.arange(0, triton.next_power_of_2(S.H))
     inside = (b < S.B)[:, None] & (heads < S.H)[None, :]
     # Positions and watermarks are those that the step before left.
     if S.POLICY == 0:

@@ -90,7 +90,7 @@ def tile_room(d, group, lanes, steps, pairs, wide):
 
 @triton.jit
 def _later_groups(lacking, head_bits, b, FIRST: tl.constexpr, WIDE: tl.constexpr):
-    """Groups of WIDE pairs beyond the FIRST ones that each selected head lacks, (H_TILE,)."""
+    """Groups of WIDE pairs beyond the FIRST ones that each selected head lacks, of padded heads."""
     there = ((head_bits[None, :] >> b[:, None]) & 1) != 0
     return (tl.maximum(tl.sum(tl.where(there, lacking, 0), 0) - FIRST, 0) + WIDE - 1) // WIDE
 
@@ -103,8 +103,8 @@ def _later_item(item, wanted, S: tl.constexpr, FIRST: tl.constexpr):
     """
     TILES: tl.constexpr = 2 * S.HEAD_DIM // ROWS
     OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM
-    b = tl.arange(0, S.B_TILE)
-    heads = tl.arange(0, S.H_TILE)
+    b = tl.arange(0, triton.next_power_of_2(S.B))
+    heads = tl.arange(0, triton.next_power_of_2(S.H))
     _, lacking = lacking_positions(wanted, b, heads, S)
     head_bits = tl.load(wanted.row_bits + heads, mask=heads < S.H, other=0)
     items = TILES * _later_groups(lacking, head_bits, b, FIRST, S.WIDE)
@@ -208,8 +208,8 @@ def own_tile(
     ask_words(queue, own.weight, own_head * OF_HEAD + own_row, W, S.GROUP, S.BLOCK, S.STAGES)
     begun = first_scales(own.scales, own_head * OF_HEAD + own_row, W, S.GROUP, S.BLOCK, S.STAGES, S.PAIRS, S.STAGES)
     # Positions and watermarks are those that the step before left.
-    b = tl.arange(0, S.B_TILE)
-    heads = tl.arange(0, S.H_TILE)
+    b = tl.arange(0, triton.next_power_of_2(S.B))
+    heads = tl.arange(0, triton.next_power_of_2(S.H))
     own_n = tl.where(b < S.B, 1, 0)  # positions of each batch row
     if DOWN > 0:
         own_rows = own_row + tl.arange(0, ROWS)

@@ -49,13 +49,11 @@ class Stored(NamedTuple):
 class QkvSizes(NamedTuple):
     """Constants. H: heads of K and V. SHARE: heads of q for each. GROUP: columns that share a scale, 0 of numbers.
 
-    The others: a launch's tiles, see `qkv.QkvSettings`. Names with TILE are padded to powers of two.
+    The others: a launch's tiles, see `qkv.QkvSettings`.
     """
 
     B: int
-    B_TILE: int
     H: int
-    H_TILE: int
     SHARE: int
     HEAD_DIM: int
     D: int
@@ -87,7 +85,7 @@ def places(i, start, first, ends, B: tl.constexpr):
 
 @triton.jit
 def lacking_positions(wanted, b, heads, S: tl.constexpr):
-    """(each row's last position, how many positions it lacks of each head): (B_TILE,), (B_TILE, H_TILE)."""
+    """(each row's last position, how many positions it lacks of each head): (B,), (B, H), padded."""
     inside = (b < S.B)[:, None] & (heads < S.H)[None, :]
     last = tl.load(wanted.position + b, mask=b < S.B, other=0)
     marks = tl.load(wanted.watermark + b[:, None] * S.H + heads[None, :], mask=inside, other=0)

@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.dense.dense_rows import dense_rows, dense_rows_reference
-from dejavu_train.kernels.dense.dense_wide import WideSettings, dense_wide, dense_wide_reference
+from dejavu_train.kernels.dense.dense_rows import (
+    WideSettings,
+    dense_rows,
+    dense_rows_reference,
+    dense_wide,
+    dense_wide_reference,
+)
 from dejavu_train.kernels.formats.matrix import Rows
 from dejavu_train.kernels.stages.rows import RowSettings
 
