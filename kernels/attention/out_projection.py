@@ -120,9 +120,8 @@ def project_heads(
     sink, source = LinearSink(out, bias, residual), None if selection is None else HeadSource(selection.row_bits)
     if weight.format is Format.INT4:
         chosen = HeadRowSettings.find(weight.format, out.device, d=d, all=selection is None)
-        programs, walk = head_walk(weight, chosen, selection is None and use_pdl(pdl, out.device))
-        if selection is not None:
-            walk = walk._replace(share=n_heads // selection.n)
+        share = 1 if selection is None else n_heads // selection.n  # heads that are selected together
+        programs, walk = head_walk(weight, chosen, share, selection is None and use_pdl(pdl, out.device))
         launch_walk(
             programs, mixed.view(torch.int32), None, weight.parts(), sink, source, d, walk, pdl,
             num_warps=chosen.warps, maxnreg=chosen.registers,
@@ -146,7 +145,7 @@ def column_walk(settings: ProjectSettings, width: int, n_heads: int) -> tuple[Co
     return ColumnWalk(*sizes, block), min(settings.warps, max(1, settings.rows * block // (32 * VECTOR)))
 
 
-def head_walk(weight: Int4Rows, settings: HeadRowSettings, dependent: bool) -> tuple[int, HeadWalk]:
+def head_walk(weight: Int4Rows, settings: HeadRowSettings, share: int, dependent: bool) -> tuple[int, HeadWalk]:
     """(programs, how each walks over heads)."""
     n_heads, d, head_dim = weight.shape
     require(settings.span in (2, 4, 8), f"a span is of 2, 4 or 8 heads, not {settings.span}")
@@ -154,7 +153,7 @@ def head_walk(weight: Int4Rows, settings: HeadRowSettings, dependent: bool) -> t
     needed = queue_bytes(lanes, settings.span, settings.tiles, head_dim)
     room = even_room(triton.cdiv(programs, n_sms(weight.words.device)), d, dependent, needed)
     tile = triton.next_power_of_2(n_heads)
-    return programs, HeadWalk(n_heads, tile, head_dim, lanes, settings.span, settings.tiles, room)
+    return programs, HeadWalk(n_heads, tile, head_dim, lanes, settings.span, settings.tiles, room, share)
 
 
 def _check_by_head(mixed: Tensor, weight: Int4Rows, bias: Tensor) -> None:

@@ -110,9 +110,8 @@ def unit_pairs(x, lane, W: tl.constexpr, GROUP: tl.constexpr, CACHE: tl.constexp
         place = unit * (4 * V) + lane % 4 * V
         for v in tl.static_range(V):
             at = (x + 4 * (place + v))[:, None] + tl.arange(0, 4)[None, :]
-            planes = planes + split_words(
-                tl.load(at, mask=(place < W)[:, None], other=0, cache_modifier=CACHE), 4
-            )  # fmt: skip
+            four = tl.load(at, mask=(place < W)[:, None], other=0, cache_modifier=CACHE)
+            planes = planes + split_words(four, 4)
     return planes
 
 

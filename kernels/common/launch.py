@@ -144,14 +144,6 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
-def start_dependents_and_wait(PDL: tl.constexpr):
-    """The other way round: the next kernel may start before what this one waits for is written."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-@triton.jit
 def start_dependents(PDL: tl.constexpr):
     """The first half of `start_dependents_and_wait`, for programs that read only what is older before they wait."""
     if PDL:
@@ -163,6 +155,13 @@ def wait_for_started(PDL: tl.constexpr):
     """Its second half."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def start_dependents_and_wait(PDL: tl.constexpr):
+    """The other way round: the next kernel may start before what this one waits for is written."""
+    start_dependents(PDL)
+    wait_for_started(PDL)
 
 
 @triton.jit

@@ -88,10 +88,8 @@ class Chosen:
 
     @classmethod
     def empty(cls, candidates: int, device: torch.device | str) -> "Chosen":
-        return cls(
-            torch.full((candidates,), float("-inf"), device=device),
-            torch.zeros(candidates, dtype=torch.int32, device=device),
-        )
+        values = torch.full((candidates,), float("-inf"), device=device)
+        return cls(values, torch.zeros(candidates, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)

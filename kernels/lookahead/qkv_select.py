@@ -97,13 +97,12 @@ def qkv_select(
     if late is not None:
         given, gains = replace(weights, bias=late.shifts), late.gains
     n_tiles, arguments, sizes, options = qkv_launch(given, step, policy, gains)
-    q = step.q
-    check_shape("q", q, 1, *q.shape[1:])
+    check_shape("q", step.q, 1, *step.q.shape[1:])
     check_shape("hidden", mlp.hidden, 1, mlp.hidden.shape[1])
     check_selects(mlp, row_state)
     rank, warps, late_rows_sizes = mlp.hidden.shape[1], options["num_warps"], None
     if late is not None:
-        late.check(q, rank, weights.weight)
+        late.check(step.q, rank, weights.weight)
         made = late.arguments(mlp.hidden)
         if not late.tiled:
             late_rows_sizes = constant_fields(late_sizes(sizes.D, ROWS, 32 * warps, late.relu))
@@ -116,5 +115,5 @@ def qkv_select(
     _qkv_select_kernel[(ahead.DOWN + n_tiles + mlp.selection.counts.numel(),)](
         *arguments, *made, given_hidden, up_rows, lists, n, n_tiles, S=constant_fields(sizes), A=ahead,
         LATE_ROWS=late_rows_sizes, READ=how.READ, MULTIPLY=how.MULTIPLY, UP=how.constants["S"],
-        **as_dependent(pdl, q.device), **options,
+        **as_dependent(pdl, step.q.device), **options,
     )  # fmt: skip

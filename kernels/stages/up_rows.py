@@ -331,9 +331,8 @@ def multiply_words(words, planes, up, number, n, batch, S: tl.constexpr, MADE_HE
         first = planes
     first += tl.minimum(token, batch - 1) * (4 * W)
     zero = tl.zeros((S.lanes,), tl.float32)
-    for k in tl.static_range(
-        (S.batch * W + S.lanes - 1) // S.lanes
-    ):  # all of hidden comes to the L1 at once, not unit after unit
+    # All of hidden comes to the L1 at once, not unit after unit.
+    for k in tl.static_range((S.batch * W + S.lanes - 1) // S.lanes):
         _touch(planes + 8 * tl.minimum(k * S.lanes + lane, batch * W - 1))
     sums = ()
     for _ in tl.static_range(ROUNDS):
