@@ -20,8 +20,7 @@ from dejavu_train.kernels.stages.predict import RowSizes, row_values, store_hidd
 
 def late_sizes(d: int, rows: int, lanes: int, relu: bool) -> RowSizes:
     """Constants of `late_rows`: a thread reads 8 bytes of a row at once."""
-    width = (d + 1) // 2
-    return RowSizes(d, min(8 * lanes, max(16, triton.next_power_of_2(width))), rows, 0, relu=relu)
+    return RowSizes(d, min(8 * lanes, max(16, triton.next_power_of_2((d + 1) // 2))), rows, 0, relu=relu)
 
 
 @triton.jit
