@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from dejavu_train.check import check, check_packages
+from dejavu_train.check_flag import take_check
 from dejavu_train.children import forget_launcher
 from dejavu_train.config import INVOCATION, RunConfig
 from dejavu_train.experiments import flattened
-from dejavu_train.parser import parse, take_check
+from dejavu_train.parser import parse
 from dejavu_train.run_folder import saved_config
 from dejavu_train.stages import difference_of
 

@@ -299,11 +299,6 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     return config
 
 
-def take_check(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether ``--check`` stands among the flags, which asks for no work, and the other flags."""
-    return "--check" in argv, [flag for flag in argv if flag != "--check"]
-
-
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """``above`` laid over ``below``: mappings are merged, unless the upper one names a class. Other values replace."""
     result = dict(below)

@@ -353,6 +353,7 @@ def test_check_prints_the_plan_and_leaves_nothing(run, capsys, tmp_path, tiny_op
     printed = capsys.readouterr().out
     assert "16,000 tokens" in printed and "2 predictors of 80 steps" in printed and "minutes: about" in printed
     assert not (tmp_path / "run").exists()
+    one_line(capsys, [*run("--check"), "true"], "--check takes no value, got true")
     shutil.copytree(activations(tiny_opt, text_file), tmp_path / "run" / "activations")
     before = sorted(path for path in (tmp_path / "run").rglob("*"))
     main(run("--check"))
@@ -367,6 +368,7 @@ def test_values_that_would_fail_late_are_refused_before_anything_is_written(run,
         (f"--text.source={tmp_path / 'texts'}", "is a folder; name a .txt or .jsonl file in it"),
         ("--collect.device_map=nonsense", "collect.device_map must be one of auto, balanced"),
         ("--output=", "--output is empty"),
+        ("--check=true", "--check takes no value, got true; write --check alone"),
         ("--output=~/run", "begins with ~"),
     ):
         one_line(capsys, run(flag), words)

@@ -4,7 +4,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dejavu_train.parser import parse, take_check
+from dejavu_train.check_flag import take_check
+from dejavu_train.parser import parse
 from dejavu_train.quantize.check import check, check_device, plan
 from dejavu_train.quantize.config import QuantizeConfig
 

@@ -147,6 +147,8 @@ def test_backends_without_a_guard_say_so(folder):
     for backend, message in (("mask", "mask .* has no guard; use gather"), ("cpu", "CPU engine has no guard.*gather")):
         with pytest.raises(UserError, match=message):
             SparseOPTForCausalLM.from_model(load_opt(folder), bundle, backend, guard=Guard())
+    with pytest.raises(UserError, match="guard must be a Guard or None, got True"):
+        SparseOPTForCausalLM.from_pretrained(folder, bundle, guard=True)
     model = SparseOPTForCausalLM.from_pretrained(folder, bundle, guard=Guard())
     assert model.backend == "gather", "auto takes what can be guarded"
 
