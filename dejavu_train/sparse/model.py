@@ -107,8 +107,8 @@ class SparseCausalLM(_Dense):
                 with :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype.
 
         Raises:
-            UserError: an unknown backend or policy, a backend that cannot run here, another guard than that, or a bundle or
-                backend that cannot be guarded.
+            UserError: an unknown backend or policy, a backend that cannot run here, no guard, or a bundle or backend
+                that cannot be guarded.
         """
         if not isinstance(guard, Guard | None):
             raise UserError(f"guard must be a Guard or None, got {guard!r}; write guard=Guard(every=64)")
