@@ -1,10 +1,11 @@
 """Writes what a run of each configuration takes, as `train.py --help check` prints it: disk, weights, hours.
 
 Disk and weights follow from the shape. Hours are reckoned as `train.py --check` reckons them: from a block and some
-training steps of that shape, timed on this device. Nothing is downloaded: a folder with a config.json alone is enough.
+training steps of that shape, timed on this device. Or as `train.py --plan` does, on hardware that is not here.
+Nothing is downloaded: a folder with a config.json alone is enough.
 
     python -m benchmarks.check_sizes                    on a GPU, a minute or two
-    python -m benchmarks.check_sizes --no-time          disk and weights, with the hours that are there
+    python -m benchmarks.check_sizes --plan             hours by figures of an H200 that are stated
 """
 
 import json
@@ -20,13 +21,21 @@ from benchmarks.rows import command_line, made_now
 from dejavu_train.cli import parse_config
 from dejavu_train.families import ModelDims
 from dejavu_train.files import write_json
+from dejavu_train.forecast import forecast
+from dejavu_train.hardware import PlanConfig, hardware_of
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.plan import disk_bytes, whole_run
 from dejavu_train.sizes import ROWS, read_rows
 
 logger = logging.getLogger(__name__)
 NAMES = ("1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-SOURCES = ("dejavu_train/estimate.py", "dejavu_train/plan.py", "dejavu_train/training", "dejavu_train/calibration")
+SOURCES = (
+    "dejavu_train/estimate.py",
+    "dejavu_train/forecast.py",
+    "dejavu_train/plan.py",
+    "dejavu_train/training",
+    "dejavu_train/calibration",
+)
 
 
 def config_values(shape: ModelDims) -> dict[str, Any]:
@@ -45,7 +54,7 @@ def weights(shape: ModelDims) -> int:
 
 
 def row_of(name: str, time_it: bool) -> dict[str, Any]:
-    """What the configuration of an OPT takes. ``hours`` is None where nothing is timed."""
+    """What the configuration of an OPT takes. ``hours`` are timed here, or those of a stated GPU."""
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_values(shape)))
@@ -54,31 +63,32 @@ def row_of(name: str, time_it: bool) -> dict[str, Any]:
         )
         tokens, n_bytes = disk_bytes(config, shape, on_gpu=True)
         row: dict[str, Any] = {"configuration": f"opt-{name}", "tokens": tokens, "disk_gb": round(n_bytes / 1e9, 1)}
-        row |= {"weights_gb": round(2 * weights(shape) / 1e9, 1), "hours": None, "device": None}
+        row["weights_gb"] = round(2 * weights(shape) / 1e9, 1)
         if time_it:
             seconds = whole_run(config, shape)
             device = resolve_device(config.collect.device)
             row["hours"] = round(sum(seconds.values()) / 3600, 2)
             row["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
             logger.info("%s: %s", name, {stage: round(spent, 1) for stage, spent in seconds.items()})
+        else:
+            plan = PlanConfig()
+            gpu = hardware_of(plan)
+            row["hours"] = round(forecast(config.settled(shape), shape, gpu, plan).hours, 2)
+            row["device"] = f"{gpu.gpu}, reckoned"
     return row
 
 
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--only", nargs="+", default=list(NAMES), choices=NAMES)
-    parser.add_argument("--no-time", action="store_true", help="keep the hours that are there")
+    parser.add_argument("--plan", action="store_true", help="reckon on an H200, time nothing")
     parser.add_argument("--out", type=Path, default=ROWS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rows = {row["configuration"]: row for row in (read_rows(args.out) if args.out.is_file() else [])}
     for name in args.only:
-        row = row_of(name, not args.no_time)
-        before = rows.get(row["configuration"], {})
-        if args.no_time:
-            row |= {key: before[key] for key in ("hours", "device", "date", "sources") if key in before}
-        else:
-            row |= {key: value for key, value in made_now(*SOURCES).items() if key in ("date", "sources")}
+        row = row_of(name, not args.plan)
+        row |= {key: value for key, value in made_now(*SOURCES).items() if key in ("date", "sources")}
         rows[row["configuration"]] = row
     write_json(args.out, [rows[f"opt-{name}"] for name in NAMES if f"opt-{name}" in rows])
     return 0

@@ -14,7 +14,7 @@ def test_disk_and_weights_are_those_of_the_configurations():
         found = check_sizes.row_of(name, time_it=False)
         assert {key: found[key] for key in ("tokens", "disk_gb", "weights_gb")} == {
             key: row[key] for key in ("tokens", "disk_gb", "weights_gb")
-        }, "write them anew: python -m benchmarks.check_sizes --no-time"
+        }, "write them anew: python -m benchmarks.check_sizes --plan"
         config = parse_config(["--config", f"configs/opt-{name}.yaml"]).collect
         budgets = [config.budget(part) for part in ("train", "val", "calibration")]
         assert 0.9 * sum(budgets) < row["tokens"] <= sum(budgets)
