@@ -11,7 +11,7 @@ def take_check(argv: Sequence[str]) -> tuple[bool, list[str]]:
     Raises:
         UserError: a word behind it, which would be the value of the flag before.
     """
-    for flag, word in zip(argv, [*argv[1:], "--"], strict=True):
+    for flag, word in zip(argv, [*argv, "--"][1:], strict=True):
         if flag.startswith("--check=") or (flag == "--check" and not word.startswith("-")):
             raise UserError(f"--check takes no value, got {flag.partition('=')[2] or word}; write --check alone")
     return "--check" in argv, [flag for flag in argv if flag != "--check"]
