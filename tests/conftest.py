@@ -97,6 +97,22 @@ def tiny_opt(tmp_path_factory) -> Path:
     return save_tiny_opt(tmp_path_factory.mktemp("tiny-opt"))
 
 
+@pytest.fixture(scope="module")
+def dense(tiny_opt):
+    """The random OPT itself, for tests of a file whose fixtures name no other."""
+    from dejavu_train.models.opt import load_opt
+
+    return load_opt(str(tiny_opt))
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_opt):
+    """Predictors for it, likewise."""
+    from bundles import make_bundle
+
+    return make_bundle(tiny_opt).at(mlp_density=0.3, head_density=0.5)
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
     """About 300 KB of plain text: some 70 documents, so that none of the four sets is empty."""

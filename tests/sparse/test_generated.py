@@ -10,18 +10,7 @@ from transformers import DynamicCache
 
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_opt):
-    return make_bundle(tiny_opt).at(mlp_density=0.3, head_density=0.5)
-
-
-@pytest.fixture(scope="module")
-def dense(tiny_opt):
-    return load_opt(str(tiny_opt))
 
 
 def test_a_cascade_generates_alike(dense, tiny_opt):

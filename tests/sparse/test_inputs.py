@@ -17,11 +17,6 @@ FULL = torch.full((1, 512), 30)
 
 
 @pytest.fixture(scope="module")
-def dense(tiny_opt):
-    return load_opt(str(tiny_opt)).eval()
-
-
-@pytest.fixture(scope="module")
 def models(tiny_opt):
     bundle = make_bundle(tiny_opt).at(mlp_density=1.0, head_density=1.0)
     made = {}

@@ -18,16 +18,6 @@ from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import WITHOUT_PLAN
 
 
-@pytest.fixture(scope="module")
-def bundle(tiny_opt):
-    return make_bundle(tiny_opt).at(mlp_density=0.3, head_density=0.5)
-
-
-@pytest.fixture(scope="module")
-def dense(tiny_opt):
-    return load_opt(str(tiny_opt))
-
-
 def test_256_decoded_tokens_agree_with_mask(dense, bundle):
     gather = sparse(dense, bundle, "gather")
     seen = gather_sets(gather)

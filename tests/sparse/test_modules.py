@@ -18,11 +18,6 @@ IDS = torch.tensor([[2, 30, 31, 200, 33, 70, 91]])
 
 
 @pytest.fixture(scope="module")
-def dense(tiny_opt):
-    return load_opt(str(tiny_opt))
-
-
-@pytest.fixture(scope="module")
 def bundle(tiny_opt):
     return make_bundle(tiny_opt, cascade=True, means=True)
 

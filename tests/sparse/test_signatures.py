@@ -67,11 +67,6 @@ def test_every_parameter_has_a_row():
 
 
 @pytest.fixture(scope="module")
-def dense(tiny_opt):
-    return load_opt(str(tiny_opt)).eval()
-
-
-@pytest.fixture(scope="module")
 def tokenizer(tiny_opt):
     return AutoTokenizer.from_pretrained(tiny_opt)
 
