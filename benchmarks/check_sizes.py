@@ -48,11 +48,6 @@ def config_values(shape: ModelDims) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def weights(shape: ModelDims) -> int:
-    """How many a model of this shape has in its blocks and embeddings."""
-    return shape.layer_weights * shape.n_layers + (shape.vocab_size + shape.max_positions) * shape.d_model
-
-
 def row_of(name: str, time_it: bool) -> dict[str, Any]:
     """What the configuration of an OPT takes. ``hours`` are timed here, or those of a stated GPU."""
     shape = SHAPES[name]
@@ -63,7 +58,7 @@ def row_of(name: str, time_it: bool) -> dict[str, Any]:
         )
         tokens, n_bytes = disk_bytes(config, shape, on_gpu=True)
         row: dict[str, Any] = {"configuration": f"opt-{name}", "tokens": tokens, "disk_gb": round(n_bytes / 1e9, 1)}
-        row["weights_gb"] = round(2 * weights(shape) / 1e9, 1)
+        row["weights_gb"] = round(2 * shape.weights / 1e9, 1)
         if time_it:
             seconds = whole_run(config, shape)
             device = resolve_device(config.collect.device)

@@ -11,7 +11,7 @@ from dejavu_train.calibration.sensitivity import block_positions
 from dejavu_train.config import RunConfig
 from dejavu_train.data.untrained import TOKENS
 from dejavu_train.families import ModelDims
-from dejavu_train.families.dims import SMOOTH, Positions
+from dejavu_train.families.dims import SMOOTH
 
 SORTED_BYTES = 32  # of one neuron while a smooth activation's are sorted
 
@@ -38,9 +38,7 @@ def footprint(config: RunConfig, shape: ModelDims, tokens: int) -> Footprint:
     Args:
         config: settled.
     """
-    positions = shape.max_positions if shape.positions is Positions.LEARNED else 0
-    outside = shape.vocab_size * shape.embedding_dim + positions * shape.d_model
-    weights = (shape.layer_weights + outside) * _itemsize(config)
+    weights = (shape.layer_weights + shape.outer_weights) * _itemsize(config)
     calibrating = calibrating_work(config, shape) if config.calibrate.sensitivity_tokens else 0
     work = max(collecting_work(config, shape), calibrating)
     return Footprint(weights, work, 2 * 2 * shape.layer_weights, _states(config, shape, tokens))

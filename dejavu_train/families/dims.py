@@ -185,8 +185,14 @@ class ModelDims:
 
     @property
     def weights(self) -> int:
-        """Numbers in all layers' matrices and in the embedding, to which the LM head is mostly tied."""
-        return self.n_layers * self.layer_weights + self.vocab_size * self.embedding_dim
+        """Numbers in all layers' matrices and around the layers."""
+        return self.n_layers * self.layer_weights + self.outer_weights
+
+    @property
+    def outer_weights(self) -> int:
+        """Numbers in the embedding, to which the LM head is mostly tied, and in that of learned positions."""
+        positions = self.max_positions if self.positions is Positions.LEARNED else 0
+        return self.vocab_size * self.embedding_dim + positions * self.d_model
 
     @property
     def layer_weights(self) -> int:
