@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from dejavu_train.check import check, check_packages
-from dejavu_train.check_flag import take_check
 from dejavu_train.children import forget_launcher
 from dejavu_train.config import INVOCATION, RunConfig
 from dejavu_train.experiments import flattened
+from dejavu_train.flags import options, take_check
 from dejavu_train.parser import parse
 from dejavu_train.run_folder import saved_config
 from dejavu_train.stages import difference_of
@@ -31,7 +31,7 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
 def with_saved(arguments: Sequence[str]) -> list[str]:
     """The arguments, behind the configuration of the run in ``--output`` where they name neither a configuration nor a
     model: what else they give changes that run. A line says all keys that differ."""
-    names = {argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--")}
+    names = {name for name, _, _ in options(arguments)}
     if "output" not in names or names & {"config", "model", "help", "print_config"}:
         return list(arguments)
     path = saved_config(parse_config(arguments).output)

@@ -20,7 +20,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,6 +35,8 @@ from jsonargparse import (
 )
 
 from dejavu_train.errors import UserError
+from dejavu_train.field_types import described, fields_of, hints_of, is_list, is_mapping, item_of, may_be, section_of
+from dejavu_train.flags import options
 
 T = TypeVar("T")
 INSTALLED = Path(__file__).parent  # its folder configs is that of the repository
@@ -80,8 +82,8 @@ class _ConfigParser(Parser):
         super().__init__(description=description, usage=usage, formatter_class=_HelpFormatter, **options)
         self.kind = kind
         self.help_about: Sequence[str] = ()  # what follows --help
-        self.sections, self.types = _fields(kind)
-        self.optional = {name: inner for name, hint in _hints(kind) if (inner := _section(hint)) not in (None, hint)}
+        self.sections, self.types = fields_of(kind)
+        self.optional = {name: part for name, hint in hints_of(kind) if (part := section_of(hint)) not in (None, hint)}
         self.gone: Mapping[str, str] = getattr(kind, "GONE", {})  # keys of earlier versions: what to give instead
         self.meant: Mapping[str, str] = getattr(kind, "MEANT", {})  # keys of other commands: this one's
         self.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below; may be repeated")
@@ -98,7 +100,7 @@ class _ConfigParser(Parser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
         match = WRONG_VALUE.match(message)
         if match and match[1] in self.types:
-            raise UserError(f"--{match[1]} must be {_described(self.types[match[1]])}, got {match[2]}") from None
+            raise UserError(f"--{match[1]} must be {described(self.types[match[1]])}, got {match[2]}") from None
         super().error(message, ex)
 
     def format_help(self) -> str:
@@ -184,7 +186,7 @@ class _ConfigParser(Parser):
                 self._check_keys(value, f"{name}.", path)
             elif name not in self.types:
                 raise UserError(f"the config file {path} has the unknown key {name}{self._meant(name)}")
-            elif _is_mapping(self.types[name]) and not _may_be(value, self.types[name]):
+            elif is_mapping(self.types[name]) and not may_be(value, self.types[name]):
                 raise UserError(f"the config file {path}: {name} must hold keys and values, got {value}")
 
     def _meant(self, name: str) -> str:
@@ -202,14 +204,14 @@ class _ConfigParser(Parser):
 
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """The values of all files and of the flags of mappings, and the other flags as jsonargparse expects them."""
-        free = [name for name, kind in self.types.items() if _is_mapping(kind)]
+        free = [name for name, kind in self.types.items() if is_mapping(kind)]
         values: dict[str, Any] = _nested(
             {name: default for name in free if isinstance(default := self.get_default(name), dict) and default}
         )
         flags: dict[str, list[str]] = {}
         mappings: dict[str, Any] = {}
         rest = []
-        for name, given in _options(argv):
+        for name, given, _ in options(argv):
             section = next((known for known in free if name == known or name.startswith(f"{known}.")), None)
             if name == "config":
                 for path in given or [""]:
@@ -221,11 +223,11 @@ class _ConfigParser(Parser):
                 self._lay(mappings, section, keys, given[-1])
             elif name in self.types:
                 flags.setdefault(name, [])
-                flags[name] = flags[name] + given if _is_list(self.types[name]) else given[-1:]
+                flags[name] = flags[name] + given if is_list(self.types[name]) else given[-1:]
             elif name == "help":
                 self.help_about = given
                 rest.append("--help")
-            elif name == "print_config" or name.startswith("print_config="):
+            elif name == "print_config":
                 rest.append(f"--{name}" + "".join(f"={value}" for value in given))
             else:
                 raise UserError(f"unknown option --{name}{self._meant(name)}")
@@ -248,17 +250,17 @@ class _ConfigParser(Parser):
 
     def _flag(self, name: str, given: Sequence[str]) -> str:
         kind = self.types[name]
-        if _is_list(kind):
+        if is_list(kind):
             if len(given) == 1 and given[0].startswith("["):
                 return f"--{name}={given[0]}"
-            if _item(kind) is str:
+            if item_of(kind) is str:
                 is_texts = typing.get_origin(kind) is not tuple  # one or several; names of files may hold commas
                 items = given if is_texts else [part for one in given for part in one.split(",") if part]
                 return f"--{name}={json.dumps(list(items))}"
             return f"--{name}=[{','.join(part for part in given if part)}]"
         if not given:
             if kind is not bool:
-                raise UserError(f"--{name} needs a value: {_described(kind)}")
+                raise UserError(f"--{name} needs a value: {described(kind)}")
             given = ["true"]
         return f"--{name}={given[0]}"
 
@@ -294,7 +296,7 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
         if name.partition(".")[0] in absent or type(None) in typing.get_args(hint):
             continue
         if functools.reduce(getattr, name.split("."), config) is None:
-            raise UserError(f"--{name} must be {_described(hint)}, got null")
+            raise UserError(f"--{name} must be {described(hint)}, got null")
     _check_finite(dataclasses.asdict(config), "")  # type: ignore[call-overload]
     return config
 
@@ -309,70 +311,6 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = value
     return result
-
-
-def _fields(kind: type[Any], prefix: str = "") -> tuple[set[str], dict[str, Any]]:
-    """The dotted names of a dataclass's sections, and of its other fields with their types."""
-    sections: set[str] = set()
-    values: dict[str, Any] = {}
-    for name, hint in _hints(kind):
-        if (section := _section(hint)) is not None:
-            inner = _fields(section, f"{prefix}{name}.")
-            sections |= {prefix + name, *inner[0]}
-            values |= inner[1]
-        else:
-            values[prefix + name] = hint
-    return sections, values
-
-
-def _hints(kind: type[Any]) -> Iterable[tuple[str, Any]]:
-    return typing.get_type_hints(kind).items()
-
-
-def _section(hint: Any) -> Any:
-    """The dataclass that a field holds, where it is a section: always, or unless it is null."""
-    return next((part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)), None)
-
-
-def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(name, values) of every option: ``--name=value``, or ``--name`` and all that follows up to the next option."""
-    left = list(argv)
-    while left:
-        token = left.pop(0)
-        if token == "-h":
-            token = "--help"
-        if not token.startswith("--"):
-            raise UserError(f"expected an option such as --name, got {token}")
-        name, equals, value = token[2:].partition("=")
-        values = [value] if equals else []
-        while not equals and left and not left[0].startswith("--") and left[0] != "-h":
-            values.append(left.pop(0))
-        yield name, values
-
-
-def _is_list(kind: Any) -> bool:
-    return _item(kind) is not None
-
-
-def _is_mapping(kind: Any) -> bool:
-    return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
-
-
-def _may_be(value: Any, kind: Any) -> bool:
-    """Whether a value for a field that takes mappings is one, or null where it may be.
-
-    A field that takes text as well is left to jsonargparse, which says more.
-    """
-    others = () if typing.get_origin(kind) is dict else typing.get_args(kind)
-    return isinstance(value, dict) or type(value) in others or str in others
-
-
-def _item(kind: Any) -> Any:
-    """The type of a list's items. None for other types. ``str | tuple[str, ...]`` is a list too."""
-    for part in (kind, *typing.get_args(kind)):
-        if typing.get_origin(part) is tuple:
-            return typing.get_args(part)[0]
-    return None
 
 
 def _load(name: str, text: str) -> Any:
@@ -417,20 +355,6 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             below = below.setdefault(key, {})
         below[last] = value
     return made
-
-
-def _described(kind: Any) -> str:
-    """A type in words."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else str(parts[0])
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_described(part) for part in parts)
-    if origin is tuple:
-        return f"a list, each item {_described(parts[0])}"
-    if origin is dict:
-        return "a mapping"
-    return {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}.get(kind, "text")
 
 
 def _check_finite(value: Any, name: str) -> None:

@@ -4,9 +4,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dejavu_train.check_flag import take_check
 from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.flags import take_check
 from dejavu_train.parser import parse
 
 

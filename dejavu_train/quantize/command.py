@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dejavu_train.check_flag import take_check
+from dejavu_train.flags import take_check
 from dejavu_train.parser import parse
 from dejavu_train.quantize.check import check, check_device, plan
 from dejavu_train.quantize.config import QuantizeConfig

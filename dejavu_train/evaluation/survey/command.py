@@ -4,8 +4,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from dejavu_train.check_flag import take_check
 from dejavu_train.evaluation.survey.config import SurveyConfig
+from dejavu_train.flags import take_check
 from dejavu_train.parser import parse
 
 
