@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.one_model_data import TASKS
-from benchmarks.one_model_plan import DENSITY, GPUS, HEADS, SCALES, Scale, describe, flags_of, forecast
+from benchmarks.one_model_plan import DENSITY, DRAFTED, GPUS, HEADS, SCALES, Scale, describe, flags_of, forecast
 from benchmarks.rows import ROOT, command_line
 from benchmarks.texts import TEXTS
 from dejavu_train.children import start_child, stop_child
@@ -61,7 +61,7 @@ class Run:
     """The folders, the clock and the processes of a run.
 
     Args:
-        options: scale, device, gpus, work, out, minutes, pretrain_seconds, shards.
+        options: scale, device, gpus, work, out, minutes, pretrain_seconds, shards, only.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -216,7 +216,8 @@ class Run:
 
     def measure(self) -> None:
         """Take the measurements, each GPU the next one that nobody has, and several GPUs what needs them at the end."""
-        jobs = measurements(self, self.share("measure"))
+        wanted = tuple(self.options.only.split(","))
+        jobs = [job for job in measurements(self, self.share("measure")) if job.name.startswith(wanted)]
         waiting = [job for job in jobs if job.gpus == 1 and not self.is_done(job)]
 
         def worker(gpu: int) -> None:
@@ -273,7 +274,7 @@ def chunks(names: Sequence[str], count: int) -> list[Sequence[str]]:
 
 
 def measurements(run: Run, share: float) -> list[Job]:
-    """Every process of the last stage, the longest first. share: of tokens, questions and prompts."""
+    """Every process of the last stage, what matters most first. share: of tokens, questions and prompts."""
     scale, options, rows = run.scale, run.options, run.rows
     device, on_gpu = f"--device={options.device}", options.device == "cuda"
     both = (run.int4, run.bundle)
@@ -283,17 +284,11 @@ def measurements(run: Run, share: float) -> list[Job]:
         command += ["--tf32", f"--texts={','.join(names)}", f"--tokens={int(share * scale.text_tokens)}"]
         command += [f"--weights=gptq={run.int4}", f"--bundles=before={run.bundle}", f"--csv={rows / f'texts-{i}.csv'}"]
         jobs.append(Job(f"texts-{i}", [*command, "--batch-tokens=8192", "--densities", *PAIRS], both))
-    for i, names in enumerate(chunks(TASKS, options.gpus)):
-        command = [*CALL, "benchmarks.one_model_tasks", f"--model={run.model}", f"--bundle={run.bundle}", device]
-        command += [f"--int4={run.int4}", f"--file={run.data / 'tasks.jsonl.xz'}", "--tasks", *names]
-        command += [f"--limit={max(2, int(share * scale.questions))}", f"--csv={rows / f'tasks-{i}.csv'}"]
-        jobs.append(Job(f"tasks-{i}", [*command, "--densities", *PAIRS], both))
     for weights, model, bundle in (("fp16", run.model, run.bundle), ("int4", run.int4, run.int4_bundle)):
-        ways = ["draft_length=0", "sparse", *(["sparse, 4 bits"] if weights == "fp16" else [])]
         command = [*CALL, "benchmarks.lossless_gpu", "speed", f"--model={model}", f"--bundle={bundle}", device]
         command += [f"--prompts={len(PROMPTS) + max(1, int(share * scale.prompts))}", f"--new={scale.new_tokens}"]
-        command += [f"--prompt={scale.prompt}", f"--mlp-density={DENSITY}", f"--out={rows / f'lossless-{weights}.csv'}"]
-        command += ["--decodings", "greedy", "1.0", "--ways", *ways]
+        command += [f"--prompt={scale.prompt}", f"--mlp-density={DRAFTED}", f"--out={rows / f'lossless-{weights}.csv'}"]
+        command += [] if weights == "fp16" else ["--ways", "draft_length=0", "sparse"]
         command += ["--texts", *(str(run.data / f"{name}.jsonl") for name in PROMPTS)]
         jobs.append(Job(f"lossless-{weights}", command, (model, bundle)))
         dense = (["dense"] if weights == "fp16" else []) + (["dense-engine"] if on_gpu else ["dense-cpu"])
@@ -320,6 +315,11 @@ def measurements(run: Run, share: float) -> list[Job]:
                 ranks = [*CALL, "torch.distributed.run", "--standalone", f"--nproc-per-node={options.shards}"]
                 many = [f"--output={rows / name}", f"--timing_backends=[{','.join([*dense[-1:], sparse])}]"]
                 jobs.append(Job(name, [*ranks, *infer, *many], (model, bundle), options.shards))
+    for i, names in enumerate(chunks(TASKS, options.gpus)):
+        command = [*CALL, "benchmarks.one_model_tasks", f"--model={run.model}", f"--bundle={run.bundle}", device]
+        command += [f"--int4={run.int4}", f"--file={run.data / 'tasks.jsonl.xz'}", "--tasks", *names]
+        command += [f"--limit={max(2, int(share * scale.questions))}", f"--csv={rows / f'tasks-{i}.csv'}"]
+        jobs.append(Job(f"tasks-{i}", [*command, "--densities", *PAIRS], both))
     return jobs
 
 
@@ -357,7 +357,7 @@ def start(options: argparse.Namespace) -> None:
     if not code.exists():
         kept = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs", "one")
         shutil.copytree(ROOT, code, symlinks=True, ignore=kept)
-    given = ["scale", "device", "gpus", "work", "out", "minutes", "pretrain_seconds", "shards"]
+    given = ["scale", "device", "gpus", "work", "out", "minutes", "pretrain_seconds", "shards", "only"]
     flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given]
     command = [*CALL, "benchmarks.one_model", "run", *flags]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(code), os.environ.get("PYTHONPATH", "")])}
@@ -412,6 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="of the run; 0: no marks, no stage is late")
     parser.add_argument("--pretrain-seconds", type=float, default=0.0, help="at most; 0: those of the scale")
     parser.add_argument("--shards", type=int, default=1, help="2: decode on two GPUs as well")
+    parser.add_argument("--only", default="", help="measurements, by how their names begin: lossless,speed")
     parser.add_argument("--seconds", type=float, default=540, help="of look, at most")
     options = parser.parse_args(argv)
     if options.what == "forecast":

@@ -358,6 +358,7 @@ MADE_BY = {  # table -> what makes its rows
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
     "lossless-forced-cpu": "`python -m benchmarks.lossless forced --shape 1.3b` on quiet cores",
     "lossless-cpu": "`python -m benchmarks.lossless speed`",
+    "lossless-gpu": "`python -m benchmarks.one_model run`",
     "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
     **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),
     **dict.fromkeys(

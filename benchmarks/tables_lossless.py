@@ -76,8 +76,17 @@ def _forced_key(row: Row) -> tuple[str, str, str, str]:
 
 
 def speed_table(root: Path) -> str:
-    """Whole texts of a model by all ways: speed and acceptance by decoding."""
-    rows = [row for row in read_csv(root / CPU) if row["what"] == "speed" and row["text"] == "all"]
+    """Whole texts of a model by all ways on a CPU: speed and acceptance by decoding."""
+    return _speeds(read_csv(root / CPU), "cpu")
+
+
+def gpu_speed_table(root: Path) -> str:
+    """The same on a GPU."""
+    return _speeds(read_csv(root / GPU), "gpu")
+
+
+def _speeds(rows: Sequence[Row], device: str) -> str:
+    rows = [row for row in rows if row["what"] == "speed" and row["text"] == "all"]
     decodings = list(dict.fromkeys(row["decoding"] for row in rows))
     headings = ["model", "way", *(f"{name}: speed, acceptance" for name in decodings)]
     table, used = [], []
@@ -86,7 +95,7 @@ def speed_table(root: Path) -> str:
         used += [row for row in found if row is not None]
         cells = [", ".join(filter(None, (_number(row, "ratio"), _share(row)))) for row in found]
         table.append([model, way, *cells])
-    devices = ", ".join(sorted({row["cpu"] for row in used}))
+    devices = ", ".join(sorted({row[device] for row in used}))
     return f"{markdown(headings, table)}\nOur dense engine is 1. {devices}{age(used)}.\n"
 
 
@@ -111,5 +120,6 @@ LOSSLESS_TABLES: dict[str, Callable[[Path], str]] = {
     "lossless-forced": forced_table,
     "lossless-forced-cpu": forced_cpu_table,
     "lossless-cpu": speed_table,
+    "lossless-gpu": gpu_speed_table,
     "lossless-search": search_table,
 }

@@ -24,7 +24,7 @@ from dejavu_train.models.opt import load_opt
 def options(tmp_path):
     return argparse.Namespace(
         scale="1.3b", device="cpu", gpus=4, work=str(tmp_path / "work"), out=str(tmp_path / "out"), minutes=23.0,
-        pretrain_seconds=0.0, shards=1, seconds=0.0, part=str(tmp_path / "part"),
+        pretrain_seconds=0.0, shards=1, only="", seconds=0.0, part=str(tmp_path / "part"),
     )  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def test_the_forecast_fits_a_lease():
 
 def test_measurements_wait_for_what_they_need_and_failures_leave_others_alone(run, options, monkeypatch):
     jobs = measurements(run, 0.5)
+    assert jobs[0].name == "texts-0" and jobs[-1].name == "tasks-3", "tasks are what may be missing"
     assert len({job.name for job in jobs}) == len(jobs) == 14
     texts = next(job for job in jobs if job.name == "texts-0").command
     assert "--tokens=15000" in texts
@@ -79,6 +80,11 @@ def test_measurements_wait_for_what_they_need_and_failures_leave_others_alone(ru
     monkeypatch.setattr("benchmarks.one_model.measurements", lambda *_: jobs)
     monkeypatch.setattr("benchmarks.one_model_rows.gather", lambda *_: None)
     monkeypatch.setattr(run, "step", lambda name, *rest: taken.append((name, *rest[1])) or 1)
+    options.only = "two,b"
+    run.measure()
+    assert [name for name, *_ in taken] == ["two"]
+    options.only = ""
+    taken.clear()
     run.measure()
     assert [name for name, *_ in taken] == ["a", "two"] and taken[1] == ("two", 0, 1)
     assert not (run.rows / "a.done").exists()
@@ -160,25 +166,26 @@ def test_rows_of_all_processes_become_one_table(tmp_path):
     told = {"device": "H100", "torch": "2.11", "steps": 7, "seconds": 540.0, "tokens": 70_000_000, "processes": 4}
     (model / "pretraining.json").write_text(json.dumps(told | {"stream_tokens": 35_000_000, "heldout": held}))
     same = {"text": "docs", "tokens": 9, "error": 0.1, "block_bytes": 0.2, "versions": "torch 2.11"}
-    half = {"weights": "gptq", "asked_mlp_density": 0.1, "asked_head_density": 1.0}
+    drafted = {"weights": "gptq", "asked_mlp_density": 0.2, "asked_head_density": 1.0}
     dense = {"weights": "fp16", "asked_mlp_density": 1.0, "asked_head_density": 1.0}
     _write(rows / "texts-0.csv", [same | dense | {"perplexity": 10.0, "increase": 0.0},
-                                  same | half | {"perplexity": 12.0, "increase": np.log(1.2)}])  # fmt: skip
+                                  same | drafted | {"perplexity": 12.0, "increase": np.log(1.2)}])  # fmt: skip
     task = {"task": "copa", "examples": 4, "accuracy": 0.75, "changed": 0.25, "device": "H100", "torch": "2.11"}
-    _write(rows / "tasks-0.csv", [task | {"weights": "4 bits", "mlp_density": 0.1, "head_density": 1.0}])
-    timing = {"backend": "triton", "asked_mlp_density": 0.104, "asked_head_density": 1.0, "prompt": 128,
+    _write(rows / "tasks-0.csv", [task | {"weights": "4 bits", "mlp_density": 0.2, "head_density": 1.0}])
+    timing = {"backend": "triton", "asked_mlp_density": 0.204, "asked_head_density": 1.0, "prompt": 128,
               "ms_per_token": {"p50": 0.4321}, "new_tokens": 64, "device": "H100"}  # fmt: skip
     results = {"timing": [timing], "versions": {"torch": "2.11"}}
     (rows / "speed-int4-0.1-1" / "results.json").write_text(json.dumps(results))
     lossless = {"what": "speed", "text": "all", "weights": "int4", "way": "sparse", "decoding": "greedy", "tokens": 5,
                 "ratio": 1.25, "acceptance": 0.9, "gpu": "H100", "torch": "2.11"}  # fmt: skip
-    _write(rows / "lossless-int4.csv", [lossless])
+    rivals = [{"way": "prompt lookup", "ratio": 2.0}, {"way": "sparse, and copies", "ratio": 1.2}]
+    _write(rows / "lossless-int4.csv", [lossless, *(lossless | rival for rival in rivals)])
     (rows / "times.csv").write_text("1.3b,pretrain,0,1,600\n")
     gather("1.3b", model, rows)
     (tmp_path / ONE_MODEL).parent.mkdir(parents=True)
     (rows / "rows.csv").rename(tmp_path / ONE_MODEL)
     line = next(line for line in result_table(tmp_path).splitlines() if line.startswith("| 4 bits"))
-    assert line == "| 4 bits | 10 %, 100 % | 12 | +20.0 | 75.0 | 25.0 | 0.432 | 1.25, 90 % |"
+    assert line == "| 4 bits | 20 %, 100 % | 12 | +20.0 | 75.0 | 25.0 | 0.432 | 1.25, 90 % (sparse) |"
     told = time_table(tmp_path)
     assert "70 million tokens in 540 s (35 million" in told and "| pretrain | 1 | 600 |" in told
     assert "general 1.25" in told and "20.0 % of the neurons" in told
