@@ -79,7 +79,7 @@ def int4_linear_reference(x: Tensor, weight: Matrix, bias: Tensor | None, activa
     y = x.to(wide) @ weight.dense(wide).flatten(0, -2).T
     if bias is not None:
         y = y + bias
-    return y.relu() if activation == "relu" else y
+    return activation_reference(y, activation)
 
 
 def takes(weight: Matrix, batch: int) -> TypeGuard[Int4Rows]:
@@ -118,7 +118,7 @@ def dense_hidden(
         return int4_linear(_normalised(x, ln, torch.float16, pdl), weight, bias, activation, pdl)
     numbers = numbers_of(weight, pdl)
     y = F.linear(_normalised(x, ln, numbers.dtype, pdl), numbers.view(-1, numbers.shape[-1]), bias)
-    return y.relu_() if activation == "relu" else y
+    return activation_reference(y, activation)
 
 
 def hidden_products(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, pdl: bool = False) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dejavu_train.kernels.common.activation import activation_of
+from dejavu_train.kernels.common.activation import activation_of, activation_reference
 from dejavu_train.kernels.common.checks import check_device, check_numbers, check_projection, check_rows, check_shape
 from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -54,7 +54,7 @@ def dense_rows_reference(
     y = torch.nn.functional.linear(n, numbers)
     if bias is not None:
         y = y + bias
-    out.copy_(y.relu() if activation == "relu" else y)
+    out.copy_(activation_reference(y, activation))
 
 
 def qkv_dense_reference(x: Tensor, ln: LayerNormWeights, weights: Linear, step: HeadStep) -> None:

@@ -167,11 +167,12 @@ def test_embeddings(device, dtype, learned):
 
 
 @both
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_rows_with_every_activation(device, dtype, name):
-    x, ln = torch.randn(1, 37, device=device), LayerNormWeights(None, None)
-    weight, bias = torch.randn(11, 37, device=device).to(dtype), torch.randn(11, device=device)
-    out = torch.full((1, 11), NAN, device=device)
+def test_rows_with_every_activation(device, dtype, name, batch):
+    x, ln = torch.randn(batch, 37, device=device), LayerNormWeights(None, None)
+    weight, bias = torch.randn(11, 37, device=device).to(dtype), torch.randn(11, device=device).to(dtype)
+    out = torch.full((batch, 11), NAN, device=device)
     dense_rows(x, ln, Rows(weight), bias, name, out)
     values = layer_norm_reference(x.double(), ln, torch.float64) @ weight.double().T + bias.double()
     close(out, activation_reference(values, name), dtype, size=60.0 if name == "relu2" else 8.0)
