@@ -1,5 +1,12 @@
-"""What a layer is, family by family: which modules it has, what it computes, and what may read their weights."""
+"""What a layer is, family by family: which modules it has, what it computes, and what may read their weights.
 
+The environment's ``DEJAVU_FAMILIES`` names modules with further families, which every process imports, a worker too.
+"""
+
+import importlib
+import os
+
+from dejavu_train.errors import UserError
 from dejavu_train.families.arcee import ArceeFamily
 from dejavu_train.families.base import BlockParts, Family, blocks_of, dims_of, family_of, register
 from dejavu_train.families.bloom import BloomFamily
@@ -17,6 +24,14 @@ _FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 for _family in _FAMILIES:
     register(_family)
+for _module in filter(None, os.environ.get("DEJAVU_FAMILIES", "").split(",")):
+    try:
+        importlib.import_module(_module)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(
+            f"DEJAVU_FAMILIES names {_module}, which cannot be imported: {error}; name modules of files beside"
+            " train.py or in a folder of PYTHONPATH, with commas between them"
+        ) from None
 
 __all__ = [
     "TARGETS",

@@ -1,5 +1,6 @@
 """docs/guides/families.md as it stands there: a family of a program of its own, and how it is checked."""
 
+import os
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.stored import check_folder
 from dejavu_train.sparse.model import SparseCausalLM
+from dejavu_train.tasks import Task, start_task
 
 PAGE = (REPOSITORY / "docs" / "guides" / "families.md").read_text(encoding="utf-8")
 
@@ -49,3 +51,19 @@ def test_the_family_of_the_guide_runs_sparsely(guide, tmp_path):
         with torch.no_grad():
             logits.append(model(ids).logits)
         torch.testing.assert_close(logits[-1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_worker_knows_the_family_that_the_environment_names(tmp_path):
+    (tmp_path / "my_family.py").write_text(re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[0])
+    (tmp_path / "asks.py").write_text("from dejavu_train.families.base import families; print(*families())")
+    said = {}
+    for named in ("my_family", "my_family,nowhere"):
+        task = Task("0", 0, 1, ("asks",), tmp_path / named)
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "DEJAVU_FAMILIES": named}
+        start_task(task, environment).wait()
+        said[named] = task.log.read_text()
+    assert "starcoder2" in said["my_family"].split()
+    assert (
+        "DEJAVU_FAMILIES names nowhere, which cannot be imported: No module named 'nowhere'"
+        in said["my_family,nowhere"]
+    )
