@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.rows import append_row, command_line
+from benchmarks.rows import append_row, command_line, needs_gpu
 
 AHEAD = "site=1 head_density=1.0,0.85,0.5"
 INT4 = "weights=int4 predictors=int4"
@@ -78,6 +78,7 @@ def main() -> int:
     parser.add_argument("--groups", nargs="+", type=int, default=list(range(len(GROUPS))), help="by their number")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no new pair begins after so long")
     args = parser.parse_args()
+    needs_gpu(parser)
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     rows_of_cells: dict[tuple[int, int], dict[str, Rows]] = {}

@@ -24,7 +24,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.compiled_attend import SHAPES, WORDS, advance_call, attend_call
-from benchmarks.rows import append_row, command_line, device_name, made_now
+from benchmarks.rows import append_row, command_line, device_name, made_now, needs_gpu
 from benchmarks.tune import ROOMS, Placed, gpu_time
 from dejavu_train.kernels.common import settings
 from dejavu_train.kernels.common.settings import Values
@@ -84,6 +84,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1), help="that compile")
     parser.add_argument("--out", type=Path, metavar="CSV")
     args = parser.parse_args()
+    needs_gpu(parser)
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         jobs = [pool.submit(compile_some, args.shapes, i, args.processes) for i in range(args.processes)]
         for job in jobs:

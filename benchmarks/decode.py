@@ -32,7 +32,7 @@ from benchmarks.decode_problem import (
     start,
 )
 from benchmarks.harness import best_read, step_times
-from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
+from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now, needs_gpu
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.options import EngineOptions
@@ -140,8 +140,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.csv"))
     args = parser.parse_args()
     asked = [cell for text in args.cells or () for cell in read_cells(text)]
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
+    needs_gpu(parser)
     began = time.monotonic()
     best = best_read()
     metadata = made_now("kernels", "dejavu_train/engine") | gpu_versions() | {"best_tb_s": best}

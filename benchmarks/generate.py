@@ -24,7 +24,7 @@ from transformers import OPTForCausalLM, pipeline
 from benchmarks.decode_hf import Clock, random_model
 from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
 from benchmarks.harness import step_times
-from benchmarks.rows import append_json, command_line, gpu_versions, made_now
+from benchmarks.rows import append_json, command_line, gpu_versions, made_now, needs_gpu
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.engine.decode import DecodeEngine
@@ -174,8 +174,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/generate.jsonl"))
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA device")
+    needs_gpu(parser)
     asked = {f"asked_{name}" if "density" in name else name: value for name, value in vars(args).items()}
     del asked["out"]
     row = {

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import SETS, measure
-from benchmarks.rows import append_row, command_line, gpu_versions, made_now
+from benchmarks.rows import append_row, command_line, gpu_versions, made_now, needs_gpu
 from dejavu_train.kernels.attention.out_projection import project_heads
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.partial_sums import partial_sums
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="run each op once and measure none")
     parser.add_argument("--csv", type=Path, required=True)
     args = parser.parse_args()
+    needs_gpu(parser)
     if args.before:
         beside(args)
     elif args.settings:

@@ -27,6 +27,12 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     )
 
 
+def needs_gpu(parser: argparse.ArgumentParser) -> None:
+    """Ends with one line and exit code 2 where torch finds no GPU."""
+    if not torch.cuda.is_available():
+        parser.exit(2, f"error: {parser.prog} times kernels on a CUDA device, and torch found none\n")
+
+
 def commit() -> str:
     """The commit measured: DEJAVU_COMMIT where the tree travels without its history, else git's."""
     named = os.environ.get("DEJAVU_COMMIT")

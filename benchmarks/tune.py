@@ -34,7 +34,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
 from benchmarks import compiled_layers
-from benchmarks.rows import append_row, command_line, device_name, made_now
+from benchmarks.rows import append_row, command_line, device_name, made_now, needs_gpu
 from dejavu_train.files import write_text
 from dejavu_train.kernels.common import settings
 from dejavu_train.kernels.common.settings import Lookup, Row, SettingsFile, Values
@@ -352,6 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="of the GPU's name in kernels/settings by default")
     parser.add_argument("--log", type=Path, default=Path("build/tune.csv"))
     args = parser.parse_args(argv)
+    needs_gpu(parser)
     device = torch.device("cuda")
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return run(args, device_name(device), multiprocessors, device, gpu_time)

@@ -159,3 +159,12 @@ def test_the_command_writes_a_file_for_a_new_gpu(tmp_path, monkeypatch, capsys):
     made = SettingsFile.read(out)
     assert made.gpus == ("A100",) and made.multiprocessors == 108 and out.read_text() == text_of(made)
     assert made.values("screen", "float", {"d": 2048})["warps"] == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
+def test_without_a_gpu_the_command_ends_with_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        tune.main(["--seconds", "300"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("error: ") and said.err.endswith(" on a CUDA device, and torch found none\n")
