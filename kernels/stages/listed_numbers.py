@@ -46,12 +46,6 @@ def no_factor(parts, row):
 
 
 @triton.jit
-def row_scale(parts, row):
-    """A scale of each row, the matrix's second tensor, beside its codes."""
-    return tl.load(parts[1] + row).to(tl.float32)
-
-
-@triton.jit
 def _number_gathered(how: tl.constexpr, matrix, rows, live, lane):
     """The rows of a matrix in pieces (block,), row by row. A row for which `live` is zero is not read."""
     tiles = ()
