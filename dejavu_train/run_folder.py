@@ -52,8 +52,17 @@ def claimed_folder(config: RunConfig, given: RunConfig | None = None) -> Iterato
 
 
 def saved_config(output: str | Path) -> Path | None:
-    """The file of the configuration of the run in a folder. None where there is none."""
+    """The file of the configuration of the run in a folder. None where there is no run.
+
+    Raises:
+        UserError: there is a run without it, made before runs kept it. To begin with the defaults would change the run.
+    """
     path = Path(output) / CONFIG
+    if not path.is_file() and (Path(output) / "run.json").is_file():
+        raise UserError(
+            f"the run in {output} has no {CONFIG}, by which --output alone goes on; name its configuration once more,"
+            " such as --config FILE or --model FOLDER with its other flags"
+        )
     return path if path.is_file() else None
 
 

@@ -172,7 +172,7 @@ def test_an_output_of_another_run(run, capsys, collected):
     )
 
 
-def test_a_run_goes_on_from_its_folder_alone(run, collected):
+def test_a_run_goes_on_from_its_folder_alone(run, capsys, collected):
     config = parse_config(run("--mlp.ranks={1: 8}", "--layers=1", "--trainer.max_time=00:01:00:00"))
     alone = ["--output", str(collected.parent)]
     assert with_saved(alone) == alone
@@ -180,8 +180,13 @@ def test_a_run_goes_on_from_its_folder_alone(run, collected):
         pass
     assert parse_config(with_saved(alone)) == dataclasses.replace(config, layers=None)
     assert parse_config(with_saved([*alone, "--layers", "0"])) == dataclasses.replace(config, layers="0")
+    (collected.parent / "config.yaml").unlink()  # as runs were before they kept it
+    fails(capsys, alone, "has no config.yaml, by which --output alone goes on; name its configuration once more")
     for more in (["--model=other"], ["--config=other.yaml"], ["--help", "mlp"]):  # another run, described anew
         assert with_saved([*alone, *more]) == [*alone, *more]
+    with claimed_folder(config):
+        pass
+    assert parse_config(with_saved(alone)) == dataclasses.replace(config, layers=None)
 
 
 def test_what_a_run_is_told_beside_its_folder_changes_it_and_is_said(run, collected, caplog):
