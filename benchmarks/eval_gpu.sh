@@ -12,14 +12,14 @@
 # of a kind are put together and OUT.tar is made. DEVICE=cpu TRY=1 tries it with tiny limits.
 set -u
 folder=$1 bundle=$2 out=$3
-device=${DEVICE:-cuda} try=${TRY:-} python=${PYTHON:-python3} budget=${BUDGET:-480}
+. "$(dirname "$0")/steps.sh"
+device=${DEVICE:-cuda} budget=${BUDGET:-480}
+limit=$((budget - 15)) logs=$out
 groups=" ${GROUPS_RUN:-cost second five texts paper generation lambada} "
 cores=$(nproc)
 slots=${SLOTS:-$((cores > 16 ? 14 : cores > 4 ? cores - 3 : 1))}
 export PYTHONPATH=${PYTHONPATH:-}:. OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false
 mkdir -p "$out"
-began=$(date +%s)
-pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
 wanted() { [[ $groups == *" $1 "* ]]; }
 
 pack() {
@@ -35,19 +35,13 @@ pack() {
   tar -cf "$out.tar" -C "$(dirname "$out")" "$(basename "$out")" 2> /dev/null
 }
 
-step() {  # NAME SECONDS COMMAND...: goes on after a failure, which steps.csv shows
-  local name=$1 limit=$2 at left
-  shift 2
-  at=$(date +%s)
-  left=$((budget - 15 - at + began))
-  DEJAVU_RESULTS=$out/$name timeout -k 10 "$((limit < left ? limit : left > 1 ? left : 1))" "$@" \
-    > "$out/$name.log" 2>&1
-  echo "$name,$?,$(($(date +%s) - at))" | tee -a "$out/steps.csv"
-}
+keep_logs() { :; }  # pack does, in the middle and at the end
 
-beside() {  # as step, next to others
+alone() { DEJAVU_RESULTS=$out/$1 step "$@"; }  # a step whose rows go to a folder of its own
+
+beside() {  # likewise, next to others
   while [ "$(jobs -rp | wc -l)" -ge $((slots + 1)) ]; do wait -n; done
-  step "$@" &
+  alone "$@" &
 }
 
 tasks() {  # MODEL BUNDLE DTYPE
@@ -61,19 +55,19 @@ rows="$python -m benchmarks.tasks" record="$python -m papers.deja_vu.record"
 
 # Alone: their times are reported.
 if wanted tests; then
-  [ -z "$try" ] && step tests 120 "$python" -m pytest -q -m gpu tests/evaluation/test_lm_eval_gpu.py
+  [ -z "$try" ] && alone tests 120 "$python" -m pytest -q -m gpu tests/evaluation/test_lm_eval_gpu.py
 fi
 if wanted engine; then
   for dtype in $(pick "float32 float16" float32); do
-    step "engine-$dtype" 150 $rows engine $(tasks checkpoints/opt-mini "$bundle" "$dtype") --tasks "$all" --shots 0 \
+    alone "engine-$dtype" 150 $rows engine $(tasks checkpoints/opt-mini "$bundle" "$dtype") --tasks "$all" --shots 0 \
       --texts '[]' --limit "$(pick 110 1)" --backend "$engine"
   done
 fi
-wanted cost && step cost 40 "$python" -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml \
+wanted cost && alone cost 40 "$python" -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml \
   --bundle null --parts cost --output "$out/cost" --device "$device"
 if wanted second && [ -n "${MODEL2:-}" ]; then
   second=$(tasks "$MODEL2" "$BUNDLE2" "${DTYPE2:-float32}")
-  step second-engine 100 $rows engine $second --tasks "$all" --shots 0 --texts '[]' --limit "$(pick 110 1)" \
+  alone second-engine 100 $rows engine $second --tasks "$all" --shots 0 --texts '[]' --limit "$(pick 110 1)" \
     --backend "$engine"
 fi
 
@@ -127,4 +121,4 @@ others=$(jobs -rp | grep -v "^$middle$")
 [ -n "$others" ] && wait $others
 kill "$middle" 2> /dev/null
 pack
-echo "$(($(date +%s) - began)) s, $out.tar"
+echo "$((SECONDS - began)) s, $out.tar"

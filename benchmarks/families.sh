@@ -11,14 +11,13 @@
 # still runs is stopped.
 set -u
 out=$1 size=${2:-14m}
-try=${TRY:-}
-pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
-began=$SECONDS
-export work=${WORK:-$(pick /dev/shm/families /tmp/families)} python=${PYTHON:-python3} data=${DATA:-.data}
+. "$(dirname "$0")/steps.sh"
+work=${WORK:-$(pick /dev/shm/families /tmp/families)} data=${DATA:-.data}
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 1) OMP_WAIT_POLICY=PASSIVE
 export HF_HUB_DISABLE_PROGRESS_BARS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true RAYON_NUM_THREADS=$(pick 6 1)
 export TORCHINDUCTOR_COMPILE_THREADS=6
-export limit=${LIMIT:-$(pick 560 3000)} gpus=${GPUS:-4} rows=$work/rows
+limit=${LIMIT:-$(pick 560 3000)} gpus=${GPUS:-4} rows=$work/rows
+logs=$rows steps=$rows/steps.txt
 # FAMILY-SIZE:GPU. The predictors of seed 0 are trained where the model was, those of seed 1 a GPU further on.
 models=${MODELS:-"opt-$size:0 arcee-$size:1 llama-relu-$size:2 bloom-$size:3"}
 if [ -z "${MODELS:-}" ] && [ "$size" = 14m ]; then models="$models llama-drelu-14m:3"; fi
@@ -38,7 +37,7 @@ export device=$(pick cuda cpu) compile=$(pick true false) densities
 export text=$(pick "$data/train_general.jsonl.xz $data/train_books.jsonl.xz $data/train_docs.jsonl.xz" "$data/books.jsonl")
 export heldout=$(pick "$data/books.jsonl $data/docs.jsonl $data/general.jsonl" "$data/licences.jsonl")
 
-left() { echo $((limit - SECONDS + began - ${1:-0})); }
+keep_logs() { :; }  # the ticker packs
 
 pack() {
   local csv all=$out/.rows.csv
@@ -54,17 +53,6 @@ pack() {
   mv "$out/.models.jsonl" "$out/models.jsonl"
   tar -cJf "$out/.logs.tar.xz" -C "$work" rows
   [ $? -le 1 ] && mv "$out/.logs.tar.xz" "$out/logs.tar.xz"  # 1: a log grew meanwhile
-}
-
-step() {  # NAME COMMAND...: within what is left of the limit; its log and a line of steps.txt
-  local name=$1 at=$SECONDS
-  shift
-  local room=$(left 8)
-  timeout -k 3 "$((room > 1 ? room : 1))" "$@" > "$rows/$name.log" 2>&1
-  local code=$?
-  echo "$name,$code,$((at - began)),$((SECONDS - began))" | tee -a "$rows/steps.txt"
-  if [ "$code" != 0 ]; then tail -n 3 "$rows/$name.log" >&2; fi
-  return "$code"
 }
 
 shape() {  # FAMILY SIZE: the sizes of a model. A gate is a third matrix, so a gated MLP has two thirds of the neurons
@@ -85,7 +73,10 @@ pretrain() {  # NAME FAMILY SIZE
     --heldout $heldout --steps "${!steps}" --seconds "$seconds" \
     --learning_rate "$([ "$3" = 100m ] && echo 2e-3 || echo 3e-3)" --warmup_steps 100 --device "$device" \
     --checkpoint_seconds 1000
-  step "$name-pretrain" "$@" --compile "$compile" || { rm -f "$folder/pretraining.ckpt"; step "$name-again" "$@"; }
+  step "$name-pretrain" "$(left 8)" "$@" --compile "$compile" || {
+    rm -f "$folder/pretraining.ckpt"
+    step "$name-again" "$(left 8)" "$@"
+  }
 }
 
 study() {  # NAME SIZE SEED LABEL FLAGS...
@@ -96,7 +87,7 @@ study() {  # NAME SIZE SEED LABEL FLAGS...
     sizes="--text.sample.tokens=$(pick 250000 24000) --mlp.rank=$(pick 128 8) --batch-tokens $(pick 8192 600)"
   fi
   if [ -n "$label" ]; then pairs=$(tr , '\n' <<< "$pairs" | grep '^0.*/1$' | paste -sd,); fi
-  step "$name-$seed$label" "$python" -m benchmarks.texts run --model "$work/models/$name" --training self --seed "$seed" \
+  step "$name-$seed$label" "$(left 8)" "$python" -m benchmarks.texts run --model "$work/models/$name" --training self --seed "$seed" \
     $common $sizes --densities "$pairs" --label "$label" --work "$work/$name" --output "$rows/$name-$seed$label.csv" "$@"
 }
 

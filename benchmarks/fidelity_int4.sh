@@ -7,43 +7,35 @@
 # and kind of predictor, fidelity_int4.json of all, and logs. ONLY names some: "opt-mini-own opt-mini-ahead opt-100m-own
 # opt-100m-ahead". One row at a time but in `replay` and `rows`: the kernels of several rows are others.
 set -u
-out=$1 try=${TRY:-} only=${ONLY:-opt-mini-own opt-mini-ahead opt-100m-own opt-100m-ahead}
-pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
-work=${WORK:-$(pick /dev/shm/fidelity /tmp/fidelity)} python=${PYTHON:-python3} data=${DATA:-.data}
-device=$(pick cuda cpu)
+out=$1 only=${ONLY:-opt-mini-own opt-mini-ahead opt-100m-own opt-100m-ahead}
+. "$(dirname "$0")/steps.sh"
+work=${WORK:-$(pick /dev/shm/fidelity /tmp/fidelity)} data=${DATA:-.data}
+device=$(pick cuda cpu) limit=${LIMIT:-$(pick 900 3000)} logs=$out
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 4 1) OMP_WAIT_POLICY=PASSIVE
 export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=false
 mkdir -p "$out" "$work"
 work=$(mktemp -d "$work/run.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
-step() {  # NAME COMMAND...
-  local name=$1 at=$SECONDS
-  shift
-  timeout 400 "$@" > "$out/$name.log" 2>&1
-  local code=$?
-  echo "$name,$code,$((SECONDS - at))"
-  if [ "$code" != 0 ]; then tail -n 4 "$out/$name.log" >&2; fi
-  return "$code"
-}
+keep_logs() { :; }  # they lie in OUTPUT_FOLDER
 
 compare() {  # NAME KIND FLAGS...
   local name=$1 kind=$2
   shift 2
   case " $only " in *" $name-$kind "*) ;; *) return ;; esac
-  step "train-$name-$kind" "$python" train.py --config=configs/opt-mini.yaml --model="$work/$name-int4" \
+  step "train-$name-$kind" 400 "$python" train.py --config=configs/opt-mini.yaml --model="$work/$name-int4" \
     --output="$work/$name-$kind" --calibrate.cascade=null --calibrate.head_density=0.85 \
     --calibrate.sensitivity_tokens=0 --text.cache="$work/text" --text.sample.tokens="$(pick 140000 24000)" \
     --collect.train_tokens="$(pick 100000 5000)" --collect.val_tokens="$(pick 10000 1024)" \
     --collect.calibration_tokens="$(pick 20000 1024)" --collect.device="$device" --trainer.logger=false \
     --trainer.accelerator="$(pick gpu cpu)" --mlp.steps="$(pick 400 5)" --heads.steps="$(pick 400 5)" "$@" || return
-  [ -n "$try" ] || step "fidelity-$name-$kind" "$python" -m benchmarks.fidelity --model "$work/$name-int4" \
+  [ -n "$try" ] || step "fidelity-$name-$kind" 400 "$python" -m benchmarks.fidelity --model "$work/$name-int4" \
     --bundle "$work/$name-$kind/bundle" --batch 1 --rows 18 --length 256 --parts half greedy prompts replay rows \
     --out "$out/$name-$kind.json"
 }
 
 whole() {  # NAME MODEL
-  step "quantise-$1" "$python" -m dejavu_train.quantize --model "$2" --output "$work/$1-int4" --quantizer rtn \
+  step "quantise-$1" 400 "$python" -m dejavu_train.quantize --model "$2" --output "$work/$1-int4" --quantizer rtn \
     --device "$device" || return
   compare "$1" own
   compare "$1" ahead --mlp.lookahead 1 --heads.lookahead 1 --heads.lookahead_nearest true
@@ -52,7 +44,7 @@ whole() {  # NAME MODEL
 whole opt-mini checkpoints/opt-mini &
 shape=$(pick "--d_model 768 --n_layers 12 --n_heads 12 --d_ffn 3072 --context 512" \
   "--d_model 64 --n_layers 3 --n_heads 2 --d_ffn 128 --context 512 --batch_rows 2 --vocab_size 300 --device cpu")
-step pretrain "$python" -m dejavu_train.training.pretrain --output "$work/opt-100m" \
+step pretrain 400 "$python" -m dejavu_train.training.pretrain --output "$work/opt-100m" \
   --text "$data/$(pick general_train.jsonl.xz general_heldout.jsonl)" --heldout "$data/books_heldout.jsonl" $shape \
   --seconds "$(pick "${PRETRAIN_SECONDS:-60}" 5)" && whole opt-100m "$work/opt-100m"
 wait

@@ -12,12 +12,12 @@
 # that are put beside those of an earlier one get another name in the column `model` (`quantize show` refuses a mixture).
 set -u
 out=$1
-try=${TRY:-}
-pick() { if [ -n "$try" ]; then echo "$2"; else echo "$1"; fi; }
-export work=${WORK:-$(pick /dev/shm/hundred /tmp/hundred)} python=${PYTHON:-python3} data=${DATA:-.data}
+. "$(dirname "$0")/steps.sh"
+work=${WORK:-$(pick /dev/shm/hundred /tmp/hundred)} data=${DATA:-.data}
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=$(pick 2 1) OMP_WAIT_POLICY=PASSIVE
 export HF_HUB_DISABLE_PROGRESS_BARS=1 TOKENIZERS_PARALLELISM=true
-export limit=${LIMIT:-520} gpus=${GPUS:-1} began=$SECONDS seeds=${SEEDS:-0} model=$work/opt-100m rows=$work/rows
+limit=${LIMIT:-520} gpus=${GPUS:-1} seeds=${SEEDS:-0} model=$work/opt-100m rows=$work/rows
+logs=$rows steps=$rows/steps.csv
 export parts=${PARTS:-before after}
 export device=$(pick cuda cpu) tokens=$(pick 40000 200) sample=$(pick 400000 24000)
 export texts=${TEXTS:-docs,books,wikitext,general,readmes,code,licences}
@@ -30,22 +30,11 @@ report="--model $model --data $data --tokens $tokens --device $device"
 export report="$report --batch-tokens $(pick 8192 512)"
 mkdir -p "$out" "$rows"
 
-left() { echo $((limit - SECONDS + began - ${1:-0})); }
+keep_logs() { :; }  # the ticker packs
 
 pack() {
   tar -cJf "$out/.hundred.tar.xz" -C "$work" rows
   [ $? -le 1 ] && mv "$out/.hundred.tar.xz" "$out/hundred.tar.xz"  # 1: a log grew meanwhile
-}
-
-step() {  # NAME COMMAND...: within what is left of the limit; its log and a line of steps.csv
-  local name=$1 at=$SECONDS seconds
-  shift
-  seconds=$(left 8)
-  timeout -k 3 "$((seconds > 1 ? seconds : 1))" "$@" > "$rows/$name.log" 2>&1
-  local code=$?
-  echo "$name,$code,$((at - began)),$((SECONDS - began))" | tee -a "$rows/steps.csv"
-  if [ "$code" != 0 ]; then tail -n 3 "$rows/$name.log" >&2; fi
-  return "$code"
 }
 
 train() {  # NAME MODEL SEED FLAGS...: a bundle in $work/NAME, each half of the layers in a process of its own
@@ -53,8 +42,8 @@ train() {  # NAME MODEL SEED FLAGS...: a bundle in $work/NAME, each half of the 
   shift 3
   set -- "$python" train.py $flags --model="$trained" --output="$work/$name" --seed="$seed" \
     --text.sample.seed="$seed" "$@"
-  step "train-$name-low" "$@" --layers="0-$((layers / 2))" &
-  step "train-$name-high" "$@" --layers="$((layers / 2 + 1))-$layers"
+  step "train-$name-low" "$(left 8)" "$@" --layers="0-$((layers / 2))" &
+  step "train-$name-high" "$(left 8)" "$@" --layers="$((layers / 2 + 1))-$layers"
   wait
   rm -rf "$work/$name/activations"
   test -f "$work/$name/bundle/bundle.json"
@@ -70,7 +59,7 @@ written() {  # SEED: waits until the model has written its text with this seed
 score() {  # NAME SEED ARGUMENTS...: rows of a report
   local name=$1 seed=$2
   shift 2
-  step "report-$name-$seed" "$python" -m benchmarks.quantize report $report --seed "$seed" --texts "$texts" \
+  step "report-$name-$seed" "$(left 8)" "$python" -m benchmarks.quantize report $report --seed "$seed" --texts "$texts" \
     --csv "$rows/report-$name-$seed.csv" "$@"
 }
 
@@ -94,7 +83,7 @@ after() {  # SEED
 
 whole_seed() {  # SEED
   before "$1" &
-  written "$1" && step "gptq-$1" "$python" -m dejavu_train.quantize --model "$model" --output "$work/gptq-$1" \
+  written "$1" && step "gptq-$1" "$(left 8)" "$python" -m dejavu_train.quantize --model "$model" --output "$work/gptq-$1" \
     $quantise --seed "$1" --text.sample.seed="$1" || { wait; return 1; }
   score dense "$1" --weights "rtn=$work/rtn" "gptq=$work/gptq-$1" --bundles &
   case $parts in *after*) after "$1" ;; esac
@@ -111,14 +100,14 @@ ticks=$!
 trap 'kill $ticks; pack' EXIT
 
 text=$(pick "$data/general_train.jsonl.xz $data/train_docs.jsonl.xz" "$data/books.jsonl")
-step pretrain "$python" -m dejavu_train.training.pretrain --output "$model" --text $text \
+step pretrain "$(left 8)" "$python" -m dejavu_train.training.pretrain --output "$model" --text $text \
   --heldout "$data/books.jsonl" "$data/docs.jsonl" $shape --seconds "$(pick "${PRETRAIN_SECONDS:-110}" 5)" || exit 1
-step rtn "$python" -m dejavu_train.quantize --model "$model" --output "$work/rtn" --quantizer rtn --device "$device" &
+step rtn "$(left 8)" "$python" -m dejavu_train.quantize --model "$model" --output "$work/rtn" --quantizer rtn --device "$device" &
 heads() {  # the LM head in codes as well
   local seed=${seeds%% *} kind
   ready "$work/gptq-$seed" || return 1
   for kind in int8 int4; do
-    step "head-$kind" "$python" -m dejavu_train.quantize --model "$model" --output "$work/head-$kind" $quantise \
+    step "head-$kind" "$(left 8)" "$python" -m dejavu_train.quantize --model "$model" --output "$work/head-$kind" $quantise \
       --seed "$seed" --text.sample.seed="$seed" --lm_head "$kind" || return 1
   done
   score heads "$seed" --bundles --weights "gptq=$work/gptq-$seed" "gptq, LM head int8=$work/head-int8" \

@@ -6,28 +6,19 @@
 # names steps to run: "tests fidelity 6.7b 66b 175b 30b batches".
 set -u
 out=$1 bundle=${2:-}
-python=${PYTHON:-python3} budget=${BUDGET:-600} only=${ONLY:-tests fidelity 6.7b 66b 175b 30b batches}
+. "$(dirname "$0")/steps.sh"
+limit=${BUDGET:-600} logs=$out only=${ONLY:-tests fidelity 6.7b 66b 175b 30b batches}
 export PYTHONPATH=${PYTHONPATH:-}:. PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
 mkdir -p "$out"
-began=$(date +%s)
 
-step() {  # NAME SECONDS COMMAND...: goes on after a failure, which the tar shows
-  local name=$1 limit=$2
-  shift 2
-  local left=$((budget - $(date +%s) + began))
-  [ "$left" -lt 10 ] && return
-  local at=$(date +%s)
-  timeout "$((limit < left ? limit : left))" "$@" > "$out/$name.log" 2>&1
-  echo "$name,$?,$(($(date +%s) - at))" | tee -a "$out/int4_decode_steps.csv"
-  tail -n "${TAIL:-12}" "$out/$name.log"
-  tar -C "$(dirname "$out")" -cf "$out.part" "$(basename "$out")" && mv "$out.part" "$out.tar"  # a killed call keeps it
+keep_logs() {  # with all rows: a killed call keeps them
+  tar -C "$(dirname "$out")" -cf "$out.part" "$(basename "$out")" && mv "$out.part" "$out.tar"
 }
 
 cells() {  # NAME MODEL CELLS...
   local name=$1 model=$2
   shift 2
-  local left=$((budget - $(date +%s) + began))
-  step "$name" 400 "$python" -m benchmarks.decode --models "$model" --out "$out/decode.csv" --time-limit "$((left - 15))" \
+  step "$name" 400 "$python" -m benchmarks.decode --models "$model" --out "$out/decode.csv" --time-limit "$(left 15)" \
     --cells "$@"
 }
 
@@ -36,6 +27,7 @@ head="lm_head=int4"  # the LM head in 4 bits as well: 50272 rows
 ahead="$sparse site=1"  # and within attention
 several="weights=int4 predictors=int4 head_density=1.0"
 for name in $only; do
+  if [ "$(left)" -lt 10 ]; then break; fi
   case $name in
     tests)
       step tests 150 "$python" -m pytest -q -m gpu -n 12 --timeout 140 tests/engine/test_four_bits_gpu.py ;;
