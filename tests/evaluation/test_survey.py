@@ -2,6 +2,7 @@
 
 import csv
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from transformers import (
     FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -53,6 +56,10 @@ KINDS = {
     "falcon": (
         FalconForCausalLM, FalconConfig(**SMALL, vocab_size=320, num_attention_heads=4, multi_query=False, alibi=True),
         "mlp.dense_4h_to_h", 128, 4, False,
+    ),
+    "neox": (  # whose configuration says is_decoder: false
+        GPTNeoXForCausalLM, GPTNeoXConfig(**SMALL, intermediate_size=48, num_attention_heads=4, vocab_size=320),
+        "mlp.dense_4h_to_h", 48, 4, False,
     ),
 }  # fmt: skip
 
@@ -202,7 +209,10 @@ def test_other_architectures_get_one_line(cls, config, said, tmp_path, capsys):
     assert said in error and len(error.strip().splitlines()) == 1
 
 
-def test_what_is_no_model_is_said(tmp_path, capsys):
+def test_what_is_no_model_is_said(tmp_path, capsys, monkeypatch):
+    (tmp_path / "x.gguf").touch()
+    monkeypatch.setitem(sys.modules, "gguf", None)  # not installed
+    assert main(["survey", f"--model={tmp_path / 'x.gguf'}"]) == 2 and "pip install gguf" in capsys.readouterr().err
     assert main(["survey"]) == 2 and "give --model" in capsys.readouterr().err
     assert main(["survey", "--model=/nowhere/x"]) == 2 and "there is no model" in capsys.readouterr().err
     assert main(["survey", "--model=x", "--neuron_shares=2"]) == 2 and "at most at 1" in capsys.readouterr().err

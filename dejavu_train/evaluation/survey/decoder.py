@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from dejavu_train.errors import UserError, first_line
+from dejavu_train.machine import require_package
 from dejavu_train.models.hub import looks_local
 
 GGUF = ".gguf"
@@ -56,18 +57,18 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     Args:
         name: folder, hub id or .gguf file.
     Raises:
-        UserError: nothing there, an unknown kind, or one that writes no text from left to right.
+        UserError: nothing there, an unknown kind, one that writes no text from left to right, or no package gguf.
     """
     where, options = _located(name, revision)
     if looks_local(name) and not _exists(name):
         raise UserError(f"there is no model {name}; give a folder, a .gguf file or a hub id such as facebook/opt-125m")
+    if name.endswith(GGUF):
+        require_package("gguf", name, "gguf")
     try:
         config = AutoConfig.from_pretrained(where, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"cannot read the config of {name}: {first_line(error)}") from None
-    written = [str(each) for each in config.architectures or ()]
-    encoder = getattr(config, "is_decoder", None) is False and not any("LMHeadModel" in each for each in written)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or encoder:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or _encodes(config):
         raise UserError(f"{name} is of type {config.model_type}, which is no causal language model; {_CLASS}")
     for key in EXPERTS:
         if getattr(config, key, 0):
@@ -138,6 +139,15 @@ def rows_in(module: nn.Module) -> Tensor:
     """(out, in), the weight of a linear map, however the module stores it."""
     weight: Any = module.weight
     return weight.T if isinstance(module, Conv1D) else weight
+
+
+def _encodes(config: PreTrainedConfig) -> bool:
+    """Whether a kind that also writes text is meant as an encoder here. GPT-NeoX has the key, and is none."""
+    if getattr(config, "is_decoder", None) is not False:
+        return False
+    written = config.architectures or ()
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    return masked or bool(written) and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ not in written
 
 
 def _located(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
