@@ -33,14 +33,18 @@ class Store:
 
     def __init__(self, address: str) -> None:
         import fsspec
+        from fsspec.implementations.local import LocalFileSystem
 
         self.address = address.rstrip("/")
         try:
             self._files, root = fsspec.core.url_to_fs(address)
         except ImportError as error:
-            raise UserError(f"--store {address}: {first_line(error)}; pip install the package that it names") from None
+            extra = "'dejavu-train[s3]'" if address.startswith("s3:") else "the package that it names"
+            raise UserError(f"--store {address}: {first_line(error)}; pip install {extra}") from None
         except ValueError as error:
             raise UserError(f"--store {address}: {first_line(error)}; {_EXAMPLE}") from None
+        if isinstance(self._files, LocalFileSystem):  # alone in that folders must be there
+            self._files = LocalFileSystem(auto_mkdir=True)
         self._root = root.rstrip("/")
         if not self._root:
             raise UserError(f"--store {address} names no bucket; {_EXAMPLE}")

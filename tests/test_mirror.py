@@ -142,10 +142,19 @@ def test_what_a_store_says_is_told_from_what_happens_here(tmp_path, monkeypatch,
         assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_is_a_store(tmp_path):
+    (tmp_path / "a").write_text("1")
+    store = Store(str(tmp_path / "not" / "there"))
+    assert store.sizes() == {}
+    store.put(tmp_path, ["a"])
+    store.get(tmp_path / "back", ["a"])
+    assert store.sizes() == {"a": 1} and (tmp_path / "back" / "a").read_text() == "1"
+
+
 @pytest.mark.parametrize("address, said", [
     ("memory://", "--store memory:// names no bucket; give an address such as s3://bucket/run"),
     ("nowhere://bucket/run", "--store nowhere://bucket/run: Protocol not known: nowhere; give an address such as"),
-    ("s3://bucket/run", "--store s3://bucket/run: .*s3fs.*; pip install the package that it names"),
+    ("s3://bucket/run", "--store s3://bucket/run: .*s3fs.*; pip install 'dejavu-train.s3.'"),
 ])  # fmt: skip
 def test_a_store_that_cannot_be(tiny_opt, text_file, tmp_path, monkeypatch, address, said):
     monkeypatch.setitem(sys.modules, "s3fs", None)  # not installed
