@@ -10,6 +10,7 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from rank_helpers import processes
 
+from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.draft_weights import draft_weights
 from dejavu_train.engine.ranks import group as groups
 from dejavu_train.errors import UserError
@@ -36,6 +37,9 @@ def test_generate_writes_what_one_process_writes(folder, tmp_path):
     wanted = expected.generate(ids, **settings)[0].tolist()
 
     def run(rank):
+        with pytest.raises(UserError, match="rank 1 was asked .* the same model, bundle and dtype"):
+            bundle = Bundle.from_pretrained(folder / "predictors").at(mlp_density=0.3 + 0.1 * rank)
+            SparseOPTForCausalLM.from_pretrained(folder, bundle)
         model = load(folder)
         greedy = model.generate(ids, **settings)[0].tolist()
         torch.manual_seed(5 + rank)  # rank 0's counts

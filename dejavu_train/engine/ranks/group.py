@@ -81,9 +81,11 @@ def _is_of_gloo(error: RuntimeError) -> bool:
     return any(word in str(error) for word in ("gloo", "Connection closed by peer", "Connection reset", "Broken pipe"))
 
 
-def agree(hosts: Hosts, *asked: Any) -> None:
+def agree(hosts: Hosts, *asked: Any, same: str = "prompts and options") -> None:
     """Make sure that all ranks are asked for the same.
 
+    Args:
+        same: what the remedy says of ``asked``.
     Raises:
         UserError: on all of them, where they are not.
     """
@@ -92,8 +94,7 @@ def agree(hosts: Hosts, *asked: Any) -> None:
     others = [rank for rank, each in enumerate(found) if each != found[0]]
     if others:
         raise UserError(
-            f"rank {others[0]} was asked for something else than rank 0; give all processes the same prompts and"
-            " options"
+            f"rank {others[0]} was asked for something else than rank 0; give all processes the same {same}"
         )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dejavu_train.engine.ranks.group import Group
+from dejavu_train.engine.ranks.group import Group, agree
 from dejavu_train.engine.ranks.part import RANKS
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.ranks.reading import load_shard
@@ -18,10 +18,13 @@ def load_rank(
     """This rank's part of a model, on the rank's device. Units are shared out by the frequencies of a bundle.
 
     Raises:
-        UserError: as `load_shard` and `shards_of`.
+        UserError: as `load_shard` and `shards_of`. Ranks whose models, bundles or dtypes differ.
     """
+    dims = read_dims(name, revision)
+    files = None if bundle is None else (bundle.weight_hash, bundle.digest())
+    agree(group, dims, files, str(dtype), same="model, bundle and dtype")
     rates = None if bundle is None else rates_of(bundle)
-    shard = shards_of(read_dims(name, revision), group.world, rates)[group.rank]
+    shard = shards_of(dims, group.world, rates)[group.rank]
     model, nbytes = load_shard(name, shard, dtype, group.device, revision)
     setattr(model, RANKS, Ranks(shard, group.sums, group, nbytes))
     return model

@@ -5,6 +5,7 @@ known, how often each was selected on calibration is. Neurons are shared out in 
 read in one piece.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.families.dims import Positions
 
 BLOCK = 64  # neurons at most: 128 bytes of a row of fp16
+MOST = 16  # ranks that a refusal names
 
 
 def shards_of(dims: ModelDims, world: int, rates: Mapping[UnitKey, Tensor] | None = None) -> list[Shard]:
@@ -31,8 +33,7 @@ def shards_of(dims: ModelDims, world: int, rates: Mapping[UnitKey, Tensor] | Non
     for target, name in ((Target.HEADS, "groups of heads"), (Target.MLP, "neurons")):
         if dims.units(target) % world:
             raise UserError(
-                f"{dims.units(target)} {name} are not shared out evenly over {world} GPUs; take a number of GPUs that"
-                " divides them"
+                f"{dims.units(target)} {name} are not shared out evenly over {world} GPUs; {_even_start(dims)}"
             )
     units: list[dict[UnitKey, Tensor]] = [{} for _ in range(world)]
     for layer in range(dims.n_layers):
@@ -46,6 +47,13 @@ def shards_of(dims: ModelDims, world: int, rates: Mapping[UnitKey, Tensor] | Non
             for mine, part in zip(units, parts, strict=True):
                 mine[key] = part
     return [Shard(rank, world, dims, mine) for rank, mine in enumerate(units)]
+
+
+def _even_start(dims: ModelDims) -> str:
+    """How to start as many processes as can share a model evenly."""
+    divided = math.gcd(dims.units(Target.HEADS), dims.units(Target.MLP))
+    worlds = [str(n) for n in range(2, min(divided, MOST) + 1) if divided % n == 0]
+    return f"take torchrun --nproc-per-node {' or '.join(worlds)}" if worlds else "start one process, without torchrun"
 
 
 def share_out(rates: Tensor, world: int, block: int = 1) -> list[Tensor]:
