@@ -43,6 +43,7 @@ from benchmarks.tables_one_model import ONE_MODEL_TABLES
 from benchmarks.tables_plan import own_text_table, streaming_table
 from benchmarks.tables_ranks import RANKS_TABLES
 from benchmarks.tables_serve import SERVE_TABLES
+from benchmarks.tables_stages import STAGE_TABLES
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 from dejavu_train.evaluation.picture import plot_curves
@@ -61,6 +62,7 @@ FILES = (
     "docs/results/texts.md",
     "docs/notes/four-bit-speed.md",
     "docs/notes/decode-engine.md",
+    "docs/notes/one-source.md",
     "docs/notes/lossless.md",
     "docs/notes/one-model.md",
     "docs/notes/by-layers.md",
@@ -316,6 +318,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **FRONTIER_TABLES,
     **FAMILY_TABLES,
     **SERVE_TABLES,
+    **STAGE_TABLES,
     **SWEEP_TABLES,
     **LOSSLESS_TABLES,
     **ONE_MODEL_TABLES,
@@ -368,6 +371,9 @@ MADE_BY = {  # table -> what makes its rows
     "several-gpus-rivals": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --rivals`",
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
     "own-text-by-layers": "`python -m benchmarks.tables`",
+    "stage-cells": "`python -m benchmarks.alternate` on a GPU",
+    "stage-lines": "`python -m benchmarks.merged lines`",
+    "stage-registers": "`python -m benchmarks.compiled` in both trees, then `python -m benchmarks.merged registers`",
     "streaming": "`train.py --plan`, whose rates `python -m benchmarks.hardware` takes from rows",
     "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
 }
