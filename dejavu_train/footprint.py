@@ -53,15 +53,15 @@ def collecting_work(config: RunConfig, shape: ModelDims) -> int:
 
 
 def calibrating_work(config: RunConfig, shape: ModelDims) -> int:
-    """Of a window that runs at all thresholds of a probe, or of its logits. Second stages of all layers come on top."""
+    """Of a window that runs at all thresholds of a probe, of its logits, or of a second stage that is made."""
     size, window, cascade = _itemsize(config), config.collect.window, config.calibrate.cascade is not None
     rows = max(len(HEAD_PROBES) if config.heads.enabled else 0, len(CASCADE_PROBES if cascade else MLP_PROBES))
     maps = 4 if shape.gated else 2
     row = size * max(8 * shape.d_model, maps * shape.d_ffn + 3 * shape.d_model) + shape.d_ffn
     block = min(block_positions(shape.vocab_size), window)
     logits = 4 * shape.vocab_size * max(2 * window, window + 4 * block)
-    planes = 2 * shape.d_model * shape.d_ffn * shape.n_layers if cascade else 0
-    return max(window * (rows * row + 4 * shape.d_ffn), logits) + planes
+    planes = 8 * shape.d_model * shape.d_ffn if cascade else 0  # in fp32, twice
+    return max(window * (rows * row + 4 * shape.d_ffn), logits, planes)
 
 
 def probed_rows(config: RunConfig) -> int:

@@ -26,7 +26,7 @@ from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
 from dejavu_train.bundle.measured import measured_rows
 from dejavu_train.bundle.schema_1 import from_schema_1
-from dejavu_train.bundle.spec import PredictorSpec, check_spec, tensor_name
+from dejavu_train.bundle.spec import CASCADE_PARTS, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
@@ -119,9 +119,8 @@ class Bundle:
 
     def cascades(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
         """By layer (scale, steps, threshold), each (d_ffn,): the grid of ``up``'s planes, the second stage's test."""
-        parts = ("fc1_scale", "fc1_steps", "stage2_threshold")
         layers = [layer for (layer, _), spec in self.specs.items() if spec.kind == "cascade"]
-        return {i: tuple(self.tensors[tensor_name(i, Target.MLP, part)] for part in parts) for i in layers}  # type: ignore[misc]
+        return {i: tuple(self.tensors[tensor_name(i, Target.MLP, part)] for part in CASCADE_PARTS) for i in layers}  # type: ignore[misc]
 
     def second_stages(self, ups: Sequence[Any]) -> dict[int, SecondStage]:
         """By layer the second stage of its cascade, of every layer's linear map into the neurons."""

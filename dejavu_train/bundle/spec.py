@@ -107,6 +107,7 @@ _NUMBERS: tuple[tuple[str, Any, float, float], ...] = (
     ("stage2_retained_mass", *_SHARE),
     ("threshold", (int, float), -math.inf, math.inf),
 )
+CASCADE_PARTS = {"fc1_scale": torch.float32, "fc1_steps": torch.int16, "stage2_threshold": torch.float32}  # of a layer
 _OPEN = ("top_k", "precision", "active_density", "stage2_retained_mass", "threshold")
 
 
@@ -214,8 +215,7 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
     needed = predictor_layout(spec)
     needed["frequency"] = ((spec.n_out,), torch.float32)
     if spec.kind == "cascade":
-        grid_dtypes = {"fc1_scale": torch.float32, "fc1_steps": torch.int16, "stage2_threshold": torch.float32}
-        needed |= {name: ((spec.n_out,), dtype) for name, dtype in grid_dtypes.items()}
+        needed |= {name: ((spec.n_out,), dtype) for name, dtype in CASCADE_PARTS.items()}
     if spec.replacement == "mean":
         needed["mean"] = ((shape.n_kv_heads, shape.group_dim), torch.float16)
     return {tensor_name(spec.layer, spec.target, part): value for part, value in needed.items()}

@@ -295,4 +295,4 @@ def calibrate_part(folder: Path, what: str, number: int, count: int) -> None:
     device = resolve_device(about["device"])
     walk = LayerWalk(about["model"], device, about["dtype"], about["revision"])
     model = ByLayers(walk, folder.parent, "", part=(number, count))
-    PARTS[what](model, States(folder), Plan.load(folder, device))
+    PARTS[what](model, States(folder), Plan.load(folder))

@@ -32,7 +32,7 @@ from dejavu_train.bundle.allocation import (
 )
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes, unit_bytes
-from dejavu_train.bundle.spec import PredictorSpec, tensor_name
+from dejavu_train.bundle.spec import CASCADE_PARTS, PredictorSpec, tensor_name
 from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES, spread_loss, union_densities
@@ -43,7 +43,6 @@ from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, Target, UnitKey
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.weight_format import WeightFormat
-from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.predictors.checkpoint import Stored, as_stored, read_predictor, stored_tensors
 from dejavu_train.predictors.custom import PredictorClass, describe
 from dejavu_train.progress import progress
@@ -96,7 +95,6 @@ def measure_curves(
     specs: dict[UnitKey, PredictorSpec] = {}
     tensors: dict[str, Tensor] = {}
     predictors: dict[UnitKey, nn.Module] = {}
-    second_stages: dict[UnitKey, SecondStage] = {}
     head_means: dict[int, Tensor] = {}
 
     def read(layer: int, target: Target) -> Stored:
@@ -109,10 +107,10 @@ def measure_curves(
         site = ShardReader(activations_folder, metadata["site_layer"], "calibration")
         layer_rows = ShardReader(activations_folder, layer, "calibration")
         blocks = row_blocks(weights, target, metadata["site"], site, layer_rows, config.rows, where)
+        second_stage = None
         if target == Target.MLP and passes is not None:
-            second_stages[UnitKey(layer, target)], parts = fit_second_stage(weights, blocks(), passes)
+            second_stage, parts = fit_second_stage(weights, blocks(), passes)
             stored |= parts
-        second_stage = second_stages.get(UnitKey(layer, target))
         try:
             measured = score_predictor(predictor, target, blocks(), config.batch_size > 1, second_stage)
         except UserError as error:
@@ -173,7 +171,7 @@ def measure_curves(
         chosen = windows_within(windows, config.sensitivity_tokens)
         tokens = sum(len(window) - 1 for window in chosen)
         logger.info("sensitivity of every layer on %d tokens", tokens)
-        for key, losses in _sensitivities(dense, predictors, second_stages, specs, tensors, chosen).items():
+        for key, losses in _sensitivities(dense, predictors, specs, tensors, chosen).items():
             specs[key].curve["loss_increase"] = losses
         if isinstance(dense, ByLayers):
             dense.remove_states()
@@ -214,7 +212,6 @@ def windows_within(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequen
 def _sensitivities(
     dense: Any,
     predictors: Mapping[UnitKey, nn.Module],
-    second_stages: Mapping[UnitKey, SecondStage],
     specs: Mapping[UnitKey, PredictorSpec],
     tensors: Mapping[str, Tensor],
     windows: Sequence[Sequence[int]],
@@ -223,12 +220,12 @@ def _sensitivities(
     probes = {}
     densities: dict[UnitKey, tuple[float, ...]] = {}
     for key, spec in specs.items():
-        densities[key] = (
-            HEAD_PROBES if spec.target == Target.HEADS else CASCADE_PROBES if key in second_stages else MLP_PROBES
-        )
+        staged = spec.kind == "cascade"
+        cascade = [tensors[tensor_name(*key, part)] for part in CASCADE_PARTS] if staged else None
+        densities[key] = HEAD_PROBES if spec.target == Target.HEADS else CASCADE_PROBES if staged else MLP_PROBES
         thresholds = [read_curve(spec.curve, density)["threshold"] for density in densities[key]]
         mean = tensors[tensor_name(*key, "mean")] if spec.replacement == "mean" else None
-        probes[key] = SensitivityProbe(predictors[key], spec.reads, thresholds, mean, second_stages.get(key))
+        probes[key] = SensitivityProbe(predictors[key], spec.reads, thresholds, mean, cascade)
     measure = loss_increases_by_layers if isinstance(dense, ByLayers) else loss_increases
     measured = measure(dense, probes, windows)
     for (layer, target), losses in measured.items():

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dejavu_train.bundle.spec import CASCADE_PARTS
 from dejavu_train.calibration.sensitivity import SensitivityProbe
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
 from dejavu_train.files import read_json, replacing, write_json
-from dejavu_train.predictors.bit_planes import BitPlanes, SecondStage
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
 PLAN = "plan"
@@ -56,9 +55,8 @@ class Plan:
                 "thresholds": list(probe.thresholds), "nonlinearity": used.nonlinearity, "rounded_to": used.rounded_to,
             })  # fmt: skip
             own = dict(used.state_dict()) | ({} if probe.mean is None else {"mean": probe.mean})
-            if (second := probe.second_stage) is not None:
-                own |= {f"planes.{name}": tensor for name, tensor in vars(second.planes).items()}
-                own |= {"stage2_bias": second.bias, "stage2_threshold": second.stage2_threshold}
+            if probe.cascade is not None:
+                own |= dict(zip(CASCADE_PARTS, probe.cascade, strict=True))
             tensors |= {f"{i}.{name}": tensor for name, tensor in own.items()}
         with replacing(folder / f"{PLAN}.safetensors") as path:
             save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
@@ -66,8 +64,8 @@ class Plan:
         write_json(folder / f"{PLAN}.json", {"about": dict(about), "windows": windows, "probes": rows})
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> "Plan":
-        """What :meth:`save` wrote. Second stages come to the device."""
+    def load(cls, folder: Path) -> "Plan":
+        """What :meth:`save` wrote."""
         stored, tensors = read_plan(folder), load_file(folder / f"{PLAN}.safetensors")
         probes = {}
         for i, row in enumerate(stored["probes"]):
@@ -76,14 +74,10 @@ class Plan:
             used = LowRankPredictor(d_in, rank, len(own["up"]), row["nonlinearity"], "bias" in own)
             used.load_state_dict({name: own[name] for name in used.state_dict()})
             used.rounded_to = row["rounded_to"]
-            second = None
-            if "stage2_threshold" in own:
-                names = [field.name for field in dataclasses.fields(BitPlanes)]
-                planes = BitPlanes(*(own[f"planes.{name}"].to(device) for name in names))
-                second = SecondStage(planes, own["stage2_bias"].to(device), own["stage2_threshold"].to(device))
+            cascade = [own[name] for name in CASCADE_PARTS if name in own]
             site = Site(row["site"][0], LayerInput(row["site"][1]))
             probe = SensitivityProbe(
-                used.requires_grad_(False).eval(), site, row["thresholds"], own.get("mean"), second
+                used.requires_grad_(False).eval(), site, row["thresholds"], own.get("mean"), cascade or None
             )
             probes[UnitKey(row["layer"], Target(row["target"]))] = probe
         named = {name.partition("means.")[2]: mean for name, mean in tensors.items() if name.startswith("means.")}

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, blocks_of, family_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.models.hooks import at_place, hooked
-from dejavu_train.predictors.bit_planes import SecondStage
+from dejavu_train.predictors.bit_planes import build_second_stage
 from dejavu_train.progress import progress
 
 BLOCK_LOGITS = 1 << 23  # of the vocabulary's logits that are made at once: 32 MiB in fp32
@@ -42,8 +42,9 @@ class SensitivityProbe:
     site: Site
     thresholds: Sequence[float]
     mean: Tensor | None = None
-    second_stage: SecondStage | None = None
-    """Of a cascade: what passes it of those above the threshold is selected."""
+    cascade: Sequence[Tensor] | None = None
+    """(scale, steps, threshold) of a second stage, which is made of the layer's weights where and while these lie. What
+    passes it of those above the threshold is selected."""
 
 
 @contextmanager
@@ -196,9 +197,12 @@ def run_sparse(model: Any, run: DenseRun, key: UnitKey, probe: SensitivityProbe)
     logits = probe.predictor.to(site.device)(site)  # (1, T, n)
     thresholds = torch.tensor(list(probe.thresholds), device=site.device).reshape(-1, 1, 1)
     keep = logits > thresholds
-    if probe.second_stage is not None:
-        keep = keep & probe.second_stage.passed(run.sites[UnitKey(*key).site]).to(keep.device)
     layer, target = key
+    if probe.cascade is not None:
+        up: Any = blocks_of(model)[layer].up
+        second_stage = build_second_stage(up.weight, up.bias, *probe.cascade)
+        keep = keep & second_stage.passed(run.sites[UnitKey(*key).site]).to(keep.device)
+        del second_stage  # as large as the layer's weights
     hidden, made, start = layer_input(run, layer).expand(len(keep), -1, -1), [], 0
     for rows in rows_of(model, hidden):
         with masked(blocks_of(model)[layer], target, keep[start : start + len(rows)], probe.mean):

@@ -17,7 +17,7 @@ from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increase
 from dejavu_train.families import Site, UnitKey, blocks_of, dims_of
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt
-from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage, choose_grid
+from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
 WINDOWS = [[2, *range(10, 40)], [2, *range(50, 75)], [2, *range(5, 20)]]
@@ -60,11 +60,9 @@ def test_numbers_are_those_of_a_model_in_memory(name, tmp_path):
 def with_second_stages(model, probes):
     for layer, block in enumerate(blocks_of(model)):
         up = block.up.weight.detach().float()
-        norms = torch.linalg.vector_norm(block.down.weight.detach().float(), dim=0)
-        built = build_second_stage(up, block.up.bias.detach().float(), *choose_grid(up), norms)
-        second = SecondStage(built.planes, built.bias, torch.full((len(up),), 0.05))
+        cascade = [*choose_grid(up), torch.full((len(up),), 0.05)]
         key = UnitKey(layer, "mlp")
-        probes[key] = SensitivityProbe(probes[key].predictor, probes[key].site, [0.0, -1e4], second_stage=second)
+        probes[key] = SensitivityProbe(probes[key].predictor, probes[key].site, [0.0, -1e4], cascade=cascade)
     return probes
 
 
