@@ -162,3 +162,18 @@ def test_min_p_leaves_what_is_likely_enough(device):
         for b in range(ROWS):
             assert all(likely[b, token] >= 0.29 * likely[b].max() for token in seen[b])
         assert any(len(each) > 1 for each in seen)
+
+
+def test_noise_beyond_31_bits_is_noise(device):
+    """Noise is numbered by position times tile and id. Of Persimmon's 262,144 words that passes 2^31 at 8,192."""
+    vocabulary, seeds = 4096, 3
+    first = 2**31 // vocabulary - 1
+    state = TokenState.empty(seeds, first + 8, device, vocab=vocabulary)
+    for name, value in {"done": 0, "position": first - 1, "known": 1, "limit": first + 8}.items():
+        getattr(state, name).fill_(value)
+    state.seed.copy_(torch.arange(seeds))
+    for _ in range(3):
+        advance(torch.zeros(seeds, vocabulary, device=device), state, "temperature")
+    drawn = state.tokens[:, first : first + 3]
+    assert drawn.unique().numel() == drawn.numel() and drawn.max() < vocabulary
+    assert 0.2 < drawn.float().mean() / vocabulary < 0.8
