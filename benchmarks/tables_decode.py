@@ -3,11 +3,22 @@
 from pathlib import Path
 
 from benchmarks.decode_problem import SHAPES
-from benchmarks.tables_format import Row, card, devices, markdown, provenance, read_csv
+from benchmarks.tables_format import Row, card, devices, markdown, provenance, read_csv, verdict
 
 DECODE = "benchmarks/results/decode.csv"
 FAMILY_STEPS = "benchmarks/results/decode_families.csv"
+CARDS = ("H200", "H100")  # goals are for the first
 HEADS = ("fp16, fp16", "fp16, screened", "4 bits, 4 bits", "4 bits, fp16")  # weights and LM head of a step
+FAMILY_GOALS = {  # issue 43: a sparse step against our dense one, 10 % of the neurons, 60 % of them active
+    ("afm-4.5b", "fp16, fp16"): 2.1, ("afm-4.5b", "4 bits, 4 bits"): 1.4,
+    ("nemotron-4-15b", "fp16, fp16"): 2.1, ("nemotron-4-15b", "fp16, screened"): 2.3,
+    ("nemotron-4-15b", "4 bits, 4 bits"): 1.4, ("nemotron-4-15b", "4 bits, screened"): 1.55,
+    ("prosparse-7b", "fp16, fp16"): 1.8, ("prosparse-7b", "4 bits, 4 bits"): 1.4,
+    ("minitron-8b", "fp16, fp16"): 1.7, ("minitron-8b", "4 bits, 4 bits"): 1.3,
+    ("bloom-176b-4-layers", "fp16, fp16"): 2.2,
+}  # fmt: skip
+RIVAL_GOALS = {"afm-4.5b": 4, "nemotron-4-15b": 2.8}
+BEYOND_GOAL = 3.0  # us
 INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 % of the neurons, 60 % of them active
     "6.7b": {"dense": 1.4, "heads 100 %": 0.95, "heads 85 %": 0.95, "heads 50 %": 0.80},
     "30b": {"dense": 4.8, "heads 100 %": 2.5, "heads 85 %": 2.35, "heads 50 %": 1.9},
@@ -205,8 +216,7 @@ def families_table(root: Path) -> str:
 
     "Beyond" is a layer's share of what a step takes more than its bytes at the best rate of the run.
     """
-    rows = sorted((row for row in read_csv(root / FAMILY_STEPS) if row["p50_ms"]), key=lambda row: row["date"])
-    steps = {(row["model"], _kind(row), card(row), row["engine"]): row for row in rows}
+    rows, steps = _family_steps(root)
     cells_of = {(row["model"], _kind(row), card(row)) for row in rows if row["engine"] in ("dense", "sparse")}
     models = list(dict.fromkeys(row["model"] for row in rows))
     table = []
@@ -216,8 +226,7 @@ def families_table(root: Path) -> str:
             continue
         ms = [float(row["p50_ms"]) for row in (dense, sparse)]
         bytes_ = [float(row["gb_per_step"]) for row in (dense, sparse)]
-        layers = SHAPES[model].n_layers
-        beyond = [f"{1e3 * (float(row['p50_ms']) - float(row['floor_ms'])) / layers:.1f}" for row in (dense, sparse)]
+        beyond = [f"{_beyond(row):.1f}" for row in (dense, sparse)]
         rival = steps.get((model, HEADS[0], on, "hf-compile"))
         theirs = "" if rival is None else f"{float(rival['p50_ms']):.3g} ({float(rival['p50_ms']) / ms[1]:.1f}x)"
         cells = [f"{ms[0]:.3g}", f"{ms[1]:.3g}", f"{ms[0] / ms[1]:.2f}x", f"{bytes_[0] / bytes_[1]:.2f}", *beyond]
@@ -228,6 +237,62 @@ def families_table(root: Path) -> str:
     ]  # fmt: skip
     source = f"[decode_families.csv]({FAMILY_STEPS})"
     return f"{markdown(headings, table)}\nRows: {source}; {provenance(rows)}.\n"
+
+
+def family_goals_table(root: Path) -> str:
+    """The goals of other families, judged on an H200, with an H100 beside it."""
+    rows, steps = _family_steps(root)
+    table = []
+
+    def judge(what: str, goal: str, cells: list[str | None], over: float | None) -> None:
+        measured = "not measured on an H200" if over is None else verdict(over)
+        table.append([what, goal, *(each or "" for each in cells), measured])
+
+    for (model, kind), goal in FAMILY_GOALS.items():
+        shape, cells, over = SHAPES[model], [], None
+        for on in CARDS:
+            dense, sparse = (steps.get((model, kind, on, engine)) for engine in ("dense", "sparse"))
+            if dense is None or sparse is None:
+                cells.append(None)
+                continue
+            times, selected = float(dense["p50_ms"]) / float(sparse["p50_ms"]), float(sparse["mlp_selected"])
+            asked = 0.3 if model.startswith("bloom") else 0.1
+            cells.append(f"{times:.2f}x" + (f", {100 * selected:.1f} % selected" if selected < 0.97 * asked else ""))
+            over = goal / times if on == CARDS[0] else over
+        layers = (
+            f" ({shape.n_layers} layers, 30 % of the neurons, half of the heads)" if model.startswith("bloom") else ""
+        )
+        judge(f"{model}{layers}: {kind}, against our dense step", f">= {goal}x", cells, over)
+    for model, goal in RIVAL_GOALS.items():
+        pairs = [[steps.get((model, HEADS[0], on, engine)) for engine in ("hf-compile", "sparse")] for on in CARDS]
+        times = [None if None in pair else float(pair[0]["p50_ms"]) / float(pair[1]["p50_ms"]) for pair in pairs]
+        over = None if times[0] is None else goal / times[0]
+        judge(f"{model}: fp16, against transformers", f">= {goal}x", [each and f"{each:.1f}x" for each in times], over)
+    for kinds, word in ((HEADS[:1], "fp16"), (HEADS[2:], "4 bits")):
+        for engine in ("dense", "sparse"):
+            more = []
+            for on in CARDS:
+                ours, opts = (
+                    next((steps[key] for kind in kinds if (key := (model, kind, on, engine)) in steps), None)
+                    for model in ("afm-4.5b", "2.7b")
+                )
+                more.append(None if ours is None or opts is None else _beyond(ours) - _beyond(opts))
+            what = f"afm-4.5b: {word}, {engine}, a layer beyond its bytes, over OPT's of its width"
+            over = None if more[0] is None else 1 + (more[0] - BEYOND_GOAL) / BEYOND_GOAL
+            judge(what, f"<= {BEYOND_GOAL:+g} us", [None if each is None else f"{each:+.1f} us" for each in more], over)
+    made = markdown(["what", "goal", *CARDS, ""], table)
+    return f"{made}\nRows: decode_families.csv; {devices(rows)}.\n"
+
+
+def _family_steps(root: Path) -> tuple[list[Row], dict[tuple[str, str, str, str], Row]]:
+    """Timed rows, oldest first, and by model, kind, card and engine the newest."""
+    rows = sorted((row for row in read_csv(root / FAMILY_STEPS) if row["p50_ms"]), key=lambda row: row["date"])
+    return rows, {(row["model"], _kind(row), card(row), row["engine"]): row for row in rows}
+
+
+def _beyond(row: Row) -> float:
+    """us that a layer takes more than its bytes at the best rate of the run."""
+    return 1e3 * (float(row["p50_ms"]) - float(row["floor_ms"])) / SHAPES[row["model"]].n_layers
 
 
 def _kind(row: Row) -> str:

@@ -37,6 +37,15 @@ def card(row: Row) -> str:
     return row["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
 
 
+def verdict(over: float) -> str:
+    """Of what was measured over its goal.
+
+    >>> verdict(0.97), verdict(1.07)
+    ('met', 'missed by 7 %')
+    """
+    return "met" if over <= 1 else f"missed by {100 * (over - 1):.0f} %"
+
+
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from benchmarks.decode_problem import SHAPES
 from benchmarks.tables_decode import timed_rows
-from benchmarks.tables_format import NoRows, Row, card, devices, markdown, provenance, read_csv
+from benchmarks.tables_format import NoRows, Row, card, devices, markdown, provenance, read_csv, verdict
 from benchmarks.tensor_parallel import GOALS
 
 RANKS_ROWS = "benchmarks/results/tensor_parallel.csv"
@@ -136,7 +136,7 @@ def goals_table(root: Path) -> str:
         for step, row in same.items():
             asked = goal if step.card == GOAL_CARD else float(row["goal_here_ms"])
             table.append([f"{step.place}: {kind}", f"<= {asked:.3g} ms", f"{ms_of(row):.3g} ms",
-                          _verdict(ms_of(row) / asked)])  # fmt: skip
+                          verdict(ms_of(row) / asked)])  # fmt: skip
         if not same:
             table.append([f"{model.upper()}, {gpus} {GOAL_CARD}: {kind}", f"<= {goal:.3g} ms", "", "not measured"])
     for step, row in steps.items():
@@ -145,19 +145,14 @@ def goals_table(root: Path) -> str:
             share = ms_of(row) / ms_of(first) - 1
             table.append([f"{step.place}: {step.weights}, {step.shown}, prompt {step.prompt} over 128",
                           f"<= {100 * PROMPTS_GOAL:+.0f} %", f"{100 * share:+.1f} %",
-                          _verdict((1 + share) / (1 + PROMPTS_GOAL))])  # fmt: skip
+                          verdict((1 + share) / (1 + PROMPTS_GOAL))])  # fmt: skip
         dense = steps.get(step.dense())
         if (step.neurons, step.heads) == (0.25, 0.25) and dense is not None:
             times = ms_of(dense) / ms_of(row)
             table.append([f"{step.place}: {step.weights}, a quarter of all units against dense", f">= {PAPER_GOAL}x",
-                          f"{times:.2f}x", _verdict(PAPER_GOAL / times)])  # fmt: skip
+                          f"{times:.2f}x", verdict(PAPER_GOAL / times)])  # fmt: skip
     made = markdown(["what", "goal", "measured", ""], table)
     return f"{made}\nRows: tensor_parallel.csv; {_where(list(steps.values()))}.\n"
-
-
-def _verdict(over: float) -> str:
-    """over: measured over the goal."""
-    return "met" if over <= 1 else f"missed by {100 * (over - 1):.0f} %"
 
 
 def rivals_table(root: Path) -> str:
