@@ -19,6 +19,17 @@ def test_all_commands_are_listed_and_can_be_loaded(capsys):
             assert callable(importlib.import_module(command.module).main)
 
 
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_help_names_the_command_as_it_is_typed(name, capsys):
+    try:
+        assert commands.main([name, "--help"]) == 0
+    except SystemExit as ended:
+        assert ended.code == 0
+    said = capsys.readouterr()
+    typed = f"{name}.py" if name in ("train", "infer") else f"dejavu {name}"
+    assert said.out.startswith(f"usage: {typed} [") and said.err == ""
+
+
 @pytest.mark.parametrize("given, said", [("infr", "did you mean infer?"), ("--fast", "there are train, infer")])
 def test_a_command_that_is_not_there_is_one_line(given, said, capsys):
     assert commands.main([given]) == 2

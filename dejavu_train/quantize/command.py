@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(
         QuantizeConfig,
         arguments,
-        "python -m dejavu_train.quantize",
+        "dejavu quantize",
         "Write a model's matrices in 4 bits, as a model folder that every command takes as --model. --check only looks"
         " for mistakes and prints what would be done.",
     )

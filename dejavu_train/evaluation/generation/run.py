@@ -122,8 +122,7 @@ class PositionRow:
 
 def read_config(argv: Sequence[str] | None) -> GenerationConfig:
     """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
-    name = "python -m dejavu_train.evaluation.generation"
-    config = parse(GenerationConfig, argv, name, str(GenerationConfig.__doc__))
+    config = parse(GenerationConfig, argv, "dejavu generation", str(GenerationConfig.__doc__))
     config.check()
     return config
 

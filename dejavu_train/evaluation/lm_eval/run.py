@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 def read_config(kind: type[T], argv: Sequence[str] | None, description: str) -> T:
     """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
-    config: Any = parse(kind, argv, "python -m dejavu_train.evaluation.lm_eval", description)
+    config: Any = parse(kind, argv, "dejavu tasks", description)
     config.check()
     return config
 

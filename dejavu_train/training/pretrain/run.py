@@ -347,6 +347,6 @@ def _device_name(device: torch.device) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags (one per field of :class:`PretrainConfig`) and train."""
-    config = parse(PretrainConfig, argv, "python -m dejavu_train.training.pretrain", (__doc__ or "").split("\n\n")[1])
+    config = parse(PretrainConfig, argv, "dejavu pretrain", (__doc__ or "").split("\n\n")[1])
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     print(pretrain(config))
