@@ -14,7 +14,8 @@ import torch
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.engine.weights import CODE_SIZE, DecodeWeights
+from dejavu_train.engine.random_weights import CODE_SIZE, weights_of_shape
+from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims, Site
 from dejavu_train.families.dims import SMOOTH, Activation, Norm, Positions
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
@@ -74,7 +75,7 @@ def random_weights(
     shape: ModelDims, active_share: float, packed: bool = False, packed_head: bool = False, device: str = "cuda"
 ) -> DecodeWeights:
     """Random weights, of 4 bits where `packed`, whose neurons are active with a probability, selected or not."""
-    weights = DecodeWeights.random(shape, torch.float16, device, std=STD, packed=packed, packed_head=packed_head)
+    weights = weights_of_shape(shape, torch.float16, device, std=STD, packed=packed, packed_head=packed_head)
     # A norm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
     shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
     for layer in weights.layers:

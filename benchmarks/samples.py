@@ -14,7 +14,7 @@ from benchmarks.rows import append_row, command_line, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.engine.random_weights import weights_of_shape
 
 COLUMNS = (
     "shape rows length tokens_per_s minutes_per_million first_call_s memory_gb gpu torch commit date sources"
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--output", default=str(RESULTS))
     options = parser.parse_args()
-    weights = DecodeWeights.random(SHAPES[options.shape], torch.float16, "cuda", std=STD)
+    weights = weights_of_shape(SHAPES[options.shape], torch.float16, "cuda", std=STD)
     engine = DecodeEngine(weights, options=EngineOptions(batch=options.rows, context=options.length))
     prompts = [[2]] * options.rows
     began = time.perf_counter()

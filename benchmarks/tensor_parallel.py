@@ -55,6 +55,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
+from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.group import Group, group_of_launcher
 from dejavu_train.engine.ranks.ranks import Ranks
@@ -355,7 +356,7 @@ def read(args: Any, group: Group) -> None:
     group.gather(0)
     shard, began = shards_of(dims, group.world)[group.rank], time.monotonic()
     model, nbytes = load_shard(str(folder), shard, "float16", group.device)
-    weights = shard.with_head(DecodeWeights.from_model(model, torch.float16, group.device, True, held=shard.dims))
+    weights = shard.with_head(weights_of_model(model, torch.float16, group.device, True, held=shard.dims))
     seconds = max(group.gather(round(time.monotonic() - began)))
     every = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     say(group, f"{name}: ranks read {[round(n / 1e6) / 1e3 for n in group.gather(nbytes)]} of {every / 1e9:.1f} GB"

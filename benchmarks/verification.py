@@ -36,6 +36,7 @@ from benchmarks.rows import append_row, command_line, device_name, five_digits, 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.engine.slot_pass import SlotPass
 from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights
@@ -87,7 +88,7 @@ class CublasOps(StepOps):
 def weights_of(shape: ModelDims, packed: bool, device: torch.device) -> DecodeWeights:
     """Random ones. Of a GPU in fp16."""
     dtype = torch.float16 if runs_on(device) else torch.float32
-    return DecodeWeights.random(shape, dtype, device, packed=packed)
+    return weights_of_shape(shape, dtype, device, packed=packed)
 
 
 def milliseconds(run: Callable[[], Any], n: int, device: torch.device) -> float:

@@ -18,6 +18,7 @@ from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.generation import EnginePool
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.engine.memory import DoesNotFit
+from dejavu_train.engine.model_weights import engine_dtype, formats_of, weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes
 from dejavu_train.engine.planned import Engine
@@ -25,7 +26,7 @@ from dejavu_train.engine.predictors import TargetPredictor, load_predictors
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
-from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
+from dejavu_train.engine.weights import DecodeWeights, dtype_name
 from dejavu_train.errors import Unsupported
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.kernels.common.checks import runs_on
@@ -82,11 +83,9 @@ class EngineBackend(EnginePool):
 
     def _read(self, model: Any) -> DecodeWeights:
         if self.ranks is None:
-            return DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed)
+            return weights_of_model(model, self._dtype, self.device, True, self._transposed)
         shard = self.ranks.shard
-        return shard.with_head(
-            DecodeWeights.from_model(model, self._dtype, self.device, True, self._transposed, shard.dims)
-        )
+        return shard.with_head(weights_of_model(model, self._dtype, self.device, True, self._transposed, shard.dims))
 
     def _build(self, batch: int, context: int) -> DecodeEngine:
         """An engine, at the price of those of other numbers of rows where the memory is short."""

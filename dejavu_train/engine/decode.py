@@ -20,6 +20,7 @@ from dejavu_train.engine.draft_weights import NAME, bytes_beside, draft_weights
 from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.inputs import Row, Sampling, check_rows, per_row
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
+from dejavu_train.engine.model_weights import engine_dtype, formats_of, weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
 from dejavu_train.engine.planned import Engine
@@ -35,7 +36,7 @@ from dejavu_train.engine.session import Session, Sight
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
 from dejavu_train.engine.verification import EnginePair
-from dejavu_train.engine.weights import DecodeWeights, dtype_name, engine_dtype, formats_of
+from dejavu_train.engine.weights import DecodeWeights, dtype_name
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey, dims_of
 from dejavu_train.kernels.common.checks import runs_on
@@ -112,7 +113,7 @@ class DecodeEngine(Session):
             weights = model
         else:
             check_room({"weights": weight_bytes(model, dtype)}, device)
-            weights = DecodeWeights.from_model(model, dtype, device, held=None if part is None else part.shard.dims)
+            weights = weights_of_model(model, dtype, device, held=None if part is None else part.shard.dims)
             weights = weights if part is None else part.shard.with_head(weights)
         if shard is not None and weights.shape != own:
             weights = shard.weights(weights)

@@ -8,6 +8,7 @@ import dataclasses
 from torch import Tensor
 
 from dejavu_train.engine.memory import check_room, weight_bytes
+from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.shard import Shard
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
@@ -90,7 +91,7 @@ def stored(weights: DecodeWeights, folder: str, shard: Shard | None = None) -> D
         )
     model = load_opt(folder) if shard is None else load_shard(folder, shard, own.dtype, device)[0]
     check_room({NAME: weight_bytes(model, own.dtype)}, device)
-    read = DecodeWeights.from_model(model, own.dtype, device, held=None if shard is None else shard.dims)
+    read = weights_of_model(model, own.dtype, device, held=None if shard is None else shard.dims)
     read = read if shard is None else shard.with_head(read)
     head = read.lm_head if read.lm_head.format is Format.INT4 else weights.lm_head
     return dataclasses.replace(read, embedding=own, positions=weights.positions, lm_head=head, drafts={})

@@ -1,6 +1,6 @@
 """What a plan needs to know of predictors, read from a bundle without loading them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,3 +107,10 @@ def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> 
                 spec.top_k, folds(layer, target, spec), spec.density, union, target == Target.MLP and layer in tested,
             )  # fmt: skip
     return found
+
+
+def why_all(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None]) -> str:
+    """Why half a layer without a predictor in use computes all units."""
+    if key in predictors:
+        return "dense in this bundle: its predictor has neither a threshold nor a top k"
+    return f"no predictor of its {'neurons' if key.target == Target.MLP else 'heads'}"

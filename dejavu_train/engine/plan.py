@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dejavu_train.engine import cpu_limits as cpu
-from dejavu_train.engine.facts import PredictorFacts
+from dejavu_train.engine.cpu_plan import plan_compiled
+from dejavu_train.engine.facts import PredictorFacts, why_all
 from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import (
@@ -88,11 +88,7 @@ def plan_step(
         )
     batch, context = options.batch, options.context or limit
     if engine is Engine.CPU:
-        _check_compiled(formats, options)
-        keys = [UnitKey(layer, target) for layer in range(dims.n_layers) for target in (Target.HEADS, Target.MLP)]
-        compiled = tuple(_compiled(key, predictors) for key in keys)
-        head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
-        return StepPlan(engine, dims, batch, context, options.kv_policy, formats, compiled, False, head_why=head)
+        return plan_compiled(dims, predictors, formats, options, context)
     _check_formats(formats, engine)
     if ranks > 1:
         check_ranks(predictors, options)
@@ -153,60 +149,6 @@ def _check_formats(formats: Formats, engine: Engine) -> None:
         raise Unsupported(
             f"4-bit weights meet float16 inputs in the decode engine, not {formats.dtype}; load them with float16"
         )
-
-
-def _check_compiled(formats: Formats, options: EngineOptions) -> None:
-    """Raise Unsupported for what the CPU engine does not do."""
-    if options.guarded:
-        raise Unsupported("the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it")
-    if options.kv_policy != "backfill":
-        raise Unsupported(
-            f"the CPU engine knows the policy backfill only, got {options.kv_policy}; pass kv_policy='backfill' to stay"
-            " on it"
-        )
-    if formats.dtype != "float32":
-        raise Unsupported(
-            f"the CPU engine keeps weights in float32, and this model is in {formats.dtype}; pass dtype='float32' to"
-            " stay on it"
-        )
-    if options.batch > cpu.MAX_BATCH:
-        raise UserError(f"the CPU engine decodes 1 to {cpu.MAX_BATCH} rows at once, got a batch of {options.batch}")
-
-
-def _why_all(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None]) -> str:
-    """Why half a layer without a predictor in use computes all units."""
-    if key in predictors:
-        return "dense in this bundle: its predictor has neither a threshold nor a top k"
-    return f"no predictor of its {'neurons' if key.target == Target.MLP else 'heads'}"
-
-
-def _compiled(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None]) -> HalfPlan:
-    """Half a layer of the CPU engine, which reads what is selected, whatever the number of rows."""
-    facts = predictors.get(key)
-    if facts is None:
-        return HalfPlan(key.target, Run.ALL, Kernels.COMPILED, (_why_all(key, predictors),))
-    return HalfPlan(
-        key.target, Run.SELECTED, Kernels.COMPILED, ("rows read what they select together",), facts.site,
-        Place.COMPILED, facts.format, key.site.half - facts.site.half, second_stage=facts.second_stage,
-        density=facts.density, union=facts.union,
-    )  # fmt: skip
-
-
-def cpu_format(group: int, asked: str | None = None) -> str:
-    """How the CPU engine keeps weights: as asked for, else the codes of a 4-bit model where they fit, else in float32.
-
-    Args:
-        group: columns that share a scale of 4-bit codes. 0 = the model has none.
-    Raises:
-        UserError: codes that the model does not have, or whose groups are not whole chunks.
-    """
-    fits = group > 0 and group % cpu.CHUNK == 0
-    if asked == "codes" and not fits:
-        found = f"4-bit codes in groups of {group} columns" if group else "no 4-bit codes"
-        raise UserError(
-            f"codes are kept of 4-bit models with groups of {cpu.CHUNK} or 128 columns; this one has {found}"
-        )
-    return asked or ("codes" if fits else "float32")
 
 
 class _Chooser:
@@ -314,7 +256,7 @@ class _Chooser:
         kernels = Kernels.QKV_WITH_PREDICTOR if fused else Kernels.QKV_ALL
         why = (f"its norm does not come late: {self.late[layer]}",) if self.packed and not late else ()
         if facts is None:
-            reason = _why_all(UnitKey(layer, Target.HEADS), self.predictors)
+            reason = why_all(UnitKey(layer, Target.HEADS), self.predictors)
             return HalfPlan(Target.HEADS, Run.ALL, kernels, (reason, *why), late=late)
         ahead, place = self._site(layer, Target.HEADS, facts)
         if late:
@@ -362,7 +304,7 @@ class _Chooser:
             kernels = Kernels.ROWS
         if facts is None:
             early = Early.LIST if kernels is Kernels.LISTED_GRID else None  # of all neurons: it never changes
-            reason = _why_all(UnitKey(layer, Target.MLP), self.predictors)
+            reason = why_all(UnitKey(layer, Target.MLP), self.predictors)
             return HalfPlan(Target.MLP, Run.ALL, kernels, (reason,), early=early, hidden=hidden, gated=self.dims.gated)
         ahead, place = self._site(layer, Target.MLP, facts)
         why = [f"not in attention's grids: {self.fused[layer]}"] if self.fused[layer] else []

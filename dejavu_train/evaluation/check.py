@@ -16,9 +16,11 @@ from dejavu_train.models.stored import check_folder, stored_files
 
 def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     """How the engine of this device would run a decoding step of a bundle, or why it would not."""
+    from dejavu_train.engine.cpu_plan import cpu_format
     from dejavu_train.engine.facts import facts_of  # these import torch
     from dejavu_train.engine.options import EngineOptions
-    from dejavu_train.engine.plan import Engine, Formats, cpu_format, plan_step, read_as_codes, with_screen
+    from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
+    from dejavu_train.engine.planned import Engine, Formats
     from dejavu_train.models.opt import DTYPES, chosen_dtype
 
     values, dims = read_values(config.model, config.revision), read_dims(config.model, config.revision)

@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 import torch
-from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt, rows_of
+from decode_helpers import assert_policy, masked_logits, masked_nll, random_bundle, random_opt, rows_of
 from decode_helpers import reference_engine as engine
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.facts import expected_union
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
 from dejavu_train.kernels.formats.matrix import Linear
@@ -64,12 +64,7 @@ def test_scores_equal_the_masked_forward_pass(model, options, batch):
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
 def test_policies_of_skipped_heads(model, policy):
-    bundle = random_bundle(model, threshold=0.8, targets=("heads",))
-    row = rows_of(30)[0]
-    _, masks = masked_logits(model, bundle, row)
-    assert 0.1 < masks[0, "heads"].float().mean() < 0.9, "the case must skip some heads"
-    nll = engine(model, bundle, kv_policy=policy).score([row])[0]
-    torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-5, rtol=1e-5)
+    assert_policy(model, policy)
 
 
 def test_sparse_generation_after_a_dense_prompt(model):
@@ -97,7 +92,7 @@ def test_a_row_does_not_depend_on_its_mates(model):
 
 def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
     """Each arranges layers for itself. A second one must not take from the first what its graph has captured."""
-    weights = DecodeWeights.from_model(model, torch.float32, "cpu")
+    weights = weights_of_model(model, torch.float32, "cpu")
     bundle, rows = random_bundle(model), rows_of(9)
     linears = {name: each for name, each in vars(weights.layers[0]).items() if isinstance(each, Linear)}
     before = {name: (each.weight.numbers.data_ptr(), each.bias.data_ptr()) for name, each in linears.items()}
@@ -122,7 +117,7 @@ def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
 
 
 def test_weights_that_are_released_exist_once(model):
-    weights = DecodeWeights.from_model(model, torch.float32, "cpu")
+    weights = weights_of_model(model, torch.float32, "cpu")
     first = engine(weights, random_bundle(model))
     row, expected = rows_of(9), first.score(rows_of(9))[0]
     second = engine(weights, None, release=True)

@@ -10,8 +10,9 @@ from family_models import CASES, padded, random_family, save_family
 from dejavu_train import SparseForCausalLM
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.fused import FusedPart
 from dejavu_train.models.opt import load_opt
@@ -72,13 +73,13 @@ def test_a_model_that_shares_its_weights_with_the_engine_stays_what_it_is(folder
     """Its queries and keys lie in another order there, its matrices of neurons turned."""
     inputs, model = padded(), load_opt(str(folder))
     expected, before = logits(model, inputs), {name: t.clone() for name, t in model.state_dict().items()}
-    weights = DecodeWeights.from_model(model, torch.float32, "cpu", share=True, transposed={0, 1})
+    weights = weights_of_model(model, torch.float32, "cpu", share=True, transposed={0, 1})
     assert torch.equal(logits(model, inputs), expected)
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     model.load_state_dict({name: 2 * tensor for name, tensor in before.items()})
     assert torch.equal(model.state_dict()["lm_head.weight"], 2 * before["lm_head.weight"])
-    others = DecodeWeights.from_model(model, torch.float32, "cpu")
+    others = weights_of_model(model, torch.float32, "cpu")
     block = blocks_of(model)[1]
     if block.rotate is None or not isinstance(block.q, FusedPart):  # of which queries and keys are copied in order
         torch.testing.assert_close(weights.layers[1].qkv.weight.numbers, others.layers[1].qkv.weight.numbers)
@@ -110,9 +111,7 @@ def test_squares_of_fp16_do_not_overflow(name, rows, tmp_path):
 def test_random_weights_have_norms_behind_halves():
     """What their norms leave of a step is a row of no mean."""
     dims = replace(dims_of(random_family("350m").config), embedding_dim=0)
-    engine = DecodeEngine(
-        DecodeWeights.random(dims, torch.float32, "cpu"), None, EngineOptions(context=8, ops="reference")
-    )
+    engine = DecodeEngine(weights_of_shape(dims, torch.float32, "cpu"), None, EngineOptions(context=8, ops="reference"))
     assert engine.logits([[2, 7, 9]]).isfinite().all()
     means = engine.core.x[1:].mean(-1).abs().flatten()
     assert (means[:-1] < 1e-6).all() and means[-1] > 1e-4, "the last norm is the final one"

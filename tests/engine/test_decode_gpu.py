@@ -14,8 +14,8 @@ from decode_helpers import masked_nll, mlp_ahead, random_bundle, random_opt, row
 from dejavu_train import Guard
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -87,7 +87,7 @@ def test_layers_that_compute_all_select_the_same(batch, options):
 
 def test_a_captured_engine_survives_others_on_the_same_weights():
     """The first one's graph reads tensors that the second one must neither free nor rewrite."""
-    weights = DecodeWeights.from_model(random_opt(d_model=256, n_heads=4, positions=256), torch.float16, "cuda")
+    weights = weights_of_model(random_opt(d_model=256, n_heads=4, positions=256), torch.float16, "cuda")
     bundle, rows = random_bundle(random_opt(d_model=256, n_heads=4, positions=256), rank=16), rows_of(100)
     first = DecodeEngine(weights, bundle, EngineOptions(crossover=False))
     expected = first.score(rows)[0]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt, rows_of
+from decode_helpers import assert_policy, masked_logits, masked_nll, random_bundle, random_opt, rows_of
 from decode_helpers import reference_engine as engine
 from family_models import random_family
 from four_bit_models import four_bits
@@ -14,12 +14,13 @@ from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import check_room, late_bytes, weight_bytes
 from dejavu_train.engine.mlp import Mlp
+from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
 from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
 from dejavu_train.engine.predictors import load_predictors
-from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target
 from dejavu_train.kernels.common.limits import takes_down
@@ -35,7 +36,7 @@ def model():
 
 
 def test_codes_and_scales_are_the_models_own(model):
-    layer = DecodeWeights.from_model(model, torch.float16, "cpu").layers[1]
+    layer = weights_of_model(model, torch.float16, "cpu").layers[1]
     block = model.model.decoder.layers[1]
     assert all(isinstance(each.weight, Int4Rows) for each in (layer.qkv, layer.out, layer.up, layer.down))
     exact = torch.stack([getattr(block.self_attn, f"{name}_proj").weight.view(2, 32, 64) for name in "qkv"], 1)
@@ -114,7 +115,7 @@ def test_a_head_of_four_bits(lengths):
     codes = shape.vocab_size * (shape.d_model // 2 + 2 * shape.d_model // 64)
     assert plain.memory["weights"] - whole.memory["weights"] == codes, "the embeddings are still there"
     assert plain.weights.lm_head.shape == (shape.vocab_size, shape.d_model)
-    shared = DecodeWeights.from_model(own, torch.float32, "cpu", share=True)
+    shared = weights_of_model(own, torch.float32, "cpu", share=True)
     assert shared.lm_head.words.data_ptr() == own.lm_head.words.data_ptr()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernels = DecodeEngine(
@@ -124,18 +125,13 @@ def test_a_head_of_four_bits(lengths):
         each.core.x[-1].copy_(torch.randn(len(rows), shape.d_model, generator=torch.Generator().manual_seed(0)))
         each.core.tail("greedy", score=False)
     torch.testing.assert_close(kernels.core.logits.cpu(), plain.core.logits, atol=2e-2, rtol=2e-3)
-    random = DecodeWeights.random(shape, torch.float32, "cpu", packed=True, packed_head=True)
+    random = weights_of_shape(shape, torch.float32, "cpu", packed=True, packed_head=True)
     assert [t.shape for t in random.tensors()] == [t.shape for t in shared.tensors()]
 
 
 @pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
 def test_policies_of_skipped_heads(model, policy):
-    bundle = random_bundle(model, threshold=0.8, targets=("heads",))
-    row = rows_of(30)[0]
-    _, masks = masked_logits(model, bundle, row)
-    assert 0.1 < masks[0, "heads"].float().mean() < 0.9, "the case must skip some heads"
-    nll = engine(model, bundle, kv_policy=policy).score([row])[0]
-    torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-5, rtol=1e-5)
+    assert_policy(model, policy)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -178,7 +174,7 @@ def test_a_shared_model_stays_what_it_was(model):
     before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
     row = torch.tensor(rows_of(9))
     expected = own(row).logits
-    weights = DecodeWeights.from_model(own, torch.float32, "cpu", share=True)
+    weights = weights_of_model(own, torch.float32, "cpu", share=True)
     after = own.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -204,8 +200,8 @@ def test_the_backend_shares_the_models_rows():
 
 
 def test_random_layers_lie_as_those_of_a_model(model):
-    given = DecodeWeights.from_model(model, torch.float16, "cpu")
-    made = DecodeWeights.random(given.shape, torch.float16, "cpu", packed=True)
+    given = weights_of_model(model, torch.float16, "cpu")
+    made = weights_of_shape(given.shape, torch.float16, "cpu", packed=True)
     for mine, other in zip(made.tensors(), given.tensors(), strict=True):
         assert mine.shape == other.shape and mine.dtype == other.dtype
     assert 0.018 < made.layers[0].up.weight.dense().std() < 0.022

@@ -12,7 +12,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Packer
-from dejavu_train.engine.weights import DecodeWeights
+from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.families import ModelDims
 
 pytestmark = [
@@ -160,7 +160,7 @@ def test_replay_equals_eager_bit_for_bit(batch):
 def test_a_random_model_of_a_true_width_decodes():
     """Widths and groups as of OPT-6.7B, two layers, words made on the device."""
     shape = ModelDims(4096, 16384, 2, 32, 1000, 256)
-    weights = DecodeWeights.random(shape, torch.float16, "cuda", packed=True)
+    weights = weights_of_shape(shape, torch.float16, "cuda", packed=True)
     engine = DecodeEngine(weights)
     plain = DecodeEngine(weights, options=EngineOptions(ops="reference"))
     rows = rows_of(24)

@@ -9,9 +9,9 @@ from family_models import random_family
 from four_bit_models import four_bits
 from safetensors.torch import save_file
 
+from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.sharing import rates_of, shards_of
-from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.models.opt import load_opt
@@ -34,12 +34,12 @@ def test_what_is_read_is_the_part_of_the_whole(tmp_path, kind):
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     whole, bundle = load_opt(str(tmp_path)), random_bundle(model)
     dims, world = dims_of(whole.config), 2
-    every = DecodeWeights.from_model(whole, torch.float32, "cpu")
+    every = weights_of_model(whole, torch.float32, "cpu")
     stored = sum(p.nbytes for p in model.parameters())
     shared = sum(p.nbytes for name, p in model.named_parameters() if "layers" not in name)
     for shard in shards_of(dims, world, rates_of(bundle)):
         narrow, nbytes = load_shard(str(tmp_path), shard, "float32")
-        got = shard.with_head(DecodeWeights.from_model(narrow, torch.float32, "cpu", held=shard.dims))
+        got = shard.with_head(weights_of_model(narrow, torch.float32, "cpu", held=shard.dims))
         pairs = list(zip(tensors_of(got), tensors_of(shard.weights(every)), strict=True))
         assert len(pairs) > 10 and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
         assert nbytes < shared + (stored - shared) / world * 1.1, "a rank reads half of the layers, and their norms"
@@ -57,10 +57,10 @@ def save_coded(folder, model):
 def test_codes_are_read_by_rows(tmp_path):
     model = four_bits(random_opt(d_model=64, n_heads=4, d_ffn=192), head=True)
     save_coded(tmp_path, model)
-    every = DecodeWeights.from_model(load_opt(str(tmp_path)), torch.float32, "cpu")
+    every = weights_of_model(load_opt(str(tmp_path)), torch.float32, "cpu")
     for shard in shards_of(dims_of(model.config), 2, rates_of(random_bundle(model))):
         narrow, nbytes = load_shard(str(tmp_path), shard)
-        got = shard.with_head(DecodeWeights.from_model(narrow, torch.float32, "cpu", held=shard.dims))
+        got = shard.with_head(weights_of_model(narrow, torch.float32, "cpu", held=shard.dims))
         pairs = list(zip(tensors_of(got), tensors_of(shard.weights(every)), strict=True))
         assert got.packed and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
         held = sum({t.data_ptr(): t.nbytes for t in (*narrow.parameters(), *narrow.buffers())}.values())

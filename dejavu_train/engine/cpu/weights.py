@@ -20,7 +20,7 @@ from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV, M
 from dejavu_train.engine.cpu.layout import SMALL, new_model
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu_limits import CHUNK
-from dejavu_train.engine.plan import cpu_format
+from dejavu_train.engine.cpu_plan import cpu_format
 from dejavu_train.engine.planned import Formats
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.errors import Unsupported, UserError
