@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.by_layers import TINY, WINDOW, config_values, make
 from benchmarks.decode_problem import RANKS, SHAPES
 from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
-from dejavu_train.cli import parse_config, set_up_logging
+from dejavu_train.cli import parse_config
 from dejavu_train.config import RunConfig
 from dejavu_train.crew import COLLECT, REST, TRAIN
 from dejavu_train.files import require_disk
@@ -28,6 +28,7 @@ from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.own_text import sampled
 from dejavu_train.pipeline import work
+from dejavu_train.progress import set_up_logging
 
 GB, PROBE = 1e9, 1 << 28
 SOURCES = ("dejavu_train/estimate.py", "dejavu_train/forecast.py", "dejavu_train/hardware.json")

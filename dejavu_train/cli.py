@@ -10,6 +10,7 @@ from dejavu_train.config import INVOCATION, RunConfig
 from dejavu_train.experiments import flattened
 from dejavu_train.flags import options, take_check
 from dejavu_train.parser import parse
+from dejavu_train.progress import set_up_logging
 from dejavu_train.run_folder import saved_config
 from dejavu_train.stages import difference_of
 
@@ -44,12 +45,6 @@ def with_saved(arguments: Sequence[str]) -> list[str]:
     said = f" but that {difference_of(before, now, keys)}" if keys else ""
     logger.info("going on with %s%s", path, said)
     return both
-
-
-def set_up_logging() -> None:
-    """Our lines on stderr, without those of the libraries below."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("dejavu_train").setLevel(logging.INFO)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from dejavu_train.children import end_with_parent
-from dejavu_train.cli import parse_config, set_up_logging
+from dejavu_train.cli import parse_config
 from dejavu_train.errors import GOES_ON, exit_on_user_error
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.locks import claim
+from dejavu_train.progress import set_up_logging
 from dejavu_train.training.job import fit
 
 

@@ -1,4 +1,4 @@
-"""Progress and remaining time: a bar on a terminal, a line every half minute elsewhere."""
+"""What commands say on stderr. Progress and remaining time: a bar on a terminal, a line every half minute elsewhere."""
 
 import logging
 import sys
@@ -13,6 +13,12 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 SECONDS = 30.0  # between two lines
 T = TypeVar("T")
+
+
+def set_up_logging() -> None:
+    """Our lines on stderr, without those of the libraries below."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("dejavu_train").setLevel(logging.INFO)
 
 
 class Progress:

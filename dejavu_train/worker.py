@@ -11,10 +11,11 @@ from pathlib import Path
 
 from dejavu_train.calibration.by_layers import calibrate_part
 from dejavu_train.children import end_with_parent, forget_launcher
-from dejavu_train.cli import parse_config, set_up_logging
+from dejavu_train.cli import parse_config
 from dejavu_train.data.parts import record_part
 from dejavu_train.errors import GOES_ON, exit_on_user_error
 from dejavu_train.pipeline import work
+from dejavu_train.progress import set_up_logging
 
 
 def main(argv: Sequence[str] | None = None) -> None:

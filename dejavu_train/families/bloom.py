@@ -74,29 +74,18 @@ class BloomFamily:
         from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock
 
         from dejavu_train.families.block import alibi_slopes
-        from dejavu_train.families.fused import FusedPart
+        from dejavu_train.families.fused import fused_parts
 
         slopes = alibi_slopes(model.config.n_head)
 
         def parts(name: str, layer: Any) -> BlockParts:
-            attention, mlp = layer.self_attention, layer.mlp
-            q, k, v = (FusedPart(attention.query_key_value, i, attention.num_heads) for i in range(3))
-            return BlockParts(
-                name=name,
-                whole=layer,
-                attention=attention,
-                norm_attn=layer.input_layernorm,
-                q=q,
-                k=k,
-                v=v,
-                out=attention.dense,
-                norm_mlp=layer.post_attention_layernorm,
-                up=mlp.dense_h_to_4h,
-                down=mlp.dense_4h_to_h,
-                activate=mlp.gelu_impl,
+            attention = layer.self_attention
+            return fused_parts(
+                name,
+                layer,
+                attention,
+                activate=layer.mlp.gelu_impl,
                 kinds=(BloomBlock, BloomAttention),
-                n_heads=attention.num_heads,
-                head_dim=attention.head_dim,
                 scaling=attention.inv_norm_factor,
                 slopes=slopes,
             )

@@ -1,10 +1,11 @@
-"""One of q, k and v where a model has one map for all three."""
+"""One of q, k and v where a model has one map for all three, and the layers that have it."""
 
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from dejavu_train.families.base import BlockParts
 from dejavu_train.families.plain import RowLinear
 
 
@@ -46,3 +47,24 @@ class FusedPart(RowLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d) -> (..., h * head_dim)."""
         return F.linear(x, self.weight, self.bias)
+
+
+def fused_parts(name: str, layer: Any, attention: Any, **own: Any) -> BlockParts:
+    """The modules of a layer that are called as BLOOM's. own: the other parts of it."""
+    q, k, v = (FusedPart(attention.query_key_value, i, attention.num_heads) for i in range(3))
+    return BlockParts(
+        name=name,
+        whole=layer,
+        attention=attention,
+        norm_attn=layer.input_layernorm,
+        q=q,
+        k=k,
+        v=v,
+        out=attention.dense,
+        norm_mlp=layer.post_attention_layernorm,
+        up=layer.mlp.dense_h_to_4h,
+        down=layer.mlp.dense_4h_to_h,
+        n_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        **own,
+    )

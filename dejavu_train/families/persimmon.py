@@ -54,26 +54,15 @@ class PersimmonFamily(StandardFamily):
     def block(
         self, name: str, layer: Any, kinds: tuple[type, type], rotate: "Callable[[Tensor, Tensor], Tensor]"
     ) -> BlockParts:
-        from dejavu_train.families.fused import FusedPart
+        from dejavu_train.families.fused import fused_parts
 
-        attention, mlp = layer.self_attn, layer.mlp
-        q, k, v = (FusedPart(attention.query_key_value, i, attention.num_heads) for i in range(3))
-        return BlockParts(
-            name=name,
-            whole=layer,
-            attention=attention,
-            norm_attn=layer.input_layernorm,
-            q=q,
-            k=k,
-            v=v,
-            out=attention.dense,
-            norm_mlp=layer.post_attention_layernorm,
-            up=mlp.dense_h_to_4h,
-            down=mlp.dense_4h_to_h,
-            activate=mlp.act,
+        attention = layer.self_attn
+        return fused_parts(
+            name,
+            layer,
+            attention,
+            activate=layer.mlp.act,
             kinds=kinds,
-            n_heads=attention.num_heads,
-            head_dim=attention.head_dim,
             scaling=attention.scaling,
             rotate=rotate,
             norm_q=attention.q_layernorm if attention.qk_layernorm else None,

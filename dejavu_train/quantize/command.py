@@ -1,11 +1,11 @@
 """The command: what it is told is read and checked before torch, which takes seconds, is loaded."""
 
-import logging
 import sys
 from collections.abc import Sequence
 
 from dejavu_train.flags import take_check
 from dejavu_train.parser import parse
+from dejavu_train.progress import set_up_logging
 from dejavu_train.quantize.check import check, check_device, plan
 from dejavu_train.quantize.config import QuantizeConfig
 
@@ -22,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     shape = check(config)
     check_device(config)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("dejavu_train").setLevel(logging.INFO)
+    set_up_logging()
     print(plan(config, shape))
     if not only_check:
         from dejavu_train.quantize.run import quantise

@@ -33,6 +33,7 @@ from dejavu_train.families import TARGETS, Target
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
+from dejavu_train.progress import set_up_logging
 from papers.deja_vu.restructure import STRUCTURES, check_structure, restructured
 from papers.deja_vu.studied import SELECTED_BY, StudiedOPT, densities_for, total_sparsity
 from papers.deja_vu.trend import plot_trend
@@ -190,8 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write paper.json and fig7."""
     config = read_config(argv)
     require_model(config.model, config.bundle)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("dejavu_train").setLevel(logging.INFO)
+    set_up_logging()
     transformers.utils.logging.disable_progress_bar()
     write_paper(config)
 

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ from dejavu_train.evaluation.lm_eval.tasks import (
 from dejavu_train.files import write_json, write_text
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
+from dejavu_train.progress import set_up_logging
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,8 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write."""
     config: TasksConfig = read_config(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
     require_model(config.model, config.bundle)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("dejavu_train").setLevel(logging.INFO)
+    set_up_logging()
     transformers.utils.logging.disable_progress_bar()
     load_tokenizer(config.model)  # a wrong model is refused before any work
     write_tasks(config)

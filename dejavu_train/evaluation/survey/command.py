@@ -1,12 +1,12 @@
 """The command line of a survey."""
 
-import logging
 import sys
 from collections.abc import Sequence
 
 from dejavu_train.evaluation.survey.config import SurveyConfig
 from dejavu_train.flags import take_check
 from dejavu_train.parser import parse
+from dejavu_train.progress import set_up_logging
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -20,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         " mistakes.",
     )
     config.check()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("dejavu_train").setLevel(logging.INFO)
+    set_up_logging()
     from dejavu_train.evaluation.survey.run import check, run  # imports torch and transformers, which takes seconds
 
     if only_check:
