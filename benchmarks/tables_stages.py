@@ -36,7 +36,8 @@ def cells_table(root: Path) -> str:
         *earlier, now = of["H200"]
         newest.append(now)
         times = [f"{float(now[key]):.4g}" for key in ("before_ms", "after_ms")]
-        numbers = [*times, _change(now), f"{100 * float(now['spread']):.2f} %", now["rounds"], now["after_commit"]]
+        spread = f"{100 * float(now['spread']):.2f} %" if now["rounds"] != "1" else ""
+        numbers = [*times, _change(now), spread, now["rounds"], now["after_commit"]]
         others = [_change(each[-1]) if each else "" for each in (earlier, of.get("H100", []))]
         table.append([name, *numbers, *others])
     headings = ["cell", "before, ms", "after, ms", "change", "spread", "rounds", "code", "change earlier", "H100"]
