@@ -15,19 +15,23 @@ from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, NOTHING_KEPT, 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module whose ``main(argv)`` runs it, what it does, what the line after a signal says."""
+    """A command: the module whose ``main(argv)`` runs it, what it does, what the line after a signal says.
+
+    several: torchrun may start it as several processes.
+    """
 
     module: str
     about: str
     after_signal: str = BEGINS_ANEW
+    several: bool = False
 
 
 COMMANDS = {
-    "train": Command("dejavu_train.cli", "text to bundle: collect, train, calibrate (train.py)", GOES_ON),
-    "infer": Command("dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)"),
+    "train": Command("dejavu_train.cli", "text to bundle: collect, train, calibrate (train.py)", GOES_ON, True),
+    "infer": Command("dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)", several=True),
     "serve": Command("dejavu_train.serving.command", "answer requests through OpenAI's protocol", NO_ANSWERS),
     "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", NOTHING_KEPT),
-    "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON),
+    "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON, True),
     "survey": Command("dejavu_train.evaluation.survey.command", "tell what any model would gain, untrained", GOES_ON),
     "tasks": Command("dejavu_train.evaluation.lm_eval.run", "downstream tasks, dense and sparse"),
     "compare": Command("dejavu_train.evaluation.compare", "tables and a picture of several runs of infer"),
@@ -43,6 +47,12 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def main(given: Sequence[str] | None) -> None:
+        world = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+        if world != "1" and not COMMANDS[name].several:
+            may = ", ".join(each for each, command in COMMANDS.items() if command.several)
+            raise UserError(
+                f"dejavu {name} is one process, got {world} by torchrun, which starts {may} alone; leave torchrun out"
+            )
         importlib.import_module(COMMANDS[name].module).main(given)  # takes seconds, in which a signal is heard already
 
     return exit_on_user_error(main, argv, COMMANDS[name].after_signal)

@@ -62,6 +62,7 @@ _REMEDIES = {
     errno.EISDIR: "a folder stands where a file belongs; move it away",
     errno.EEXIST: "something else stands there; move it away",
     errno.ELOOP: "its links go in a circle; choose another path",
+    errno.EADDRINUSE: "choose another --port, or end what listens there",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENOMEM: "free some memory",
     errno.ENOLCK: "its file system has no locks; choose a path on another one",

@@ -37,6 +37,14 @@ def test_a_command_that_is_not_there_is_one_line(given, said, capsys):
     assert line.startswith(f"error: dejavu has no command {given}; ") and said in line and line.count("\n") == 1
 
 
+def test_what_is_one_process_is_not_started_as_several(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert commands.main(["serve", "--bundle", "nowhere"]) == 2
+    assert "got 2 by torchrun, which starts train, infer, pretrain alone" in capsys.readouterr().err
+    assert commands.main(["infer", "--bundle", "nowhere"]) == 2 and "no bundle" in capsys.readouterr().err
+
+
 def test_infer_and_quantize_load_nothing_that_only_training_needs():
     """Not even where all is installed: what fails to import fails the command."""
     code = """

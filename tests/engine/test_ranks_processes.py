@@ -155,3 +155,12 @@ def test_a_rank_that_never_comes_is_told_of(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "RENDEZVOUS_SECONDS", 1)
     codes, said = processes(tmp_path, lambda _: load(folder), ranks=[0])
     assert codes == [2] and said[0][-1].startswith("error: rank 0 of 2 did not meet the others within 1 s")
+
+
+@pytest.mark.parametrize(
+    "gpus, said", [(0, "there are 0; leave the device cuda out"), (1, "1; give --nproc-per-node 1")]
+)
+def test_more_processes_than_gpus_are_told_the_number(monkeypatch, gpus, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=f"process 1 of this host needs a GPU .* {said}"):
+        groups._device_of(1, "cuda")

@@ -158,11 +158,10 @@ def _device_of(local: int, asked: Any) -> torch.device:
         return torch.device("cpu")
     if asked not in (None, "auto", "cuda"):
         raise UserError(f"under torchrun each process takes a GPU of its own, got the device {asked}; leave it out")
-    if local >= torch.cuda.device_count():
-        raise UserError(
-            f"torchrun started more than {torch.cuda.device_count()} processes, and there are so many GPUs; give"
-            f" --nproc-per-node {torch.cuda.device_count()}"
-        )
+    count = torch.cuda.device_count()
+    if local >= count:
+        remedy = f"give --nproc-per-node {count}" if count else "leave the device cuda out"
+        raise UserError(f"process {local} of this host needs a GPU of its own, and there are {count}; {remedy}")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
