@@ -98,8 +98,9 @@ def test_everything_selected_is_the_dense_model(folder, bundle, dense, backend):
         torch.testing.assert_close(sparse(**inputs).logits[real], expected, rtol=1e-5, atol=2e-5)
 
 
-def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder, bundle):
-    inputs = padded(40)
+@pytest.mark.parametrize("columns", [40, pytest.param(256, marks=pytest.mark.long)])
+def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder, bundle, columns):
+    inputs = padded(columns)
     real = inputs["attention_mask"].bool()
     mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from=3)
     gather = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "gather", sparse_from=3)
