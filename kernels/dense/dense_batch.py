@@ -118,7 +118,7 @@ def dense_hidden(
         return int4_linear(_normalised(x, ln, torch.float16, pdl), weight, bias, activation, pdl)
     numbers = numbers_of(weight, pdl)
     y = F.linear(_normalised(x, ln, numbers.dtype, pdl), numbers.view(-1, numbers.shape[-1]), bias)
-    return activation_reference(y, activation)
+    return y.relu_() if activation == "relu" else activation_reference(y, activation)
 
 
 def hidden_products(x: Tensor, ln: LayerNormWeights, weights: MlpWeights, pdl: bool = False) -> Tensor:

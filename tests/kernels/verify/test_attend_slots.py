@@ -40,7 +40,7 @@ def test_slots_attend_as_the_reference_does(dtype, h, head_dim, capacity, first)
     q, k, v = problem(h, head_dim, capacity, getattr(torch, dtype))
     position = list(range(first, first + SLOTS))
     expected = torch.empty_like(q)
-    attend_slots_reference(HeadStep(q, kept(k, v), torch.tensor(position)), expected)
+    attend_slots_reference(HeadStep(q, kept(k, v), torch.tensor(position, device=DEVICE)), expected)
     torch.testing.assert_close(run(q, k, v, position).float(), expected.float(), atol=DTYPES[dtype], rtol=0)
 
 
@@ -51,7 +51,7 @@ def test_heads_that_share_and_slopes_are_as_the_reference_has_them(share, slopes
     placed = Alibi.of(6, DEVICE) if slopes else None
     position = list(range(SPLIT - 4, SPLIT + 4))
     expected = torch.empty_like(q)
-    attend_slots_reference(HeadStep(q, kept(k, v, placed), torch.tensor(position)), expected)
+    attend_slots_reference(HeadStep(q, kept(k, v, placed), torch.tensor(position, device=DEVICE)), expected)
     found = run(q, k, v, position, placed)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     other = torch.full_like(q, float("nan"))
