@@ -40,7 +40,7 @@ from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
 from benchmarks.tables_one_model import ONE_MODEL_TABLES
-from benchmarks.tables_plan import own_text_table, streaming_table
+from benchmarks.tables_plan import by_layers_table, own_text_table, streaming_table
 from benchmarks.tables_ranks import RANKS_TABLES
 from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_stages import STAGE_TABLES
@@ -325,6 +325,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **ONE_MODEL_TABLES,
     **RANKS_TABLES,
     "streaming": streaming_table,
+    "by-layers": by_layers_table,
     "own-text-by-layers": own_text_table,
     "card": card_table,
 }
@@ -371,6 +372,7 @@ MADE_BY = {  # table -> what makes its rows
     ),
     "several-gpus-rivals": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --rivals`",
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
+    "by-layers": "`python -m benchmarks.by_layers --shape 30b --layers 8 --tokens 65536` on a GPU",
     "own-text-by-layers": "`python -m benchmarks.tables`",
     "stage-cells": "`python -m benchmarks.alternate` on a GPU",
     "stage-lines": "`python -m benchmarks.merged lines`",

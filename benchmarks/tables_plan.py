@@ -1,4 +1,4 @@
-"""Tables that are reckoned: of docs/notes/streaming.md with shards and without, of docs/notes/by-layers.md own text."""
+"""Tables of docs/notes/streaming.md and by-layers.md: with shards and without, own text, and what was measured."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import SHAPES
-from benchmarks.tables_format import markdown
+from benchmarks.tables_format import age, markdown, read_csv
 from dejavu_train.cli import parse_config
 from dejavu_train.config import RunConfig
 from dejavu_train.hardware import PlanConfig, known_hardware
@@ -46,6 +46,23 @@ def streaming_table(root: Path) -> str:
     rates = [f"{rate.tflops:.0f} TFLOP/s: {heading}" for rate in (gpu, fast) for heading in headings]
     conditions = "Hours of one H200, all stages. Rates: dejavu_train/hardware.json."
     return markdown(["OPT", "shards, GB", "all predictors in training, GB", *rates], rows) + f"\n{conditions}\n"
+
+
+def by_layers_table(root: Path) -> str:
+    """Each stage of a model that is run a layer at a time: memory, minutes, and rates of reading."""
+    rows = read_csv(root / "benchmarks/results/by_layers.csv")
+    table = [
+        [f"{row['shape'].upper()}, {row['layers']} layers", row["stage"], f"{int(row['tokens']):,}", row["minutes"],
+         *(f"{float(row[name]):.3g}" for name in ("layer_gb", "beside_gb", "host_gb", "written_gb", "read_gbps",
+                                                  "disk_gbps"))]
+        for row in rows
+    ]  # fmt: skip
+    headings = [
+        "OPT", "stage", "tokens", "minutes", "a layer, GB", "beside it, GB", "host, GB", "written, GB",
+        "weights read, GB/s", "plain reads, GB/s",
+    ]  # fmt: skip
+    where = ", ".join(sorted({row["device"] for row in rows}))
+    return f"{markdown(headings, table)}\nRows: [by_layers.csv](benchmarks/results/by_layers.csv); {where}{age(rows)}.\n"
 
 
 def own_text_table(root: Path) -> str:

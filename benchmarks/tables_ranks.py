@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     @property
     def place(self) -> str:
-        return f"{self.model.upper()}, {self.gpus} {self.card}"
+        return f"{self.model.upper()}, {self.gpus} {self.card}{', pushed' if self.sums.startswith('pushed') else ''}"
 
     def dense(self) -> "Step":
         return self._replace(neurons=1.0, heads=1.0)

@@ -185,7 +185,7 @@ def test_rows_of_all_processes_become_one_table(tmp_path):
     (tmp_path / ONE_MODEL).parent.mkdir(parents=True)
     (rows / "rows.csv").rename(tmp_path / ONE_MODEL)
     line = next(line for line in result_table(tmp_path).splitlines() if line.startswith("| 4 bits"))
-    assert line == "| 4 bits | 20 %, 100 % | 12 | +20.0 | 75.0 | 25.0 | 0.432 | 1.25, 90 % (sparse) |"
+    assert line == "| 4 bits | 20 %, 100 % | 12 | +20.0 | 75.0 | 25.0 | 0.432 | | 1.25, 90 % (sparse) |"
     told = time_table(tmp_path)
     assert "70 million tokens in 540 s (35 million" in told and "| pretrain | 1 | 600 |" in told
     assert "general 1.25" in told and "20.0 % of the neurons" in told
