@@ -62,7 +62,8 @@ def by_layers_table(root: Path) -> str:
         "weights read, GB/s", "plain reads, GB/s",
     ]  # fmt: skip
     where = ", ".join(sorted({row["device"] for row in rows}))
-    return f"{markdown(headings, table)}\nRows: [by_layers.csv](benchmarks/results/by_layers.csv); {where}{age(rows)}.\n"
+    about = f"Rows: [by_layers.csv](benchmarks/results/by_layers.csv); {where}{age(rows)}."
+    return f"{markdown(headings, table)}\n{about}\n"
 
 
 def own_text_table(root: Path) -> str:
