@@ -162,7 +162,7 @@ class Session(ABC):
             sparse_from: first sparse position of each row. None = after the prompt, as in the paper. 0 = everywhere.
             prompt_phase: "dense" = what lies before `sparse_from` at once. "steps" = token by token.
             callback: called as (row, token) for each new token as soon as it exists. It cannot call this engine. Where
-                it returns True the row ends with this token.
+                it returns True the row ends with this token. Of several processes all must return the same.
             lossless: the text of the dense model, drafted sparsely. One prompt. ``acceptance`` says what was accepted.
         Raises:
             UserError: see the messages. Nothing is decoded then. Or numbers that are not finite, while decoding.

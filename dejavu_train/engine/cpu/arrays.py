@@ -92,9 +92,6 @@ class Model(Group):
     activates_up: int
     logit_cap: float
 
-    def __init__(self, **fields: np.ndarray | int | float) -> None:
-        super().__init__("Model", **fields)
-
 
 class Selectors(Group):
     """What a bundle adds: predictors, the means of skipped heads, the second stage of cascades.
@@ -127,9 +124,6 @@ class Selectors(Group):
     whole: np.ndarray
     whole_scale: np.ndarray
     grid: np.ndarray
-
-    def __init__(self, **fields: np.ndarray) -> None:
-        super().__init__("Selectors", **fields)
 
     def without_second_stage(self) -> "Selectors":
         """The same, but every neuron that a predictor lets through is multiplied. Shares its arrays."""
@@ -174,9 +168,6 @@ class State(Group):
     attn_in: np.ndarray
     attn_unit: np.ndarray
     watermark: np.ndarray
-
-    def __init__(self, **fields: np.ndarray) -> None:
-        super().__init__("State", **fields)
 
     def clear(self) -> None:
         """Forget all rows. Caches keep their content, which no watermark and no position reaches."""
@@ -224,9 +215,6 @@ class Scratch(Group):
     logits: np.ndarray
     residual: np.ndarray
     ones: np.ndarray
-
-    def __init__(self, **fields: np.ndarray) -> None:
-        super().__init__("Scratch", **fields)
 
 
 def padded(d: int) -> int:

@@ -40,11 +40,10 @@ class Group:
     """Arrays and numbers under names, for Python as attributes. Arrays are never exchanged, only written.
 
     Args:
-        name: of the kind of group.
         fields: C-contiguous arrays of up to five dimensions, ints and floats.
     """
 
-    def __init__(self, name: str, **fields: Any) -> None:
+    def __init__(self, **fields: np.ndarray | int | float) -> None:
         self._table = np.zeros((len(fields), WORDS), np.int64)
         kinds = []
         for row, (field, value) in zip(self._table, fields.items(), strict=True):
@@ -60,7 +59,7 @@ class Group:
                 row[:1].view(np.float64)[0] = value
                 kinds.append((field, types.float64))
         self.address = self._table.ctypes.data
-        self._numba_type_ = GroupType(name, tuple(kinds))
+        self._numba_type_ = GroupType(type(self).__name__, tuple(kinds))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this group has no {name}")
