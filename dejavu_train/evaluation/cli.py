@@ -1,6 +1,5 @@
 """The command line of infer.py."""
 
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -8,6 +7,7 @@ from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.flags import take_check
 from dejavu_train.parser import parse
+from dejavu_train.progress import set_up_logging
 
 
 def read_config(argv: Sequence[str] | None) -> InferConfig:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     only_check, arguments = take_check(sys.argv[1:] if argv is None else argv)
     config = read_config(arguments)
     check(config)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging()
     from dejavu_train.evaluation.run import print_plan, run  # imports torch and transformers, which takes seconds
 
     if only_check:

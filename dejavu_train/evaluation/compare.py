@@ -24,6 +24,7 @@ from dejavu_train.evaluation.report import Table, densities_of, table
 from dejavu_train.evaluation.schema import read_current
 from dejavu_train.experiments import Record, record_of
 from dejavu_train.files import read_json, write_text
+from dejavu_train.progress import set_up_logging
 
 logger = logging.getLogger(__name__)
 QUALITY = ("mlp_candidates", "mlp_selected", "head_selected", "mlp_bytes", "mlp_recall", "mlp_retained_mass")
@@ -308,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--by", metavar="SETTING", help="runs with the same value of it are one line of the picture")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write compare.csv, .md, .svg and .png there")
     given = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging()
     runs = read_runs(given.runs)
     rows = compared_rows(runs)
     if not rows:

@@ -29,6 +29,7 @@ from dejavu_train.evaluation.schema import read_current
 from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.files import read_json, write_text
+from dejavu_train.progress import set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +290,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Everything the command does. Raises :class:`UserError` for what the user can mend."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging()
     parser = _Parser(prog="python -m dejavu_train.evaluation.html_report", description="Make report.html anew.")
     parser.add_argument("folder", help="which infer.py wrote: it holds results.json")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the tables and pictures there as well")

@@ -10,7 +10,6 @@ folder ``generation`` go generation.json (conditions, rows), rows.csv, positions
 import dataclasses
 import logging
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from dejavu_train.files import write_json
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
-from dejavu_train.progress import Progress
+from dejavu_train.progress import Progress, set_up_logging
 from dejavu_train.sparse.model import SparseCausalLM
 
 logger = logging.getLogger(__name__)
@@ -373,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, generate, write."""
     config = read_config(argv)
     require_model(config.model, config.bundle)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging()
     transformers.utils.logging.disable_progress_bar()
     bundle = Bundle.from_pretrained(config.bundle)
     bundle.check_model(config.model, config.revision)

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.files import write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
-from dejavu_train.progress import Progress
+from dejavu_train.progress import Progress, set_up_logging
 from dejavu_train.training.pretrain.forward import run_layer, training_loss
 from dejavu_train.training.pretrain.heldout import Heldout, bits_per_byte, heldout_texts
 from dejavu_train.training.pretrain.models import default_l1, random_of
@@ -348,5 +347,5 @@ def _device_name(device: torch.device) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags (one per field of :class:`PretrainConfig`) and train."""
     config = parse(PretrainConfig, argv, "dejavu pretrain", (__doc__ or "").split("\n\n")[1])
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    set_up_logging()
     print(pretrain(config))
