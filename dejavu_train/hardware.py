@@ -56,9 +56,9 @@ class Hardware:
     sources: dict[str, str]
 
 
-def known_hardware(path: Path = FILE) -> dict[str, Hardware]:
+def known_hardware() -> dict[str, Hardware]:
     """By name what ``benchmarks/hardware.py`` wrote."""
-    return {row["gpu"]: Hardware(**row) for row in json.loads(path.read_text(encoding="utf-8"))}
+    return {row["gpu"]: Hardware(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))}
 
 
 def hardware_of(plan: PlanConfig) -> Hardware:

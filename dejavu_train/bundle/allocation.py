@@ -156,9 +156,7 @@ class Calibrated(Protocol):
     def keep_dense(self) -> bool: ...
 
 
-def allocate(
-    specs: Mapping[int, Calibrated], mean_density: float, floors: Mapping[int, float] | float = 0.0
-) -> dict[int, float]:
+def allocate(specs: Mapping[int, Calibrated], mean_density: float) -> dict[int, float]:
     """Share a mean density over the layers of one target.
 
     With ``loss_increase`` in every curve the summed loss is minimised. Without it, densities follow the layers' true
@@ -167,22 +165,18 @@ def allocate(
     Args:
         specs: layer -> its curve, true density and whether it is kept dense (density 1).
         mean_density: in (0, 1]. The mean of the result over the layers, dense ones included.
-        floors: least density per layer, or one for all.
 
     Raises:
-        UserError: a mean density outside (0, 1], below what floors and dense layers alone ask, or an empty curve.
+        UserError: a mean density outside (0, 1], below what dense layers alone ask, or an empty curve.
     """
     if not 0.0 < mean_density <= 1.0:
         raise UserError(f"a mean density must lie above 0 and at most at 1, got {mean_density:g}")
     if mean_density == 1.0:
         return dict.fromkeys(specs, 1.0)
-    least = {
-        layer: 1.0 if spec.keep_dense else (floors if isinstance(floors, (int, float)) else floors.get(layer, 0.0))
-        for layer, spec in specs.items()
-    }
+    least = {layer: float(spec.keep_dense) for layer, spec in specs.items()}
     if sum(least.values()) > mean_density * len(specs) + 1e-9:
         raise UserError(
-            f"a mean density of {mean_density:g} cannot be met: the dense layers and floors alone ask"
+            f"a mean density of {mean_density:g} cannot be met: the dense layers alone ask"
             f" {sum(least.values()) / len(specs):.4g}; ask for more, or keep fewer layers dense"
         )
     for layer, spec in specs.items():

@@ -197,8 +197,7 @@ def save_layer_weights(
     activations: Path, manifest: ActivationManifest, layer: int, block: Any, head_mean: Tensor
 ) -> None:
     """Save what losses need of a layer."""
-    weights = LayerWeights.of(block, manifest.shape, head_mean)
-    weights.save(activations, layer, manifest.weight_hash, block.up.weight.dtype)
+    LayerWeights.of(block, manifest.shape, head_mean).save(activations, layer, manifest.weight_hash)
 
 
 def _starts(batches_of: Sequence[Batch], start: int) -> list[int]:

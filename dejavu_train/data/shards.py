@@ -340,11 +340,8 @@ class LayerWeights:
         gate.mul_(up.relu_() if self.activation == Activation.DRELU else up).abs_()
         return gate.mul_(self.down_norm)
 
-    def save(self, activations: str | Path, layer: int, weight_hash: str, storage: torch.dtype) -> None:
+    def save(self, activations: str | Path, layer: int, weight_hash: str) -> None:
         tensors = {_STORED.get(name, name): tensor.contiguous() for name, tensor in self.tensors.items()}
-        for name in ("fc1_weight", "gate_weight"):
-            if name in tensors:
-                tensors[name] = tensors[name].to(storage)
         about = {"model": weight_hash}
         if self.activation != Activation.RELU:  # one entry: several would stand in another order in each file
             about = {_ABOUT: json.dumps({**about, _LABELS: self.activation, _THRESHOLD: self.threshold})}

@@ -22,7 +22,6 @@ def weights_of_shape(
     shape: ModelDims,
     dtype: torch.dtype,
     device: torch.device | str,
-    seed: int = 0,
     std: float = 0.02,
     packed: bool = False,
     packed_head: bool = False,
@@ -32,7 +31,7 @@ def weights_of_shape(
     packed: matrices of random words, with scales of either sign, that stand nowhere as numbers. packed_head: the LM
         head as well, which is the embedding otherwise.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     d, ffn, h, hd = shape.d_model, shape.d_ffn, shape.n_heads, shape.head_dim
     g, r = shape.n_kv_heads, shape.kv_group
 

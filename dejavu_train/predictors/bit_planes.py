@@ -68,10 +68,6 @@ class BitPlanes:
         whole, steps = (t if rows is None else t[rows] for t in (self.whole, self.steps))
         return whole.float().div_(steps[:, None]).round_().clamp_(-7, 7)
 
-    def coarse(self, rows: Tensor | None = None) -> Tensor:
-        """The upper plane alone as weights (r, d) fp32."""
-        return self.codes(rows).mul_((self.step if rows is None else self.step[rows])[:, None])
-
     def weight(self, rows: Tensor | None = None) -> Tensor:
         """Both planes: the weights (r, d) fp32 that every backend multiplies with."""
         whole, *each = (t if rows is None else t[rows] for t in (self.whole, self.steps, self.step, self.scale))

@@ -66,7 +66,7 @@ def save_layer_weights(activations, manifest, block, layer, head_out):
     mean = head_out.flatten(0, 1).mean(0).detach() * (layer == 0)
     norms = torch.linalg.vector_norm(block.fc2.weight.detach(), dim=0)
     weights = LayerWeights(block.fc1.weight.detach(), block.fc1.bias.detach(), norms, mean)
-    weights.save(activations, layer, manifest.weight_hash, torch.float16)
+    weights.save(activations, layer, manifest.weight_hash)
 
 
 def write_predictor(folder, model, layer, target, rank=24):

@@ -46,7 +46,7 @@ def write_run(model: Path, folder: Path) -> None:
             writer.write(layer, 0, rows, int(active.sum()))
             fc1, bias = torch.randn(FFN, WIDTH, generator=generator) / 20, torch.zeros(FFN)
             weights = LayerWeights(fc1, bias, torch.ones(FFN), torch.zeros(6, WIDTH // 6))
-            weights.save(folder / "activations", layer, manifest.weight_hash, torch.float16)
+            weights.save(folder / "activations", layer, manifest.weight_hash)
             path = folder / "predictors" / f"layer_{layer:02d}" / "mlp"
             path.mkdir(parents=True)
             predictor = LowRankPredictor(WIDTH, 8, FFN)

@@ -259,7 +259,7 @@ def test_weights_of_a_gated_layer_are_kept_and_give_contributions(tmp_path):
         torch.randn(6, 4), torch.zeros(6), torch.rand(6), torch.zeros(2, 2), torch.randn(6, 4), torch.randn(6),
         Activation.RELU2,
     )  # fmt: skip
-    gated.save(tmp_path, 0, "hash", torch.float32)
+    gated.save(tmp_path, 0, "hash")
     read = LayerWeights.load(tmp_path, 0, "hash")
     x = torch.randn(5, 4)
     gate = (x @ gated.gate_weight.T + gated.gate_bias).relu().square()
@@ -271,9 +271,7 @@ def test_weights_of_a_gated_layer_are_kept_and_give_contributions(tmp_path):
 def test_names_in_the_file_of_a_layers_weights_are_those_of_before(tmp_path):
     from safetensors import safe_open
 
-    LayerWeights(torch.ones(6, 4), torch.zeros(6), torch.ones(6), torch.zeros(2, 2)).save(
-        tmp_path, 0, "h", torch.float16
-    )
+    LayerWeights(torch.ones(6, 4), torch.zeros(6), torch.ones(6), torch.zeros(2, 2)).save(tmp_path, 0, "h")
     with safe_open(tmp_path / "layer_00" / "weights.safetensors", "pt") as file:
         assert set(file.keys()) == {"fc1_weight", "fc1_bias", "fc2_norm", "head_mean"}
         assert file.metadata() == {"model": "h"}

@@ -13,13 +13,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from numba import njit
 from numba.core.caching import NullCache
 
 from dejavu_train.engine import cpu_limits
 from dejavu_train.engine.cpu.pipeline import Entry, operators_kept
 from dejavu_train.engine.cpu.step import N_STEPS, run
-from dejavu_train.engine.cpu.threads import barrier
+from dejavu_train.engine.cpu.threads import barrier, without_counts
 from dejavu_train.engine.cpu.verify import cycle
 
 NOTICE_SECONDS = 0.7  # loading from the cache takes less
@@ -31,15 +30,7 @@ def _stamp() -> int:
     return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 
-compiled_entry = functools.partial(
-    njit,
-    nogil=True,
-    error_model="numpy",
-    _nrt=False,
-    no_cfunc_wrapper=True,
-    no_rewrites=True,
-    pipeline_class=Entry,
-)
+compiled_entry = functools.partial(without_counts, pipeline_class=Entry)
 
 
 def _entry_points(stamp: int) -> tuple[Any, Any]:

@@ -38,16 +38,10 @@ _condition_broadcast = types.ExternalFunction("pthread_cond_broadcast", types.in
 _X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-compiled = functools.partial(
-    njit,
-    nogil=True,
-    error_model="numpy",
-    _nrt=False,
-    no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-    no_rewrites=True,
-    pipeline_class=Part,
+without_counts = functools.partial(
+    njit, nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_rewrites=True
 )
+compiled = functools.partial(without_counts, no_cpython_wrapper=True, pipeline_class=Part)
 """Decorates what only compiled code calls. Without numba's reference counts, whose atomic increments in every
 loop cost more than the loops: the caller of compiled code holds all arrays, and nothing is allocated."""
 

@@ -95,17 +95,15 @@ def rates_of(bundle: Any) -> dict[UnitKey, Tensor]:
     }
 
 
-def waited_bytes(shards: Sequence[Shard], rates: Mapping[UnitKey, Tensor], size: float = 2.0) -> tuple[float, float]:
-    """Bytes of the layers' matrices that a token waits for: expected ones of the slowest rank, half by half.
+def waited_bytes(shards: Sequence[Shard], rates: Mapping[UnitKey, Tensor]) -> tuple[float, float]:
+    """Bytes of the layers' matrices in fp16 that a token waits for: expected ones of the slowest rank, half by half.
 
-    Args:
-        size: of a weight.
     Returns:
         these, and what they would be if every rank read the same.
     """
     waited = even = 0.0
     for key in shards[0].units:
-        row = shards[0].whole.rows_of(key.target) * shards[0].whole.d_model * size
+        row = shards[0].whole.rows_of(key.target) * shards[0].whole.d_model * 2
         ids = [shard.units[key] for shard in shards]
         read = [row * (rates[key][mine].sum().item() if key in rates else len(mine)) for mine in ids]
         waited += max(read)

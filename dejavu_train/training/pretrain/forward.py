@@ -15,15 +15,13 @@ from dejavu_train.families.dims import Activation
 _LEAST_SQUARE = 1e-10  # the slope of a root has no end at zero
 
 
-def forward_with_activations(
-    model: PreTrainedModel, ids: Tensor, blocks: Sequence[BlockParts] | None = None
-) -> tuple[Tensor, list[Tensor]]:
+def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The forward pass on unpadded rows, from the model's own modules.
 
-    A plain function compiles into one graph, needs no mask and hands out what the neurons give.
+    It needs no mask and hands out what the neurons give.
 
     Args:
-        ids: (B, T) int64. blocks: the layers' parts, which a compiler need not find.
+        ids: (B, T) int64.
 
     Returns:
         Final hidden states (B, T, d_model) and per layer the activations (B, T, d_ffn).
@@ -31,7 +29,7 @@ def forward_with_activations(
     family, activations = family_of(model), []
     positions = positions_like(ids)
     hidden = family.embed(model, ids, positions)
-    for block in blocks or family.blocks(model):
+    for block in family.blocks(model):
         hidden, neurons = forward_block(block, hidden, causal(block), positions)
         activations.append(neurons)
     norm = family.final_norm(model)
