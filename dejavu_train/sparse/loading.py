@@ -111,9 +111,11 @@ def wrapped_class(cls: Any, model: Any) -> type[PreTrainedModel]:
     dense = cls.dense_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(getattr(model, "config", None)), None)
     if dense is None or not isinstance(model, dense):
         wanted = "a causal language model of transformers" if dense is None else f"an {dense.__name__}"
+        family = type(getattr(model, "config", None)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        other = "SparseCausalLM takes every family" if family else "from_pretrained loads one by its name"
         raise UserError(
-            f"{cls.__name__}.from_model takes {wanted}, got a {type(model).__name__}; from_pretrained"
-            " loads one by its name, and of a model that wraps one give the one inside"
+            f"{cls.__name__} takes {wanted}, got a {type(model).__name__}; {other}, and of a model that wraps one give"
+            " the one inside"
         )
     if type(model).forward not in (dense.forward, cls.forward) or exchanged_forward(model):
         raise UserError(
