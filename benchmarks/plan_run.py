@@ -1,6 +1,7 @@
 """Compares what `train.py --plan` reckons with a run: a random OPT of some layers of a real shape, stage by stage.
 
     python -m benchmarks.plan_run --shape 6.7b --layers 4 --tokens 40000 --gpu H100      (16 GB of disk, one GPU)
+    python -m benchmarks.plan_run --shape 6.7b --layers 8 --tokens 40000 --workers 2 4   trains on 2 and 4 GPUs too
     python -m benchmarks.plan_run --shape tiny --tokens 4000 --results /tmp/plan.csv     a rehearsal on a CPU
 
 The model has opt-mini's tokenizer and writes its own text. The rate of the disk is measured before. A row for each
@@ -8,11 +9,13 @@ stage is appended to benchmarks/results/plan.csv. `measured_s` holds the start o
 out.
 """
 
+import dataclasses
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.by_layers import TINY, WINDOW, config_values, make
@@ -20,15 +23,18 @@ from benchmarks.decode_problem import RANKS, SHAPES
 from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
 from dejavu_train.cli import parse_config
 from dejavu_train.config import RunConfig
-from dejavu_train.crew import COLLECT, REST, TRAIN
+from dejavu_train.crew import COLLECT, REST, TRAIN, train_together
 from dejavu_train.files import require_disk
+from dejavu_train.families import TARGETS
 from dejavu_train.forecast import forecast
 from dejavu_train.hardware import PlanConfig, hardware_of
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.own_text import sampled
-from dejavu_train.pipeline import work
+from dejavu_train.pipeline import checked, work
 from dejavu_train.progress import set_up_logging
+from dejavu_train.run_folder import claimed_folder
+from dejavu_train.stages import train_stage
 
 GB, PROBE = 1e9, 1 << 28
 SOURCES = ("dejavu_train/estimate.py", "dejavu_train/forecast.py", "dejavu_train/hardware.json")
@@ -53,16 +59,26 @@ def seconds_of(work_of_stage: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def run_stages(config: RunConfig) -> dict[str, float]:
-    """Seconds of each stage of a run whose folder is empty."""
+def train_in(count: int, config: RunConfig) -> None:
+    """All predictors in so many workers, as ``train.py --jobs``."""
+    given = dataclasses.replace(config, jobs=count)
+    settled, shape = checked(given)
+    stages = {target: train_stage(settled, target) for target in TARGETS}
+    with claimed_folder(settled, given):
+        train_together(settled, settled.own_jobs(shape.n_layers), stages, lambda job: None)
+
+
+def run_stages(config: RunConfig, workers: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Seconds of each stage of a run whose folder is empty. workers: so many train the same predictors once more."""
     write_text = sampled(config)
     assert write_text is not None, "the text is the model's own"
-    return {
-        "text": seconds_of(write_text),
-        "collecting": seconds_of(lambda: work(config, COLLECT)),
-        "training": seconds_of(lambda: work(config, TRAIN)),
-        "calibrating": seconds_of(lambda: work(config, REST)),
-    }
+    yield "text", seconds_of(write_text)
+    yield "collecting", seconds_of(lambda: work(config, COLLECT))
+    for count in workers:
+        yield f"training, {count} workers", seconds_of(partial(train_in, count, config))
+        shutil.rmtree(Path(config.output) / "predictors")
+    yield "training", seconds_of(lambda: work(config, TRAIN))
+    yield "calibrating", seconds_of(lambda: work(config, REST))
 
 
 def main() -> int:
@@ -70,6 +86,7 @@ def main() -> int:
     parser.add_argument("--shape", default="6.7b", choices=["tiny", *SHAPES])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=40_000, help="of the train set; a tenth for each other set")
+    parser.add_argument("--workers", type=int, nargs="+", default=[], help="train with so many too, a GPU each")
     parser.add_argument("--gpu", default="H200", help="as plan.gpu")
     parser.add_argument("--folder", type=Path, default=ROOT / "checkpoints" / "plan-run")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "plan.csv")
@@ -101,8 +118,10 @@ def main() -> int:
         "shape": asked.shape, "layers": asked.layers, "tokens": asked.tokens, "device": device_name(device),
         "plan_gpu": asked.gpu, "disk_gb_s": f"{plan.disk_gb_s:.2f}",
     }  # fmt: skip
-    for stage, seconds in run_stages(config).items():
-        row = {"stage": stage, "predicted_s": f"{predicted[stage]:.1f}", "measured_s": f"{seconds:.1f}"}
+    for stage, seconds in run_stages(config, asked.workers):
+        of_plan = predicted.get(stage)
+        row = {"stage": stage, "predicted_s": "" if of_plan is None else f"{of_plan:.1f}"}
+        row |= {"measured_s": f"{seconds:.1f}"}
         append_row(asked.results, about | row)
         print(row, flush=True)
     shutil.rmtree(asked.folder)
