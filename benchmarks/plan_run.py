@@ -24,8 +24,8 @@ from benchmarks.rows import ROOT, append_row, command_line, device_name, made_no
 from dejavu_train.cli import parse_config
 from dejavu_train.config import RunConfig
 from dejavu_train.crew import COLLECT, REST, TRAIN, train_together
-from dejavu_train.files import require_disk
 from dejavu_train.families import TARGETS
+from dejavu_train.files import require_disk
 from dejavu_train.forecast import forecast
 from dejavu_train.hardware import PlanConfig, hardware_of
 from dejavu_train.models.config_values import read_dims
