@@ -8,7 +8,7 @@ from benchmarks.tables_format import Row, card, devices, markdown, provenance, r
 DECODE = "benchmarks/results/decode.csv"
 FAMILY_STEPS = "benchmarks/results/decode_families.csv"
 CARDS = ("H200", "H100")  # goals are for the first
-HEADS = ("fp16, fp16", "fp16, screened", "4 bits, 4 bits", "4 bits, fp16")  # weights and LM head of a step
+HEADS = ("fp16, fp16", "fp16, screened", "4 bits, 4 bits", "4 bits, fp16", "4 bits, screened")  # weights, LM head
 FAMILY_GOALS = {  # issue 43: a sparse step against our dense one, 10 % of the neurons, 60 % of them active
     ("afm-4.5b", "fp16, fp16"): 2.1, ("afm-4.5b", "4 bits, 4 bits"): 1.4,
     ("nemotron-4-15b", "fp16, fp16"): 2.1, ("nemotron-4-15b", "fp16, screened"): 2.3,
@@ -299,5 +299,5 @@ def _kind(row: Row) -> str:
     """Of `HEADS`, by a row's options."""
     screened, coded = "screen=True" in row["options"], "lm_head=int4" in row["options"]
     if "weights=int4" in row["options"]:
-        return HEADS[2] if coded else HEADS[3]
+        return HEADS[2] if coded else HEADS[4 if screened else 3]
     return HEADS[1] if screened else HEADS[0]

@@ -138,6 +138,7 @@ def test_goals_of_steps_are_judged_on_an_h200(tmp_path):
     assert found["afm-4.5b: fp16, fp16, against our dense step"] == (
         ">= 2.1x | 2.00x, 8.0 % selected | 3.00x, 8.0 % selected | missed by 5 % |"
     )
+    assert tables_decode._kind({"options": "weights=int4 screen=True"}) == "4 bits, screened"
     assert found["minitron-8b: fp16, fp16, against our dense step"].endswith("not measured on an H200 |")
     assert "| +4.0 us | | missed by 33 % |" in found[next(key for key in found if "fp16, dense, a layer" in key)]
     assert found["afm-4.5b: fp16, against transformers"].endswith("| not measured on an H200 |")
