@@ -39,8 +39,11 @@ def spare_wasted_work() -> None:
     # Every result has a type and a shape, and these have a name, a size and numbers of their own, all made anew.
     tl.core.block_type.__init__ = once_a_shape(tl.core.block_type.__init__)
     tl.core.tensor.__init__ = of_known_shape(tl.core.tuple([]), tl.core.constexpr(1))
-    # Operands of one shape, which are most, are compared number by number as if either could be spread.
-    interpreter.TritonSemantic.broadcast_impl_value = unless_alike(interpreter.TritonSemantic.broadcast_impl_value)
+    # Operands of one shape, which are most, are compared number by number as if either could be spread. Those of one
+    # type are brought to it, and a number becomes a block again wherever it is met.
+    semantic = interpreter.TritonSemantic
+    semantic.broadcast_impl_value = unless_alike(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = once_a_number(semantic.binary_op_type_checking_impl, tl.core.tensor)
 
 
 def uncounted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,9 +118,38 @@ def unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     """broadcast(semantic, tensor, tensor), but for two of one shape."""
 
     def shaped(self: Any, lhs: Any, rhs: Any) -> Any:
-        one, other = lhs.type, rhs.type
-        if one.is_block() and other.is_block() and one.shape.values == other.shape.values:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        return (lhs, rhs) if shape_of(lhs.type) == shape_of(rhs.type) else broadcast(self, lhs, rhs)
 
     return shaped
+
+
+def shape_of(kind: Any) -> Any:
+    """Of a block's type, a list. None of a scalar's."""
+    return kind.shape.values if kind.is_block() else None
+
+
+def once_a_number(bring: Callable[..., Any], tensor: type, most: int = 2000) -> Callable[..., Any]:
+    """bring(semantic, operand, operand, flags), which gives both one type and one shape. Blocks of numbers are kept,
+    `most` at most, and used again where the tensor beside one stayed as it was."""
+    kept: dict[Any, Any] = {}
+
+    def brought(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        if type(lhs) is tensor and type(rhs) is tensor:
+            one, other = lhs.type, rhs.type
+            # Only a division, the fourth flag, gives another type than that of both. Pointers may be refused.
+            same = one.scalar is other.scalar and not one.scalar.is_ptr() and len(flags) < 3 and not named
+            if same and shape_of(one) == shape_of(other):
+                return lhs, rhs
+        elif type(rhs) in (int, float) and type(lhs) is tensor:
+            key = (repr(rhs), lhs.type.name, flags, *named.items())  # 1 is not 1.0, and 0.0 not -0.0
+            if key not in kept:
+                made, block = bring(self, lhs, rhs, *flags, **named)
+                if made is not lhs:
+                    return made, block
+                if len(kept) == most:
+                    kept.clear()
+                kept[key] = block
+            return lhs, kept[key]
+        return bring(self, lhs, rhs, *flags, **named)
+
+    return brought
