@@ -45,6 +45,7 @@ def commit() -> str:
         return "unknown"
 
 
+@functools.cache  # many sets of sources have files in common
 def code_of(source: str) -> str:
     """Python without comments, docstrings and blank lines, the same for every version of Python."""
     lines = source.splitlines()

@@ -121,16 +121,23 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-LONG = (  # files that take half a minute and more
+LONG = (  # files that take a quarter of a minute and more
     "test_compiled.py",
+    "test_cpu_engine.py",
     "test_decode_engine.py",
+    "test_family_engine.py",
     "test_imports.py",
+    "test_int4_batch.py",
     "test_int4_qkv.py",
+    "test_lossless.py",
     "test_mistakes.py",
     "test_observe.py",
     "test_parser.py",
     "test_pipeline.py",
+    "test_programs.py",
     "test_run.py",
+    "test_slot_products.py",
+    "test_whole_job.py",
 )
 
 
