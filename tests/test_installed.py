@@ -149,8 +149,10 @@ def test_an_installation_holds_one_package_with_real_files(clone, installed):
     assert not [path for path in installed.rglob("*") if path.is_symlink()]
 
 
-@pytest.mark.parametrize("order", [("kernels", "dejavu_train.kernels.mlp.pack"), ("dejavu_train", "kernels")])
-@pytest.mark.parametrize("where", ["empty", "clone"])
+@pytest.mark.parametrize(
+    ("where", "order"),
+    [("empty", ("dejavu_train", "kernels")), ("clone", ("kernels", "dejavu_train.kernels.mlp.pack"))],
+)
 def test_ours_and_hugging_faces_kernels_side_by_side(where, order, clone, installed, theirs, tmp_path):
     """In an empty folder ours is the installed one, in a clone that of the clone."""
     folder = {"empty": tmp_path, "clone": clone}[where]

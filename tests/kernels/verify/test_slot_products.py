@@ -152,8 +152,9 @@ def test_a_slot_depends_on_its_own_input_alone(device, name, dtype):
     product = Product(device, name, dtype)
     position, kept = positions(device), product.residual.clone()
     expected = product.run(product.x, position)
-    for live, shift, other in ((1, 0, NAN), (1, 5, 0.0), (3, 2, 100.0), (8, 3, 0.0)):
-        x, places = torch.full_like(product.x, other), position.roll(shift)
+    for live, shift, others in ((1, 5, (0.0, 0.0)), (3, 2, (NAN, 100.0)), (8, 3, (0.0, 0.0))):
+        x, places = torch.empty_like(product.x), position.roll(shift)
+        x[::2], x[1::2] = others
         slots = [(i + shift) % S for i in range(live)]
         x[slots] = product.x[:live]
         product.residual = kept.roll(shift, 0)
@@ -162,7 +163,7 @@ def test_a_slot_depends_on_its_own_input_alone(device, name, dtype):
             def run(x, position, sequences=sequences):
                 return product.run(x, position, sequences)
 
-            assert torch.equal(replayed(run, x, places)[slots], expected[:live]), (live, shift, other)
+            assert torch.equal(replayed(run, x, places)[slots], expected[:live]), (live, shift, others)
 
 
 def test_refusals_are_one_line(device):
