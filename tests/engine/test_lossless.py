@@ -1,5 +1,7 @@
 """Lossless decoding of the decode engine, in plain torch and by kernels: the same text, whatever is drafted."""
 
+from itertools import count
+
 import pytest
 import torch
 from conftest import save_tiny_opt
@@ -9,7 +11,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED, Draft
 from dejavu_train.engine.draft_weights import draft_weights, rounded_bytes
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.engine.lossless import Acceptance, Copies, Pace, Verified
+from dejavu_train.engine.lossless import Acceptance, Copies, Pace, Pair, Verified
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
@@ -269,8 +271,9 @@ def test_copies_are_what_followed_the_last_three_tokens():
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
-def test_text_that_repeats_is_copied_and_is_the_dense_models(model, weights):
-    """The model repeats what it reads as soon as one token follows another always."""
+def test_text_that_repeats_is_copied_and_is_the_dense_models(model, weights, monkeypatch):
+    """The model repeats what it reads as soon as one token follows another always. All cycles take as long."""
+    monkeypatch.setattr(Pair, "clock", staticmethod(count().__next__))
     engine = reference_engine(model, random_bundle(model))
     (prompt,) = rows_of(9)
     expected = engine.generate([prompt], 90, stop_tokens=(), lossless=Draft(0))[0]
