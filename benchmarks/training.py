@@ -60,7 +60,7 @@ def make_shards(
         bias = torch.full((shape.d_ffn,), -1.7, device=device)
         mean = torch.zeros(shape.n_heads, shape.head_dim)
         norms = torch.rand(shape.d_ffn, generator=generator, device=device) + 0.5
-        LayerWeights(fc1.cpu(), bias.cpu(), norms.cpu(), mean).save(folder, layer, "random", torch.float16)
+        LayerWeights(fc1.half().cpu(), bias.cpu(), norms.cpu(), mean).save(folder, layer, "random")
         layers.append((fc1, bias))
     for entry in entries:
         with ShardWriter(folder, manifest, entry) as writer:
