@@ -15,11 +15,10 @@ from pathlib import Path
 
 import triton
 
-from benchmarks.rows import append_row, command_line, commit
+from benchmarks.rows import ROOT, append_row, command_line, commit
 from tests.count_lines import code_lines, sources
 
 LINES, REGISTERS = (f"benchmarks/results/merged_{name}.csv" for name in ("lines", "registers"))
-ROOT = Path(__file__).parent.parent
 STEPS = (  # what, first and last commit
     ("all of it", "2de014c", "HEAD"),
     ("MLP of one row: numbers, 4 bits", "b9d7c70^", "b9d7c70"),

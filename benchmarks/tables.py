@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables_decode
-from benchmarks.rows import command_line, measured_sources
+from benchmarks.rows import ROOT, command_line, measured_sources
 from benchmarks.tables_cpu import cpu_table, pipeline_table
 from benchmarks.tables_decode import DECODE, timed_rows
 from benchmarks.tables_families import FAMILY_TABLES
@@ -49,7 +49,6 @@ from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, 
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.schema import SCHEMA, current
 
-ROOT = Path(__file__).parent.parent
 FILES = (
     "README.md",
     "docs/guides/families.md",

@@ -278,7 +278,7 @@ def family_goals_table(root: Path) -> str:
                 )
                 more.append(None if ours is None or opts is None else _beyond(ours) - _beyond(opts))
             what = f"afm-4.5b: {word}, {engine}, a layer beyond its bytes, over OPT's of its width"
-            over = None if more[0] is None else 1 + (more[0] - BEYOND_GOAL) / BEYOND_GOAL
+            over = None if more[0] is None else more[0] / BEYOND_GOAL
             judge(what, f"<= {BEYOND_GOAL:+g} us", [None if each is None else f"{each:+.1f} us" for each in more], over)
     made = markdown(["what", "goal", *CARDS, ""], table)
     return f"{made}\nRows: decode_families.csv; {devices(rows)}.\n"
