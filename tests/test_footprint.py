@@ -1,14 +1,13 @@
 """What a run by layers and GPTQ say that they hold is what they hold: each stage in a process of its own, measured."""
 
-import ctypes
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import save_tiny_opt
+from resident_memory import grown, needs_proc
 from small_runs import in_a_process
 
 from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
@@ -31,8 +30,8 @@ from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
-CPU, WINDOW, ALL_RELEASED = torch.device("cpu"), 256, (-3, 1 << 17)  # M_MMAP_THRESHOLD
+pytestmark = needs_proc
+CPU, WINDOW = torch.device("cpu"), 256
 OTHERS = 4e6  # bytes of code and of Python's objects
 SHAPES = {
     "logits": {"hidden_size": 64, "ffn_dim": 128, "vocab_size": 50272},
@@ -40,22 +39,6 @@ SHAPES = {
     "moments": {"hidden_size": 128, "ffn_dim": 2048},
     "width": {"hidden_size": 768, "ffn_dim": 64, "num_attention_heads": 12},
 }
-
-
-def resident(name):
-    """Bytes."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def grown(work, *arguments):
-    """By how many bytes resident memory grew on the way. Libraries have done the same before, on a tiny model."""
-    ctypes.CDLL(None).mallopt(*ALL_RELEASED)  # what is freed goes back at once, and is not measured
-    torch.set_num_threads(1)
-    work(*arguments[:2])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    work(*arguments[2:])
-    return resident("VmHWM") - before
 
 
 def windows_of(model, count):
@@ -107,7 +90,7 @@ def tell(stage, model, folder, tiny, told):
     folders = [folder / "tiny", folder / "large"]
     for each in folders:
         each.mkdir(parents=True)
-    told.value = grown(globals()[stage], str(tiny), folders[0], str(model), folders[1])
+    told.value = grown(globals()[stage], (str(tiny), folders[0]), str(model), folders[1])
 
 
 @pytest.fixture(scope="module")
