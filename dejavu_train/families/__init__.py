@@ -12,15 +12,15 @@ from dejavu_train.families.base import BlockParts, Family, blocks_of, dims_of, f
 from dejavu_train.families.bloom import BloomFamily
 from dejavu_train.families.dims import TARGETS, LayerInput, ModelDims, Site, Target, UnitKey
 from dejavu_train.families.jais2 import Jais2Family
-from dejavu_train.families.llama import LlamaFamily
+from dejavu_train.families.llama import LlamaFamily, MistralFamily
 from dejavu_train.families.nanochat import NanoChatFamily
 from dejavu_train.families.nemotron import NemotronFamily
 from dejavu_train.families.opt import OPTFamily
 from dejavu_train.families.persimmon import PersimmonFamily
 
 _FAMILIES: tuple[Family, ...] = (
-    OPTFamily(), LlamaFamily(), ArceeFamily(), NemotronFamily(), Jais2Family(), PersimmonFamily(), NanoChatFamily(),
-    BloomFamily(),
+    OPTFamily(), LlamaFamily(), MistralFamily(), ArceeFamily(), NemotronFamily(), Jais2Family(), PersimmonFamily(),
+    NanoChatFamily(), BloomFamily(),
 )  # fmt: skip
 for _family in _FAMILIES:
     register(_family)

@@ -9,3 +9,4 @@ class ArceeFamily(StandardFamily):
     least_transformers = "4.53"
     activations = {"relu2": Activation.RELU2, "relu": Activation.RELU}
     defaults = {"hidden_act": "relu2"}
+    turns_part = False

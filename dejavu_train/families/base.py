@@ -219,14 +219,14 @@ def dims_of(values: Any, name: str = "this model") -> ModelDims:
         raise UserError(f"the config.json of {name} names no model_type; give the config that belongs to the weights")
     dims = family_named(given["model_type"], name).dims(given, name)
     if dims.activation not in (*SILENT, *SMOOTH):
-        refuse_activation(name, dims.activation)
+        refuse_activation(name, dims.activation, [*SILENT, *SMOOTH])
     return dims
 
 
-def refuse_activation(name: str, activation: str) -> NoReturn:
-    """Raise :class:`UserError` for a model whose neurons are never silent."""
+def refuse_activation(name: str, activation: str, runs: Iterable[str]) -> NoReturn:
+    """Raise :class:`UserError` for an activation that a model's family does not run. runs: those that it does."""
     raise UserError(
-        f"{name} uses the activation {activation}; contextual sparsity here needs one of relu, relu2 and their kin;"
+        f"{name} uses the activation {activation}; supported in its family are {', '.join(runs)};"
         f" dejavu survey --model {name} tells what the model would gain"
     )
 

@@ -11,3 +11,4 @@ class Jais2Family(StandardFamily):
     defaults = {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}
     epsilon = "layer_norm_eps"
     norm = Norm.LAYER_NORM
+    turns_part = False

@@ -19,19 +19,21 @@ FATRELU, THRESHOLD = "fatrelu", 0.01  # of a config.json without hidden_act_para
 
 
 class LlamaFamily(StandardFamily):
-    classes = {"llama": "Llama", "mistral": "Mistral"}
+    classes = {"llama": "Llama"}
     least_transformers = "4.34"
     activations = {
         "relu": Activation.RELU, FATRELU: Activation.FATRELU, "drelu": Activation.DRELU,
     }  # fmt: skip
     gated = True
+    turns_part = False
 
     @property
     def structure(self) -> tuple[str, ...]:
         return (*super().structure, "hidden_act_param")
 
     def threshold(self, given: Mapping[str, Any]) -> float:
-        return float(given.get("hidden_act_param") or THRESHOLD) if given["hidden_act"] == FATRELU else 0.0
+        param = given.get("hidden_act_param")
+        return (THRESHOLD if param is None else float(param)) if given["hidden_act"] == FATRELU else 0.0
 
     def blocks(self, model: Any) -> list[BlockParts]:
         """Gates get the threshold that the configuration says, and MLPs with dReLU their forward pass."""
@@ -41,3 +43,10 @@ class LlamaFamily(StandardFamily):
         for layer in model.model.layers:
             with_gates(layer.mlp, kind, self.threshold(model.config.to_dict()))
         return [replace(block, activates_up=kind == Activation.DRELU) for block in super().blocks(model)]
+
+
+class MistralFamily(LlamaFamily):
+    """Mistral, whose config.json may leave out what is not as in Llama."""
+
+    classes = {"mistral": "Mistral"}
+    defaults = {"num_key_value_heads": 8, "sliding_window": 4096}

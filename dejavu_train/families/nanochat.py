@@ -22,6 +22,7 @@ class NanoChatFamily(StandardFamily):
     activations = {"relu2": Activation.RELU2, "relu": Activation.RELU}
     defaults = {"hidden_act": "relu2", "final_logit_softcapping": 15.0}
     norm = Norm.RMS_NORM_PLAIN
+    turns_part = False
     maps = ("fc1", "fc2", "activation_fn")
 
     @property

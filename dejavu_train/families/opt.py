@@ -63,7 +63,7 @@ class OPTFamily:
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
         given = {**_DEFAULTS, **values}
         if given["activation_function"] not in _ACTIVATIONS:
-            refuse_activation(name, given["activation_function"])
+            refuse_activation(name, given["activation_function"], _ACTIVATIONS)
         if given["word_embed_proj_dim"] is None:
             given["word_embed_proj_dim"] = given["hidden_size"]
         for key in (*_SIZES, "word_embed_proj_dim"):

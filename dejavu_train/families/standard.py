@@ -29,6 +29,7 @@ class StandardFamily:
         activations: by ``hidden_act`` the kind that a family runs.
         defaults: of keys that a config.json may leave out.
         epsilon: the key of the norms' epsilon.
+        turns_part: its classes read ``partial_rotary_factor``. Others turn whole heads, whatever that key says.
     """
 
     classes: Mapping[str, str] = {}
@@ -38,6 +39,7 @@ class StandardFamily:
     epsilon = "rms_norm_eps"
     norm = Norm.RMS_NORM
     gated = False
+    turns_part = True
     around = "model"
     embedding = "embed_tokens.weight"
     maps = ("up_proj", "down_proj", "act_fn")
@@ -67,7 +69,7 @@ class StandardFamily:
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
         given = self.given(values)
         if given["hidden_act"] not in self.activations:
-            refuse_activation(name, str(given["hidden_act"]))
+            refuse_activation(name, str(given["hidden_act"]), self.activations)
         sizes = {key: whole_number(given, key, name) for key in SIZES}
         d_model, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if not given.get("head_dim") and d_model % heads:
@@ -92,7 +94,7 @@ class StandardFamily:
             max_positions=min(sizes["max_position_embeddings"], given.get("sliding_window") or _LARGEST),
             norm=self.norm,
             positions=Positions.ROTARY,
-            rotary_share=_rotary_share(given, name),
+            rotary_share=self.rotary_share(given, name),
             activation=self.activations[given["hidden_act"]],
             threshold=self.threshold(given),
             gated=self.gated,
@@ -102,6 +104,26 @@ class StandardFamily:
     def threshold(self, given: Mapping[str, Any]) -> float:
         """Of FATReLU."""
         return 0.0
+
+    def rotary_share(self, given: Mapping[str, Any], name: str) -> float:
+        """The share of a head's dimensions that are turned.
+
+        Raises:
+            UserError: rotary positions that change with the length of a text, or that transformers cannot compute.
+        """
+        rope = given.get("rope_scaling") or given.get("rope_parameters") or {}  # transformers has this order
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in _STEADY:
+            raise UserError(f"{name} has rotary positions of the kind {kind}; supported are {', '.join(_STEADY)}")
+        share = float(rope.get("partial_rotary_factor", given.get("partial_rotary_factor") or 1.0))
+        if self.turns_part or share == 1:
+            return share
+        if kind != "default":  # whose function reads the key all the same, and the layers do not
+            raise UserError(
+                f"{name} has the partial_rotary_factor {share:g} beside rotary positions of the kind {kind}, which"
+                " transformers does not run in its family; leave that key out"
+            )
+        return 1.0
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
@@ -189,16 +211,3 @@ def whole_number(values: Mapping[str, Any], key: str, name: str) -> int:
 
 def _set(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {} if values.get(key) is None else {key: values[key]}
-
-
-def _rotary_share(given: Mapping[str, Any], name: str) -> float:
-    """The share of a head's dimensions that are turned.
-
-    Raises:
-        UserError: rotary positions that change with the length of a text.
-    """
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _STEADY:
-        raise UserError(f"{name} has rotary positions of the kind {kind}; supported are {', '.join(_STEADY)}")
-    return float(rope.get("partial_rotary_factor", given.get("partial_rotary_factor") or 1.0))

@@ -7,9 +7,12 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_tokenizer
-from family_models import CASES, SIZES, padded, save_family
+from family_models import CASES, SIZES, YARN, padded, save_family
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Jais2Config,
     LlamaConfig,
     MistralConfig,
     NanoChatConfig,
@@ -232,6 +235,7 @@ def test_bloom_is_named_by_either_name_of_its_sizes(folder):
 @pytest.mark.parametrize(
     "changes, said",
     [({"hidden_act": "silu"}, "uses the activation silu.*dejavu survey --model this model"),
+     ({"hidden_act": "relu2"}, "activation relu2; supported in its family are relu, fatrelu, drelu;"),
      ({"mlp_bias": True}, "biases in its attention or its MLP alone"),
      ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "of the kind dynamic"),
      ({"num_key_value_heads": 4}, "4 num_key_value_heads, which do not divide its 6 heads"),
@@ -251,10 +255,46 @@ def test_what_can_have_no_sparse_form_is_named(kind, said):
 
 def test_a_sliding_window_is_all_positions_that_there_are():
     config = MistralConfig(**SIZES, num_key_value_heads=2, hidden_act="relu", sliding_window=64)
-    assert (
-        dims_of(config).max_positions == 64
-        and dims_of(MistralConfig(**SIZES, num_key_value_heads=2, hidden_act="relu")).max_positions == 256
-    )
+    assert dims_of(config).max_positions == 64
+    long = {**config.to_dict(), "max_position_embeddings": 8192}
+    del long["sliding_window"]  # then it is the one that transformers fills in
+    assert dims_of(long).max_positions == dims_of(MistralConfig.from_dict(long)).max_positions == 4096
+    assert dims_of({**long, "sliding_window": None}).max_positions == 8192
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
+    config = CASES[name]
+    for key in config.to_dict().keys() - {"model_type"}:
+        values = {other: value for other, value in config.to_dict().items() if other != key}
+        try:
+            expected = dims_of(type(config).from_dict(values))
+            assert dims_of(values) == expected
+        except (UserError, StrictDataclassError):  # a size that must be given, or that fits no other
+            pass
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, ArceeConfig, Jais2Config, NanoChatConfig])
+def test_whole_heads_are_turned_whatever_a_config_says(kind):
+    values = {**CASES["llama"].to_dict(), "model_type": kind.model_type, "partial_rotary_factor": 0.5}
+    values["hidden_act"] = "relu"
+    rotary = MODEL_FOR_CAUSAL_LM_MAPPING[kind](kind.from_dict(values)).model.rotary_emb
+    cosines, _ = rotary(torch.zeros(1, 1, 8), torch.zeros(1, 1, dtype=torch.long))
+    assert cosines.shape[-1] == 8 and dims_of(values).rotary_share == dims_of(kind.from_dict(values)).rotary_share == 1
+    with pytest.raises(UserError, match="partial_rotary_factor 0.5 beside rotary positions of the kind yarn"):
+        dims_of({**values, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}})
+
+
+def test_of_two_names_of_rotary_positions_transformers_takes_the_older():
+    values = CASES["llama"].to_dict() | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert LlamaConfig.from_dict(values).rope_parameters["rope_type"] == "dynamic"
+    with pytest.raises(UserError, match="of the kind dynamic"):
+        dims_of(values)
+
+
+def test_a_threshold_of_zero_is_one():
+    assert dims_of({**CASES["fatrelu"].to_dict(), "hidden_act_param": 0.0}).threshold == 0
+    assert dims_of({**CASES["fatrelu"].to_dict(), "hidden_act_param": None}).threshold == 0.01
 
 
 def test_a_family_is_registered_by_one_call():
