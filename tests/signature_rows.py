@@ -107,7 +107,7 @@ GENERATE = [
         "an assistant has the same tokenizer",
     ),
     # What the forward pass takes.
-    Row("input_ids", "tttt", {"inputs": None, "input_ids": IDS}),
+    Row("input_ids", "tttt", {"inputs": None, "input_ids": IDS.int()}),
     Row("attention_mask", "tttt", {"attention_mask": (IDS != 2).long()}, "gather wants padding on the left"),
     Row("past_key_values", "trgg", lambda case: {"past_key_values": DynamicCache(config=case.model.config)},
         "gather takes that of model.new_cache()"),

@@ -139,7 +139,7 @@ class EnginePool(ABC):
             known = ids.repeat_interleave(len(request.prompts) // len(ids), dim=0)
             if streamer is not None:  # behind all that can be refused: another backend would show the prompt again
                 streamer.put(known.cpu())
-            new = run(engine, request).to(known)
+            new = run(engine, request).to(known.device)
             self.acceptance = None if draft is None else engine.acceptance
         sequences = torch.cat([known, new], dim=1)
         return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
