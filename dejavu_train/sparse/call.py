@@ -19,12 +19,14 @@ class Call:
         model: whose call this is. Another model's forward pass within it is not part of it.
         runtime: what the model runs through until the call ends, whatever ``set_bundle`` does meanwhile.
         sparse_from: first sparse position, one of all rows or (B,), or "prompt".
-        ending_tokens: after which a row is over, or None.
+        columns: of the prompt, those already in the cache included.
+        ending_tokens: behind the prompt, after which a row is over, or None.
     """
 
     model: Any
     runtime: Any
     sparse_from: SparseFrom
+    columns: int
     ending_tokens: Tensor | None
 
 

@@ -248,7 +248,9 @@ def check_cache(cache: Cache | None) -> None:
 def _note_ended_rows(call: Call | None, input_ids: Tensor | None, cache: SparseCache) -> Tensor | None:
     """Within ``generate``: (B,) bool, rows that go on. An ended row leaves the union, its outputs are not used."""
     ending = None if call is None else call.ending_tokens
-    if ending is None or input_ids is None or input_ids.shape[1] != 1 or not cache.get_seq_length():
+    if call is None or ending is None or input_ids is None or input_ids.shape[1] != 1:
+        return None
+    if cache.get_seq_length() < call.columns:  # a prompt ends nothing
         return None
     ended = torch.isin(input_ids[:, 0], ending.to(input_ids.device))
     cache.finished = ended if cache.finished is None else cache.finished | ended

@@ -12,7 +12,7 @@ from dejavu_train.families import dims_of
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
 from dejavu_train.sparse.forward import check_cache
-from dejavu_train.sparse.inputs import check_prompt, prompt_lengths, refuse_for_gather
+from dejavu_train.sparse.inputs import check_prompt, prompt_columns, refuse_for_gather
 from dejavu_train.sparse.runtime import check_lossless
 
 
@@ -37,17 +37,15 @@ def generated(
     draft = Draft.taken_from(kwargs, default_of(model.bundle.metadata))
     if draft is not None:
         check_lossless(runtime)
-    settings = generation_config or model.generation_config
-
-    def setting(name: str) -> Any:
-        return kwargs.get(name, getattr(settings, name, None))
-
+    if kwargs.get("use_cache", True) is None:
+        del kwargs["use_cache"]  # transformers would run all tokens again at every step, and keep them all
+    config, _ = model._prepare_generation_config(generation_config, **kwargs)
     cache = kwargs.get("past_key_values")
     limit = dims_of(model.config).max_positions
-    check_prompt(inputs, kwargs, setting("pad_token_id"), model.get_input_embeddings().num_embeddings, limit)
-    if setting("cache_implementation") == "paged":
+    check_prompt(inputs, kwargs, config, model.get_input_embeddings().num_embeddings, limit)
+    if config.cache_implementation == "paged":
         model.init_continuous_batching()
-    if setting("assistant_early_exit") is not None:
+    if config.assistant_early_exit is not None:
         raise UserError("assistant_early_exit leaves layers out, and a bundle is for all; give assistant_model")
     if runtime.engines is not None:
         try:
@@ -57,17 +55,21 @@ def generated(
             if draft is not None and isinstance(refusal, Unsupported):  # no other backend verifies
                 raise UserError(f"lossless decoding: {refusal.reason}") from None
             model._judge(refusal, runtime)
-    mask = runtime.backend == "mask"
-    if cache is None and not mask and setting("use_cache") is not False:
+    mask, shown = runtime.backend == "mask", prompt_columns(inputs, kwargs, config)
+    if cache is None and not mask and config.use_cache is not False:
         cache = kwargs["past_key_values"] = SparseCache(model.config.num_hidden_layers)  # of `runtime`, as it is
     if isinstance(cache, SparseCache):
         cache.finished = None
     if not mask:
-        refuse_for_gather(inputs, kwargs, setting, model.config)
+        refuse_for_gather(shown, kwargs, config, model)
         check_cache(cache)
-    ending = setting("eos_token_id") if (setting("num_beams") or 1) == 1 else None
-    if isinstance(start, str):
-        start = prompt_lengths(inputs, kwargs, setting("pad_token_id"), cache)
-    call = Call(model, runtime, start, None if ending is None else torch.as_tensor(ending).reshape(-1))
+    ending = config.eos_token_id if (config.num_beams or 1) == 1 else None
+    call = Call(
+        model,
+        runtime,
+        shown.sum(dim=1) if isinstance(start, str) else start,
+        shown.shape[1],
+        None if ending is None else torch.as_tensor(ending).reshape(-1),
+    )
     with runtime.turn(nested), within(call):
         return dense_generate(inputs, generation_config, **kwargs)

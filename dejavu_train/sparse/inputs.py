@@ -4,15 +4,16 @@
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from dejavu_train.engine.request import padding_mask
 from dejavu_train.errors import UserError
 
 SparseFrom = int | Tensor | str
@@ -152,24 +153,30 @@ def visible_columns(attention_mask: Tensor | None, shape: torch.Size, past: int,
     return attention_mask.to(device, torch.bool)
 
 
-def prompt_lengths(inputs: Tensor | None, kwargs: dict[str, Any], pad: int | None, cache: Cache | None) -> Tensor:
-    """(B,) tokens of each row's prompt, those already in the cache included."""
+def prompt_columns(inputs: Tensor | None, kwargs: Mapping[str, Any], config: GenerationConfig) -> Tensor:
+    """(B, S) bool: where the prompt of ``generate`` has tokens, those already in the cache included. False = padding.
+
+    Args:
+        inputs, kwargs: of ``generate``. config: with all defaults filled in. It says what padding is without a mask.
+    """
     mask = kwargs.get("attention_mask")
     if mask is not None:
-        return mask.sum(dim=1)
+        return mask != 0
     ids = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
     if ids is None:
-        return torch.ones(1, dtype=torch.int64)  # transformers begins with the start token
-    if ids.dim() == 2 and pad is not None:
-        return (ids != pad).sum(dim=1)
-    return torch.full((ids.shape[0],), ids.shape[1], device=ids.device)
+        return torch.ones(1, 1, dtype=torch.bool)  # transformers begins with the start token
+    if ids.dim() == 2:
+        return padding_mask(ids, None, config)
+    return torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
 
 
-def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, vocab_size: int, limit: int) -> None:
+def check_prompt(
+    inputs: Tensor | None, kwargs: Mapping[str, Any], config: GenerationConfig, vocab_size: int, limit: int
+) -> None:
     """Refuse what ``generate`` of transformers would end with a traceback for, or continue wrongly.
 
     Args:
-        inputs, kwargs: of ``generate``. pad: the padding token, which transformers looks for where no mask is given.
+        inputs, kwargs: of ``generate``. config: with all defaults filled in.
         vocab_size: token ids lie below. limit: positions of the model.
     Raises:
         UserError: no tensor of token ids, an id outside the vocabulary, or more tokens than positions. A mask of
@@ -192,8 +199,8 @@ def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, voc
         if not 0 <= low <= high < vocab_size:
             raise UserError(f"token ids must lie in 0 to {vocab_size - 1}, got {low} to {high}")
         rows, new = ids.shape
-        if mask is None and pad is not None and new > limit:
-            mask = ids != pad
+        if mask is None and new > limit:
+            mask = padding_mask(ids, None, config)
     whole, behind = (rows, new), (rows, past + new)
     if mask is None:
         columns, tokens = new, new
@@ -215,44 +222,24 @@ def check_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], pad: Any, voc
         )
 
 
-def refuse_for_gather(
-    inputs: Tensor | None, kwargs: dict[str, Any], setting: Callable[[str], Any], config: PreTrainedConfig
-) -> None:
+def refuse_for_gather(shown: Tensor, kwargs: Mapping[str, Any], config: GenerationConfig, model: Any) -> None:
     """Refuse what ``generate`` cannot do through ``gather``.
 
     Args:
-        inputs, kwargs: of ``generate``.
-        setting: gives a setting of generation by its name.
+        shown: (B, S) bool, false where the prompt is padded.
+        kwargs: of ``generate``. config: with all defaults filled in. model: whose config says the rest.
     Raises:
-        UserError: as :func:`refuse_right_padding` and :func:`refuse_outputs`, or a cache of another implementation.
+        UserError: as :func:`refuse_outputs`, padding behind a prompt, since what follows would be read off the
+            padding, or a cache of another implementation.
     """
-    refuse_right_padding(inputs, kwargs, setting("pad_token_id"), setting("eos_token_id"))
-    asked = {name: setting(name) for name in ("output_attentions", "output_hidden_states") if setting(name)}
-    refuse_outputs({**asked, "is_causal": kwargs.get("is_causal")}, config)
-    if setting("cache_implementation") is not None:
-        raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")
-
-
-def refuse_right_padding(inputs: Tensor | None, kwargs: dict[str, Any], pad: Any, ending: Any) -> None:
-    """Refuse prompts of ``generate`` with padding behind them: what follows would be read off the padding.
-
-    Where no ``attention_mask`` is given, padding is what transformers takes for it: the padding token, unless it ends
-    texts as well.
-
-    Raises:
-        UserError: naming the first such row.
-    """
-    mask = kwargs.get("attention_mask")
-    ids = inputs if inputs is not None else kwargs.get("input_ids")
-    if mask is None and ids is not None and pad is not None:
-        ends = [] if ending is None else torch.as_tensor(ending).reshape(-1).tolist()
-        if int(pad) not in ends:
-            mask = ids != int(pad)
-    if mask is None or mask.dim() != 2:
-        return
-    padded = (mask[:, -1] == 0) & (mask != 0).any(dim=1)
+    padded = ~shown[:, -1] & shown.any(dim=1)
     if padded.any():
         raise UserError(
             f"generate() of the backend gather needs padding on the left, row {int(padded.nonzero()[0])} has it on the"
             " right; set tokenizer.padding_side = 'left'"
         )
+    names = ("output_attentions", "output_hidden_states")
+    asked = {name: True for name in names if getattr(config, name, False)}
+    refuse_outputs({**asked, "is_causal": kwargs.get("is_causal")}, model.config)
+    if config.cache_implementation is not None:
+        raise UserError("the backend gather keeps a cache of its own; leave cache_implementation out")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from sparse_helpers import close, gather_sets, padded, sparse, tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
@@ -93,6 +93,52 @@ def test_finished_rows_leave_the_union(dense, bundle):
     assert (ended[0, first + 1 :] == 1).all()
     after = torch.stack(seen[0, "mlp"][first:])  # columns from the one that holds the ending token on
     assert not after[:, 0].any() and after[:, 1].any()
+
+
+def test_a_stop_token_of_a_prompt_ends_nothing(dense, bundle):
+    ids = tokens(2, 6)
+    ids[0, -1] = ids[1, 2] = 2
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 2, "pad_token_id": 1}
+    plain = sparse(dense, bundle, "mask").generate(ids, **settings)
+    gather = sparse(dense, bundle, "gather")
+    assert torch.equal(gather.generate(ids, prefill_chunk_size=1, **settings), plain)
+    cache = gather.new_cache()
+    gather(ids[:, :-1], past_key_values=cache)
+    assert torch.equal(gather.generate(ids, past_key_values=cache, **settings), plain)
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
+def test_what_a_generation_config_leaves_out_is_the_models(dense, bundle, backend):
+    model = sparse(dense, bundle, backend, sparse_from="prompt")
+    assert (model.generation_config.pad_token_id, model.generation_config.eos_token_id) == (1, 2)
+    ids, mask = padded([tokens(1, n, seed=n)[0].tolist() for n in (4, 9)])
+    given = GenerationConfig(max_new_tokens=10)
+    assert torch.equal(model.generate(ids, given), model.generate(ids, given, attention_mask=mask))
+    if backend == "gather":
+        with pytest.raises(UserError, match="row 0 has it on the right"):
+            model.generate(ids.flip(1), given)
+        model.generation_config.cache_implementation = "static"
+        try:
+            with pytest.raises(UserError, match="leave cache_implementation out"):
+                model.generate(ids, given)
+        finally:
+            model.generation_config.cache_implementation = None
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
+def test_a_padding_token_that_ends_texts_is_a_token_of_the_prompt(dense, bundle, backend):
+    ids = torch.tensor([[2, 44, 2, 16, 202, 77]])
+    model = sparse(dense, bundle, backend, sparse_from="prompt")
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert torch.equal(model.generate(ids, **settings), wanted)
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_use_cache_none_is_its_default(dense, bundle, backend):
+    model, settings = sparse(dense, bundle, backend), {"max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(tokens(2, 5), **settings)
+    assert torch.equal(model.generate(tokens(2, 5), use_cache=None, **settings), wanted)
 
 
 def test_cache_operations_keep_the_logits_right(dense, bundle):
