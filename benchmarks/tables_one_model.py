@@ -8,6 +8,7 @@ from benchmarks.one_model_plan import DRAFTED, SCALES, describe
 from benchmarks.tables_format import Row, markdown, mean, percent, provenance, read_csv
 
 ONE_MODEL = "benchmarks/results/one_model.csv"
+DENSE = (1.0, 1.0)
 DENSE_WAYS, SPARSE_WAYS = ("dense-engine", "dense-cpu"), ("triton", "cpu")
 
 
@@ -26,16 +27,37 @@ def _values(rows: Sequence[Row], measure: str, **same: str) -> list[float]:
     ]
 
 
-def _milliseconds(
-    rows: Sequence[Row], weights: str, ways: Sequence[str], pair: tuple[float, float], gpus: str
-) -> list[float]:
-    """The selection nearest to that which was asked for: mean densities are not met exactly."""
-    return [
+def _kinds(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Weights and densities of which there are perplexities."""
+    names = ("weights", "mlp_density", "head_density")
+    scored = dict.fromkeys(tuple(row[name] for name in names) for row in rows if row["measure"] == "perplexity")
+    return [dict(zip(names, values, strict=True)) for values in scored]
+
+
+def _densities(kind: Row) -> tuple[float, float]:
+    return float(kind["mlp_density"]), float(kind["head_density"])
+
+
+def _selected(pair: tuple[float, float]) -> str:
+    return "all" if pair == DENSE else f"{100 * pair[0]:g} %, {100 * pair[1]:g} %"
+
+
+def _quality(rows: Sequence[Row], kind: Row) -> list[str]:
+    """Perplexity, as a geometric mean over the texts, and its rise over dense fp16."""
+    perplexities, rises = _values(rows, "perplexity", **kind), _values(rows, "increase", **kind)
+    return [f"{math.exp(mean([math.log(value) for value in perplexities])):.4g}", percent(math.expm1(mean(rises)))]
+
+
+def _milliseconds(rows: Sequence[Row], weights: str, pair: tuple[float, float], gpus: str) -> str:
+    """Of the selection nearest to the one asked for: mean densities are not met exactly."""
+    ways = DENSE_WAYS if pair == DENSE else SPARSE_WAYS
+    times = [
         float(row["value"])
         for row in rows
         if row["measure"] == "ms" and row["weights"] == weights and row["way"] in ways and row["gpus"] == gpus
         and abs(float(row["mlp_density"]) - pair[0]) < 0.03 and abs(float(row["head_density"]) - pair[1]) < 0.08
     ]  # fmt: skip
+    return f"{times[0]:.3g}" if times else ""
 
 
 def _lossless(rows: Sequence[Row], weights: str) -> str:
@@ -60,29 +82,31 @@ def result_table(root: Path) -> str:
     theirs = _values(rows, "ms", way="dense", weights="fp16")
     if theirs:
         table.append(["fp16, transformers", "all", *[""] * 4, f"{theirs[0]:.3g}", "", ""])
-    kinds = dict.fromkeys(
-        (row["weights"], row["mlp_density"], row["head_density"]) for row in rows if row["measure"] == "perplexity"
-    )
-    for weights, neurons, heads in kinds:
-        same = {"weights": weights, "mlp_density": neurons, "head_density": heads}
-        pair = float(neurons), float(heads)
-        dense = pair == (1.0, 1.0)
-        perplexities = _values(rows, "perplexity", **same)
-        cells = [weights, "all" if dense else f"{100 * pair[0]:g} %, {100 * pair[1]:g} %"]
-        cells.append(f"{math.exp(mean([math.log(value) for value in perplexities])):.4g}")
-        cells.append(percent(math.expm1(mean(_values(rows, "increase", **same)))))
+    for kind in _kinds(rows):
+        weights, pair = kind["weights"], _densities(kind)
+        cells = [weights, _selected(pair), *_quality(rows, kind)]
         for measure in ("accuracy", "changed"):
-            found = _values(rows, measure, **same)
+            found = _values(rows, measure, **kind)
             cells.append(f"{100 * mean(found):.1f}" if found else "")
-        for gpus in ("1", "2"):
-            times = _milliseconds(rows, weights, DENSE_WAYS if dense else SPARSE_WAYS, pair, gpus)
-            cells.append(f"{times[0]:.3g}" if times else "")
+        cells += [_milliseconds(rows, weights, pair, gpus) for gpus in ("1", "2")]
         cells.append(_lossless(rows, weights) if pair == (DRAFTED, 1.0) else "")
         table.append(cells)
     measured = [row for row in rows if row["measure"] == "ms"] or rows
     about = f"Scale {rows[0]['scale']}. Perplexity is the geometric mean over the texts."
     about += f" {provenance(measured, 'device')}."
     return f"{markdown(headings, table)}\n{about}\n"
+
+
+def opening_table(root: Path) -> str:
+    """What README shows of it: quality and speed of the same weights, with all heads."""
+    rows, table = newest_rows(root), []
+    for kind in _kinds(rows):
+        pair = _densities(kind)
+        time = _milliseconds(rows, kind["weights"], pair, "1")
+        if time and pair[1] == 1:
+            table.append([kind["weights"], _selected(pair).partition(",")[0], _quality(rows, kind)[0], time])
+    device = next(row["device"] for row in rows if row["measure"] == "ms")
+    return markdown([f"on one {device}", "neurons read", "perplexity of eight texts", "ms per token"], table)
 
 
 def time_table(root: Path) -> str:
@@ -104,6 +128,7 @@ def forecast_table(_: Path) -> str:
 
 
 ONE_MODEL_TABLES: dict[str, Callable[[Path], str]] = {
+    "one-model-opening": opening_table,
     "one-model": result_table,
     "one-model-times": time_table,
     "one-model-forecast": forecast_table,

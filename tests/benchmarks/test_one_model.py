@@ -16,7 +16,7 @@ from benchmarks.one_model import FINISHED, Job, Run, look, measurements, receive
 from benchmarks.one_model_plan import SCALES, forecast, pretraining_step
 from benchmarks.one_model_rows import gather
 from benchmarks.one_model_tasks import Choice, Question, answers_of, batches_of, likelihoods, read_questions, rows_of
-from benchmarks.tables_one_model import ONE_MODEL, result_table, time_table
+from benchmarks.tables_one_model import ONE_MODEL, opening_table, result_table, time_table
 from dejavu_train.models.opt import load_opt
 
 
@@ -186,6 +186,11 @@ def test_rows_of_all_processes_become_one_table(tmp_path):
     (rows / "rows.csv").rename(tmp_path / ONE_MODEL)
     line = next(line for line in result_table(tmp_path).splitlines() if line.startswith("| 4 bits"))
     assert line == "| 4 bits | 20 %, 100 % | 12 | +20.0 | 75.0 | 25.0 | 0.432 | | 1.25, 90 % (sparse) |"
+    opening = [
+        "| on one H100 | neurons read | perplexity of eight texts | ms per token |",
+        "| 4 bits | 20 % | 12 | 0.432 |",
+    ]
+    assert opening_table(tmp_path).splitlines()[::2] == opening
     told = time_table(tmp_path)
     assert "70 million tokens in 540 s (35 million" in told and "| pretrain | 1 | 600 |" in told
     assert "general 1.25" in told and "20.0 % of the neurons" in told
