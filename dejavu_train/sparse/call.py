@@ -20,7 +20,7 @@ class Call:
         runtime: what the model runs through until the call ends, whatever ``set_bundle`` does meanwhile.
         sparse_from: first sparse position, one of all rows or (B,), or "prompt".
         columns: of the prompt, those already in the cache included.
-        ending_tokens: behind the prompt, after which a row is over, or None.
+        ending_tokens: behind the prompt, after which nobody reads a row, or None.
     """
 
     model: Any

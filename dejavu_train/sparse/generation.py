@@ -56,14 +56,16 @@ def generated(
                 raise UserError(f"lossless decoding: {refusal.reason}") from None
             model._judge(refusal, runtime)
     mask, shown = runtime.backend == "mask", prompt_columns(inputs, kwargs, config)
-    if cache is None and not mask and config.use_cache is not False:
+    caches = config.use_cache is not False or kwargs.get("inputs_embeds") is not None  # as transformers decides
+    own = cache is None and not mask and caches
+    if own:
         cache = kwargs["past_key_values"] = SparseCache(model.config.num_hidden_layers)  # of `runtime`, as it is
-    if isinstance(cache, SparseCache):
-        cache.finished = None
     if not mask:
         refuse_for_gather(shown, kwargs, config, model)
         check_cache(cache)
-    ending = config.eos_token_id if (config.num_beams or 1) == 1 else None
+    # K and V of a row that is over are not computed, so nobody may be given that cache.
+    drops_rows = own and not config.return_dict_in_generate and (config.num_beams or 1) == 1
+    ending = config.eos_token_id if drops_rows else None
     call = Call(
         model,
         runtime,

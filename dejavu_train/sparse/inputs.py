@@ -180,7 +180,7 @@ def check_prompt(
         vocab_size: token ids lie below. limit: positions of the model.
     Raises:
         UserError: no tensor of token ids, an id outside the vocabulary, or more tokens than positions. A mask of
-    another shape or with an empty row, or a cache that holds the whole prompt.
+            another shape, a row of padding alone, or a cache that holds the whole prompt.
     """
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
@@ -199,8 +199,7 @@ def check_prompt(
         if not 0 <= low <= high < vocab_size:
             raise UserError(f"token ids must lie in 0 to {vocab_size - 1}, got {low} to {high}")
         rows, new = ids.shape
-        if mask is None and new > limit:
-            mask = padding_mask(ids, None, config)
+        mask = padding_mask(ids, None, config) if mask is None else mask
     whole, behind = (rows, new), (rows, past + new)
     if mask is None:
         columns, tokens = new, new
@@ -211,7 +210,7 @@ def check_prompt(
         counts = (mask != 0).sum(dim=1)
         if not counts.all():
             row = int(counts.argmin())
-            raise UserError(f"row {row} of attention_mask is 0 everywhere; give its prompt at least </s> (id 2)")
+            raise UserError(f"row {row} of the prompts is padding everywhere; give it at least </s> (id 2)")
         columns, tokens = mask.shape[1], int(counts.max())
     if tokens > limit:
         raise UserError(f"the prompt has {tokens} tokens and the model {limit} positions; shorten the prompt")

@@ -141,6 +141,33 @@ def test_use_cache_none_is_its_default(dense, bundle, backend):
     assert torch.equal(model.generate(tokens(2, 5), use_cache=None, **settings), wanted)
 
 
+def test_a_cache_that_comes_back_holds_rows_that_ended(dense, bundle):
+    """Their padding is read where the next call's mask shows it."""
+    made = {}
+    for backend in ("mask", "gather"):
+        model, ids, cache = sparse(dense, bundle, backend), tokens(2, 5), None
+        free = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        for _ in range(2):
+            settings = {"eos_token_id": int(free[0, 6]), "pad_token_id": 1, "return_dict_in_generate": True}
+            mask = torch.ones_like(ids)
+            out = model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False, **settings
+            )
+            ids, cache = torch.cat([out.sequences, tokens(2, 3, seed=3)], dim=1), out.past_key_values
+        made[backend] = out.sequences
+    assert (made["mask"][0, 8:11] == 1).all(), "row 0 did not end before the other, the test shows nothing"
+    assert torch.equal(made["gather"], made["mask"])
+
+
+@pytest.mark.parametrize("backend", ["gather", "auto"])
+def test_embeddings_are_cached_whatever_is_asked(dense, bundle, backend):
+    given = {"inputs_embeds": dense.get_input_embeddings()(tokens(2, 5)).detach(), "max_new_tokens": 6}
+    got, wanted = (
+        sparse(dense, bundle, name).generate(**given, do_sample=False, use_cache=False) for name in (backend, "mask")
+    )
+    assert torch.equal(got, wanted)
+
+
 def test_cache_operations_keep_the_logits_right(dense, bundle):
     gather, mask = sparse(dense, bundle, "gather"), sparse(dense, bundle, "mask")
     ids, more = tokens(3, 9), tokens(3, 4, seed=5)

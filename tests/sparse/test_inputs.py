@@ -35,7 +35,8 @@ REFUSED = {
     "no token": ({"inputs": IDS + 300}, "must lie in 0 to 319, got 302 to 333"),
     "too many": ({"inputs": torch.full((1, 513), 30)}, "has 513 tokens and the model 512 positions"),
     "a short mask": ({"inputs": IDS, "attention_mask": torch.ones(1, 4)}, r"= \(1, 5\), got \(1, 4\)"),
-    "a mask of nothing": ({"inputs": IDS, "attention_mask": 0 * IDS}, "row 0 of attention_mask is 0 everywhere"),
+    "a mask of nothing": ({"inputs": IDS, "attention_mask": 0 * IDS}, "row 0 of the prompts is padding everywhere"),
+    "padding alone": ({"inputs": torch.cat([IDS, 0 * IDS + 1])}, "row 1 of the prompts is padding everywhere"),
     "no cache": ({"inputs": IDS, "past_key_values": ((IDS, IDS),)}, "must be a Cache, got tuple"),
     "paged": ({"inputs": IDS, "cache_implementation": "paged"}, "continuous batching"),
 }
