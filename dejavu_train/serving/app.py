@@ -61,7 +61,7 @@ def make_app(line: Line, reader: Reader, name: str, density: dict[str, float], k
 
     @app.exception_handler(RequestValidationError)
     async def correct(_: Request, error: RequestValidationError) -> JSONResponse:
-        field, said = explain(error.errors()[0], error.body)
+        field, said = explain(error.errors(), error.body)
         return JSONResponse(error_body(400, said, field), 400)
 
     @app.exception_handler(HTTPException)

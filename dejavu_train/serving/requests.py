@@ -2,11 +2,13 @@
 
 import json
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from dejavu_train.engine.inputs import SEEDS, Row, Sampling
 from dejavu_train.errors import UserError, first_line
@@ -14,20 +16,37 @@ from dejavu_train.serving.replies import Refusal
 
 MOST_CHOICES = 32
 MOST_STOPS = 4
-Words = Annotated[str, Field(min_length=1, max_length=200)]
 SHOWN = 60  # characters of a wrong value in a message
+SURROGATE = re.compile("[\ud800-\udfff]")
+HALF = "half_character"  # the kind of pydantic's error about a text that cannot be written as UTF-8
 KINDS = {  # of fields that take several: what each may be, which no single error says
     "prompt": "a text, several, token ids, or several lists of token ids",
     "stop": f"a text of 1 to 200 characters, or at most {MOST_STOPS} of them",
 }
 
 
-def explain(error: Mapping[str, Any], body: Any) -> tuple[str | None, str]:
-    """The field that is meant, and what is wrong, of one of pydantic's errors about a body."""
+def _check_characters(text: str) -> str:
+    """JSON can spell half of a character, as it is where a client cuts a text. No tokenizer takes it."""
+    half = SURROGATE.search(text)
+    if half is not None:
+        said = ascii(half[0]).strip("'")
+        raise PydanticCustomError(HALF, "has {half}, half of a character; send whole ones", {"half": said})
+    return text
+
+
+Whole = Annotated[str, AfterValidator(_check_characters)]
+Words = Annotated[Whole, Field(min_length=1, max_length=200)]
+
+
+def explain(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
+    """The field that is meant, and what is wrong, of pydantic's errors about a body."""
+    error = next((each for each in errors if each["type"] == HALF), errors[0])
     place, kind = error["loc"][1:], error["type"]
     if kind == "json_invalid":
         fault = error["ctx"]["error"].lower().removesuffix(" at")
         return None, f"the body must be JSON: {fault} at character {place[0]}"
+    if isinstance(body, bytes) and body:
+        return None, "the body is not marked as JSON; send the header Content-Type: application/json"
     if not place:
         return None, "the body must be a JSON object" + ("" if kind == "missing" else f", got {_shown(error['input'])}")
     name = str(place[0]) if place[0] in KINDS else ".".join(map(str, place))
@@ -35,6 +54,8 @@ def explain(error: Mapping[str, Any], body: Any) -> tuple[str | None, str]:
         return name, f"{name} is missing; give it"
     if kind in ("extra_forbidden", "none_required"):
         return name, f"this server has no {name}; leave it out"
+    if kind == HALF:
+        return name, f"{name} {error['msg']}"
     if name in KINDS:
         return name, f"{name} must be {KINDS[name]}, got {_shown(body[name])}"
     said = error["msg"].replace("Input should", f"{name} must").replace("False", "false")
@@ -57,7 +78,7 @@ class Asked(BaseModel):
     """What both calls share. A field that is not here is refused by its name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    model: str
+    model: Whole
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, gt=0, le=1)
@@ -97,7 +118,7 @@ class Asked(BaseModel):
 class Completion(Asked):
     """The body of /v1/completions. prompt: a text, several, token ids, or several lists of them."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Whole | list[Whole] | list[int] | list[list[int]]
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     logprobs: None = None
@@ -108,7 +129,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: Whole
 
 
 class Chat(Asked):

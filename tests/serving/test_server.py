@@ -141,6 +141,26 @@ def test_malformed_requests_get_an_error_of_openais_form(server):
     assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    "body, field, said",
+    [
+        (r'{"model": "tiny", "prompt": "cut \ud83d"}', "prompt", r"prompt has \ud83d, half of a character"),
+        (r'{"model": "tiny", "prompt": ["a", "\ude42"]}', "prompt", r"prompt has \ude42, half of a character"),
+        (r'{"model": "\ud83d", "prompt": "a"}', "model", r"model has \ud83d, half of a character"),
+        (r'{"model": "tiny", "prompt": "a", "stop": "\ud83d"}', "stop", r"stop has \ud83d, half of a character"),
+    ],
+)
+def test_half_a_character_is_refused(server, body, field, said):
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field and error["message"].startswith(said)
+
+
+def test_a_body_that_is_not_marked_as_json_is_told_the_header(server):
+    error = httpx.post(f"{server.url}/v1/completions", data={"model": NAME}).json()["error"]
+    assert error["message"] == "the body is not marked as JSON; send the header Content-Type: application/json"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_for_the_log_is_told_once(tiny_opt, stored_bundle, tmp_path, capfd):
     running = Running(tiny_opt, stored_bundle, rows=1, context=128, log="/dev/full")
