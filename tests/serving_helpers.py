@@ -9,6 +9,7 @@ import openai
 import torch
 
 from dejavu_train.serving.config import ServeConfig
+from dejavu_train.serving.log import LogFile
 from dejavu_train.serving.server import Served, run
 
 NAME = "tiny"
@@ -23,7 +24,8 @@ class Running:
         self.served = Served(ServeConfig(str(model), bundle=str(bundle), name=NAME, backend="cpu", **options), key)
         self.listening = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
-        threading.Thread(target=run, args=(self.served, self.listening, drain, log), daemon=True).start()
+        file = None if log is None else LogFile(log)
+        threading.Thread(target=run, args=(self.served, self.listening, drain, file), daemon=True).start()
 
     def client(self, kind=openai.OpenAI, **options):
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options

@@ -33,9 +33,8 @@ class LogFile(logging.FileHandler):
                 print(f"{said}; requests are answered, and some are not logged", file=sys.stderr, flush=True)
 
 
-def log_requests(path: str) -> LogFile:
+def log_requests(file: LogFile) -> None:
     """Have uvicorn write a line for each answer to a file. Call it when uvicorn has set up its own logging."""
-    handler, logger = LogFile(path), logging.getLogger(ACCESS)
-    logger.handlers, logger.propagate = [handler], False
+    logger = logging.getLogger(ACCESS)
+    logger.handlers, logger.propagate = [file], False
     logger.setLevel(logging.INFO)
-    return handler

@@ -15,7 +15,7 @@ from dejavu_train.models.opt import load_tokenizer
 from dejavu_train.serving.app import make_app
 from dejavu_train.serving.config import ServeConfig
 from dejavu_train.serving.line import Line
-from dejavu_train.serving.log import log_requests
+from dejavu_train.serving.log import LogFile, log_requests
 from dejavu_train.serving.lossless_rows import LosslessRows
 from dejavu_train.serving.metrics import Metrics
 from dejavu_train.serving.requests import Reader
@@ -84,13 +84,11 @@ class _Server(uvicorn.Server):
         self._line.stop()
 
 
-def run(served: Served, listening: socket.socket, drain: int, log: str | None = None) -> None:
+def run(served: Served, listening: socket.socket, drain: int, log: LogFile | None = None) -> None:
     """Answer until SIGTERM or SIGINT, or until the engine fails.
 
     Args:
-        drain: seconds that running requests have to end. log: file of a line a request.
-    Raises:
-        UserError: a log that cannot be written.
+        drain: seconds that running requests have to end. log: of a line a request.
     """
     # Connections take this from the socket. Else the body of an answer waits 40 ms until its headers are acknowledged.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from benchmarks.malformed import ask_all
 from benchmarks.serve import Load
 from dejavu_train.errors import UserError
+from dejavu_train.serving.command import listen
 from dejavu_train.serving.log import LogFile
 from dejavu_train.serving.text import Text
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -36,6 +37,14 @@ def stored_bundle(tiny_opt, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tiny_opt, stored_bundle):
     return Running(tiny_opt, stored_bundle, rows=4, queue=6, context=400)
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(server):
@@ -159,6 +168,21 @@ def test_half_a_character_is_refused(server, body, field, said):
 def test_a_body_that_is_not_marked_as_json_is_told_the_header(server):
     error = httpx.post(f"{server.url}/v1/completions", data={"model": NAME}).json()["error"]
     assert error["message"] == "the body is not marked as JSON; send the header Content-Type: application/json"
+
+
+@pytest.mark.parametrize("host, family", [("127.0.0.1", "AF_INET"), ("localhost", "AF_INET"), ("::1", "AF_INET6")])
+def test_a_server_listens_at_addresses_of_both_kinds(host, family):
+    if family == "AF_INET6" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    with listen(host, 0) as listening:
+        assert listening.family == getattr(socket, family)
+        socket.create_connection(listening.getsockname()[:2], 5).close()
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", ""])
+def test_an_address_of_another_machine_is_one_line(host):
+    with pytest.raises(UserError, match=f"--host must be an address of this machine, got '{host}'; give 127"):
+        listen(host, 0)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
