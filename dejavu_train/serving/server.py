@@ -1,8 +1,12 @@
 """A model, its engine, its line and its application together, and uvicorn around them."""
 
 import asyncio
+import contextlib
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 
 import torch
 import uvicorn
@@ -21,6 +25,7 @@ from dejavu_train.serving.metrics import Metrics
 from dejavu_train.serving.requests import Reader
 from dejavu_train.sparse.model import SparseCausalLM
 
+HANG_UP = getattr(signal, "SIGHUP", None)  # which Windows does not have
 ERROR_SECONDS = 10  # that requests have behind the drain to send their errors
 
 
@@ -72,6 +77,23 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._line, self._drain = line, drain
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGHUP, of a terminal that closes, ends the server as SIGTERM does. uvicorn itself does not hear it."""
+        with super().capture_signals():
+            if (
+                HANG_UP is None
+                or signal.getsignal(HANG_UP) is signal.SIG_IGN
+                or threading.current_thread() is not threading.main_thread()
+            ):
+                yield
+                return
+            before = signal.signal(HANG_UP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(HANG_UP, before)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         end = asyncio.get_running_loop().call_later(self._drain, self._cut_off)
         try:
@@ -80,12 +102,13 @@ class _Server(uvicorn.Server):
             end.cancel()
 
     def _cut_off(self) -> None:
-        print(f"requests were still running after {self._drain} seconds; give --drain more", file=sys.stderr)
         self._line.stop()
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            print(f"requests were still running after {self._drain} seconds; give --drain more", file=sys.stderr)
 
 
 def run(served: Served, listening: socket.socket, drain: int, log: LogFile | None = None) -> None:
-    """Answer until SIGTERM or SIGINT, or until the engine fails.
+    """Answer until SIGTERM, SIGINT or SIGHUP, or until the engine fails.
 
     Args:
         drain: seconds that running requests have to end. log: of a line a request.

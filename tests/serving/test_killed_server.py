@@ -1,4 +1,4 @@
-"""A server that is killed with SIGKILL: what its clients see, and how soon."""
+"""A server that gets a signal: what its clients see, and how soon."""
 
 import concurrent.futures
 import os
@@ -30,13 +30,34 @@ def texts(page):
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(names))
 
 
-def test_clients_of_a_killed_server_have_an_error_within_five_seconds(tiny_opt, tmp_path):
+def started(tiny_opt, tmp_path):
+    """A server's process, its address and a client."""
     make_bundle(tiny_opt).at(0.3, 0.75).save_pretrained(tmp_path / "bundle")
     flags = f"--model={tiny_opt} --bundle={tmp_path}/bundle --name=tiny"
     flags += " --backend=cpu --rows=1 --context=400 --port=0"
     process = start_main(flags.split(), tmp_path / "log", "dejavu_train.serving.command")
     url = address(tmp_path / "log", process)
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+    return process, url, openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_texts_end_after_a_signal(tiny_opt, tmp_path, number):
+    process, _, client = started(tiny_opt, tmp_path)
+    parts = client.completions.create(**ASKED, **LEAST, stream=True)
+    ends = [next(parts).choices[0].finish_reason]
+    os.kill(process.pid, number)
+    try:
+        ends += [part.choices[0].finish_reason for part in parts]
+        process.join(20)
+    finally:
+        process.kill()
+    assert ends.count("length") == ASKED["n"] and process.exitcode == 128 + number
+    said = (tmp_path / "log").read_text()
+    assert "Traceback" not in said and f"interrupted by {number.name};" in said
+
+
+def test_clients_of_a_killed_server_have_an_error_within_five_seconds(tiny_opt, tmp_path):
+    process, url, client = started(tiny_opt, tmp_path)
 
     def whole():
         return client.completions.create(**ASKED, **LEAST)
