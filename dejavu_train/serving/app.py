@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from dejavu_train.engine.inputs import Row
-from dejavu_train.serving.line import Event, Full, Line, Ticket
+from dejavu_train.serving.line import Ended, Event, Full, Line, Ticket
 from dejavu_train.serving.replies import Choice, Refusal, Reply, error_body, event
 from dejavu_train.serving.requests import Asked, Chat, Completion, Reader, explain
 from dejavu_train.serving.text import Text
@@ -88,11 +88,11 @@ def make_app(line: Line, reader: Reader, name: str, density: dict[str, float], k
 
     @app.post("/v1/completions")
     async def complete(asked: Completion, request: Request) -> Response:
-        return await answer(asked, reader.completion(asked), request, False)
+        return await answer(asked, await asyncio.to_thread(reader.completion, asked), request, False)
 
     @app.post("/v1/chat/completions")
     async def chat(asked: Chat, request: Request) -> Response:
-        return await answer(asked, reader.chat(asked), request, True)
+        return await answer(asked, await asyncio.to_thread(reader.chat, asked), request, True)
 
     async def answer(asked: Asked, rows: Sequence[Row], request: Request, is_chat: bool) -> Response:
         if asked.model != name:
@@ -114,7 +114,12 @@ def make_app(line: Line, reader: Reader, name: str, density: dict[str, float], k
         try:
             line.submit(tickets)
         except Full:
+            if len(rows) > line.reach:
+                said = f"this server has rows and places for {line.reach} texts, got {len(rows)} at once; ask for fewer"
+                raise Refusal(400, said, "n") from None
             raise Refusal(429, "too many texts wait; ask again later", code="queue_full") from None
+        except Ended as error:
+            raise Refusal(503, str(error)) from None
         prompts = sum(len(row.tokens) for row in rows if row.number == 0)
         exchange = Exchange(line, tickets, heard, Reply(name, prompts, density, is_chat))
         if asked.stream:

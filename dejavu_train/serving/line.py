@@ -24,6 +24,10 @@ class Full(Exception):
     """No more texts may wait."""
 
 
+class Ended(Exception):
+    """No texts are written any longer."""
+
+
 @dataclass(frozen=True)
 class Event:
     """What a text has got. finish: stop or length at its end. error: why it ended otherwise."""
@@ -93,17 +97,22 @@ class Line:
         self.stop()
         self._thread.join()
 
+    @property
+    def reach(self) -> int:
+        """Tickets that have a row or a place where no others have."""
+        return self.most + self.rows.free + self.rows.taken
+
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Queue tickets, all or none.
 
         Raises:
-            Full: they would not all have a row or a place.
+            Full: they would not all have a row or a place. Ended: the line is closed.
         """
         with self._changed:
-            room = self.most + self.rows.free - len(self._waiting)
-            if self._closed or len(tickets) > room:
+            full = len(tickets) > self.most + self.rows.free - len(self._waiting)
+            if self._closed or full:
                 self.metrics.add("requests_total", len(tickets), 'outcome="refused"')
-                raise Full
+                raise Ended(self._why) if self._closed else Full
             self._waiting.extend(tickets)
             self._changed.notify()
 
@@ -119,20 +128,25 @@ class Line:
             with self._turn:
                 while self._next():
                     pass
-            self._end("the server is ending; ask again later")
+            self._end()
         except BaseException as error:
             self.failure = error
-            self._end("the server has failed; ask again later")
+            self._end()
             self.failed()
 
-    def _end(self, why: str) -> None:
+    @property
+    def _why(self) -> str:
+        """What is said of a line that is closed."""
+        return f"the server {'is ending' if self.failure is None else 'has failed'}; ask again later"
+
+    def _end(self) -> None:
         with self._changed:
             self._closed = True
             left = [*self._served.values(), *self._waiting]
             self._served.clear()
             self._waiting.clear()
         for ticket in left:
-            self._finish(ticket, Event(error=why))
+            self._finish(ticket, Event(error=self._why))
         self._hand_out()
 
     def _next(self) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import csv
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from benchmarks.serve import Load
 from dejavu_train.errors import UserError
 from dejavu_train.serving.command import listen
 from dejavu_train.serving.log import LogFile
+from dejavu_train.serving.requests import Reader
 from dejavu_train.serving.text import Text
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -222,6 +224,31 @@ def test_a_full_queue_is_told_and_who_leaves_makes_room(server):
     server.wait_for("rows_active", 0)
     assert client.completions.create(**sampled).choices[0].finish_reason
     assert server.metric('requests_total{outcome="cancelled"}') > 0 and server.metric("requests_total") > before
+
+
+def test_more_texts_than_there_are_places_are_told_the_number(server):
+    with pytest.raises(openai.BadRequestError, match="rows and places for 10 texts, got 11 at once; ask for fewer"):
+        server.client().completions.create(**DRAWN | {"n": 11})
+
+
+def test_a_prompt_that_is_read_for_long_does_not_hold_up_others(server, monkeypatch):
+    may_end, read = threading.Event(), Reader.completion
+    monkeypatch.setattr(Reader, "completion", lambda *given: may_end.wait(30) and read(*given))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = pool.submit(server.client().completions.create, **DRAWN)
+        try:
+            assert httpx.get(f"{server.url}/health", timeout=10).json() == {"status": "ok"}
+        finally:
+            may_end.set()
+        assert asked.result().choices[0].text
+
+
+def test_a_server_that_is_ending_says_so(tiny_opt, stored_bundle):
+    running = Running(tiny_opt, stored_bundle, rows=1, context=128)
+    running.served.line.close()
+    with pytest.raises(openai.InternalServerError, match="the server is ending; ask again later") as refused:
+        running.client().completions.create(**DRAWN)
+    assert refused.value.status_code == 503
 
 
 def test_a_key_and_a_chat(tiny_opt, stored_bundle):
