@@ -24,11 +24,12 @@ class LayerExchange:
 
     Args:
         layers: of ``model``, in order.
-        tuples: whether a layer gives a tuple, the hidden states first. None asks the first layer when that matters.
     """
 
-    def __init__(self, model: Any, layers: Sequence[nn.Module], tuples: bool | None = None) -> None:
-        self.model, self.layers, self._tuples = model, layers, tuples
+    def __init__(self, model: Any, layers: Sequence[nn.Module]) -> None:
+        self.model, self.layers = model, layers
+        self._values: int | None = None
+        """How many values a layer gives, the hidden states first. 0: those alone. None: nobody has asked a layer."""
 
     @contextmanager
     def exchanged(self, act: Act) -> Iterator[None]:
@@ -39,7 +40,7 @@ class LayerExchange:
                 kwargs = dict(kwargs)
                 given, *rest = args if args else (kwargs.pop("hidden_states"),)
                 made = act(number, own, given, tuple(rest), kwargs)
-                return (made, *[None] * 4) if self._tuples and isinstance(made, Tensor) else made
+                return (made, *[None] * (self._values - 1)) if self._values and isinstance(made, Tensor) else made
 
             return forward
 
@@ -52,12 +53,12 @@ class LayerExchange:
                 own.__dict__.pop("forward", None)
 
     def ask_first(self, ids: Tensor, run: Callable[..., Any]) -> None:
-        """Learn whether layers give a tuple, where that is not known, for ids (S, T).
+        """Learn how many values layers give, where that is not known, for ids (S, T).
 
         Args:
             run: called once with the first layer, its hidden states and its other arguments, in the place of the layer.
         """
-        if self._tuples is not None:
+        if self._values is not None:
             return
         found: list[Any] = []
 
@@ -67,7 +68,8 @@ class LayerExchange:
 
         with self.exchanged(act):
             self.run(ids)
-        self._tuples = isinstance(found[0], tuple)
+        if found:
+            self._values = len(found[0]) if isinstance(found[0], (tuple, list)) else 0
 
     def run(self, ids: Tensor, mask: Tensor | None = None) -> None:
         """A forward pass without logits, which may end early."""
@@ -84,7 +86,7 @@ def own_forward(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 def first(output: Any) -> Tensor:
     """The hidden states in what a layer gives."""
-    made: Tensor = output[0] if isinstance(output, tuple) else output
+    made: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return made
 
 

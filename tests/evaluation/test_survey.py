@@ -9,30 +9,46 @@ import pytest
 import torch
 from conftest import REPOSITORY, save_tiny_tokenizer
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
+    BertGenerationConfig,
+    BertGenerationDecoder,
     BertLMHeadModel,
     BitNetConfig,
     BitNetForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    DogeConfig,
     FalconConfig,
     FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma3Config,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from dejavu_train.commands import main
+from dejavu_train.errors import UserError
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.evaluation.survey import speed
-from dejavu_train.evaluation.survey.decoder import find_parts, load_model, read_config
+from dejavu_train.evaluation.survey.decoder import _layer_parts, find_parts, load_model, read_config
 from dejavu_train.evaluation.survey.layerwise import LayerRunner
 from dejavu_train.evaluation.survey.measure import Selection, Survey
 from dejavu_train.families import Target
@@ -60,6 +76,10 @@ KINDS = {
     "neox": (  # whose configuration says is_decoder: false
         GPTNeoXForCausalLM, GPTNeoXConfig(**SMALL, intermediate_size=48, num_attention_heads=4, vocab_size=320),
         "mlp.dense_4h_to_h", 48, 4, False,
+    ),
+    "gpt1": (  # whose layers give lists
+        OpenAIGPTLMHeadModel, OpenAIGPTConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4),
+        "mlp.c_proj", 128, 4, False,
     ),
 }  # fmt: skip
 
@@ -156,6 +176,49 @@ def test_needs_are_counted_on_real_tokens(tmp_path, held, tiny_opt):
     assert first.needed == pytest.approx(float((enough / parts.d_ffn).mean()), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "config, layers, groups",
+    [(FalconConfig(**SMALL, vocab_size=320, num_attention_heads=4, multi_query=True), "transformer.h", 1),
+     # The keys of experts are there, and experts are not.
+     (DogeConfig(**SMALL, vocab_size=320, num_attention_heads=4, intermediate_size=48), "model.layers", 4),
+     (GraniteMoeHybridConfig(
+         **SMALL, vocab_size=320, num_attention_heads=4, num_local_experts=0, shared_intermediate_size=48,
+         layer_types=["attention"] * 2, mamba_n_heads=4, mamba_d_head=16), "model.layers", 4),
+     # As many layers read pictures as texts.
+     (Gemma3Config(text_config={**SMALL, "vocab_size": 320, "num_attention_heads": 4, "intermediate_size": 48},
+                   vision_config={"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
+                                  "num_attention_heads": 4}), "model.language_model.layers", 4)],
+    ids=["falcon", "doge", "granite", "gemma3"],
+)  # fmt: skip
+def test_layers_and_their_groups_are_found_by_what_they_are(config, layers, groups):
+    parts = find_parts("one", config)
+    assert (parts.layers, parts.groups, parts.n_layers) == (layers, groups, 2)
+    assert parts.mlp_weights == 2 * parts.d_ffn * 32 * (3 if parts.gated else 2)
+
+
+def test_a_gate_of_the_heads_is_not_the_map_out_of_them():
+    class GatedAttention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"):
+                setattr(self, name, torch.nn.Linear(32, 32))
+
+    layer = torch.nn.ModuleDict(
+        {"attn": GatedAttention(), "up": torch.nn.Linear(32, 48), "down": torch.nn.Linear(48, 32)}
+    )
+    found = _layer_parts("one", layer, 32, 4, None)
+    assert (found.out, found.down, found.width, found.gated) == ("attn.o_proj", "down", 48, False)
+
+
+def test_what_reads_ahead_is_refused(tmp_path, held):
+    """A Bert that was saved as a decoder, and says that it is none."""
+    save_tiny_tokenizer(tmp_path)
+    config = BertGenerationConfig(**SMALL, intermediate_size=48, num_attention_heads=4, vocab_size=320)
+    BertGenerationDecoder(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="reads the tokens behind a position"):
+        surveyed(str(tmp_path), held, tmp_path / "state", [Selection()])[0].run()
+
+
 def test_an_interrupted_survey_goes_on(tmp_path, held, tiny_opt):
     selections = [Selection(), Selection(Target.MLP, 0.25)]
     whole = surveyed(str(tiny_opt), held, tmp_path / "other", selections)[0].run()
@@ -196,6 +259,12 @@ def test_the_command_writes_a_page_with_a_verdict(tmp_path, tiny_opt, text_file,
     "cls, config, said",
     [(BertLMHeadModel, BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
                                   vocab_size=320, architectures=["BertForMaskedLM"]), "bert, which is no causal"),
+     (BartForCausalLM, BartConfig(), "bart, which is no causal"),
+     (BartForCausalLM, BartConfig(is_encoder_decoder=False, is_decoder=True, architectures=["BartForCausalLM"]),
+      "or one to another text (encoder_attn)"),
+     (FalconH1ForCausalLM, FalconH1Config(num_hidden_layers=2), "one MLP in its layers (mamba.in_proj)"),
+     (RwkvForCausalLM, RwkvConfig(num_hidden_layers=2), "one MLP in its layers (feed_forward.receptance)"),
+     (NemotronForCausalLM, NemotronConfig(num_key_value_heads=None), "transformers makes no model of the config"),
      (MambaForCausalLM, MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=320), "has a MambaMixer"),
      (BitNetForCausalLM, BitNetConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320,
                                       num_attention_heads=4, num_key_value_heads=2), "norms all neurons"),

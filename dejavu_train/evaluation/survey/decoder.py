@@ -1,7 +1,8 @@
 """Finds the parts of any decoder of transformers that a survey needs, by what the modules are and not by a family.
 
 A layer has one module of attention, whose last map back to the model's width reads the heads' outputs. Outside of the
-attention its last map back to that width reads the neurons. A model without such layers is refused in one line.
+attention it has one map back to that width, which reads the neurons, and one or two maps as large into them. A model of
+other layers is refused in one line.
 """
 
 from dataclasses import dataclass
@@ -68,11 +69,9 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(where, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"cannot read the config of {name}: {first_line(error)}") from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or _encodes(config):
+    decodes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "is_encoder_decoder", False)
+    if not decodes or _encodes(config):
         raise UserError(f"{name} is of type {config.model_type}, which is no causal language model; {_CLASS}")
-    for key in EXPERTS:
-        if getattr(config, key, 0):
-            raise UserError(f"{name} has {getattr(config, key)} experts ({key}), which choose already; {_CLASS}")
     return config
 
 
@@ -103,36 +102,62 @@ def find_parts(name: str, config: PreTrainedConfig) -> DecoderParts:
     """The parts of a model of this configuration, found without weights.
 
     Raises:
-        UserError: layers that a survey cannot read, by the class that stands in the way.
+        UserError: a config that transformers makes no model of, or layers that a survey cannot read, by the class that
+            stands in the way.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _skeleton(name, config)
     text = config.get_text_config()
-    d_model, heads = text.hidden_size, getattr(text, "num_attention_heads", 1)
-    groups = getattr(text, "num_key_value_heads", None) or heads
-    listed = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers
-    ]
-    if not listed:
-        raise UserError(f"{name} ({type(model).__name__}) has no list of {text.num_hidden_layers} layers; {_CLASS}")
-    path, layers = listed[0]
-    found = [_layer_parts(name, layer, d_model, heads) for layer in layers]
-    if len({(width, gated) for *_, width, gated in found}) > 1:
+    d_model, n_layers = _size(name, text, "hidden_size"), _size(name, text, "num_hidden_layers")
+    if d_model is None or n_layers is None:
+        raise UserError(f"{name} ({type(model).__name__}) has layers of other sizes than a decoder; {_CLASS}")
+    heads = _size(name, text, "num_attention_heads") or 1
+    paths = {id(module): path for path, module in model.named_modules()}
+    inner: nn.Module = model.get_decoder()  # of a model that reads pictures too, the part that reads text
+    within = (each for around in (inner, model) for each in around.modules())
+    layers: Any = next((each for each in within if isinstance(each, nn.ModuleList) and len(each) == n_layers), None)
+    if layers is None:
+        raise UserError(f"{name} ({type(model).__name__}) has no list of {n_layers} layers; {_CLASS}")
+    experts = _experts(config)
+    found = [_layer_parts(name, layer, d_model, heads, experts) for layer in layers]
+    if len({(each.width, each.gated) for each in found}) > 1:
         raise UserError(f"{name} has layers of several widths; {_CLASS}")
-    width, gated = found[0][2:]
-    counted = {"attention": 0, "mlp": 0}
-    for layer in layers:
-        for inner, weight in _maps(layer).items():
-            counted["attention" if inner.startswith(_attention(layer)) else "mlp"] += weight.numel()
+    groups = _size(name, text, "num_key_value_heads") or found[0].groups
     if heads % groups:
         raise UserError(f"{name} has {heads} heads and {groups} K/V heads, which do not divide them; {_CLASS}")
     return DecoderParts(
-        layers=path, out=tuple(each[0] for each in found), down=tuple(each[1] for each in found), d_model=d_model,
-        d_ffn=width, heads=heads, groups=groups, attention_weights=counted["attention"], mlp_weights=counted["mlp"],
-        head_weights=model.get_output_embeddings().weight.numel(), gated=gated,
+        layers=paths[id(layers)], out=tuple(each.out for each in found), down=tuple(each.down for each in found),
+        d_model=d_model, d_ffn=found[0].width, heads=heads, groups=groups,
+        attention_weights=sum(each.attention_weights for each in found),
+        mlp_weights=sum(each.mlp_weights for each in found),
+        head_weights=model.get_output_embeddings().weight.numel(), gated=found[0].gated,
     )  # fmt: skip
+
+
+def _skeleton(name: str, config: PreTrainedConfig) -> Any:
+    """The model without weights. Raises :class:`UserError` where transformers makes none."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"transformers makes no model of the config of {name} ({type(error).__name__}: {first_line(error)}); give"
+            " the config that belongs to the weights"
+        ) from None
+
+
+def _size(name: str, config: PreTrainedConfig, key: str) -> int | None:
+    """A size that all layers share, or None. Raises :class:`UserError` for one that differs from layer to layer."""
+    try:
+        size: int | None = getattr(config, key, None)
+    except RuntimeError:  # transformers' own, of a value that each layer has for itself
+        raise UserError(f"{name} has layers of several sizes ({key}); {_CLASS}") from None
+    return size
+
+
+def _experts(config: PreTrainedConfig) -> str | None:
+    """What a config says of experts. A model without them may have the key as well."""
+    values = {**config.to_dict(), **config.get_text_config().to_dict()}
+    return next((f"{values[key]} experts ({key})" for key in EXPERTS if values.get(key)), None)
 
 
 def rows_in(module: nn.Module) -> Tensor:
@@ -168,31 +193,74 @@ def _maps(layer: nn.Module) -> dict[str, Tensor]:
     return {path: rows_in(each) for path, each in layer.named_modules() if isinstance(each, (nn.Linear, Conv1D))}
 
 
-def _attention(layer: nn.Module) -> str:
-    """The name of a layer's attention, the outermost module whose class says so. Empty where there is none."""
-    names = (path for path, each in layer.named_modules() if path and "Attention" in type(each).__name__)
-    return next(names, "")
+@dataclass(frozen=True)
+class _LayerParts:
+    """Of one layer, as in :class:`DecoderParts`. width: neurons. groups: of heads, by the sizes of its maps."""
+
+    out: str
+    down: str
+    width: int
+    gated: bool
+    groups: int
+    attention_weights: int
+    mlp_weights: int
 
 
-def _layer_parts(name: str, layer: nn.Module, d_model: int, heads: int) -> tuple[str, str, int, bool]:
-    attention, maps = _attention(layer), _maps(layer)
-    inner = [type(each).__name__ for each in layer.children()]
-    odd = next((each for each in inner if any(part in each for part in ("MoE", "Moe", "Expert", "SparseMlp"))), None)
-    if not attention or odd:
-        stands = odd or next((each for each in inner if "Norm" not in each), type(layer).__name__)
-        raise UserError(f"{name} has a {stands} in its layers; {_CLASS}")
-    back = {path for path, weight in maps.items() if weight.shape[0] == d_model}
-    outs = [path for path in back if path.startswith(attention) and maps[path].shape[1] % heads == 0]
-    downs = [path for path in back if not path.startswith(attention)]
+def _layer_parts(name: str, layer: nn.Module, d_model: int, heads: int, experts: str | None) -> _LayerParts:
+    attention, maps = _attention(name, layer), _maps(layer)
+    own = {path: weight for path, weight in maps.items() if _is_in(path, attention)}
+    rest = {path: weight for path, weight in maps.items() if path not in own}
     order = list(maps)
-    out, down = max(outs, key=order.index, default=None), max(downs, key=order.index, default=None)
+    back = [path for path, weight in own.items() if weight.shape[0] == d_model and weight.shape[1] % heads == 0]
+    outs = [path for path in back if "gate" not in path.rpartition(".")[2]]  # a gate of the heads may come last
+    downs = [path for path, weight in rest.items() if weight.shape[0] == d_model]
+    out = max(outs, key=order.index, default=None)
+    down = max(downs, key=lambda path: (maps[path].shape[1], order.index(path)), default=None)
+    width = 0 if down is None else maps[down].shape[1]
+    into = {path: weight for path, weight in rest.items() if path != down and weight.shape[1] == d_model}
+    rows = sum(weight.shape[0] for weight in into.values())
+    further = [path for path in rest if path != down and (path not in into or rows not in (width, 2 * width))]
+    further += [
+        path for path, each in layer.named_parameters() if each.dim() > 2 and not _is_in(path, attention)
+    ]  # weights of all experts together, or a convolution
+    if experts and (further or down is None):
+        raise UserError(f"{name} has {experts}, which choose already; {_CLASS}")
     if out is None or down is None:
         raise UserError(f"{name} has a {type(layer).__name__} without {'MLP' if out else 'heads'}; {_CLASS}")
-    width = maps[down].shape[1]
+    if further:
+        odd = (path for path in further if path not in into or into[path].shape[0] not in (width, 2 * width))
+        raise UserError(f"{name} has more than attention and one MLP in its layers ({next(odd, further[0])}); {_CLASS}")
     for path, inside in layer.named_modules():
         weight = getattr(inside, "weight", None)
         if "Norm" in type(inside).__name__ and weight is not None and tuple(weight.shape) == (width,) != (d_model,):
-            raise UserError(f"{name} norms all neurons ({path}), also those that would be skipped; {_CLASS}")
-    into = sum(weight.shape[0] for path, weight in maps.items() if path != down and path not in outs
-               and not path.startswith(attention))  # fmt: skip
-    return out, down, width, into >= 2 * width
+            if not _is_in(path, attention):
+                raise UserError(f"{name} norms all neurons ({path}), also those that would be skipped; {_CLASS}")
+    projected = sum(weight.shape[0] for path, weight in own.items() if path != out and weight.shape[1] == d_model)
+    shared, left = divmod(projected - maps[out].shape[1], 2 * maps[out].shape[1] // heads)  # rows of K and V
+    groups = shared if not left and shared >= 1 and heads % shared == 0 else heads
+    numbers = [sum(weight.numel() for weight in each.values()) for each in (own, rest)]
+    return _LayerParts(out, down, width, rows == 2 * width, groups, *numbers)
+
+
+def _attention(name: str, layer: nn.Module) -> str:
+    """The name of a layer's attention, the outermost module whose class says so.
+
+    Raises:
+        UserError: there is none, several, or one that reads something else than the text.
+    """
+    kinds = {path: type(each).__name__ for path, each in layer.named_modules() if path}
+    named = [path for path, kind in kinds.items() if "Attention" in kind]
+    outermost = [path for path in named if not any(path != each and _is_in(path, each) for each in named)]
+    if not outermost:
+        inner = [kinds[path] for path, _ in layer.named_children()]
+        plain = (kind for kind in inner if not any(part in kind for part in ("Norm", "MLP", "MoE", "FeedForward")))
+        raise UserError(f"{name} has a {next(plain, type(layer).__name__)} in its layers; {_CLASS}")
+    for path in outermost:
+        if path != outermost[0] or "Cross" in kinds[path]:
+            raise UserError(f"{name} has a second attention in its layers, or one to another text ({path}); {_CLASS}")
+    return outermost[0]
+
+
+def _is_in(path: str, module: str) -> bool:
+    """Whether a path within a layer is that of a module, or of something inside it."""
+    return path == module or path.startswith(f"{module}.")

@@ -42,17 +42,27 @@ class LayerRunner:
         """(W, copies, T, d) fp32, what the first layer reads, the same for each copy, of token ids (W, T).
 
         Raises:
-            UserError: layers get something else that depends on the text.
+            UserError: layers do not run on the text alone, token by token from left to right.
         """
-        rows = []
+        rows, kind = [], type(self.model).__name__
         self.arguments = {n: self._collect(ids[0].expand(n, -1).to(self.device))[1] for n in {1, copies}}
+        if any(len(each) != len(self.layers) for each in self.arguments.values()):
+            raise UserError(f"{kind} does not run each of its layers once on a text; no survey reads it")
         for window in ids:
             hidden, arguments = self._collect(window.expand(copies, -1).to(self.device))
             rows.append(hidden.float())
-            if not _equal(arguments, self.arguments[copies]):
-                kind = type(self.model).__name__
+            if not _equal(arguments, self.arguments[copies]) or hidden.shape[1] != ids.shape[1]:
                 raise UserError(f"{kind} hands more of a text to its layers than hidden states; no survey reads it")
+        if not self._is_causal(rows[0][:1]):
+            raise UserError(f"{kind} reads the tokens behind a position too, so it writes no text; no survey reads it")
         return torch.stack(rows)
+
+    def _is_causal(self, hidden: Tensor) -> bool:
+        """Whether what the first layer makes of (1, T, d) does not depend on what stands behind a position."""
+        other = torch.cat([hidden[:, :-1], -hidden[:, -1:]], 1)
+        with self.layer(0) as (_, call):
+            made, expected = call(other)[:, :-1], call(hidden)[:, :-1]
+        return torch.allclose(made, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()) if made.numel() else 0)
 
     @contextmanager
     def layer(self, number: int) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
@@ -95,7 +105,7 @@ class LayerRunner:
         self._exchange.ask_first(ids[:1], self._run_copy)
         with self._exchange.exchanged(note):
             self._exchange.run(ids)
-        return hidden[0], arguments
+        return hidden[0] if hidden else torch.empty(len(ids), 0, 0), arguments
 
     def _run_copy(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         layer = copy.deepcopy(own).to(self.device, torch.float32)
