@@ -184,6 +184,7 @@ def output_of(model: Any, logits: Tensor, given: Given, cache: Cache | None = No
     return output.to_tuple() if given.rest.get("return_dict") is False else output
 
 
+@torch.compiler.disable(reason="what runs follows from what each token selects; no graph knows that")
 def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call: Call | None) -> Output:
     """What ``model.forward()`` returns, of a sparse model.
 

@@ -86,7 +86,6 @@ class GatherDecoder:
             self.head_means.append(mean)
             self.out_biases.append(_folded_bias(projection, mean))
 
-    @torch.compiler.disable(reason="the backend gather reads what each token selects; no graph knows how much that is")
     @torch.no_grad()
     def forward(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.bundle.selector import Sites
+from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, blocks_of, family_of
 from dejavu_train.families.plain import BlockHook
 from dejavu_train.models.hooks import Act, at_module, at_place, hooked
@@ -92,7 +93,10 @@ def masking(
             bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
         means: by layer the (n_heads, head_dim) that stands in for skipped heads. Zero where a layer is not there.
         finite: takes for every layer and the final norm (B, T) bool, where its input is a finite number.
+    Raises:
+        UserError: a part of the model that was compiled by itself.
     """
+    _refuse_compiled(model)
     sites: dict[Site, Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
@@ -117,6 +121,17 @@ def masking(
             yield
     finally:
         _ACTIVE.reset(token)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """A graph that was compiled before the hooks came is run again without them."""
+    for name, module in model.named_modules():
+        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if compiled and module is not model and any(True for _ in getattr(module, "_orig_mod", module).children()):
+            raise UserError(
+                f"{name} is compiled, and its graph may leave out what the backend mask puts there; load the model"
+                " anew, without torch.compile of its parts"
+            )
 
 
 def _hook_layer(

@@ -260,13 +260,28 @@ def test_keywords_of_transformers(tiny_opt, bundle):
         SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, dtype="float64")
 
 
-def test_torch_compile_leaves_gather_as_it_is_and_torch_export_is_refused(dense, bundle):
-    model = sparse(dense, bundle, "gather")
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_torch_compile_leaves_the_model_as_it_is_and_torch_export_is_refused(dense, bundle, backend):
+    model = sparse(dense, bundle, backend)
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
-        close(compiled(tokens(1, 7)).logits, model(tokens(1, 7)).logits)
+        for used in (bundle, bundle.at(1.0, 1.0)):
+            model.set_bundle(used)
+            close(compiled(tokens(1, 7)).logits, sparse(dense, used, backend)(tokens(1, 7)).logits)
         with pytest.raises(UserError, match="export the dense model"):
             torch.export.export(model, (tokens(1, 7),), strict=False)
+
+
+@pytest.mark.parametrize("part", ["model.decoder.layers.1", "model.decoder"])
+def test_a_compiled_part_runs_or_is_refused(tiny_opt, dense, bundle, part):
+    """Its graph, made without hooks, would be run again with those of mask, and compute everything."""
+    model, ids = load_opt(str(tiny_opt)), tokens(1, 7)
+    model.get_submodule(part).compile(backend="eager")
+    with torch.no_grad():
+        model(ids)
+        with pytest.raises(UserError, match=f"{part} is compiled"):
+            sparse(model, bundle, "mask")(ids)
+        close(sparse(model, bundle, "gather")(ids).logits, sparse(dense, bundle, "mask")(ids).logits)
 
 
 def test_half_precision_runs(tiny_opt, bundle):
