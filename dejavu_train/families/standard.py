@@ -83,18 +83,25 @@ class StandardFamily:
             raise UserError(f"{name} has {groups} num_key_value_heads, which do not divide its {heads} heads")
         if bool(given["attention_bias"]) != bool(given["mlp_bias"]):
             raise UserError(f"{name} has biases in its attention or its MLP alone, which is not read here")
+        head_dim, share = int(given.get("head_dim") or d_model // heads), self.rotary_share(given, name)
+        if int(head_dim * share) % 2:  # transformers rounds up in some families, and fails in others
+            raise UserError(
+                f"{name} turns {int(head_dim * share)} dimensions of a head (head_dim {head_dim},"
+                f" partial_rotary_factor {share:g}), and they are turned in pairs; give the config that belongs to the"
+                " weights"
+            )
         return ModelDims(
             d_model=d_model,
             d_ffn=sizes["intermediate_size"],
             n_layers=sizes["num_hidden_layers"],
             n_heads=heads,
             n_kv_heads=groups,
-            head_dim=int(given.get("head_dim") or d_model // heads),
+            head_dim=head_dim,
             vocab_size=sizes["vocab_size"],
             max_positions=min(sizes["max_position_embeddings"], given.get("sliding_window") or _LARGEST),
             norm=self.norm,
             positions=Positions.ROTARY,
-            rotary_share=self.rotary_share(given, name),
+            rotary_share=share,
             activation=self.activations[given["hidden_act"]],
             threshold=self.threshold(given),
             gated=self.gated,

@@ -238,6 +238,9 @@ def test_bloom_is_named_by_either_name_of_its_sizes(folder):
      ({"hidden_act": "relu2"}, "activation relu2; supported in its family are relu, fatrelu, drelu;"),
      ({"mlp_bias": True}, "biases in its attention or its MLP alone"),
      ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "of the kind dynamic"),
+     ({"head_dim": 7}, "turns 7 dimensions of a head .head_dim 7, partial_rotary_factor 1"),
+     ({"model_type": "nemotron", "hidden_act": "relu2", "head_dim": 10, "rope_parameters": None},
+      "turns 5 dimensions of a head .head_dim 10, partial_rotary_factor 0.5"),
      ({"num_key_value_heads": 4}, "4 num_key_value_heads, which do not divide its 6 heads"),
      ({"intermediate_size": None}, "intermediate_size of this model must be a whole number")],
 )  # fmt: skip
