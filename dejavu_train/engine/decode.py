@@ -246,6 +246,13 @@ class DecodeEngine(Session):
         """See `Session.heard`. Ranks step alike, whoever of them listens."""
         return listens if self.ranks is None else any(self.ranks.hosts.gather(int(listens)))
 
+    def ended(self, ended: Sequence[bool]) -> list[bool]:
+        """See `Session.ended`. A bit a row."""
+        if self.ranks is None:
+            return list(ended)
+        found = self.ranks.hosts.gather(sum(1 << b for b, ends in enumerate(ended) if ends))
+        return [any(each >> b & 1 for each in found) for b in range(len(ended))]
+
     def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
         """One copy from the device. See `Session.read`."""
         with waiting(self.ranks):

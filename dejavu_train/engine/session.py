@@ -110,6 +110,10 @@ class Session(ABC):
         """Whether somebody hears every token of a call, here or where else the engine runs."""
         return listens
 
+    def ended(self, ended: Sequence[bool]) -> list[bool]:
+        """Which rows whoever hears them ends, here or where else the engine runs. Called where `heard` is true."""
+        return list(ended)
+
     def open(self, stops: Sequence[int]) -> None:
         """Forget all rows. Others then come by `place`, between two steps. stops: at most 8 ids that end a row.
 
@@ -162,7 +166,7 @@ class Session(ABC):
             sparse_from: first sparse position of each row. None = after the prompt, as in the paper. 0 = everywhere.
             prompt_phase: "dense" = what lies before `sparse_from` at once. "steps" = token by token.
             callback: called as (row, token) for each new token as soon as it exists. It cannot call this engine. Where
-                it returns True the row ends with this token. Of several processes all must return the same.
+                it returns True the row ends with this token, in all of several processes where one returns it.
             lossless: the text of the dense model, drafted sparsely. One prompt. ``acceptance`` says what was accepted.
         Raises:
             UserError: see the messages. Nothing is decoded then. Or numbers that are not finite, while decoding.
@@ -187,10 +191,13 @@ class Session(ABC):
         left, shown, ended = asked.n_steps, list(asked.lengths), [False] * len(prompts)
         while True:
             held, done = self.look(len(prompts))
-            if callback is not None:
+            if heard:
+                if callback is not None:
+                    for b, end in enumerate(held):
+                        for token in self.state.tokens[b, shown[b] : end].tolist():
+                            ended[b] = callback(b, token) is True
+                ended = self.ended(ended)
                 for b, end in enumerate(held):
-                    for token in self.state.tokens[b, shown[b] : end].tolist():
-                        ended[b] = callback(b, token) is True
                     if ended[b] and end > shown[b]:
                         self.end(b)
                     shown[b] = max(shown[b], end)
@@ -214,10 +221,13 @@ class Session(ABC):
         if sampler.penalised:
             raise UserError("lossless decoding has no penalties, since a draft is judged all at once; leave them out")
 
+        heard = self.heard(callback is not None)
+
         def show(start: int, stop: int, tokens: Sequence[int]) -> bool:
             for token in tokens:  # of the report: a look at the engine's state would wait for the next cycle
                 new.append(token)
-                if callback is not None and callback(0, token) is True:
+                ends = callback is not None and callback(0, token) is True
+                if heard and self.ended([ends])[0]:
                     return True
             return False
 

@@ -238,6 +238,27 @@ def test_who_listens_on_one_rank_is_heard_on_all(model):
     assert (one, stopped) == other and heard == one + stopped and len(stopped) <= 4
 
 
+def test_a_row_that_one_rank_ends_ends_on_all(model):
+    prompts = rows_of(5, 9)
+
+    def run(sums):
+        engine = engine_of(model, None, sums, batch=2)
+        whole = engine.generate(prompts, 12, stop_tokens=())
+
+        def generate(callback):
+            return engine.generate(prompts, 12, stop_tokens=(), callback=callback)
+
+        def end_own(row, token):
+            return row == sums.rank and token == whole[row][5]
+
+        one = generate((lambda row, token: row == 0 and token == whole[0][3]) if sums.rank == 1 else None)
+        return whole, one, generate(end_own)
+
+    for whole, one, each in on_ranks(2, run):
+        ends = [[row[: row.index(row[at]) + 1] for row in whole] for at in (3, 5)]
+        assert one == [ends[0][0], whole[1]] and each == ends[1]
+
+
 def test_ranks_that_are_asked_for_different_things_say_so(model):
     said = []
 

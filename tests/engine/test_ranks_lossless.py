@@ -97,6 +97,8 @@ def test_what_ends_a_text_ends_it_on_all_ranks(model):
         listener = (lambda row, token: heard.append(token)) if sums.rank == 1 else None
         (again,) = engine.generate(prompts, N, stop_tokens=(), lossless=Draft(5), callback=listener)
         ended = engine.generate(prompts, N, lossless=Draft(3), callback=lambda row, token: token == text[5])[0]
+        last = (lambda row, token: token == text[5]) if sums.rank == 1 else None
+        assert engine.generate(prompts, N, stop_tokens=(), lossless=Draft(5), callback=last)[0] == ended
         return text, stopped, again, heard or text, ended
 
     for text, stopped, again, heard, ended in on_ranks(2, run):
