@@ -330,7 +330,9 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
     rows = _rows(files, full, _canonical)
     if HEAD in rows:
         embedding = full_name(embedding_name(map(own_name, rows)))
-        head = _rows(files, full, lambda each, dtype: (embedding, dtype) if each == HEAD else None)[embedding]
+        head = _rows(
+            files, full, lambda each, dtype: (embedding, dtype) if _canonical(each, dtype)[0] == HEAD else None
+        )[embedding]
         if rows.get(embedding, head) == head:
             rows[embedding] = head
             del rows[HEAD]

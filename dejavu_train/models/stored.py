@@ -25,6 +25,7 @@ _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
 LAYERS = ("layers", "h")  # what families call the list of their layers
 IN_LAYER = re.compile(rf"(^|\.)({'|'.join(LAYERS)})\.\d+\.")  # in the names of a layer's tensors
+MOVED = "rotary_emb.inv_freq"  # old uploads of Llama's kind have it in every layer, and transformers leaves it
 _SWITCHES = (
     "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
     "tie_word_embeddings",
@@ -216,7 +217,7 @@ def embedding_name(names: Iterable[str]) -> str:
 
 
 def own_names(names: Iterable[str], model: str, embedding: str) -> dict[str, str]:
-    """By the names without ``model.`` before them the names that tensors are stored under.
+    """By the names without ``model.`` before them the names that tensors are stored under, of those that are read.
 
     Args:
         embedding: what is stored as the LM head alone, which is tied to it, goes by this name.
@@ -225,6 +226,8 @@ def own_names(names: Iterable[str], model: str, embedding: str) -> dict[str, str
     """
     made: dict[str, str] = {}
     for name in names:
+        if name.endswith(MOVED):
+            continue
         plain_name = own_name(name)
         if plain_name in made:
             raise UserError(

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_tiny_opt
+from family_models import save_family
 from safetensors.torch import load_file, save_file
-from transformers import OPTForCausalLM
+from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train.errors import UserError
 from dejavu_train.models.config_values import read_dims
@@ -168,8 +169,26 @@ def test_a_tied_head_by_any_name(folder, tensors, heads):
 def test_a_head_of_its_own_counts(tmp_path):
     folder = save_tiny_opt(tmp_path, tie_word_embeddings=False)
     tensors, own = load_file(folder / SINGLE), weight_hash(str(folder))
+    others = {name: tensor for name, tensor in tensors.items() if name != HEAD}
+    write(folder / SINGLE, {**others, f"model.{HEAD}": tensors[HEAD]})
+    assert weight_hash(str(folder)) == own
     write(folder / SINGLE, {**tensors, HEAD: tensors[HEAD] + 1})
     assert weight_hash(str(folder)) != own
+
+
+@pytest.mark.parametrize("name", ["llama", "persimmon"])
+def test_positions_of_old_uploads_are_left_out(name, tmp_path):
+    """Llama 2 and Persimmon were uploaded with the frequencies of every layer, which transformers does not read."""
+    folder = save_family(name, tmp_path / "m")
+    tensors = load_file(folder / SINGLE)
+    moved = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in (0, 1)}
+    write(folder / SINGLE, tensors | moved)
+    check_folder(str(folder), read_dims(str(folder)))
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        torch.testing.assert_close(load_opt(str(folder))(ids).logits, expected)
+    assert not any("rotary" in each for each in StoredTensors(str(folder)))
 
 
 def test_hashes_of_earlier_versions_are_known(tmp_path):
