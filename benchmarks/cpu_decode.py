@@ -31,11 +31,12 @@ from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import SHAPES, STD
 from benchmarks.rows import append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
+from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import Reader
 from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.selectors import CpuPredictor
+from dejavu_train.engine.inputs import Row
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import Positions
 from dejavu_train.models.opt import load_opt
@@ -103,8 +104,7 @@ def random_predictors(
 
 def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -> Rival:
     """An engine behind its prompt."""
-    lengths = [len(row) for row in rows]
-    engine.begin(rows, [length + steps for length in lengths], lengths, lengths, Sampling())
+    engine.begin([Row.of_prompt(row, len(row) + steps) for row in rows])
     engine.bytes_read()
     model = engine.weights.model
     stored = "codes" if len(model.out_scale) else "int8" if model.rows.dtype.itemsize == 1 else "float32"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.random_weights import CODE_SIZE, weights_of_shape
 from dejavu_train.engine.weights import DecodeWeights
@@ -232,4 +232,4 @@ def start(engine: DecodeEngine, prompt: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     total = min(prompt + steps, engine.context)
     rows = torch.randint(3, engine.shape.vocab_size, (engine.batch, total), generator=generator).tolist()
-    engine.begin(rows, [total] * len(rows), [prompt] * len(rows), [prompt] * len(rows), Sampling())
+    engine.begin([Row(row, total, sparse_from=prompt, prefilled=prompt) for row in rows])

@@ -28,7 +28,7 @@ from benchmarks.rows import command_line, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.evaluation.baselines import Given
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
@@ -172,7 +172,7 @@ def compare_sets(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
             wide(ids)
         nll = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
         nats["mask"] += nll.double().sum().item()
-        engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling(), score=True)
+        engine.begin([Row(row, len(row), number=b) for b, row in enumerate(part)], score=True)
         watch = Partings(engine, selector, exact, len(part))
         for t in range(len(part[0]) - 1):
             engine.step("greedy", True)
@@ -228,7 +228,7 @@ def compare_half(model: Any, bundle: Bundle, rows: list[list[int]], batch: int, 
         half = single = 0.0
         for start in range(0, len(rows), batch):
             part = rows[start : start + batch]
-            engine.begin(part, [len(part[0])] * len(part), [0] * len(part), [0] * len(part), Sampling(), score=True)
+            engine.begin([Row(row, len(row), number=b) for b, row in enumerate(part)], score=True)
             for _ in range(len(part[0]) - 1):
                 engine.step("greedy", True)
             half += engine.state.nll[: len(part), 1 : len(part[0])].double().sum().item()

@@ -28,7 +28,7 @@ from benchmarks.rows import append_json, command_line, gpu_versions, made_now, n
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.families import ModelDims
 from dejavu_train.models.opt import load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -91,7 +91,7 @@ def predictor_bytes(engine: DecodeEngine) -> int:
 
 def own_rate(engine: DecodeEngine, prompt: list[int], new_tokens: int) -> float:
     """Median milliseconds of a step of the engine, generating as generate() does."""
-    engine.begin([prompt], [len(prompt) + new_tokens], [len(prompt)], [len(prompt)], Sampling())
+    engine.begin([Row.of_prompt(prompt, len(prompt) + new_tokens)])
     return statistics.median(step_times(engine.step, new_tokens - 6))
 
 

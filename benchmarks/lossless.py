@@ -35,6 +35,7 @@ from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.lossless import SLOTS, CpuPair
 from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.weights import CpuWeights
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.lossless import Acceptance, Pair, Verified
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -137,12 +138,12 @@ class Ways:
         def show(start: int, stop: int, tokens: Sequence[int]) -> None:
             text.extend(pair.draft_state.tokens[0, start:stop].tolist())  # a forced cycle names no tokens
 
-        total = len(prompt) + new
-        return text, pair.generate(prompt, total, sampling, 0, (), fixed if length is None else length, show)
+        row = Row.of_prompt(prompt, len(prompt) + new, sampling)
+        return text, pair.generate(row, (), fixed if length is None else length, show)
 
     def _write_densely(self, prompt: list[int], new: int, sampling: Sampling) -> tuple[list[int], Acceptance]:
         engine, n = self.dense, len(prompt)
-        engine.begin([prompt], [n + new], [n], [n], sampling)
+        engine.begin([Row.of_prompt(prompt, n + new, sampling)])
         left, began = new - 1, Pair.clock()
         while left > 0:
             left -= engine.steps(left, sampling.mode)
@@ -246,14 +247,14 @@ def measure_cost(args: argparse.Namespace) -> None:
             return Pair.clock() - began
 
         def step(sampling: Sampling = sampling, total: int = total) -> float:
-            dense.begin([prompt], [total], [args.prompt], [args.prompt], sampling)
+            dense.begin([Row.of_prompt(prompt, total, sampling)])
             began = Pair.clock()
             dense.step(sampling.mode)
             return Pair.clock() - began
 
         own, rounded = ways.pairs["sparse"][0], ways.pairs["sparse, 8 bits"][0]
         for pair in (own, rounded):
-            pair.begin(prompt, total, sampling, 0, ())
+            pair.begin(Row.of_prompt(prompt, total, sampling), ())
         times: dict[tuple[str, int], list[float]] = {}
         for _ in range(args.turns):
             times.setdefault(("dense", 1), []).append(step())

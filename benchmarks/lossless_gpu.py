@@ -36,7 +36,7 @@ from benchmarks.rows import append_row, command_line, device_name, five_digits, 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.lossless import Acceptance
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.step import DecodeStep
@@ -157,7 +157,7 @@ def _select(ways: Ways, step: DecodeStep, args: argparse.Namespace) -> None:
 def _cycle_seconds(pair: Measured, prompt: list[int], length: int, context: int, cycles: int = 7) -> float:
     """Median seconds of a cycle that drafts so many tokens. All are accepted, one by one is the same."""
     pair.force(1.0)
-    pair.begin(prompt, context, Sampling(), 0, ())
+    pair.begin(Row.of_prompt(prompt, context), ())
     times = []
     for _ in range(cycles + 2):
         began = time.perf_counter()

@@ -17,7 +17,7 @@ from torch import Tensor
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED
 from dejavu_train.engine.draft_weights import draft_weights
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.lossless import Acceptance, Pace, Verified
 from dejavu_train.engine.plan import plan_step, with_screen
 from dejavu_train.engine.step import DecodeStep
@@ -164,15 +164,14 @@ class Ways:
     ) -> tuple[list[int], Acceptance]:
         """The text of one way, and what was accepted. The time of the prompt is not counted."""
         ends, length = [len(prompt)], FIXED.get(way, length)
-        found = self[way].generate(
-            prompt, len(prompt) + new, sampling, 0, (), length, lambda _, stop, __: ends.append(stop)
-        )
+        row = Row.of_prompt(prompt, len(prompt) + new, sampling)
+        found = self[way].generate(row, (), length, lambda _, stop, __: ends.append(stop))
         return self.engine.state.tokens[0, len(prompt) : ends[-1]].tolist(), found
 
     def write_densely(self, engine: DecodeEngine, prompt: list[int], new: int, sampling: Sampling) -> Acceptance:
         """Of an engine without drafts, step by step, without looks between them."""
         n = len(prompt)
-        engine.begin([prompt], [n + new], [n], [n], sampling)
+        engine.begin([Row.of_prompt(prompt, n + new, sampling)])
         wait(engine)
         began = time.perf_counter()
         for _ in range(new - 1):

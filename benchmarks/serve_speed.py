@@ -54,7 +54,7 @@ async def tokens_per_second(url: str, model: str, rows: int, new: int, more: dic
 
 def engine_process(options: Any) -> None:
     """For each line of the input: a turn, then as many steps alone. Prints both rates."""
-    from dejavu_train.engine.inputs import Sampling
+    from dejavu_train.engine.inputs import Row
     from dejavu_train.models.opt import load_tokenizer
     from dejavu_train.serving.config import ServeConfig
     from dejavu_train.serving.server import load
@@ -64,13 +64,12 @@ def engine_process(options: Any) -> None:
     pool, rows, new = model.engine_pool(), options.rows, options.new
     engine = pool.engine(rows, pool.shape.max_positions)
     prompts = [load_tokenizer(config.model)(PROMPT).input_ids] * rows
-    lengths = [len(prompt) for prompt in prompts]
     print("ready", getattr(engine, "threads", 0), flush=True)
     for _ in sys.stdin:
         begun = time.perf_counter()
         made = engine.generate(prompts, new, stop_tokens=(), min_new_tokens=new)
         whole = sum(map(len, made)) / (time.perf_counter() - begun)
-        engine.begin(prompts, [length + new for length in lengths], lengths, lengths, Sampling())
+        engine.begin([Row.of_prompt(prompt, len(prompt) + new) for prompt in prompts])
         engine.look(rows)
         begun = time.perf_counter()
         left = new - 1

@@ -53,7 +53,7 @@ from benchmarks.rivals import layers_of, rivals_of, times_apart
 from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import Draft
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
@@ -253,7 +253,7 @@ def time_cycles(args: Any, group: Group) -> None:
                 seen: Any = SimpleNamespace(core=pair.step, predictors=engine.predictors, weights=pair.step.weights)
                 with torch.no_grad(), group.waiting():
                     set_thresholds(seen, 0.1, 1.0)
-            pair.begin(random_rows(dims, 1, args.prompt)[0], context, Sampling(), 0, ())
+            pair.begin(Row.of_prompt(random_rows(dims, 1, args.prompt)[0], context), ())
             times = cpu_times(lambda p=pair, g=length: p.cycle(g, "greedy"), CYCLES + 2)[2:]  # type: ignore[misc]
             row = about | {"model": name, "layers": dims.n_layers, "weights": "float16", "sums": ranks.sums.name}
             row |= summary(times, 1) | {"options": f"draft_length={length} draft_weights={way}"}

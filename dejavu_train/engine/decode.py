@@ -18,7 +18,7 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.draft_weights import NAME, bytes_beside, draft_weights
 from dejavu_train.engine.facts import facts_of
-from dejavu_train.engine.inputs import Row, Sampling, check_rows, per_row
+from dejavu_train.engine.inputs import Row, check_rows, rows_of
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
 from dejavu_train.engine.model_weights import engine_dtype, formats_of, weights_of_model
 from dejavu_train.engine.options import EngineOptions
@@ -153,36 +153,24 @@ class DecodeEngine(Session):
         """One token for every row that is not done."""
         self.core.step(mode, score)
 
-    def begin(
-        self,
-        rows: Sequence[Sequence[int]],
-        total: Sequence[int],
-        sparse_from: Sequence[int],
-        prefilled: Sequence[int],
-        sampler: Sampling,
-        *,
-        least: Sequence[int] | None = None,
-        stops: Sequence[int] = (),
-        score: bool = False,
-    ) -> None:
+    def begin(self, rows: Sequence[Row], stops: Sequence[int] = (), *, score: bool = False) -> None:
         """See `Session.begin`. A row's last token is not run, so total may exceed the context by one."""
-        check_rows(rows, [length - 1 for length in total], self.batch, self.context, self.shape)
+        check_rows(rows, self.batch, self.context, self.shape, unheld=1)
         if self.ranks is not None:
-            sampler = replace(sampler, seed=self.ranks.hosts.gather(sampler.seed)[0])  # the first rank's counts
-            agree(self.ranks.hosts, rows, total, sparse_from, prefilled, sampler, least, stops, score)
+            seed = self.ranks.hosts.gather(rows[0].sampling.seed)[0]  # the first rank's counts
+            rows = [replace(row, sampling=replace(row.sampling, seed=seed)) for row in rows]
+            agree(self.ranks.hosts, rows, stops, score)
         self.open(stops)
-        first = least or [0] * len(rows)
-        given = zip(rows, total, sparse_from, prefilled, first, strict=True)
         with waiting(self.ranks):
-            begun = [Row(row, end, sampler, at, n, low, b) for b, (row, end, at, n, low) in enumerate(given)]
-            self._see(0, begun)
-            write_rows(self.core, sent(row_numbers(0, begun, max(map(len, rows))), self.device))
+            self._see(0, rows)
+            longest, prefilled = max(len(row.tokens) for row in rows), [row.prefilled for row in rows]
+            write_rows(self.core, sent(row_numbers(0, rows, longest), self.device))
             if max(prefilled) > 0:
                 self.core.x[-1, : len(rows)] = prefill(
                     self.weights, self.state.tokens[: len(rows)], prefilled, [cache.k for cache in self.core.caches],
                     [cache.v for cache in self.core.caches], self.join,
                 )  # fmt: skip
-            self.core.tail(sampler.mode, score)
+            self.core.tail(rows[0].sampling.mode, score)
 
     def open(self, stops: Sequence[int]) -> None:
         """See `Session.open`."""
@@ -196,7 +184,7 @@ class DecodeEngine(Session):
             raise UserError("rows that join others have no guard; pass guard=None")
         if self.ranks is not None:
             raise UserError("rows that join others are served by one GPU; start one process, without torchrun")
-        check_rows([row.tokens], [row.total - 1], self.batch, self.context, self.shape)
+        check_rows([row], self.batch, self.context, self.shape, unheld=1)
         self._see(b, [row])
         self.prompts.join(b, row)
 
@@ -306,8 +294,7 @@ class DecodeEngine(Session):
             (B, T, V) on the engine's device, T the longest row. What stands behind a shorter row is undefined.
         """
         lengths = [len(row) for row in rows]
-        total, starts = [n + 1 for n in lengths], per_row(sparse_from, lengths)
-        self.begin(rows, total, starts, [0] * len(rows), Sampling(), score=True)
+        self.begin(rows_of(rows, sparse_from, new=1), score=True)
         logits = torch.empty(len(rows), max(lengths), self.shape.vocab_size, dtype=dtype, device=self.device)
         for t in range(max(lengths)):
             self.core.step("greedy", score=True)  # logits, not a screen of them

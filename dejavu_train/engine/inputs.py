@@ -84,11 +84,20 @@ class Row:
 
     tokens: Sequence[int]
     total: int
-    sampling: Sampling
-    sparse_from: int
-    prefilled: int
+    sampling: Sampling = Sampling()
+    sparse_from: int = 0
+    prefilled: int = 0
     least: int = 0
     number: int = 0
+
+    @classmethod
+    def of_prompt(cls, prompt: Sequence[int], total: int, sampling: Sampling = Sampling(), least: int = 0) -> "Row":
+        """Dense to the end of the prompt, which is run at once, and sparse from there on."""
+        return cls(prompt, total, sampling, len(prompt), len(prompt), least)
+
+    def prefilling(self, most: int) -> "Row":
+        """The same row, of whose known tokens at most so many are prefilled."""
+        return dataclasses.replace(self, prefilled=min(most, len(self.tokens)))
 
 
 def check_length(length: int, context: int, shape: ModelDims) -> None:
@@ -100,58 +109,28 @@ def check_length(length: int, context: int, shape: ModelDims) -> None:
         )
 
 
-def check_rows(rows: Sequence[Sequence[int]], total: Sequence[int], batch: int, context: int, shape: ModelDims) -> None:
+def check_rows(rows: Sequence[Row], batch: int, context: int, shape: ModelDims, unheld: int = 0) -> None:
     """Make sure that an engine of this size can take these rows.
 
     Args:
-        rows: token ids. total: tokens of each row that the engine must hold.
+        unheld: last tokens of each row that the engine need not hold.
     Raises:
         UserError: too many rows, an empty one, one that does not fit, or an id outside the vocabulary.
     """
     if not rows or len(rows) > batch:
         raise UserError(f"this engine holds {batch} rows, got {len(rows)}; build it with batch={len(rows)}")
-    for row, length in zip(rows, total, strict=True):
-        if not row:
+    for row in rows:
+        if not row.tokens:
             raise UserError("an empty prompt cannot be continued; give at least the start token </s> (id 2)")
-        check_length(length, context, shape)
-        if not 0 <= min(row) <= max(row) < shape.vocab_size:
-            raise UserError(f"token ids must lie in 0 to {shape.vocab_size - 1}, got {min(row)} to {max(row)}")
+        check_length(row.total - unheld, context, shape)
+        least, most = min(row.tokens), max(row.tokens)
+        if not 0 <= least <= most < shape.vocab_size:
+            raise UserError(f"token ids must lie in 0 to {shape.vocab_size - 1}, got {least} to {most}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Continuation:
-    """A call of an engine's ``generate``, checked. A value for each row.
+def check_continuation(max_new_tokens: int, stop_tokens: Sequence[int], prompt_phase: str) -> None:
+    """Check what ``generate`` was given beside its prompts.
 
-    Attributes:
-        lengths: tokens of the prompt. total: with the new ones at most.
-        starts: first sparse position. at_once: tokens that are run densely before the first step.
-    """
-
-    lengths: list[int]
-    total: list[int]
-    starts: list[int]
-    at_once: list[int]
-
-    @property
-    def n_steps(self) -> int:
-        """Steps until every row has as many tokens as it may have. The last one is not run."""
-        return max(end - 1 - first for end, first in zip(self.total, self.at_once, strict=True))
-
-
-def read_continuation(
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    stop_tokens: Sequence[int],
-    sparse_from: int | Sequence[int] | None,
-    prompt_phase: str,
-    dense: bool,
-) -> Continuation:
-    """Check what ``generate`` was given.
-
-    Args:
-        sparse_from: first sparse position of each row. None = behind its prompt.
-        prompt_phase: "dense" = what lies before ``sparse_from`` at once. "steps" = token by token.
-        dense: the engine has no predictors: whole prompts can be run at once.
     Raises:
         UserError: nothing to generate, too many stop tokens, an unknown phase.
     """
@@ -161,12 +140,30 @@ def read_continuation(
         raise UserError(f"at most {MAX_STOPS} stop tokens are supported, got {len(stop_tokens)}")
     if prompt_phase not in ("dense", "steps"):
         raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
-    lengths = [len(prompt) for prompt in prompts]
+
+
+def rows_of(
+    tokens: Sequence[Sequence[int]],
+    sparse_from: int | Sequence[int] | None,
+    sampling: Sampling = Sampling(),
+    *,
+    new: int = 0,
+    least_new: int = 0,
+) -> list[Row]:
+    """The rows of a call, nothing of which is prefilled.
+
+    Args:
+        tokens: known ones of each row. new: tokens behind them at most. least_new: before so many none is a stop token.
+        sparse_from: first sparse position of each row. None = behind its known tokens.
+    Raises:
+        UserError: a negative position, or not one for each row.
+    """
+    lengths = [len(row) for row in tokens]
     starts = per_row(sparse_from, lengths)
-    at_once = [n if dense else min(start, n) for start, n in zip(starts, lengths, strict=True)]
-    if prompt_phase == "steps":
-        at_once = [0] * len(lengths)
-    return Continuation(lengths, [length + max_new_tokens for length in lengths], starts, at_once)
+    return [
+        Row(row, n + new, sampling, start, least=n + least_new, number=b)
+        for b, (row, n, start) in enumerate(zip(tokens, lengths, starts, strict=True))
+    ]
 
 
 def per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> list[int]:

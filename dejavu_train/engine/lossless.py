@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 
 FORGET = 0.95  # of what was seen, with each cycle
 PROBE = 16, 256  # cycles without a draft before one is tried again, at first and at most
@@ -189,7 +189,7 @@ class Pair(ABC):
     _asked = 0
 
     @abstractmethod
-    def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
+    def begin(self, row: Row, stops: Sequence[int]) -> Verified:
         """Run the prompt densely, by the dense model's weights, and choose what follows it. See `Session.begin`."""
 
     @abstractmethod
@@ -229,10 +229,7 @@ class Pair(ABC):
 
     def generate(
         self,
-        prompt: Sequence[int],
-        total: int,
-        sampler: Sampling,
-        least: int,
+        row: Row,
         stops: Sequence[int],
         length: int | None,
         show: Callable[[int, int, Sequence[int]], Any],
@@ -240,12 +237,12 @@ class Pair(ABC):
         """Continue a prompt to its end.
 
         Args:
-            total: tokens at most, the prompt included. length: of each draft, None = chosen.
+            length: of each draft, None = chosen.
             show: called as (start, stop, tokens) when tokens of these positions are verified. The sequence may hold
                 more by then, of a cycle that was queued. True where it wants no more.
         """
-        acceptance, shown, copies = Acceptance(), len(prompt), Copies(prompt)
-        verified = self.begin(prompt, total, sampler, least, stops)
+        acceptance, shown, copies = Acceptance(), len(row.tokens), Copies(row.tokens)
+        verified = self.begin(row, stops)
         looked, current = self.clock(), None
         while True:
             copies.add(verified.new)
@@ -254,13 +251,13 @@ class Pair(ABC):
             if verified.done or ended:
                 return acceptance
             # The last token is the dense model's own: a draft of it would be for nothing.
-            most = total - shown - 1
+            most = row.total - shown - 1
             given = self._copy(copies, most) if length is None else []
             if current is None:
-                current = self._start(given, length, most, sampler.mode)
+                current = self._start(given, length, most, row.sampling.mode)
             left = most - current.drafted - 1  # if all of it is accepted
             # A text that repeats itself is awaited, since it may be copied.
-            ahead = self._start([], length, left, sampler.mode) if self.ahead and not given and left >= 0 else None
+            ahead = self._start([], length, left, row.sampling.mode) if self.ahead and not given and left >= 0 else None
             verified = current.look()
             now = self.clock()
             seconds, looked = self.agreed(now - max(looked, current.started)), now

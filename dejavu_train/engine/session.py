@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.draft import Draft, check_alone
-from dejavu_train.engine.inputs import Row, Sampling, check_length, check_rows, per_row, read_continuation
+from dejavu_train.engine.inputs import Row, Sampling, check_continuation, check_length, check_rows, rows_of
 from dejavu_train.engine.lossless import Acceptance, Pair
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.turns import Turns, in_turn
@@ -60,24 +60,11 @@ class Session(ABC):
         return self._turns
 
     @abstractmethod
-    def begin(
-        self,
-        rows: Sequence[Sequence[int]],
-        total: Sequence[int],
-        sparse_from: Sequence[int],
-        prefilled: Sequence[int],
-        sampler: Sampling,
-        *,
-        least: Sequence[int] | None = None,
-        stops: Sequence[int] = (),
-        score: bool = False,
-    ) -> None:
-        """Write the known tokens, run `prefilled` tokens of each row densely at once, and choose what follows them.
+    def begin(self, rows: Sequence[Row], stops: Sequence[int] = (), *, score: bool = False) -> None:
+        """Write the known tokens, run what is prefilled of each row densely at once, and choose what follows it.
 
         Args:
-            rows: known tokens. total: tokens at most, the known ones included.
-            least: tokens before which no stop token is chosen. None = 0. stops: at most 8 ids that end a row.
-            score: -log p of the known tokens is kept.
+            rows: of one sampling mode. stops: at most 8 ids that end a row. score: -log p of the known tokens is kept.
         Raises:
             UserError: rows that do not fit.
         """
@@ -173,9 +160,11 @@ class Session(ABC):
         """
         sampler = sampling or Sampling()
         dense = not self.plan.selecting
-        asked = read_continuation(prompts, max_new_tokens, stop_tokens, sparse_from, prompt_phase, dense)
-        check_length(max(asked.total, default=0), self.context, self.shape)
-        least = [length + min_new_tokens for length in asked.lengths]
+        check_continuation(max_new_tokens, stop_tokens, prompt_phase)
+        rows = rows_of(prompts, sparse_from, sampler, new=max_new_tokens, least_new=min_new_tokens)
+        check_length(max((row.total for row in rows), default=0), self.context, self.shape)
+        if prompt_phase == "dense":
+            rows = [row.prefilling(len(row.tokens) if dense else row.sparse_from) for row in rows]
         if lossless:
             check_alone(len(prompts))
             if self.batch != 1:
@@ -184,13 +173,14 @@ class Session(ABC):
                 )
             if sparse_from is not None or prompt_phase != "dense":
                 raise UserError("under lossless the whole prompt is dense; leave sparse_from and prompt_phase out")
-            check_rows(prompts, asked.total, 1, self.context, self.shape)
-            return [self._verified(prompts[0], asked.total[0], sampler, least[0], stop_tokens, callback, lossless)]
+            check_rows(rows, 1, self.context, self.shape)
+            return [self._verified(rows[0], stop_tokens, callback, lossless)]
         heard = self.heard(callback is not None)
-        self.begin(prompts, asked.total, asked.starts, asked.at_once, sampler, least=least, stops=stop_tokens)
-        left, shown, ended = asked.n_steps, list(asked.lengths), [False] * len(prompts)
+        self.begin(rows, stop_tokens)
+        lengths = [len(row.tokens) for row in rows]
+        left, shown, ended = max(row.total - 1 - row.prefilled for row in rows), list(lengths), [False] * len(rows)
         while True:
-            held, done = self.look(len(prompts))
+            held, done = self.look(len(rows))
             if heard:
                 if callback is not None:
                     for b, end in enumerate(held):
@@ -203,22 +193,13 @@ class Session(ABC):
                     shown[b] = max(shown[b], end)
                 done = done or all(ended)
             if done or left <= 0:
-                return [self.state.tokens[b, asked.lengths[b] : end].tolist() for b, end in enumerate(held)]
+                return [self.state.tokens[b, lengths[b] : end].tolist() for b, end in enumerate(held)]
             left -= self.steps(1 if heard else left, sampler.mode)
 
-    def _verified(
-        self,
-        prompt: Sequence[int],
-        total: int,
-        sampler: Sampling,
-        least: int,
-        stops: Sequence[int],
-        callback: Callback | None,
-        lossless: bool | Draft,
-    ) -> list[int]:
+    def _verified(self, row: Row, stops: Sequence[int], callback: Callback | None, lossless: bool | Draft) -> list[int]:
         """The new tokens of one prompt, see `Pair.generate`."""
         draft, new = lossless if isinstance(lossless, Draft) else Draft(), []
-        if sampler.penalised:
+        if row.sampling.penalised:
             raise UserError("lossless decoding has no penalties, since a draft is judged all at once; leave them out")
 
         heard = self.heard(callback is not None)
@@ -231,7 +212,7 @@ class Session(ABC):
                     return True
             return False
 
-        self.acceptance = self.pair(draft).generate(prompt, total, sampler, least, stops, draft.length, show)
+        self.acceptance = self.pair(draft).generate(row, stops, draft.length, show)
         return new
 
     @in_turn
@@ -248,12 +229,10 @@ class Session(ABC):
         if not rows or min(lengths) < 2:
             least = min(lengths, default=0)
             raise UserError(f"scoring needs rows of at least 2 tokens, of which the first is given; got one of {least}")
-        starts = per_row(sparse_from, lengths)
-        result: list[Tensor] = []
+        scored, result = rows_of(rows, sparse_from), list[Tensor]()
         for first in range(0, len(rows), self.batch):
-            part = slice(first, first + self.batch)
-            n = lengths[part]
-            self.begin(rows[part], n, starts[part], [0] * len(n), Sampling(), score=True)
+            n = lengths[first : first + self.batch]
+            self.begin(scored[first : first + self.batch], score=True)
             left = max(n) - 1
             while left > 0:
                 left -= self.steps(left, "greedy", score=True)

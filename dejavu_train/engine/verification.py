@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.draft import MOST_DRAFTED
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.lossless import Pace, Pair, Verified
 from dejavu_train.engine.ranks.joins import RankJoin
 from dejavu_train.engine.ranks.ranks import Ranks, waiting
@@ -89,12 +89,12 @@ class EnginePair(Pair):
         self.copied = Pace(MOST_DRAFTED)
         self.pace = Pace(MOST_DRAFTED if step.plan.selecting or dense is not step.weights else 0)
 
-    def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
+    def begin(self, row: Row, stops: Sequence[int]) -> Verified:
         """See `Pair.begin`. The token behind the prompt is chosen as the engine chooses it, drafts or none."""
-        n, state = len(prompt), self.step.state
+        n, state = len(row.tokens), self.step.state
         self.step.reset()
         self.dense.reset()
-        self._begin([prompt], [total], [n], [n], sampler, least=[least], stops=stops)
+        self._begin([row], stops)
         for name in SHARED:
             getattr(self.slots, name).copy_(getattr(state, name))
         self.slots.known.zero_()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.families import dims_of
 from dejavu_train.models.finite import check_logits
@@ -126,7 +126,7 @@ def time_engine(model: PreTrainedModel, bundle: Bundle | None, backend: str, pro
     (batch, length), on_cpu = prompt.shape, backend in (CPU, DENSE_CPU)
     engine = build_engine(backend, model, bundle, batch, length + new_tokens + WARM_UP)
     logger.info("%s", engine.describe())
-    engine.begin(prompt.tolist(), [engine.context] * batch, [length] * batch, [length] * batch, Sampling())
+    engine.begin([Row.of_prompt(row, engine.context) for row in prompt.tolist()])
     n, megabytes = max(1, new_tokens - 1), None  # the first new token came with the prompt
     if on_cpu:
         engine.bytes_read()

@@ -41,8 +41,8 @@ class LosslessRows:
 
     def join(self, row: Row) -> int:
         """See `Rows.join`."""
-        check_rows([row.tokens], [row.total], 1, self.engine.context, self.engine.shape)
-        self._verified = self.pair.begin(row.tokens, row.total, row.sampling, row.least, self.stops)
+        check_rows([row], 1, self.engine.context, self.engine.shape)
+        self._verified = self.pair.begin(row, self.stops)
         self._row, self._shown, self._counts = row, len(row.tokens), Acceptance()
         return 0
 

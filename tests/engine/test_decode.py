@@ -10,7 +10,7 @@ from decode_helpers import reference_engine as engine
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.facts import expected_union
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
@@ -149,7 +149,7 @@ def test_seeds_that_overflow_are_refused(model):
 def test_a_step_that_fails_while_it_is_captured_changes_nothing(model):
     """`undone` holds what a capture runs before it records."""
     used = engine(model, random_bundle(model))
-    used.begin(rows_of(9), [20], [9], [9], Sampling())
+    used.begin([Row.of_prompt(rows_of(9)[0], 20)])
     state = {name: tensor.clone() for name, tensor in vars(used.state).items()}
     watermark = used.core.watermark.clone()
 

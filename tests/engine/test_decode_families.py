@@ -9,7 +9,7 @@ from family_models import CASES, padded, random_family, save_family
 
 from dejavu_train import SparseForCausalLM
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.random_weights import weights_of_shape
@@ -104,7 +104,7 @@ def test_squares_of_fp16_do_not_overflow(name, rows, tmp_path):
     found = engine.logits(ids.tolist())
     assert max(largest) > 256 and found.isfinite().all()
     assert (found - expected).norm() < 0.02 * expected.norm()
-    engine.begin(ids.tolist(), [13] * rows, [12] * rows, [12] * rows, Sampling())  # all at once
+    engine.begin([Row.of_prompt(row, 13) for row in ids.tolist()])  # all at once
     assert (engine.core.logits - expected[:, -1]).norm() < 0.02 * expected[:, -1].norm()
 
 

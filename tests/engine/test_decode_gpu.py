@@ -13,7 +13,7 @@ from decode_helpers import masked_nll, mlp_ahead, random_bundle, random_opt, row
 
 from dejavu_train import Guard
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.models.opt import load_opt
@@ -216,7 +216,7 @@ def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, 
         made.append(engine.score(rows))
         guards.append([tensor.clone() for tensor in engine.guard.tensors()])
         if graph:
-            engine.begin(rows, [90] * batch, [0] * batch, [0] * batch, Sampling(), score=True)
+            engine.begin([Row(row, 90, number=b) for b, row in enumerate(rows)], score=True)
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:

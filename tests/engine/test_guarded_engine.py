@@ -11,7 +11,7 @@ from dejavu_train import Guard, SparseOPTForCausalLM
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine import plan
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Kernels, Run
 from dejavu_train.errors import UserError
@@ -159,7 +159,7 @@ def test_a_capture_that_is_undone_leaves_the_guard_alone(folder):
     )
     engine.score([tokens(1, 9)[0].tolist()])
     before = [tensor.clone() for tensor in engine.guard.tensors()]
-    engine.begin([[2, 5]], [9], [0], [0], Sampling())
+    engine.begin([Row([2, 5], 9)])
     with engine.core.undone():
         engine.core.eager("greedy", False, measured=True)
     assert all(torch.equal(a, b) for a, b in zip(before, engine.guard.tensors(), strict=True))

@@ -10,7 +10,7 @@ from decode_helpers import random_bundle, random_opt, reference_engine, rows_of
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED, Draft
 from dejavu_train.engine.draft_weights import draft_weights, rounded_bytes
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.lossless import Acceptance, Copies, Pace, Pair, Verified
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.errors import UserError
@@ -73,7 +73,7 @@ def test_nothing_behind_the_new_position_is_read(engine, weights, monkeypatch):
 
     for length in (5, None, None):
         shown.clear()
-        pair.generate(prompt, 49, Sampling(), 0, (), length, spoil)
+        pair.generate(Row.of_prompt(prompt, 49), (), length, spoil)
         assert shown == expected
 
 

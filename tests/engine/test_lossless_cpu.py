@@ -13,6 +13,7 @@ from dejavu_train.engine.cpu.prefill import prefill
 from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.draft import Draft
+from dejavu_train.engine.inputs import Row
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 
@@ -90,7 +91,7 @@ def test_a_slot_depends_on_its_own_input_alone(stored, heads):
         for live in (1, 3, SLOTS):
             assert torch.equal(slots.logits(live, np.nan, order), expected[:live])
     one = CpuEngine(weights, context=slots.state.tokens.shape[1], threads=2)
-    one.begin([row], [len(row) + 1], [len(row)], [31], Sampling(), score=True)
+    one.begin([Row(row, len(row) + 1, sparse_from=len(row), prefilled=31)], score=True)
     for i in range(SLOTS):
         one.step(score=True)
         assert torch.equal(torch.from_numpy(one.scratch.logits[0]), expected[i])
@@ -135,7 +136,7 @@ def test_nothing_behind_the_new_position_is_read(engine, how):
         assert state.tokens[0, start:stop].tolist() == list(tokens)
         shown.extend(tokens)
 
-    pair.generate(prompt, 62, KINDS[how], 0, (), 5, spoil)
+    pair.generate(Row.of_prompt(prompt, 62, KINDS[how]), (), 5, spoil)
     assert shown == expected
 
 

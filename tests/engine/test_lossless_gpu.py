@@ -11,7 +11,7 @@ from decode_helpers import mlp_ahead, random_bundle, random_opt, rows_of
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED, Draft
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.options import EngineOptions
 
 pytestmark = [
@@ -67,7 +67,7 @@ def test_nothing_behind_the_new_position_is_read(engine, weights, length, monkey
         assert state.tokens[0, start:stop].tolist() == list(tokens)
         shown.extend(tokens)
 
-    pair.generate(prompt(), 19 + NEW, Sampling(), 0, (), length, spoil)
+    pair.generate(Row.of_prompt(prompt(), 19 + NEW), (), length, spoil)
     assert shown == expected
 
 
@@ -75,7 +75,7 @@ def test_nothing_behind_the_new_position_is_read(engine, weights, length, monkey
 def test_the_host_waits_for_nothing_but_its_look(engine, weights):
     write(engine, Draft(3, weights), Sampling())  # graphs are recorded
     pair, verified = engine.pair(Draft(weights=weights)), []
-    pair.begin(prompt(), 19 + NEW, Sampling(), 0, ())
+    pair.begin(Row.of_prompt(prompt(), 19 + NEW), ())
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:

@@ -213,7 +213,7 @@ def test_a_layer_has_two_sums_and_a_step_one_of_logits(model):
 
     def run(sums):
         engine = engine_of(model, random_bundle(model), sums)
-        engine.begin(rows_of(3), [20], [0], [0], Sampling())
+        engine.begin([Row(rows_of(3)[0], 20)])
         before = sums.meeting.sums
         sums.meeting.wait()
         engine.step()

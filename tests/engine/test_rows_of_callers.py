@@ -186,7 +186,7 @@ def test_a_prompt_that_joins_is_that_of_a_batch(tiny_opt, n):
         caches = [part[b, :, :n].clone() for cache in engine.core.caches for part in (cache.k, cache.v)]
         return engine.core.x[-1, b].clone(), *caches
 
-    engine.begin([other, prompt], [50, 50], [60, 60], [17, n], Sampling())
+    engine.begin([Row(other, 50, Sampling(), 60, 17), Row(prompt, 50, Sampling(), 60, n)])
     expected = left(1)
     engine.open(())
     engine.place(2, Row(prompt, 50, Sampling(), 60, n))

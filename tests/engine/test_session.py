@@ -20,11 +20,13 @@ class Counting(Session):
         super().__init__()
         self.fault, self.log = fault, []
 
-    def begin(self, rows, total, sparse_from, prefilled, sampler, *, least=None, stops=(), score=False):
-        self.log.append(("begin", list(prefilled), score))
+    def begin(self, rows, stops=(), *, score=False):
+        self.held = [row.prefilled for row in rows]
+        self.log.append(("begin", list(self.held), score))
         self.state = SimpleNamespace(tokens=torch.zeros(2, 40, dtype=torch.int32), nll=torch.arange(80.0).view(2, 40))
-        self.held, self.total, self.rows, self.stops, self.least = list(prefilled), total, rows, stops, least
-        for b, row in enumerate(rows):
+        self.total, self.least = [row.total for row in rows], [row.least for row in rows]
+        self.rows, self.stops = [row.tokens for row in rows], stops
+        for b, row in enumerate(self.rows):
             self.state.tokens[b, : len(row)] = torch.tensor(row)
         self._next()
 

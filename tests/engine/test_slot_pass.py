@@ -10,7 +10,7 @@ from family_models import random_family
 from benchmarks.verification import count_differences
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import Draft
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.slot_pass import SlotPass
 from dejavu_train.errors import UserError
@@ -22,7 +22,7 @@ def engine_of(ops, layers=1, screen=False):
     device = "cuda" if torch.cuda.is_available() and ops == "triton" else "cpu"
     model = random_opt(d_model=32, n_heads=2, d_ffn=64, n_layers=layers, vocab=96, positions=40).to(device)
     engine = DecodeEngine(model, None, EngineOptions(ops=ops, context=40, screen=screen))
-    engine.begin([ROW], [20], [6], [6], Sampling())
+    engine.begin([Row(ROW, 20, sparse_from=6, prefilled=6)])
     return engine
 
 
@@ -48,7 +48,7 @@ def family_engine(name, ops="reference", **sizes):
     device = "cuda" if torch.cuda.is_available() and ops == "triton" else "cpu"
     options = EngineOptions(ops=ops, device=device, dtype=torch.float32, context=40)
     engine = DecodeEngine(model, None, options)
-    engine.begin([ROW], [20], [6], [6], Sampling())
+    engine.begin([Row(ROW, 20, sparse_from=6, prefilled=6)])
     return engine
 
 

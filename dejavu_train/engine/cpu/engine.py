@@ -21,7 +21,7 @@ from dejavu_train.engine.cpu.threads import SUPPORTED
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.cpu_limits import row_seed
 from dejavu_train.engine.draft import Draft
-from dejavu_train.engine.inputs import Row, Sampling, check_rows
+from dejavu_train.engine.inputs import Row, check_rows
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine
@@ -144,25 +144,13 @@ class CpuEngine(Session):
         }
         return (state.position[:n] + 1).tolist(), (state.row_state[:n] == arrays.DONE).tolist(), faults
 
-    def begin(
-        self,
-        rows: Sequence[Sequence[int]],
-        total: Sequence[int],
-        sparse_from: Sequence[int],
-        prefilled: Sequence[int],
-        sampler: Sampling,
-        *,
-        least: Sequence[int] | None = None,
-        stops: Sequence[int] = (),
-        score: bool = False,
-    ) -> None:
+    def begin(self, rows: Sequence[Row], stops: Sequence[int] = (), *, score: bool = False) -> None:
         """See `Session.begin`."""
-        check_rows(rows, total, self.batch, self.context, self.shape)
+        check_rows(rows, self.batch, self.context, self.shape)
         self.open(stops)
         for b, row in enumerate(rows):
-            first = least[b] if least else 0
-            self._write(b, Row(row, total[b], sampler, sparse_from[b], prefilled[b], first, b))
-        self._team.call(1, sampler.mode, score, tail_only=True)
+            self._write(b, row)
+        self._team.call(1, rows[0].sampling.mode, score, tail_only=True)
 
     def open(self, stops: Sequence[int]) -> None:
         """See `Session.open`."""
@@ -171,7 +159,7 @@ class CpuEngine(Session):
 
     def place(self, b: int, row: Row) -> None:
         """See `Session.place`."""
-        check_rows([row.tokens], [row.total], self.batch, self.context, self.shape)
+        check_rows([row], self.batch, self.context, self.shape)
         state = self.state
         others = state.row_state.copy()
         try:

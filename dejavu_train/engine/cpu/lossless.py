@@ -13,7 +13,7 @@ from dejavu_train.engine.cpu.verify import ACCEPTED, DRAFTED, FIRST
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.cpu_limits import row_seed
 from dejavu_train.engine.draft import MOST_DRAFTED
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.lossless import Pace, Pair, Verified
 
 SLOTS = MOST_DRAFTED + 1
@@ -57,15 +57,15 @@ class CpuPair(Pair):
         choices = np.zeros(SLOTS, np.int64)
         self.team = Team(enter_cycle, (*groups, self.slots, self.slot_scratch, choices), threads)
 
-    def begin(self, prompt: Sequence[int], total: int, sampler: Sampling, least: int, stops: Sequence[int]) -> Verified:
+    def begin(self, row: Row, stops: Sequence[int]) -> Verified:
         """See `Pair.begin`."""
-        draft, n = self.draft_state, len(prompt)
+        draft, n, sampler = self.draft_state, len(row.tokens), row.sampling
         for state in (draft, self.slots):
             state.clear()
             state.temperature[:], state.top_p[:], state.min_p[:] = sampler.temperature, sampler.top_p, sampler.min_p
             state.top_k[:], state.seed[:] = sampler.top_k, row_seed(sampler.seed, 0)
-            state.limit[:], state.least[:], state.sparse_from[:] = total, least, n
-        draft.tokens[0, :n], draft.stops[: len(stops)] = prompt, list(stops)
+            state.limit[:], state.least[:], state.sparse_from[:] = row.total, row.least, n
+        draft.tokens[0, :n], draft.stops[: len(stops)] = row.tokens, list(stops)
         draft.position[0] = n - 1
         self.slot_scratch.residual[0] = prefill(self.dense, self.rules, self.slots, 0, n).numpy()
         return self._call(0, sampler.mode, behind_prompt=True)
