@@ -196,8 +196,8 @@ def perplexity(args: argparse.Namespace) -> Found:
             reference = reference or scored
             for text, nll in {**scored, "all": [one for some in scored.values() for one in some]}.items():
                 exact = reference[text] if text != "all" else [one for some in reference.values() for one in some]
-                sums = [np.array([float(row.double().sum()) for row in rows]) for rows in (nll, exact)]
-                value, error = (100 * (share or 0.0) for share in increase(*sums, [len(row) for row in nll]))
+                nats, least = (np.array([float(row.double().sum()) for row in rows]) for rows in (nll, exact))
+                value, error = (100 * (share or 0.0) for share in increase(nats, least, [len(row) for row in nll]))
                 note = f"perplexity {float(torch.cat(nll).mean().exp()):.4f}, {sum(map(len, nll))} tokens"
                 row = {"case": f"{name} {form} on {text}", "value": value, "error": error}
                 if form != "fp32":

@@ -67,8 +67,8 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) ->
     shape, rank = weights.shape, cell.rank or RANKS[name]
     predictors = None
     if cell.engine == "sparse":
-        single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
-        predictors = random_predictors(shape, rank, *single, cell.site, cell.predictors, cell.heads_site)
+        mlp, heads = (1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density))
+        predictors = random_predictors(shape, rank, mlp, heads, cell.site, cell.predictors, cell.heads_site)
     engine = DecodeEngine(
         weights,
         predictors,

@@ -57,8 +57,8 @@ def steps(d: int, tokens: int, sets: int = SETS) -> dict[str, Callable[[int], ob
     bias, out_bias = (torch.zeros(size, dtype=torch.float16, device=DEVICE) for size in (n, d))
     residual, out = torch.zeros(2, tokens, d, device=DEVICE)
     q, partials = torch.empty(tokens, h, HEAD_DIM, device=DEVICE), partial_sums(d, DEVICE)
-    kv = [torch.zeros(tokens, h, 8, HEAD_DIM, dtype=torch.float16, device=DEVICE) for _ in range(2)]
-    cache, position = KvCache(*kv, x[:, :0]), torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    k, v = (torch.zeros(tokens, h, 8, HEAD_DIM, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    cache, position = KvCache(k, v, x[:, :0]), torch.ones(tokens, dtype=torch.int32, device=DEVICE)
     qkv = [Linear(random_rows(h, 3, HEAD_DIM, d), bias[: 3 * d].view(h, 3, HEAD_DIM)) for _ in range(sets)]
     heads = [random_rows(h, d, HEAD_DIM) for _ in range(sets)]
     mlps = [MlpWeights(Linear(random_rows(n, d), bias), Linear(random_rows(n, d), out_bias)) for _ in range(sets)]

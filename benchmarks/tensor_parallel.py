@@ -111,9 +111,11 @@ def run_cell(
     ranks, rank = ranks_for(group, dims, kind), cell.rank or RANKS[name]
     predictors = None
     if cell.engine == "sparse":
-        single = [1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density)]
+        mlp, heads = (1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density))
         narrow = ranks.shard.dims
-        predictors = random_predictors(narrow, rank, *single, cell.site, cell.predictors, cell.heads_site, str(device))
+        predictors = random_predictors(
+            narrow, rank, mlp, heads, cell.site, cell.predictors, cell.heads_site, str(device)
+        )
     context = min(dims.max_positions, cell.prompt + steps + EXTRA)
     options = EngineOptions(
         batch=cell.batch, context=context, kv_policy=cell.kv_policy, pdl=cell.pdl, look_ahead=cell.look_ahead,

@@ -21,10 +21,10 @@ import dataclasses
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -229,7 +229,7 @@ class Tuner:
     log: Log
     time: Timer
     until: float = math.inf
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = monotonic
 
     def measured(self, lookup: Lookup, values: Values, calls: Sequence[Callable[[], Any]]) -> float | None:
         """Microseconds, from the log where it has them. None where the values cannot be launched."""
@@ -331,7 +331,7 @@ def tune(tuner: Tuner, found: Iterator[dict[Lookup, list[Callable[[], Any]]]], s
 def run(args: argparse.Namespace, gpu: str, multiprocessors: int, device: torch.device, timer: Timer) -> int:
     """0 where the file is written, 1 where the time was over before. multiprocessors: of the GPU of this name."""
     base = settings.file_for(gpu)
-    tuner = Tuner(base, Log(args.log, gpu), timer, time.monotonic() + args.seconds)
+    tuner = Tuner(base, Log(args.log, gpu), timer, monotonic() + args.seconds)
     try:
         made = tune(tuner, problems(args.widths, device), args.stages)
     except TimeoutError:
