@@ -79,6 +79,20 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         raise Unsupported(f"generate() with {name} is not for the decode engine; leave {name} out to stay on it")
 
 
+def check_preparation(model: Any) -> None:
+    """Refuse a model whose inputs something else prepares, as peft's prompt tuning does: they are not the tokens alone.
+
+    Raises:
+        Unsupported: always then.
+    """
+    prepares = vars(model).get("prepare_inputs_for_generation")
+    if prepares is not None and getattr(prepares, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise Unsupported(
+            "generate() with an exchanged prepare_inputs_for_generation, as of peft's prompt tuning, is not for the"
+            " decode engine"
+        )
+
+
 def check_forward(**asked: Any) -> None:
     """Refuse what a forward pass through the engine's steps cannot take or give.
 

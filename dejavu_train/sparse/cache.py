@@ -120,6 +120,7 @@ class SparseCache(Cache):
     """
 
     layers: list[SparseLayer]
+    max_cache_len = -1  # unbounded, as peft asks of a cache in whose place it puts its own
 
     def __init__(self, n_layers: int) -> None:
         super().__init__(layers=[SparseLayer() for _ in range(n_layers)])

@@ -242,7 +242,7 @@ def check_cache(cache: Cache | None) -> None:
     if cache is not None and not isinstance(cache, SparseCache):
         raise UserError(
             f"the backend gather needs a SparseCache, got {type(cache).__name__};"
-            " leave past_key_values out, or make one with model.new_cache()"
+            " leave past_key_values out, make one with model.new_cache(), or use backend='mask'"
         )
 
 

@@ -42,7 +42,8 @@ def generated(
     config, _ = model._prepare_generation_config(generation_config, **kwargs)
     cache = kwargs.get("past_key_values")
     limit = dims_of(model.config).max_positions
-    check_prompt(inputs, kwargs, config, model.get_input_embeddings().num_embeddings, limit)
+    table = getattr(model.get_input_embeddings(), "weight", None)  # of an adapter around an embedding as well
+    check_prompt(inputs, kwargs, config, model.config.vocab_size if table is None else len(table), limit)
     if config.cache_implementation == "paged":
         model.init_continuous_batching()
     if config.assistant_early_exit is not None:

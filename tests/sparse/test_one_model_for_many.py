@@ -222,6 +222,36 @@ def test_an_adapter_runs_in_every_backend(folder, bundle, backend, targets, insi
                 assert model.generate(input_ids=ids, **GREEDY).tolist() == plain
 
 
+@pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
+@pytest.mark.parametrize("kind", ["LoRA of the embedding", "trained tokens", "prompt", "prefix"])
+def test_an_adapter_of_what_is_read_first_runs(folder, bundle, kind, backend):
+    peft = pytest.importorskip("peft")
+    ids, few = tokens(7), {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    how = {
+        "LoRA of the embedding": peft.LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False),
+        "trained tokens": peft.LoraConfig(target_modules=["fc1"], trainable_token_indices=ids[0, :2].tolist()),
+        "prompt": peft.PromptTuningConfig(**few),
+        "prefix": peft.PrefixTuningConfig(**few),
+    }[kind]
+
+    def text(model):
+        made = peft.get_peft_model(model, how).eval()
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in sorted(made.named_parameters()):
+            if any(part in name for part in ("lora_embedding", "prompt_encoder", "trainable_tokens")):
+                parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        return made.generate(input_ids=ids, **GREEDY).tolist()
+
+    plain = load_opt(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
+    model, expected = sparse(folder, bundle.at(1.0, 1.0), backend), text(load_opt(str(folder)))
+    assert expected != plain, "the adapter changes nothing, the test shows nothing"
+    if kind == "prefix" and backend != "mask":  # it puts a cache of its own in place
+        with pytest.raises(UserError, match="SparseCache, got DynamicCache; .* or use backend='mask'"):
+            text(model)
+    else:
+        assert text(model) == expected
+
+
 @pytest.mark.parametrize("place", ["model.decoder.layers.0.fc1", "model.decoder.layers.1.self_attn", "model.decoder"])
 def test_a_hook_that_a_backend_would_not_call_is_named(folder, bundle, place):
     ids, whole = tokens(7), bundle.at(1.0, 1.0)
