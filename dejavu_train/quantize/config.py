@@ -62,8 +62,11 @@ class QuantizeConfig:
         ranges = {"tokens": least, "window": least, "batch_size": COUNT, "damp_mean": NUMBER, "damp_own": NUMBER}
         check_ranges(self, "", ranges | {"seed": SEED})
         self.text.check()
-        if self.window > shape.max_positions:
-            raise UserError(f"--window is {self.window}, but {self.model} has {shape.max_positions} positions")
+        if self.gptq and self.window > shape.max_positions:
+            raise UserError(
+                f"--window is {self.window}, but {self.model} has {shape.max_positions} positions; give --window"
+                f" {shape.max_positions}, or --quantizer rtn, which reads no text"
+            )
         needed = LEAST_PER_INPUT * max(shape.d_model, shape.d_ffn)
         if self.gptq and self.calibration_tokens(shape) < needed:
             raise UserError(

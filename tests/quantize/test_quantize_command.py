@@ -231,7 +231,7 @@ def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, 
     cases = {
         (f"--model={tiny_opt}",): "hidden_size that one of 128, 64, 32 divides, .* has 48",
         ("--tokens=900",): "10 tokens for each input",
-        ("--window=513",): "512 positions",
+        ("--window=513",): "512 positions; give --window 512, or --quantizer rtn",
         (f"--model={quantised}",): "in 4 bits already",
         (f"--output={quantised}",): "exists",
         ("--text.source=no.txt",): "no text file",
@@ -242,6 +242,9 @@ def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, 
     }
     for change, message in cases.items():
         assert re.search(message, error_of([*base, *change], capsys)), change
+    rounding = [*base, "--window=513", "--quantizer=rtn", "--check"]  # it reads no text
+    assert exit_on_user_error(command.main, rounding) == 0
+    capsys.readouterr()
     short = tmp_path / "short.txt"
     short.write_text((text_file.read_text()[:12000] + "\n\n") * 3)
     message = error_of([*base, f"--text.source={short}", "--tokens=960"], capsys)
