@@ -6,7 +6,9 @@ A command's module is loaded when it runs. So a mistake in the name is told at o
 import difflib
 import importlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,28 +19,42 @@ from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, NOTHING_KEPT, 
 class Command:
     """A command: the module whose ``main(argv)`` runs it, what it does, what the line after a signal says.
 
-    several: torchrun may start it as several processes.
+    several: torchrun may start it as several processes. together: which then do one thing.
     """
 
     module: str
     about: str
     after_signal: str = BEGINS_ANEW
     several: bool = False
+    together: bool = False
 
 
 COMMANDS = {
     "train": Command("dejavu_train.cli", "text to bundle: collect, train, calibrate (train.py)", GOES_ON, True),
-    "infer": Command("dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)", several=True),
+    "infer": Command(
+        "dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)", BEGINS_ANEW, True, True
+    ),
     "serve": Command("dejavu_train.serving.command", "answer requests through OpenAI's protocol", NO_ANSWERS),
     "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", NOTHING_KEPT),
-    "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON, True),
+    "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON, True, True),
     "survey": Command("dejavu_train.evaluation.survey.command", "tell what any model would gain, untrained", GOES_ON),
     "tasks": Command("dejavu_train.evaluation.lm_eval.run", "downstream tasks, dense and sparse"),
     "compare": Command("dejavu_train.evaluation.compare", "tables and a picture of several runs of infer"),
     "generation": Command("dejavu_train.evaluation.generation.run", "texts that dense and sparse models write"),
 }
 LISTED = "\n".join(f"  {name:<12}{each.about}" for name, each in COMMANDS.items())
+FIRST_SECONDS = 10.0  # that torchrun has to end a process whose first one has said what is wrong
 USAGE = f"usage: dejavu COMMAND [--option value ...]\n\n{LISTED}\n\ndejavu COMMAND --help lists the options of one."
+
+
+def wait_for_the_first() -> None:
+    """Let the first process of torchrun on this host say what is wrong with a command of all.
+
+    torchrun ends the others when one has ended. Who is still there then has a mistake of its own to say.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(FIRST_SECONDS)
+    signal.signal(signal.SIGTERM, before)
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
@@ -46,16 +62,23 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     # Before torch is loaded: waiting threads sleep. Where cores are shared, spinning ones cost a factor of twenty.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+    command, world = COMMANDS[name], os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    later = command.together and world != "1" and os.environ.get("LOCAL_RANK", "0") != "0"
+
     def main(given: Sequence[str] | None) -> None:
-        world = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
-        if world != "1" and not COMMANDS[name].several:
-            may = ", ".join(each for each, command in COMMANDS.items() if command.several)
+        if world != "1" and not command.several:
+            may = ", ".join(each for each, other in COMMANDS.items() if other.several)
             raise UserError(
                 f"dejavu {name} is one process, got {world} by torchrun, which starts {may} alone; leave torchrun out"
             )
-        importlib.import_module(COMMANDS[name].module).main(given)  # takes seconds, in which a signal is heard already
+        try:
+            importlib.import_module(command.module).main(given)  # takes seconds, in which a signal is heard already
+        except (UserError, OSError):
+            if later:
+                wait_for_the_first()
+            raise
 
-    return exit_on_user_error(main, argv, COMMANDS[name].after_signal)
+    return exit_on_user_error(main, argv, None if later else command.after_signal)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,12 +25,14 @@ NO_ANSWERS = "requests are answered no longer"
 
 
 def exit_on_user_error(
-    main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None, after_signal: str = BEGINS_ANEW
+    main: Callable[[Sequence[str] | None], None],
+    argv: Sequence[str] | None = None,
+    after_signal: str | None = BEGINS_ANEW,
 ) -> int:
     """Run ``main(argv)``. Return 0, after a user's mistake 2 (its one line is printed), after a signal 128 + it.
 
     Args:
-        after_signal: what the line after a signal says of the same command.
+        after_signal: what the line after a signal says of the same command. None: another process says it.
     """
     try:
         with heard():
@@ -44,7 +46,8 @@ def exit_on_user_error(
         return 2
     except (Interrupted, KeyboardInterrupt) as error:
         name = str(error) or "SIGINT"
-        print(f"interrupted by {name}; {after_signal}", file=sys.stderr)
+        if after_signal is not None:
+            print(f"interrupted by {name}; {after_signal}", file=sys.stderr)
         return error.exit_code if isinstance(error, Interrupted) else 130
     return 0
 

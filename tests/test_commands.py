@@ -1,6 +1,10 @@
 """The command ``dejavu`` and its subcommands: names, mistakes, what they load, the configurations that come along."""
 
 import importlib
+import multiprocessing
+import os
+import signal
+import sys
 
 import pytest
 from conftest import REPOSITORY
@@ -42,7 +46,35 @@ def test_what_is_one_process_is_not_started_as_several(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert commands.main(["serve", "--bundle", "nowhere"]) == 2
     assert "got 2 by torchrun, which starts train, infer, pretrain alone" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert commands.main(["infer", "--bundle", "nowhere"]) == 2 and "no bundle" in capsys.readouterr().err
+
+
+def mistaken(tmp_path, name, while_waiting):
+    """Exit code and stderr of a process of torchrun whose command has an option too many."""
+    said = tmp_path / "stderr"
+
+    def work():
+        os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        commands.time.sleep = while_waiting
+        os._exit(commands.run(name, ["--nothing", "1"]))
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    return child.exitcode, said.read_text()
+
+
+@pytest.mark.parametrize("name", ["infer", "pretrain"])
+def test_a_mistake_of_all_processes_of_torchrun_is_said_by_the_first(tmp_path, name):
+    def be_ended(seconds):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert mistaken(tmp_path, name, be_ended) == (-signal.SIGTERM, "")
+    code, said = mistaken(tmp_path, name, lambda seconds: None)
+    assert code == 2 and said.startswith("error: unknown option --nothing") and said.count("\n") == 1
 
 
 def test_infer_and_quantize_load_nothing_that_only_training_needs():
