@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dejavu_train.errors import UserError
-from dejavu_train.models.opt import SPELLED
+from dejavu_train.models.opt import DTYPE_SPELLED, SPELLED
 from dejavu_train.models.stored import Stored, own_name, read_header, stored_files
 
 
@@ -32,11 +32,15 @@ class LayerReader:
 
     Args:
         name: folder or hub id of ``model``.
-        model: on the CPU, as its weights are stored.
+        model: on the CPU.
         layers: of ``model``, in order.
+        coded: its matrices are codes. What it has in another dtype than the files is not read then.
     """
 
-    def __init__(self, name: str, model: nn.Module, layers: Sequence[nn.Module], revision: str | None = None) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, layers: Sequence[nn.Module], revision: str | None = None, coded: bool = False
+    ) -> None:
+        self._coded = coded
         self._stored: dict[str, tuple[Path, Stored]] = {}
         for file in stored_files(name, revision=revision):
             if file.suffix == ".safetensors":
@@ -49,7 +53,7 @@ class LayerReader:
         self.reading = Reading()
 
     def take(self, number: int, then: int) -> dict[str, Tensor]:
-        """The tensors of a layer, while those of the layer ``then`` begin to be read.
+        """The tensors of a layer as they are stored, while those of the layer ``then`` begin to be read.
 
         What lies in no safetensors file, or in another form, is not among them: it stays as the model has it.
         """
@@ -63,17 +67,31 @@ class LayerReader:
         began, made = time.monotonic(), {}
         layer, prefix = self._layers[number], self._names[number]
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            found = self._stored.get(f"{prefix}.{name}")
-            if found is None or found[1].dtype != SPELLED.get(tensor.dtype) or found[1].shape != tuple(tensor.shape):
-                continue
-            made[name] = _read_tensor(*found, tensor.dtype)
-            self.reading.nbytes += made[name].nbytes
+            found = self._find(f"{prefix}.{name}", tensor)
+            if found is not None:
+                made[name] = _read_tensor(*found)
+                self.reading.nbytes += made[name].nbytes
         self.reading.seconds += time.monotonic() - began
         return made
 
+    def exact(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter outside of the layers as it is stored, where the model has rounded it. name: in the model."""
+        found = self._find(own_name(name), tensor)
+        rounded = found is not None and found[1].dtype != SPELLED.get(tensor.dtype)
+        return _read_tensor(*found) if found is not None and rounded else tensor
 
-def _read_tensor(file: Path, entry: Stored, dtype: torch.dtype) -> Tensor:
-    made = torch.empty(entry.shape, dtype=dtype)
+    def _find(self, name: str, tensor: Tensor) -> tuple[Path, Stored] | None:
+        """Where a tensor of the model lies. None: nowhere, or in a form that cannot take its place."""
+        found = self._stored.get(name)
+        if found is None or found[1].shape != tuple(tensor.shape):
+            return None
+        numbers = not self._coded and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        dtype = DTYPE_SPELLED.get(found[1].dtype)
+        return found if dtype == tensor.dtype or (numbers and dtype is not None and dtype.is_floating_point) else None
+
+
+def _read_tensor(file: Path, entry: Stored) -> Tensor:
+    made = torch.empty(entry.shape, dtype=DTYPE_SPELLED[entry.dtype])
     view: Any = made.view(-1).view(torch.uint8).numpy().data if made.numel() else b""
     with open(file, "rb", buffering=0) as stored:
         stored.seek(entry.begin)

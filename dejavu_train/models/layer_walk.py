@@ -11,7 +11,8 @@ from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.layer_exchange import Enough, LayerExchange, own_forward, placed
 from dejavu_train.models.layer_reader import LayerReader
-from dejavu_train.models.opt import load_opt, torch_dtype
+from dejavu_train.models.opt import load_opt, mapped_dtype, torch_dtype
+from dejavu_train.models.stored import stored_files
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -28,16 +29,17 @@ class LayerWalk:
     """
 
     def __init__(self, name: str, device: torch.device, dtype: str, revision: str | None = None) -> None:
-        self.model: Any = load_opt(name, None, "cpu", None, revision)
+        self.model: Any = load_opt(name, mapped_dtype(stored_files(name, revision=revision)), "cpu", None, revision)
         coded = quant_method(self.model.config.to_dict()) is not None
         self.device, self.dtype = device, None if coded else torch_dtype(dtype)
         self.layers = decoder_layers(self.model)
-        self.reader = LayerReader(name, self.model, self.layers, revision)
+        self.reader = LayerReader(name, self.model, self.layers, revision, coded)
         self.exchange = LayerExchange(self.model, self.layers)
         inside = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
-        for tensor in self.model.parameters():
+        for path, tensor in self.model.named_parameters():
             if id(tensor) not in inside:
-                tensor.data = tensor.data.to(device, self.dtype if tensor.is_floating_point() else None)
+                exact = self.reader.exact(path, tensor).data
+                tensor.data = exact.to(device, self.dtype if tensor.is_floating_point() else None)
         for tensor in self.model.buffers():
             if id(tensor) not in inside:
                 tensor.data = tensor.data.to(device)

@@ -72,6 +72,21 @@ def _stored_dtype(file: Path) -> torch.dtype | None:
     return next((dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point), None)
 
 
+def mapped_dtype(files: Sequence[Path]) -> torch.dtype | None:
+    """The dtype of most stored numbers: loaded in it, a model has them mapped from their files, whatever its config
+    says. None: pickled files. float32 where no model is loaded in it."""
+    nbytes: dict[torch.dtype, int] = {}
+    for file in files:
+        if file.suffix != ".safetensors":
+            return None
+        for entry in read_header(file).values():
+            dtype = DTYPE_SPELLED.get(entry.dtype)
+            if dtype is not None and dtype.is_floating_point:
+                nbytes[dtype] = nbytes.get(dtype, 0) + entry.end - entry.begin
+    most = max(nbytes, key=nbytes.__getitem__, default=torch.float32)
+    return most if most in DTYPES.values() else torch.float32
+
+
 def resolve_device(name: str | int | torch.device) -> torch.device:
     """``auto`` is the first GPU if there is one, else the CPU. A number is that of a GPU.
 

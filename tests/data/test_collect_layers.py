@@ -1,7 +1,11 @@
 """Collecting by layers: the same files as with the whole model, and a killed run goes on in its layer."""
 
+import json
+import shutil
+
 import pytest
 from family_models import CASES, save_family
+from safetensors.torch import load_file, save_file
 from small_runs import COLLECT
 
 from dejavu_train.data import collect_layers
@@ -11,6 +15,7 @@ from dejavu_train.data.parts import record_part
 from dejavu_train.data.shards import ActivationManifest, file_digests
 from dejavu_train.data.text import TextSource
 from dejavu_train.errors import UserError
+from dejavu_train.models.stored import SINGLE
 
 
 def made(model, text_file, folder, **settings):
@@ -24,6 +29,20 @@ def test_files_are_the_same(tiny_opt, text_file, tmp_path):
     assert len(whole) > 6
     assert made(tiny_opt, text_file, tmp_path / "layers", by_layers=True) == whole
     assert not (tmp_path / "layers" / collect_layers.STREAM).exists()
+
+
+@pytest.mark.parametrize("kind", ["another config", "64 bits", "norms of 32 bits"])
+def test_files_are_the_same_whatever_dtype_is_named_or_stored(kind, tiny_opt, text_file, tmp_path):
+    folder = shutil.copytree(tiny_opt, tmp_path / "model")
+    tensors, values = load_file(folder / SINGLE), json.loads((folder / "config.json").read_text())
+    if kind == "64 bits":
+        tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    elif kind == "norms of 32 bits":
+        tensors = {name: tensor if tensor.dim() == 1 else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**values, "dtype": "bfloat16"}))
+    whole = made(folder, text_file, tmp_path / "whole")
+    assert made(folder, text_file, tmp_path / "layers", by_layers=True) == whole
 
 
 def test_a_killed_run_goes_on_in_its_layer(tiny_opt, text_file, tmp_path, monkeypatch):
