@@ -70,6 +70,7 @@ _REMEDIES = {
     errno.ENOMEM: "free some memory",
     errno.ENOLCK: "its file system has no locks; choose a path on another one",
     errno.ENOTSUP: "its file system cannot do that; choose a path on another one",
+    errno.EPIPE: "who read what is printed has left; read all of it, or send it to a file",
     errno.EIO: "the disk or the network does not answer; try again, or choose another path",
 }
 

@@ -98,6 +98,7 @@ class _ConfigParser(Parser):
                 action.help = SUPPRESS
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+        message = message.removeprefix('Parser key "config": ')  # in which all files are handed over
         match = WRONG_VALUE.match(message)
         if match and match[1] in self.types:
             raise UserError(f"--{match[1]} must be {described(self.types[match[1]])}, got {match[2]}") from None
@@ -152,15 +153,19 @@ class _ConfigParser(Parser):
             text += "\n".join(["\nmore options, with --help NAME or --help all:", *listed_groups, ""])
         return text
 
-    def file(self, path: Path) -> dict[str, Any]:
+    def file(self, path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         """The values of a YAML file, laid over those of the file that it names as its ``base``.
 
-        ``configs/NAME.yaml`` that is not there is the one that is installed with the package.
+        ``configs/NAME.yaml`` that is not there is the one that is installed with the package. above: files whose base
+        this one is.
         """
         if path.parts[:1] == ("configs",) and not path.exists() and (INSTALLED / path).exists():
             path = INSTALLED / path
+        if path.resolve() in above:
+            raise UserError(f"the config file {path} is its own base, named by {above[-1]}; name another one there")
         try:
-            values = get_loader("yaml")(path.read_text(encoding="utf-8")) or {}
+            text = path.read_text(encoding="utf-8")
+            values, double = get_loader("yaml")(text) or {}, _double_key(yaml.compose(text, yaml.SafeLoader))
         except FileNotFoundError:
             raise UserError(
                 f"there is no config file {path}; give a YAML file, such as configs/opt-mini.yaml"
@@ -169,11 +174,13 @@ class _ConfigParser(Parser):
             raise UserError(f"the config file {path} is not readable YAML: {error}") from None
         if not isinstance(values, dict):
             raise UserError(f"the config file {path} must hold keys and values, got {values}")
+        if double is not None:
+            raise UserError(f"the config file {path} has {double} twice; write it once, with all that is below it")
         base = values.pop("base", None)
-        if not isinstance(base, str | None) or base == path.name:
+        if not isinstance(base, str | None) or base == "":
             raise UserError(f"the config file {path}: base must name another YAML file, got {base}")
         self._check_keys(values, "", path)
-        return values if base is None else merged(self.file(path.parent / base), values)
+        return values if base is None else merged(self.file(path.parent / base, (*above, path.resolve())), values)
 
     def _check_keys(self, values: Mapping[Any, Any], prefix: str, path: Path) -> None:
         for key, value in values.items():
@@ -214,7 +221,9 @@ class _ConfigParser(Parser):
         for name, given, _ in options(argv):
             section = next((known for known in free if name == known or name.startswith(f"{known}.")), None)
             if name == "config":
-                for path in given or [""]:
+                if not all(given) or not given:
+                    raise UserError("--config needs a value: a YAML file, such as configs/opt-mini.yaml")
+                for path in given:
                     values = merged(values, self.file(Path(path)))
             elif name in self.optional and (not given or given == ["null"]):
                 mappings[name] = None if given else {}
@@ -311,6 +320,22 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = value
     return result
+
+
+def _double_key(node: yaml.Node | None, above: tuple[yaml.Node, ...] = ()) -> str | None:
+    """A key that a mapping of a YAML file has twice, as ``a.b``. YAML's readers keep the last one and say nothing."""
+    names: set[str] = set()
+    if not isinstance(node, yaml.MappingNode) or node in above:  # an alias may name what it stands in
+        return None
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in names:
+                return str(key.value)
+            names.add(key.value)
+            below = _double_key(value, (*above, node))
+            if below is not None:
+                return f"{key.value}.{below}"
+    return None
 
 
 def _load(name: str, text: str) -> Any:

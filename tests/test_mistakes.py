@@ -78,6 +78,11 @@ def test_what_the_system_refuses_names_path_and_remedy(tmp_path, number):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_reader_that_has_left_is_named():
+    said = describe(BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    assert said == "Broken pipe; who read what is printed has left; read all of it, or send it to a file"
+
+
 def test_a_full_disk_is_known_before_any_work(tmp_path, monkeypatch, run, capsys):
     full = os.statvfs(tmp_path)
     values = type("Full", (), {name: getattr(full, name) for name in dir(full) if name[:2] == "f_"})()

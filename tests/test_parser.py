@@ -66,8 +66,8 @@ def test_a_file_names_its_base(write):
     own = write("own.yaml", "base: base.yaml\nmlp: {steps: 9}")
     config = parse_config(["--config", own])
     assert (config.seed, config.mlp.rank, config.mlp.steps) == (4, 5, 9)
-    for text in ("base: own.yaml", "base: 3"):
-        with pytest.raises(UserError, match="base must name another YAML file"):
+    for text, said in (("base: own.yaml", "own.yaml is its own base"), ("base: 3", "base must name another YAML file")):
+        with pytest.raises(UserError, match=said):
             parse_config(["--config", write("own.yaml", text)])
     with pytest.raises(UserError, match=r"no config file .*nowhere.yaml"):
         parse_config(["--config", write("own.yaml", "base: nowhere.yaml")])
@@ -209,6 +209,7 @@ def test_merging():
         (["--trainer.a=1", "--trainer.a.b=2"], "a holds 1, which has no b"),
         (["extra"], "expected an option such as --name, got extra"),
         (["--config=nowhere.yaml"], "there is no config file nowhere.yaml"),
+        (["--config"], "--config needs a value: a YAML file"),
     ],
 )
 def test_mistakes(argv, message):
@@ -227,11 +228,23 @@ def test_mistakes(argv, message):
         ("mlp: [unclosed", "is not readable YAML"),
         ("- 1", "must hold keys and values"),
         ("mlp: {rank: three}", "--mlp.rank must be a whole number, got three"),
+        ("mlp: {rank: 8}\nmlp: {steps: 5}", "has mlp twice; write it once, with all that is below it"),
+        ("mlp:\n  rank: 8\n  rank: 9", "has mlp.rank twice"),
+        ("base: ./mine.yaml", "mine.yaml is its own base, named by"),
+        ("base: ''", "base must name another YAML file, got"),
     ],
 )
 def test_mistakes_in_a_file(write, text, message):
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
         parse_config(["--config", write("mine.yaml", text)])
+    assert "Parser key" not in str(caught.value)
+
+
+def test_two_files_that_name_each_other_are_told(write):
+    write("one.yaml", "base: other.yaml")
+    other = write("other.yaml", "base: one.yaml")
+    with pytest.raises(UserError, match=r"other.yaml is its own base, named by .*one.yaml; name another one there"):
+        parse_config(["--config", other])
 
 
 @pytest.mark.parametrize("kind", [RunConfig, InferConfig])

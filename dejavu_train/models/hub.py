@@ -3,6 +3,7 @@
 Everything else reads that folder, so that what is compared, hashed and loaded are the same files.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ KEYWORDS = ("revision", "cache_dir", "token", "local_files_only", "force_downloa
 
 def looks_local(name: str) -> bool:
     """Whether a name can only be meant as a path. Every other one is OWNER/NAME on the hub unless it is a folder."""
-    return name.startswith((".", "/", "~", f"{CHECKPOINTS}/")) or name.count("/") != 1 or Path(name).parent.is_dir()
+    may_be_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII)
+    return not may_be_id or name.startswith((".", f"{CHECKPOINTS}/")) or Path(name).parent.is_dir()
 
 
 def in_hub_cache(folder: Path) -> bool:

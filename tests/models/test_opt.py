@@ -69,7 +69,11 @@ def test_large_tensors_are_sampled_and_full_reads_all(tmp_path):
 
 
 def test_bad_model_folders_are_one_clear_line(copy, tmp_path):
-    for name, message in (("no/such/folder", "no model folder"), (str(tmp_path), "no config.json")):
+    for name, message in (
+        ("no/such/folder", "no model folder"),
+        ("my models/tiny", "no model folder"),
+        (str(tmp_path), "no config.json"),
+    ):
         for action in (load_opt, load_tokenizer, weight_hash, read_dims):
             with pytest.raises(UserError, match=message):
                 action(name)
