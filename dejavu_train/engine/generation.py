@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.draft import Draft, check_alone
 from dejavu_train.engine.lossless import Acceptance
-from dejavu_train.engine.request import Request, check_arguments, check_preparation, read_request, stop_strings
+from dejavu_train.engine.request import Request, check_arguments, read_request, stop_strings
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported
 from dejavu_train.families import dims_of
@@ -125,7 +125,6 @@ class EnginePool(ABC):
         default_length = kwargs.get("max_length") is None and all(c is None or c.max_length is None for c in given)
         config, rest = model._prepare_generation_config(generation_config, **kwargs)
         check_arguments(rest)
-        check_preparation(model)
         ids = inputs if inputs is not None else rest.get("input_ids")
         if ids is None:  # as transformers does: from the start token
             ids = torch.tensor([[2 if config.bos_token_id is None else config.bos_token_id]])

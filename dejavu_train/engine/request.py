@@ -24,6 +24,11 @@ SAMPLING_ONLY = frozenset("temperature top_p top_k min_p typical_p epsilon_cutof
 ARGUMENTS = ("input_ids", "attention_mask", "tokenizer")
 OFF = ("synced_gpus", "trust_remote_code", "output_attentions", "output_hidden_states", "output_router_logits")
 
+LOOP = (  # methods of a model
+    "forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_get_logits_processor",
+    "_get_stopping_criteria", "_sample",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Request:
@@ -79,18 +84,22 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         raise Unsupported(f"generate() with {name} is not for the decode engine; leave {name} out to stay on it")
 
 
-def check_preparation(model: Any) -> None:
-    """Refuse a model whose inputs something else prepares, as peft's prompt tuning does: they are not the tokens alone.
+def check_loop(model: Any, plain: Sequence[type]) -> None:
+    """Refuse a model with another method in the place of one that transformers' loop calls and an engine does not.
 
+    peft's prompt tuning exchanges one, and so may a class of your own.
+
+    Args:
+        plain: classes whose methods the engine stands for, the most special first.
     Raises:
-        Unsupported: always then.
+        Unsupported: the first such method by name.
     """
-    prepares = vars(model).get("prepare_inputs_for_generation")
-    if prepares is not None and getattr(prepares, "__func__", None) is not type(model).prepare_inputs_for_generation:
-        raise Unsupported(
-            "generate() with an exchanged prepare_inputs_for_generation, as of peft's prompt tuning, is not for the"
-            " decode engine"
-        )
+    for name in LOOP:
+        usual = next(vars(kind)[name] for kind in plain if name in vars(kind))
+        own = None if name == "forward" else vars(model).get(name)  # the backend has looked at that of the model itself
+        found = getattr(type(model), name) if own is None else getattr(own, "__func__", own)
+        if found is not usual:
+            raise Unsupported(f"generate() of a model with an exchanged {name} is not for the decode engine")
 
 
 def check_forward(**asked: Any) -> None:

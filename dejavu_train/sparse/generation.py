@@ -1,12 +1,13 @@
 """A call of ``generate()``: which engine writes it, or transformers' loop with ``mask`` or ``gather``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dejavu_train.engine.draft import Draft, default_of
+from dejavu_train.engine.request import check_loop
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of
 from dejavu_train.sparse.cache import SparseCache
@@ -22,6 +23,7 @@ def generated(
     inputs: Tensor | None,
     generation_config: Any,
     kwargs: dict[str, Any],
+    plain: Sequence[type],
 ) -> Any:
     """What ``model.generate()`` returns, of a sparse model.
 
@@ -29,6 +31,7 @@ def generated(
         dense_generate: the method of the dense class, for that model.
         inputs: (B, T) token ids, or None where ``kwargs`` has them by their name.
         kwargs: those of ``generate()``. What is ours alone is taken out.
+        plain: classes whose methods the engines stand for, the most special first.
 
     Raises:
         UserError: as ``SparseCausalLM.generate`` says.
@@ -50,6 +53,7 @@ def generated(
         raise UserError("assistant_early_exit leaves layers out, and a bundle is for all; give assistant_model")
     if runtime.engines is not None:
         try:
+            check_loop(model, plain)
             runtime.prepare(model)
             return runtime.engines.generate(model, inputs, generation_config, kwargs, start, draft)
         except UserError as refusal:

@@ -404,7 +404,9 @@ class SparseCausalLM(_Dense):
             UserError: ``triton`` was asked for anything else. ``gather`` for prompts that are padded on the right.
                 ``lossless`` for what no engine here verifies.
         """
-        return generated(self, super().generate, inputs, generation_config, kwargs)
+        assert self.dense_class is not None
+        plain = (SparseCausalLM, *self.dense_class.__mro__)
+        return generated(self, super().generate, inputs, generation_config, kwargs, plain)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refused: its attention and its cache are its own, and it calls the model from a thread of its own.

@@ -308,3 +308,25 @@ def test_a_streamer_may_call_the_model_that_feeds_it(dense, bundle):
 
     got = model.generate(IDS, attention_mask=torch.ones_like(IDS), streamer=Streamer(), **GREEDY).tolist()
     assert got == alone and len(texts) == 9 and all(text == alone for text in texts)
+
+
+class Flipped(SparseOPTForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        flip(self, args, output)
+        return output
+
+
+class Processed(SparseOPTForCausalLM):
+    def _get_logits_processor(self, *args, **kwargs):
+        processors = super()._get_logits_processor(*args, **kwargs)
+        processors.append(lambda ids, scores: -scores)
+        return processors
+
+
+@pytest.mark.parametrize("own", [Flipped, Processed])
+def test_a_class_of_your_own_runs_its_methods(dense, bundle, own):
+    ids, settings = torch.tensor([[2, 30, 31, 32]]), {"max_new_tokens": 6, "do_sample": False}
+    texts = [own.from_model(copy.deepcopy(dense), bundle, name).generate(ids, **settings) for name in ("mask", "auto")]
+    assert torch.equal(*texts)
+    assert not torch.equal(texts[0], sparse(copy.deepcopy(dense), bundle, "mask").generate(ids, **settings))
