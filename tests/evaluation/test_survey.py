@@ -1,13 +1,17 @@
 """A survey of tiny decoders of several kinds: what it finds, loses, reckons, resumes and refuses."""
 
 import csv
+import json
 import math
+import re
 import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, save_tiny_tokenizer
+from family_models import save_family
+from safetensors.torch import load_file, save_file
 from transformers import (
     BartConfig,
     BartForCausalLM,
@@ -53,6 +57,8 @@ from dejavu_train.evaluation.survey.layerwise import LayerRunner
 from dejavu_train.evaluation.survey.measure import Selection, Survey
 from dejavu_train.families import Target
 from dejavu_train.families.dims import CARRIED
+from dejavu_train.models.opt import load_opt
+from dejavu_train.models.stored import SINGLE
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
 LLAMA = LlamaConfig(
@@ -104,7 +110,7 @@ def held():
 def surveyed(folder, held, state, selections, clock=lambda: 0.0):
     config = read_config(folder, None)
     parts = find_parts(folder, config)
-    model = load_model(folder, None, config)
+    model = load_model(folder, None, config, parts.layers)
     runner = LayerRunner(model, parts.layers, torch.device("cpu"))
     return Survey(runner, parts, held, selections, state, "id", clock), model, parts
 
@@ -276,6 +282,62 @@ def test_other_architectures_get_one_line(cls, config, said, tmp_path, capsys):
     assert main(["survey", f"--model={tmp_path}", "--device=cpu"]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1
+
+
+def test_gates_of_a_family_are_computed(tmp_path, held):
+    """dReLU is a forward pass that transformers does not have."""
+    folder = save_family("drelu", tmp_path / "m")
+    found = surveyed(str(folder), held, tmp_path / "state", [Selection()])[0].run()
+    dense = load_opt(str(folder))
+    with torch.no_grad():
+        expected = sum(window_nats(dense, each).sum() for each in eval_batches(held, 1, torch.device("cpu")))
+    assert found.nats.sum() == pytest.approx(float(expected), rel=1e-5)
+
+
+def with_values(**changed):
+    def change(folder):
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | changed))
+
+    return change
+
+
+def spoil(folder):
+    tensors = load_file(folder / SINGLE)
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+
+
+def cut(folder):
+    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:9000])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [(with_values(max_position_embeddings=15), "exceeds the 15 positions of .*; give 16 at most"),
+     (with_values(num_hidden_layers=1), "hold model.layers.1.input_layernorm.weight, which its config has no place"),
+     (with_values(hidden_size="x"), "cannot read the config"),
+     (spoil, "logits that are not finite"),
+     (cut, "cannot load the weights")],
+    ids=["window", "layers", "value", "nan", "cut"],
+)  # fmt: skip
+def test_faults_of_a_folder_are_one_line(change, said, tmp_path, text_file, capsys):
+    save_tiny_tokenizer(tmp_path)
+    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
+    change(tmp_path)
+    given = [f"--model={tmp_path}", f"--text={text_file}", f"--output={tmp_path}/o", "--tokens=64", "--window=17"]
+    capsys.readouterr()
+    assert main(["survey", *given, "--device=cpu"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and re.search(said, error)
+
+
+def test_a_tokenizer_of_another_model_is_said(tmp_path, text_file, capsys):
+    save_tiny_tokenizer(tmp_path)
+    LlamaForCausalLM(LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 200})).save_pretrained(tmp_path)
+    given = [f"--model={tmp_path}", f"--text={text_file}", f"--output={tmp_path}/o", "--tokens=64", "--window=17"]
+    assert main(["survey", *given, "--device=cpu"]) == 2
+    assert re.search("gives the token 3.., the model has 200 embeddings", capsys.readouterr().err)
 
 
 def test_what_is_no_model_is_said(tmp_path, capsys, monkeypatch):

@@ -5,18 +5,27 @@ attention it has one map back to that width, which reads the neurons, and one or
 other layers is refused in one line.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from dejavu_train.errors import UserError, first_line
+from dejavu_train.families import (
+    blocks_of,
+    dims_of,
+    gates,  # noqa: F401  lets hidden_act name them
+)
 from dejavu_train.machine import require_package
 from dejavu_train.models.hub import looks_local
+from dejavu_train.models.stored import MOVED
 
 GGUF = ".gguf"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -67,7 +76,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
         require_package("gguf", name, "gguf")
     try:
         config = AutoConfig.from_pretrained(where, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         raise UserError(f"cannot read the config of {name}: {first_line(error)}") from None
     decodes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "is_encoder_decoder", False)
     if not decodes or _encodes(config):
@@ -75,13 +84,15 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     return config
 
 
-def load_model(name: str, revision: str | None, config: PreTrainedConfig) -> Any:
+def load_model(name: str, revision: str | None, config: PreTrainedConfig, layers: str) -> Any:
     """The dense model on the CPU, in evaluation mode and in the dtype that its weights are stored in.
 
     Weights of safetensors are mapped into memory, so a layer is read from the disk when it runs.
 
+    Args:
+        layers: name of the list of its layers.
     Raises:
-        UserError: weights that are missing or cannot be read.
+        UserError: weights that are missing, of more layers, or cannot be read.
     """
     where, options = _located(name, revision)
     if name.endswith(GGUF):
@@ -90,11 +101,21 @@ def load_model(name: str, revision: str | None, config: PreTrainedConfig) -> Any
         options |= {"dtype": "auto", "config": config, "use_safetensors": True}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise UserError(f"cannot load the weights of {name}: {first_line(error)}") from None
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(f"the weights of {name} lack {len(missing)} tensors of its config, first {missing[:1]}")
+    inside = tuple(f"{each}." for each in (layers, layers.partition(".")[2]) if each)
+    surplus = sorted(key for key in info["unexpected_keys"] if key.startswith(inside) and not key.endswith(MOVED))
+    if surplus:
+        raise UserError(
+            f"the weights of {name} hold {surplus[0]}, which its config has no place for; give the config that belongs"
+            " to them"
+        )
+    with suppress(UserError):  # of another family, whose activations are those of transformers
+        dims_of(config)
+        blocks_of(model)  # some families give activations their numbers
     return model.eval().requires_grad_(False)
 
 
@@ -138,7 +159,9 @@ def _skeleton(name: str, config: PreTrainedConfig) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        AttributeError, ImportError, KeyError, RuntimeError, StrictDataclassError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise UserError(
             f"transformers makes no model of the config of {name} ({type(error).__name__}: {first_line(error)}); give"
             " the config that belongs to the weights"
@@ -152,6 +175,15 @@ def _size(name: str, config: PreTrainedConfig, key: str) -> int | None:
     except RuntimeError:  # transformers' own, of a value that each layer has for itself
         raise UserError(f"{name} has layers of several sizes ({key}); {_CLASS}") from None
     return size
+
+
+def check_window(name: str, config: PreTrainedConfig, window: int) -> None:
+    """Raise :class:`UserError` for sequences of more tokens than the model has positions."""
+    text = config.get_text_config()
+    keys = ("max_position_embeddings", "max_seq_len")
+    positions = next((size for key in keys if (size := _size(name, text, key)) is not None), None)
+    if positions is not None and window - 1 > positions:
+        raise UserError(f"--window {window} exceeds the {positions} positions of {name}; give {positions + 1} at most")
 
 
 def _experts(config: PreTrainedConfig) -> str | None:

@@ -15,7 +15,7 @@ from dejavu_train.errors import UserError, first_line
 from dejavu_train.evaluation.config import name_texts
 from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.evaluation.survey.config import SurveyConfig
-from dejavu_train.evaluation.survey.decoder import GGUF, find_parts, load_model, read_config
+from dejavu_train.evaluation.survey.decoder import GGUF, check_window, find_parts, load_model, read_config
 from dejavu_train.evaluation.survey.layerwise import LayerRunner
 from dejavu_train.evaluation.survey.measure import Selection, Survey
 from dejavu_train.evaluation.survey.page import Found, page, rows_of, verdict, write
@@ -34,14 +34,21 @@ def run(config: SurveyConfig) -> Found:
     device = resolve_device(config.device)
     values = read_config(config.model, config.revision)
     parts = find_parts(config.model, values)
+    check_window(config.model, values, config.window)
     held = _texts(config, _tokenizer(config))
+    vocabulary, largest = values.get_text_config().vocab_size, max(map(max, held.windows))
+    if largest >= vocabulary:
+        raise UserError(
+            f"the tokenizer of {config.model} gives the token {largest}, the model has {vocabulary} embeddings; give"
+            " the tokenizer that belongs to the model"
+        )
     selections = [
         Selection(),
         *(Selection(Target.MLP, share) for share in sorted(config.neuron_shares, reverse=True)),
         *(Selection(Target.HEADS, share) for share in sorted(config.head_shares, reverse=True)),
     ]
     selections = [each for each in selections if each.target is None or each.kept(parts) < 1]
-    model = load_model(config.model, config.revision, values)
+    model = load_model(config.model, config.revision, values, parts.layers)
     state = Path(config.output) / STATE
     survey = Survey(
         LayerRunner(model, parts.layers, device),
@@ -58,7 +65,7 @@ def run(config: SurveyConfig) -> Found:
         surveyed=survey.run(),
         document_tokens=held.document_tokens,
         texts=tuple(name_texts(config.text)),
-        vocabulary=values.get_text_config().vocab_size,
+        vocabulary=vocabulary,
         here=this_machine(device),
     )
     files = write(found, Path(config.output))
@@ -72,7 +79,9 @@ def run(config: SurveyConfig) -> Found:
 def check(config: SurveyConfig) -> str:
     """What would be surveyed. Raises :class:`UserError` as :func:`run` does before the model is loaded."""
     resolve_device(config.device)
-    parts = find_parts(config.model, read_config(config.model, config.revision))
+    values = read_config(config.model, config.revision)
+    parts = find_parts(config.model, values)
+    check_window(config.model, values, config.window)
     _tokenizer(config)
     return (
         f"survey {config.model}: {parts.n_layers} layers, {parts.d_ffn} neurons, {parts.groups} head groups, about"
