@@ -18,12 +18,14 @@ def quantised_head(
 ) -> tuple[Int4Rows | Int8Rows, MatrixErrors]:
     """The head's rows, to nearest in 8 bits or without calibration text.
 
+    A head that is stored beside the embeddings counts, whatever the config says, as it does where a model is loaded.
+
     Args:
         skeleton: of the model, with the head's own weights or the embeddings that it is tied to.
         batches: the calibration text behind the last layer.
     """
     source, device = skeleton.source, skeleton.device
-    weight = source[source.embedding if skeleton.tied else HEAD].to(device).float()
+    weight = source[HEAD if HEAD in source else source.embedding].to(device).float()  # as stored, tied or not
     moments = Moments()
     if batches:
         behind = skeleton.family.final_norm(skeleton.model)

@@ -40,11 +40,6 @@ class Skeleton:
         self.blocks = self.family.blocks(self.model)
         self._names = {id(module): name for name, module in self.model.named_modules()}
 
-    @property
-    def tied(self) -> bool:
-        """Whether the LM head is the embedding."""
-        return bool(self.model.config.tie_word_embeddings)
-
     def fill(self, module: nn.Module) -> None:
         """Read the weights of a module that stands outside the layers, or of those in it."""
         for inner in module.modules():

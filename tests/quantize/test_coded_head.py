@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dejavu_train.data.text import TextSource
@@ -18,7 +19,7 @@ from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear, Int8Rows
 from dejavu_train.models.int4_sizes import head_kind
 from dejavu_train.models.opt import load_opt, weight_hash
-from dejavu_train.models.stored import check_folder
+from dejavu_train.models.stored import HEAD, SINGLE, check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.rounding import round_nearest_8
@@ -68,6 +69,19 @@ def test_the_head_has_codes_of_its_own(folders, dense, kind, bits, most, tmp_pat
     assert weight_hash(str(tmp_path / "again"), full=True) == weight_hash(folder, full=True)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
     check_folder(str(tmp_path / "again"), read_dims(folder))
+
+
+def test_a_head_beside_embeddings_that_a_config_ties_counts(dense, tmp_path):
+    """Training goes on with a head of its own, and config.json keeps saying that it is tied."""
+    folder = shutil.copytree(dense, tmp_path / "m")
+    tensors = load_file(folder / SINGLE)
+    table = tensors["model.decoder.embed_tokens.weight"]
+    save_file({**tensors, HEAD: table.flip(0).contiguous()}, folder / SINGLE, {"format": "pt"})
+    output = str(tmp_path / "q")
+    quantise(QuantizeConfig(model=str(folder), quantizer="rtn", lm_head="int8", device="cpu", output=output))
+    made = load_opt(output)
+    assert (made.lm_head.weight - table.flip(0)).norm() < 0.01 * table.norm()
+    assert torch.equal(made.model.decoder.embed_tokens.weight, table)
 
 
 def test_codes_of_eight_bits_are_the_nearest():
