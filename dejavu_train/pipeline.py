@@ -29,7 +29,7 @@ from dejavu_train.data.collect import check_same_text, collect
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
-from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, write_sealed
+from dejavu_train.files import read_json, read_sealed, remove_leftovers, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
 from dejavu_train.mirror import pull, push_activations, push_bundle, push_predictor
 from dejavu_train.models.config_values import read_values
@@ -134,6 +134,7 @@ def _run(
     with locked(output / ".holders" / "bundle", "another process is writing the bundle; waiting for it"):
         before = bundle_stage(folder)
         if not stage.matches(before):
+            remove_leftovers(folder)  # the lock says nobody else is writing
             if before is not None:
                 logger.info("%s: calibrated anew, %s", folder, stage.difference(before))
             trained, calibrated = resolved.mlp.density, config.calibrate.mlp_density

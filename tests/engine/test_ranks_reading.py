@@ -7,7 +7,7 @@ import torch
 from decode_helpers import random_bundle, random_opt
 from family_models import random_family
 from four_bit_models import four_bits
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.ranks.reading import load_shard
@@ -15,6 +15,7 @@ from dejavu_train.engine.ranks.sharing import rates_of, shards_of
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.models.opt import load_opt
+from dejavu_train.models.stored import HEAD, SINGLE
 
 
 def tensors_of(weights):
@@ -43,6 +44,21 @@ def test_what_is_read_is_the_part_of_the_whole(tmp_path, kind):
         pairs = list(zip(tensors_of(got), tensors_of(shard.weights(every)), strict=True))
         assert len(pairs) > 10 and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
         assert nbytes < shared + (stored - shared) / world * 1.1, "a rank reads half of the layers, and their norms"
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_beside_embeddings_that_a_config_ties_counts(tmp_path, differs):
+    model = random_opt(n_heads=6, d_ffn=192, d_model=48)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    table = tensors["model.decoder.embed_tokens.weight"]
+    head = table.flip(0).contiguous() if differs else table.clone()
+    save_file({**tensors, HEAD: head}, tmp_path / SINGLE, metadata={"format": "pt"})
+    for shard in shards_of(dims_of(model.config), 2, rates_of(random_bundle(model))):
+        narrow, _ = load_shard(str(tmp_path), shard, "float32")
+        assert torch.equal(narrow.lm_head.weight, head)
+        assert torch.equal(narrow.model.decoder.embed_tokens.weight, table)
+        assert narrow.config.tie_word_embeddings is not differs
 
 
 def save_coded(folder, model):
