@@ -271,6 +271,18 @@ class SparseCausalLM(_Dense):
             return self._held.value
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes. Parameters that are offloaded lie nowhere, and accelerate's hooks say where."""
+        where = super().device
+        for module in self.modules() if where.type == "meta" else ():
+            hook = getattr(module, "_hf_hook", None)
+            for each in getattr(hook, "hooks", (hook,)):
+                device = getattr(each, "execution_device", None)
+                if device is not None:
+                    return torch.device(device)
+        return where
+
+    @property
     def backend(self) -> str:
         """``mask``, ``gather``, ``triton`` or ``cpu``, in use. Another one is chosen with :meth:`from_model`."""
         return "mask" if self._bundle is None else self._runtime.backend

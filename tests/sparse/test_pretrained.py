@@ -268,3 +268,23 @@ def test_whatever_is_imported_first(joint):
     options = {"capture_output": True, "text": True, "cwd": joint, "env": os.environ | {"PYTHONPATH": paths}}
     run = subprocess.run([sys.executable, "-c", code], **options)
     assert run.stdout.strip() == "SparseOPTForCausalLM", run.stderr[-500:]
+
+
+@pytest.mark.parametrize("on_disk", ["all", "the embedding"])
+def test_offloaded_parameters_run(tiny_opt, bundle, tmp_path, on_disk):
+    """``model.device`` is where they are computed with. transformers says meta, where nothing is."""
+    parts = ("layers", "embed_positions", "final_layer_norm")
+    places = {
+        "model.decoder.embed_tokens": "disk",
+        "lm_head": "disk",
+        **{f"model.decoder.{part}": "cpu" for part in parts},
+    }
+    device_map, backend = ({"": "disk"}, "mask") if on_disk == "all" else (places, "gather")
+    model = SPARSE.from_pretrained(
+        tiny_opt, bundle, backend, device_map=device_map, offload_folder=str(tmp_path / "offloaded")
+    )
+    wanted = SPARSE.from_pretrained(tiny_opt, bundle, "mask")
+    assert model.device == torch.device("cpu")
+    torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, atol=1e-3, rtol=1e-3)
+    texts = [each.generate(IDS, max_new_tokens=5, do_sample=False) for each in (model, wanted)]
+    assert torch.equal(*texts)
