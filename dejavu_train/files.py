@@ -55,6 +55,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes that were killed began to write into a folder. Call it where nobody else writes there."""
+    for leftover in folder.glob(".tmp-*"):
+        leftover.unlink()
+
+
 def system_error(error: BaseException) -> int | None:
     """The number of the operating system's error (as in ``errno``) behind an error of writing. None if there is none.
 

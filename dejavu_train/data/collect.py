@@ -46,7 +46,7 @@ from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, blocks_of
-from dejavu_train.files import require_disk
+from dejavu_train.files import remove_leftovers, require_disk
 from dejavu_train.locks import locked
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.layer_walk import LayerWalk
@@ -143,8 +143,8 @@ def _collect(
     logger.info("collecting %d tokens x %d layers: %.2f GB in %s", tokens, shape.n_layers, need / 1e9, activations)
     require_disk(activations, need + SPARE_DISK, f"collecting {tokens} tokens of {shape.n_layers} layers")
 
-    for leftover in activations.glob("layer_*/.tmp-*"):  # of a killed run; the lock says nobody else is writing
-        leftover.unlink()
+    for folder in activations.glob("layer_*"):
+        remove_leftovers(folder)  # the lock says nobody else is writing
     device = resolve_device(config.device)
 
     def load_model() -> Any:

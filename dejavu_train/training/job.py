@@ -42,7 +42,7 @@ from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import Target, UnitKey
-from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed, write_text
+from dejavu_train.files import read_sealed, remove_leftovers, replacing, sha256_file, write_sealed, write_text
 from dejavu_train.locks import Held, claim, ours
 from dejavu_train.predictors.checkpoint import check_predictor
 from dejavu_train.stages import Stage
@@ -125,6 +125,7 @@ def run_job(config: RunConfig, job: UnitKey, title: str, stage: Stage) -> bool:
         if is_finished(config.output, job, stage):
             return True
         begin_stage(folder, stage, config.predictor(job[1]).density)
+        remove_leftovers(folder)
         write_text(folder / "config.yaml", yaml.safe_dump(config.to_json(), sort_keys=False))
         if count_devices(config.trainer) == 1:
             fit(config, job, title)
