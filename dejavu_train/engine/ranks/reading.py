@@ -54,6 +54,13 @@ class MappedTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same. They are not kept, and do not count as read."""
+        before = self.nbytes
+        equal = torch.equal(self.take(name), self.take(other))
+        self.nbytes = before
+        return equal
+
     def take(self, name: str, ids: Tensor | None = None, dim: int = 0) -> Tensor:
         """A tensor in memory of its own. ids: of the rows, or with dim 1 of the columns, that are read. None = all."""
         file, entry = self._stored[name]
@@ -100,9 +107,12 @@ def load_shard(
     dims, files, packed = dims_of(values, name), stored_files(name, revision=revision), quant_method(values) == INT4
     check_weights(str(files[0].parent), values, dims)
     kind = torch.float32 if packed else chosen_dtype(dtype, values, files)
-    stored = MappedTensors(files, name, embedding_name(expected_tensors(values, dims)))
+    embedding = embedding_name(expected_tensors(values, dims))
+    stored = MappedTensors(files, name, embedding)
     with torch.device("meta"):
         model: Any = random_model(values)
+        if model.config.tie_word_embeddings and HEAD in stored and not stored.are_equal(HEAD, embedding):
+            model = random_model({**values, "tie_word_embeddings": False})  # as where the whole model is loaded
     if hasattr(blocks_of(model)[0].q, "fused"):
         raise UserError(
             f"{name} stores q, k and v as one matrix, of which several GPUs read no rows; start one process, without"
