@@ -5,6 +5,7 @@ activations/parts.npz    ids (tokens,) int32, and of each window its length, doc
 """
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,12 @@ def record_part(activations: Path, number: int, count: int) -> None:
 
 
 def remove_parts(activations: Path) -> None:
-    """Remove what handed the plan over, and streams that processes left behind that ended early."""
+    """Remove what handed the plan over, and streams that processes left behind that ended early: of parts, or alone."""
     for path in (activations / ABOUT, activations / PLAN):
         path.unlink(missing_ok=True)
-    for file in activations.glob(f"{STREAM}-*/*"):
-        file.unlink()
-    for folder in activations.glob(f"{STREAM}-*"):
-        folder.rmdir()
+    for folder in (activations / STREAM, *activations.glob(f"{STREAM}-*")):
+        if folder.is_dir():
+            shutil.rmtree(folder)
 
 
 def _read_plan(activations: Path, config: CollectConfig) -> Recording:

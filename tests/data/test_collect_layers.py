@@ -66,6 +66,20 @@ def test_a_killed_run_goes_on_in_its_layer(tiny_opt, text_file, tmp_path, monkey
     assert ran == [0, 1, 1]
 
 
+def test_states_of_a_run_that_is_killed_at_its_end_are_removed(tiny_opt, text_file, tmp_path, monkeypatch):
+    whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers"
+
+    def killed(stream):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(collect_layers.Stream, "remove", killed)
+        made(tiny_opt, text_file, folder, by_layers=True)
+    assert (folder / collect_layers.STREAM).is_dir()
+    assert made(tiny_opt, text_file, folder, by_layers=True) == whole
+    assert not (folder / collect_layers.STREAM).exists()
+
+
 def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path):
     whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "whole"
     kept = folder / "layer_01" / "shard_0000.h5"
