@@ -53,7 +53,7 @@ test: .venv/dev lint
 	$(PYTEST) --dist loadfile --ignore=tests/kernels $(if $(COVERAGE),--cov=dejavu_train --cov-report=term --cov-fail-under=85)
 
 test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES)
-	OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) $(PYTEST) -m long
+	OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) $(PYTEST) --dist worksteal -m long
 
 lint: .venv/dev
 	.venv/bin/ruff check $(CODE)
