@@ -102,7 +102,14 @@ def models(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("stage, name", [("collect", "neurons"), ("calibrate", "logits"), ("calibrate", "neurons")])
+@pytest.mark.parametrize(
+    "stage, name",
+    [
+        pytest.param("collect", "neurons", marks=pytest.mark.long),
+        ("calibrate", "logits"),
+        ("calibrate", "neurons"),
+    ],
+)
 def test_by_layers(models, tmp_path, stage, name):
     """The stated peak is that of the stage that needs more. So a stage may hold less, and none more."""
     model = str(models[name])

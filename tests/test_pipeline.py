@@ -253,6 +253,7 @@ def perplexities(model, output, text_file):
     return [math.exp(result.nats.sum() / corpus.tokens) for result in scored]
 
 
+@pytest.mark.long
 def test_killed_in_every_phase(tiny_opt, text_file, tmp_path, finished):
     """SIGKILL in the midst of collecting, of two trainings and of calibrating. The same command goes on each time, and
     ends with the perplexity of a run that nothing disturbed."""
@@ -327,10 +328,8 @@ def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, 
     assert own["kind"] == "custom" and own["metrics"]["steps"] == 8
 
 
-@pytest.mark.parametrize(
-    "width, n_heads",
-    [pytest.param(128, 2, id="head-64"), pytest.param(256, 2, id="head-128", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("width, n_heads", [(128, 2), (256, 2)], ids=["head-64", "head-128"])
+@pytest.mark.long
 def test_other_real_sizes_from_text_to_results(text_file, tmp_path, width, n_heads):
     """Head sizes and the vocabulary of the real models, through collect, train, calibrate and infer."""
     folder = save_tiny_opt(

@@ -39,6 +39,7 @@ def compiled(folder, *arguments: str, triton: str = "") -> list[str]:
     return [line for line in found.stdout.splitlines() if " registers, " in line]
 
 
+@pytest.mark.long
 def test_launches_are_plain_before_compute_capability_9(tmp_path):
     """Ampere and Ada have no dependent launches, and the instructions for them do not compile there."""
     lines = compiled(tmp_path, "--only", "screened_head 256", "--widths", "256", "--capability", "80", "89", "90")

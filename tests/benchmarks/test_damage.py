@@ -6,6 +6,7 @@ from benchmarks.mutations import KINDS, Run, mutate
 from benchmarks.soak import Soak
 
 
+@pytest.mark.long
 def test_mutations_are_refused_or_change_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a mutated path may be a relative one
     found = mutate(Run(tmp_path), len(KINDS), 7)

@@ -77,6 +77,7 @@ def under_a_cap(model, folder, calibrating, outcome):
         outcome.value = 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_calibrating_needs_less_than_the_model(tmp_path):
     sizes = {"hidden_size": WIDTH, "word_embed_proj_dim": WIDTH, "ffn_dim": FFN, "num_attention_heads": 6}

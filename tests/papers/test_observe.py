@@ -313,6 +313,7 @@ def run(arguments, **changes):
     return exit_on_user_error(main, [f"--{name}={value}" for name, value in (arguments | changes).items()])
 
 
+@pytest.mark.long
 def test_everything_from_the_command_line(arguments, tmp_path):
     assert run(arguments, output=tmp_path) == 0
     folder = tmp_path / "observations"

@@ -258,6 +258,7 @@ def test_repr_names_backend_and_bundle(joint):
     assert "backend=gather, sparse_from=0, bundle=Bundle(" in shown and len(shown) < 3000
 
 
+@pytest.mark.long
 def test_whatever_is_imported_first(joint):
     """OPTConfig's module is half imported while ours joins transformers'."""
     code = (
