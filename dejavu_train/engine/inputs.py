@@ -91,9 +91,11 @@ class Row:
     number: int = 0
 
     @classmethod
-    def of_prompt(cls, prompt: Sequence[int], total: int, sampling: Sampling = Sampling(), least: int = 0) -> "Row":
+    def of_prompt(
+        cls, prompt: Sequence[int], total: int, sampling: Sampling = Sampling(), least: int = 0, number: int = 0
+    ) -> "Row":
         """Dense to the end of the prompt, which is run at once, and sparse from there on."""
-        return cls(prompt, total, sampling, len(prompt), len(prompt), least)
+        return cls(prompt, total, sampling, len(prompt), len(prompt), least, number)
 
     def prefilling(self, most: int) -> "Row":
         """The same row, of whose known tokens at most so many are prefilled."""

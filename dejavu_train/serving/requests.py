@@ -204,4 +204,4 @@ class Reader:
         if self.lossless and sampling.penalised:
             raise Refusal(400, "this server is lossless, which has no penalties; leave them out")
         least = len(ids) + (asked.min_tokens or 0)
-        return [Row(ids, len(ids) + new, sampling, len(ids), len(ids), least, i) for i in range(asked.n or 1)]
+        return [Row.of_prompt(ids, len(ids) + new, sampling, least, i) for i in range(asked.n or 1)]
