@@ -6,7 +6,7 @@ else that changes what a call gives is refused: hooks, an exchanged ``forward``,
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,9 +62,22 @@ def check_calls(model: nn.Module, called: Iterable[nn.Module] = (), itself: bool
 
 def exchanged_forward(module: nn.Module) -> bool:
     """Whether a module has a ``forward`` of its own, not accelerate's, which moves tensors and does nothing else."""
-    hook = getattr(module, "_hf_hook", None)
-    moves = [type(each).__name__ in ("AlignDevicesHook", "CpuOffload") for each in getattr(hook, "hooks", (hook,))]
+    moves = [type(each).__name__ in ("AlignDevicesHook", "CpuOffload") for each in _hooks_of_accelerate(module)]
     return "forward" in vars(module) and not all(moves) and not hasattr(module, "_orig_mod")  # of torch.compile
+
+
+def execution_device(model: nn.Module) -> torch.device | None:
+    """Where accelerate's hooks move a model's offloaded parameters to. None: they say nothing."""
+    hooks = (hook for module in model.modules() for hook in _hooks_of_accelerate(module))
+    device = next((where for hook in hooks if (where := getattr(hook, "execution_device", None)) is not None), None)
+    return None if device is None else torch.device(device)
+
+
+def _hooks_of_accelerate(module: nn.Module) -> Sequence[Any]:
+    """One of None where there is none."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks: Sequence[Any] = getattr(hook, "hooks", (hook,))
+    return hooks
 
 
 def is_adapter(module: nn.Module) -> bool:

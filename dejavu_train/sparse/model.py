@@ -31,6 +31,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.families.plain import execution_device
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of
@@ -274,13 +275,7 @@ class SparseCausalLM(_Dense):
     def device(self) -> torch.device:
         """Where the model computes. Parameters that are offloaded lie nowhere, and accelerate's hooks say where."""
         where = super().device
-        for module in self.modules() if where.type == "meta" else ():
-            hook = getattr(module, "_hf_hook", None)
-            for each in getattr(hook, "hooks", (hook,)):
-                device = getattr(each, "execution_device", None)
-                if device is not None:
-                    return torch.device(device)
-        return where
+        return execution_device(self) or where if where.type == "meta" else where
 
     @property
     def backend(self) -> str:
