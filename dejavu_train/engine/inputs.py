@@ -130,14 +130,19 @@ def check_rows(rows: Sequence[Row], batch: int, context: int, shape: ModelDims, 
             raise UserError(f"token ids must lie in 0 to {shape.vocab_size - 1}, got {least} to {most}")
 
 
-def check_continuation(max_new_tokens: int, stop_tokens: Sequence[int], prompt_phase: str) -> None:
+def check_continuation(max_new_tokens: int, min_new_tokens: int, stop_tokens: Sequence[int], prompt_phase: str) -> None:
     """Check what ``generate`` was given beside its prompts.
 
     Raises:
-        UserError: nothing to generate, too many stop tokens, an unknown phase.
+        UserError: nothing to generate, a least number above the most, too many stop tokens, an unknown phase.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if min_new_tokens > max_new_tokens:
+        raise UserError(
+            f"min_new_tokens must be at most max_new_tokens, which is {max_new_tokens}, got {min_new_tokens};"
+            " raise max_new_tokens"
+        )
     if len(stop_tokens) > MAX_STOPS:
         raise UserError(f"at most {MAX_STOPS} stop tokens are supported, got {len(stop_tokens)}")
     if prompt_phase not in ("dense", "steps"):

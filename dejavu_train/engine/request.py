@@ -1,5 +1,6 @@
 """Reads what ``generate()`` was asked for into the engine's terms, or says in one line what the engine cannot do."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,10 +190,12 @@ def read_request(
         raise Unsupported(
             f"the decode engine holds {max_positions} tokens, prompt and new ones together, got {known + new}"
         )
+    if least > new:  # as transformers, which goes on; an engine's own generate() refuses it
+        warnings.warn(f"Unfeasible length constraints: at least {least} new tokens, and at most {new}", stacklevel=2)
     return Request(
         prompts=[list(row) for row in rows for _ in range(repeats)],
         max_new_tokens=new,
-        min_new_tokens=least,
+        min_new_tokens=min(least, new),
         sampling=_sampling(config),
         stop_tokens=stops,
         pad_token=_pad_token(config, stops),

@@ -149,7 +149,7 @@ class Session(ABC):
             max_new_tokens: at most this many per row. Prompt and new tokens must fit the context.
             sampling: None = greedy.
             stop_tokens: at most 8 ids. The stop token is the row's last new token.
-            min_new_tokens: before so many new tokens no stop token is chosen.
+            min_new_tokens: before so many new tokens no stop token is chosen. At most `max_new_tokens`.
             sparse_from: first sparse position of each row. None = after the prompt, as in the paper. 0 = everywhere.
             prompt_phase: "dense" = what lies before `sparse_from` at once. "steps" = token by token.
             callback: called as (row, token) for each new token as soon as it exists. It cannot call this engine. Where
@@ -160,7 +160,7 @@ class Session(ABC):
         """
         sampler = sampling or Sampling()
         dense = not self.plan.selecting
-        check_continuation(max_new_tokens, stop_tokens, prompt_phase)
+        check_continuation(max_new_tokens, min_new_tokens, stop_tokens, prompt_phase)
         rows = rows_of(prompts, sparse_from, sampler, new=max_new_tokens, least_new=min_new_tokens)
         check_length(max((row.total for row in rows), default=0), self.context, self.shape)
         if prompt_phase == "dense":

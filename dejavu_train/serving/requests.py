@@ -197,11 +197,15 @@ class Reader:
                 name,
                 "context_length_exceeded",
             )
+        fewest = asked.min_tokens or 0
+        if fewest > new:
+            raise Refusal(
+                400, f"min_tokens must be at most max_tokens, here {new}, got {fewest}; raise max_tokens", "min_tokens"
+            )
         try:
             sampling = asked.sampling()
         except UserError as error:
             raise Refusal(400, str(error)) from None
         if self.lossless and sampling.penalised:
             raise Refusal(400, "this server is lossless, which has no penalties; leave them out")
-        least = len(ids) + (asked.min_tokens or 0)
-        return [Row.of_prompt(ids, len(ids) + new, sampling, least, i) for i in range(asked.n or 1)]
+        return [Row.of_prompt(ids, len(ids) + new, sampling, len(ids) + fewest, i) for i in range(asked.n or 1)]

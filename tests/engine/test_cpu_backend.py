@@ -217,6 +217,14 @@ def test_no_row_stops_before_its_least_length(models, least):
         assert not torch.isin(made, torch.tensor(many)).any()
 
 
+@pytest.mark.parametrize("least", [{"min_new_tokens": 9}, {"min_length": 14}])
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+def test_a_least_length_above_the_most_is_warned_of_and_the_most_holds(models, least, backend):
+    with pytest.warns(UserWarning, match="Unfeasible length constraints"):
+        made = written(models[backend], max_new_tokens=8, **least)
+    assert torch.equal(made, written(models["gather"], max_new_tokens=8, eos_token_id=None))
+
+
 def test_pipelines_defaults_stay_on_the_engine(models, tiny_opt, caplog):
     """Sampling, top_k of 50, and a least length: what generation configs set by themselves."""
     caplog.set_level(logging.WARNING, logger="dejavu_train")

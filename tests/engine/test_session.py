@@ -68,6 +68,13 @@ def test_rows_end_at_their_own_stop_token_or_limit():
     assert engine.generate([[5]], 30, stop_tokens=(7,)) == [[6, 7]] and engine.log[-1][0] == 2, "looked in between"
 
 
+def test_more_tokens_at_least_than_at_most_are_refused_before_anything_begins():
+    engine = Counting()
+    with pytest.raises(UserError, match="min_new_tokens must be at most max_new_tokens, which is 4, got 5; raise"):
+        engine.generate([[5]], 4, min_new_tokens=5)
+    assert not engine.log
+
+
 def test_a_listener_hears_every_token_once_and_none_that_follows_from_a_fault():
     heard = []
     engine = Counting()

@@ -167,6 +167,16 @@ def test_half_a_character_is_refused(server, body, field, said):
     assert answer.status_code == 400 and error["param"] == field and error["message"].startswith(said)
 
 
+@pytest.mark.parametrize("most, limit", [({"max_tokens": 9}, 9), ({}, 16)])
+def test_more_tokens_at_least_than_at_most_are_refused(server, most, limit):
+    body = {"model": NAME, "prompt": PROMPT, "min_tokens": 17, **most}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "min_tokens"
+    assert error["message"] == f"min_tokens must be at most max_tokens, here {limit}, got 17; raise max_tokens"
+    assert httpx.post(f"{server.url}/v1/completions", json={**body, "min_tokens": limit}).status_code == 200
+
+
 def test_a_body_that_is_not_marked_as_json_is_told_the_header(server):
     error = httpx.post(f"{server.url}/v1/completions", data={"model": NAME}).json()["error"]
     assert error["message"] == "the body is not marked as JSON; send the header Content-Type: application/json"
