@@ -1,5 +1,6 @@
 """Reads a model (Hugging Face format, folder or hub id): its weights, and a hash that names them."""
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,7 +161,10 @@ def load_with_info(
     folder = str(model_folder(name, revision=revision))
     try:
         dense, config = dense_class(values)
+        _check_attention(dense, config, options.get("attn_implementation"))
         model, info = dense.from_pretrained(folder, config=config, output_loading_info=True, **options)
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"cannot load the weights of {name} ({first_line(error)}); fetch or save them again") from None
     except SafetensorError as error:
@@ -172,6 +176,23 @@ def load_with_info(
     if device_map is None:
         model.to(placed)
     return model, info
+
+
+def _check_attention(dense: Any, config: PreTrainedConfig, kind: Any) -> None:
+    """Raise :class:`UserError` for an attention implementation that a class does not have, or not on this machine."""
+    if kind is None:
+        return
+    asked = copy.deepcopy(config)
+    asked._attn_implementation = kind
+    try:
+        with torch.device("meta"):
+            dense(asked)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        works = ["eager", "sdpa"] if dense._supports_sdpa else ["eager"]
+        why = first_line(error).split(". ")[0]
+        raise UserError(
+            f"attn_implementation {kind!r} cannot be had here ({why}); give {' or '.join(works)}, or leave it out"
+        ) from None
 
 
 def random_model(values: Mapping[str, Any]) -> PreTrainedModel:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import REPOSITORY, save_tiny_tokenizer
+from family_models import save_family
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +25,7 @@ from transformers import (
     pipeline,
 )
 
-from dejavu_train import Bundle, SparseOPTForCausalLM
+from dejavu_train import Bundle, SparseForCausalLM, SparseOPTForCausalLM
 from dejavu_train.errors import UserError
 from dejavu_train.models.hub import KEYWORDS
 from dejavu_train.sparse import keywords
@@ -109,7 +110,7 @@ def test_an_ignored_keyword_is_a_line(name, caplog):
     ({"device_map": 0}, "sees no GPU here"),
     ({"device_map": {"": "cuda:0"}}, "sees no GPU here"),
     ({"device_map": "everywhere"}, "device must be auto, cpu"),
-    ({"attn_implementation": "nothing"}, "cannot load the weights"),
+    ({"attn_implementation": "nothing"}, "attn_implementation 'nothing' cannot be had here .*; give eager or sdpa, or"),
 ])  # fmt: skip
 def test_mistakes_are_a_line(given, message, joint):
     if "GPU" in message and torch.cuda.is_available():
@@ -136,6 +137,17 @@ def test_what_is_taken_changes_no_logit(load, given, joint, expected):
     assert model.config.dropout == (0.3 if {"dropout", "config"} & set(given) else 0.0)
     if "attn_implementation" in given:
         assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "flash_attention_2", "flex_attention"])
+def test_the_attention_that_bloom_has_is_named(kind, tmp_path):
+    folder = save_family("bloom", tmp_path / "bloom")
+    bundle = make_bundle(folder)
+    with pytest.raises(UserError, match=f"attn_implementation '{kind}' cannot be had here .*; give eager, or") as error:
+        SparseForCausalLM.from_pretrained(folder, bundle, "mask", attn_implementation=kind)
+    assert "\n" not in str(error.value)
+    model = SparseForCausalLM.from_pretrained(folder, bundle, "mask", attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
 
 
 def test_half_precision_by_its_names(joint):
