@@ -16,6 +16,7 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.base import logits_of
+from dejavu_train.families.dims import Positions
 from dejavu_train.models.finite import check_finite
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of
@@ -199,7 +200,10 @@ def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call:
     start = model.sparse_from if call is None else call.sparse_from
     if runtime.backend != "mask":
         given.attention_mask = visible_columns(given.attention_mask, given.tokens.shape[:2], given.past, model.device)
-    positions = given.positions(model.device, dims_of(model.config).max_positions)
+    shape = dims_of(model.config)
+    if shape.positions == Positions.ALIBI:
+        given.position_ids = None  # transformers counts them off the mask, whatever is given
+    positions = given.positions(model.device, shape.max_positions)
     given.check_labels(start)
     sparse = sparse_positions(start, positions, given.past)
     if runtime.backend == "mask":

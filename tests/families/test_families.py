@@ -37,7 +37,7 @@ from dejavu_train.families.block import (
     mix_heads,
     positions_like,
 )
-from dejavu_train.families.dims import Activation
+from dejavu_train.families.dims import Activation, Positions
 from dejavu_train.families.standard import StandardFamily
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.hooks import record
@@ -99,6 +99,27 @@ def test_everything_selected_is_the_dense_model(folder, bundle, dense, backend):
     with torch.no_grad():
         expected = dense(**inputs).logits[real]
         torch.testing.assert_close(sparse(**inputs).logits[real], expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_given_positions_count_where_transformers_counts_them(folder, bundle, dense, backend):
+    ids = torch.randint(3, 300, (2, 10), generator=torch.Generator().manual_seed(1))
+    sparse = SparseCausalLM.from_model(load_opt(str(folder)), bundle.at(1.0, 1.0), backend)
+    for positions in (torch.arange(10) * 3, torch.arange(10) % 5, torch.arange(10).flip(0)):
+        given = {"input_ids": ids, "position_ids": positions.expand(2, 10)}
+        with torch.no_grad():
+            torch.testing.assert_close(sparse(**given).logits, dense(**given).logits, rtol=1e-5, atol=2e-5)
+
+
+def test_sparse_from_counts_the_positions_that_a_family_has(folder, bundle, dense):
+    """Given ones, but for ALiBi, which counts off the mask."""
+    ids, late = torch.arange(3, 11)[None], torch.arange(8)[None] + 40
+    for backend in ("mask", "gather"):
+        model = SparseCausalLM.from_model(load_opt(str(folder)), bundle, backend, sparse_from=40)
+        with torch.no_grad():
+            got, expected = (each(ids, position_ids=late).logits for each in (model, dense))
+        alike = torch.allclose(got, expected, rtol=1e-5, atol=2e-5)
+        assert alike == (dims_of(dense.config).positions == Positions.ALIBI), backend
 
 
 @pytest.mark.parametrize("columns", [40, pytest.param(256, marks=pytest.mark.long)])
