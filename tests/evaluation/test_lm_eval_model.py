@@ -7,6 +7,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import REPOSITORY, make_text
+from family_models import save_family
 from task_files import write_task_files
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -15,7 +16,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from dejavu_train import SparseOPTForCausalLM
+from dejavu_train import SparseForCausalLM
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.further_config import TASKS, TasksConfig
@@ -61,7 +62,7 @@ def lm_of(tiny_opt, bundle, backend, sparse_from=0, **options):
     model = dense
     if backend != "dense":
         ops = {"ops": "reference"} if backend == "triton" else {}
-        model = SparseOPTForCausalLM.from_model(dense, bundle, backend, sparse_from, **ops)
+        model = SparseForCausalLM.from_model(dense, bundle, backend, sparse_from, **ops)
     return DejavuLM(model, sparse_from=sparse_from, tokenizer=tokenizer, **options)
 
 
@@ -103,7 +104,7 @@ def test_log_likelihoods_are_those_of_a_plain_loop(tiny_opt, bundle, backend, sp
 class Whole(DejavuLM):
     """Without shared contexts."""
 
-    _whole_sequences = False
+    _shares_contexts = False
 
 
 @pytest.mark.parametrize("sparse_from", [0, "prompt"])
@@ -123,6 +124,18 @@ def test_answers_behind_one_context_score_as_alone(tiny_opt, bundle, backend, sp
     got, expected = (lm.loglikelihood(asked, disable_tqdm=True) for lm in (shared, alone))
     for (nats, greedy), (wanted, wanted_greedy) in zip(got, expected, strict=True):
         assert nats == pytest.approx(wanted, abs=1e-4) and greedy == wanted_greedy
+
+
+@pytest.mark.parametrize("backend", ["dense", "mask", "gather"])
+def test_answers_of_bloom_are_scored(tmp_path, backend):
+    """Its class takes no mask of branches, and no positions."""
+    folder = save_family("bloom", tmp_path / "bloom")
+    bundle = make_bundle(folder).at(0.4, 0.5)
+    asked = instances("loglikelihood", PAIRS[:3])
+    got = lm_of(folder, bundle, backend).loglikelihood(asked, disable_tqdm=True)
+    for request, (nats, _) in zip(asked, got, strict=True):
+        alone = lm_of(folder, bundle, backend).loglikelihood([request], disable_tqdm=True)
+        assert nats == pytest.approx(alone[0][0], abs=1e-4)
 
 
 def test_rows_of_requests():

@@ -25,6 +25,8 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import PREDICTORS_FOLDER
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.lm_eval.packing import Row, build_rows, pack
+from dejavu_train.families import dims_of
+from dejavu_train.families.dims import Positions
 from dejavu_train.models.finite import FiniteLogits, check_logits
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
@@ -189,8 +191,7 @@ class DejavuLM(HFLM):
                     f"a continuation of {len(continuation)} tokens exceeds the model's {self.max_length} positions;"
                     " leave out the task that asks for it"
                 )
-        # Only whole-sequence backends take a mask that is more than padding.
-        waiting = build_rows([request[1:] for request in requests], self.max_length, shared=self._whole_sequences)
+        waiting = build_rows([request[1:] for request in requests], self.max_length, shared=self._shares_contexts)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         shown = contextlib.nullcontext() if disable_tqdm else Progress("log-likelihoods", len(requests), "request")
         with shown as bar:
@@ -208,8 +209,10 @@ class DejavuLM(HFLM):
         return answers
 
     @property
-    def _whole_sequences(self) -> bool:
-        return getattr(self.model, "backend", "mask") == "mask"
+    def _shares_contexts(self) -> bool:
+        """Whether a forward pass takes a mask that is more than padding. ALiBi counts its positions off the mask."""
+        whole_sequences = getattr(self.model, "backend", "mask") == "mask"
+        return whole_sequences and dims_of(self.model.config).positions != Positions.ALIBI
 
     @torch.no_grad()
     def _scores(self, rows: list[Row], requests: list[Scored]) -> list[tuple[int, tuple[float, bool]]]:
