@@ -11,6 +11,7 @@ Mappings are merged, any other value replaces the one before, so does a mapping 
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import functools
@@ -71,13 +72,16 @@ class _ConfigParser(Parser):
 
     Besides fields a dataclass may have ``EXAMPLES``, lines to type, and ``COMMON``, the options that ``--help`` shows.
     ``GROUPS`` holds a title and options by name, for ``--help NAME``. Sections are groups as well. ``NOTES`` holds a
-    title and what gives a text in place of options. Without ``COMMON`` all options are shown.
+    title and what gives a text in place of options. Without ``COMMON`` all options are shown. ``sections`` are those
+    to have of the sections that may be null. ``documented``: options have the docstrings of their fields.
     """
 
     _action_groups: list[Any]
 
-    def __init__(self, kind: type[Any], description: str, **options: Any) -> None:
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    def __init__(
+        self, kind: type[Any], description: str, sections: Iterable[str], documented: bool, **options: Any
+    ) -> None:
+        set_parsing_settings(docstring_parse_attribute_docstrings=documented)
         usage = "%(prog)s [--config FILE] [--option value ...]"
         super().__init__(description=description, usage=usage, formatter_class=_HelpFormatter, **options)
         self.kind = kind
@@ -88,10 +92,7 @@ class _ConfigParser(Parser):
         self.meant: Mapping[str, str] = getattr(kind, "MEANT", {})  # keys of other commands: this one's
         self.add_argument("--config", action=ActionConfigFile, help="YAML file of the options below; may be repeated")
         self.add_class_arguments(kind, None, sub_configs=False, skip=set(self.optional))
-
-    def add_sections(self, names: Iterable[str]) -> None:
-        """Have these of the sections that may be null."""
-        for name in names:
+        for name in sections:
             self.add_class_arguments(self.optional[name], name, sub_configs=False)
         for action in self._actions:
             if action.dest in self.sections:  # no flag of ours takes a whole section
@@ -213,11 +214,12 @@ class _ConfigParser(Parser):
         """The values of all files and of the flags of mappings, and the other flags as jsonargparse expects them."""
         free = [name for name, kind in self.types.items() if is_mapping(kind)]
         values: dict[str, Any] = _nested(
-            {name: default for name in free if isinstance(default := self.get_default(name), dict) and default}
+            {n: copy.deepcopy(default) for n in free if isinstance(default := self.get_default(n), dict) and default}
         )
         flags: dict[str, list[str]] = {}
         mappings: dict[str, Any] = {}
         rest = []
+        self.help_about = ()
         for name, given, _ in options(argv):
             section = next((known for known in free if name == known or name.startswith(f"{known}.")), None)
             if name == "config":
@@ -274,6 +276,14 @@ class _ConfigParser(Parser):
         return f"--{name}={given[0]}"
 
 
+@functools.cache
+def _parser(
+    kind: type[Any], description: str, prog: str, documented: bool, sections: tuple[str, ...] = ()
+) -> _ConfigParser:
+    """Kept, because a command that goes on parses thrice."""
+    return _ConfigParser(kind, description, sections, documented, prog=prog)
+
+
 def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
     """A ``kind``, a dataclass whose sections are dataclasses, from flags (None: those of the process) and YAML files.
 
@@ -285,12 +295,18 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     for flag in argv:
         if any("\ud800" <= character <= "\udfff" for character in flag):  # how Python hands over other bytes
             raise UserError(f"{ascii(flag)} is not UTF-8; neither texts nor paths of another encoding are taken")
-    parser = _ConfigParser(kind, description, prog=prog)
+    # Docstrings are read from the source, which takes half of the time.
+    documented = any(word.partition("=")[0] in ("-h", "--help", "--print_config") for word in argv)
+    parser_of = functools.partial(_parser, kind, description, prog, documented)  # type: ignore[arg-type]
+    parser = parser_of()
     values, flags = parser.read(argv)
     given = {name for name in parser.optional if values.get(name) is not None}
     given |= {flag[2:].partition(".")[0] for flag in flags}
     absent = [name for name in parser.optional if name not in given and "--help" not in flags]
-    parser.add_sections(parser.optional.keys() - set(absent))
+    sections = tuple(name for name in parser.optional if name not in absent)
+    if sections:
+        about, parser = parser.help_about, parser_of(sections)
+        parser.help_about = about
     values = {name: value for name, value in values.items() if name not in absent}
     # What a free mapping holds is taken as it was read: jsonargparse would read texts in it, such as 10:00:00, again,
     # and import the classes that it names.

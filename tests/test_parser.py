@@ -1,6 +1,7 @@
 """The one parser: files over files, flags over all, lists, mappings, and mistakes in one line."""
 
 import dataclasses
+import inspect
 import os
 import re
 import shlex
@@ -181,6 +182,35 @@ def test_the_trainers_flags_are_a_mapping():
         "logger": {"class_path": "CSVLogger", "init_args": {"flush_logs_every_n_steps": 5}},
         "precision": 16,
     }
+
+
+def test_a_parser_is_kept_and_no_config_is_another_ones():
+    """Values that can be changed are copies."""
+    flags = ["--model=a", "--mlp.ranks={0: 3}", "--trainer.devices=2"]
+    expected = [parse_config([]).to_json(), parse_config(flags).to_json()]
+    for config in (parse_config([]), parse_config(flags)):
+        config.trainer["devices"] = config.mlp.ranks[0] = config.resources["gpus"] = 7
+    assert [parse_config([]).to_json(), parse_config(flags).to_json()] == expected
+    with pytest.raises(UserError, match="--seed must be"):
+        parse_config(["--seed=x"])
+    assert [parse_config([]).to_json(), parse_config(flags).to_json()] == expected
+
+
+def test_docstrings_are_read_for_help_alone(monkeypatch, capsys):
+    """They come from the source, and take longer than all else that a parser does."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Asked:
+        number: int = 3
+        """What is asked."""
+
+    read = []
+    getsource = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda found: read.append(found) or getsource(found))
+    assert parse(Asked, ["--number=4"], "x.py", "Does it.").number == 4 and not read
+    with pytest.raises(SystemExit):
+        parse(Asked, ["--help"], "x.py", "Does it.")
+    assert read == [Asked]
 
 
 def test_merging():

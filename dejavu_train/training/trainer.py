@@ -8,6 +8,7 @@ import contextlib
 import copy
 import datetime
 import difflib
+import functools
 import inspect
 import logging
 import os
@@ -75,7 +76,9 @@ class _TrainerParser(Parser, LightningArgumentParser):
         super().__init__(prog="train.py", usage="train.py [--trainer.NAME VALUE ...]", **options)
 
     @classmethod
+    @functools.cache
     def of_trainer(cls) -> "_TrainerParser":
+        """Kept, because a run asks for it several times, and the Trainer's docstrings take long to read."""
         self = cls()
         self.add_lightning_class_args(lightning.Trainer, "trainer", required=False)
         self.set_defaults({"trainer.devices": 1})
