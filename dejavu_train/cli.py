@@ -1,8 +1,12 @@
 """The command line of train.py."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
 
 from dejavu_train.check import check, check_packages
 from dejavu_train.children import forget_launcher
@@ -11,7 +15,7 @@ from dejavu_train.experiments import flattened
 from dejavu_train.flags import options, take_check
 from dejavu_train.parser import parse
 from dejavu_train.progress import set_up_logging
-from dejavu_train.run_folder import saved_config
+from dejavu_train.run_folder import begun_in, saved_config
 from dejavu_train.stages import difference_of
 
 logger = logging.getLogger(__name__)
@@ -29,13 +33,35 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
     )
 
 
+def _saved(arguments: Sequence[str]) -> Path | None:
+    """The configuration of the run in ``--output``, where the arguments name neither a configuration nor a model."""
+    names = {name for name, _, _ in options(arguments)}
+    if "output" not in names or names & {"config", "model", "help", "print_config"}:
+        return None
+    return saved_config(parse_config(arguments).output)
+
+
+def at_its_files(arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    """The folder where relative paths of a run that goes on begin, and the arguments as they are said there.
+
+    That is this folder, unless the model or the text is not here, and is where the run was begun.
+    """
+    path = _saved(arguments)
+    if path is None:
+        return Path.cwd(), list(arguments)
+    begun, config = begun_in(path.parent), parse_config(["--config", str(path)])
+    model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]  # as it was given, before an installed one is it
+    named = [name for name in (model, config.text.file) if name is not None]
+    if not any((begun / name).exists() and not Path(name).exists() for name in named):
+        return Path.cwd(), list(arguments)
+    logger.info("relative paths begin in %s, where the run was begun", begun)
+    return begun, [*arguments, f"--output={path.parent.absolute()}"]
+
+
 def with_saved(arguments: Sequence[str]) -> list[str]:
     """The arguments, behind the configuration of the run in ``--output`` where they name neither a configuration nor a
     model: what else they give changes that run. A line says all keys that differ."""
-    names = {name for name, _, _ in options(arguments)}
-    if "output" not in names or names & {"config", "model", "help", "print_config"}:
-        return list(arguments)
-    path = saved_config(parse_config(arguments).output)
+    path = _saved(arguments)
     if path is None:
         return list(arguments)
     both = ["--config", str(path), *arguments]
@@ -59,7 +85,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     only_check, arguments = take_check(arguments)
     set_up_logging()
-    config = parse_config(with_saved(arguments))
+    folder, arguments = at_its_files(arguments)
+    with contextlib.chdir(folder):
+        _train(parse_config(with_saved(arguments)), only_check)
+
+
+def _train(config: RunConfig, only_check: bool) -> None:
     if config.plan is not None:
         check_packages()
         from dejavu_train.forecast import print_forecast  # imports torch, which takes seconds

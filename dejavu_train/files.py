@@ -151,6 +151,16 @@ def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
+def way_from(folder: str | Path, path: str) -> str:
+    """How to get from a folder to an absolute path. The path itself where they share no folder but the root.
+
+    So both may be moved together.
+    """
+    here = os.path.abspath(folder)
+    shared = os.path.commonpath([path, here])
+    return path if os.path.dirname(shared) == shared else os.path.relpath(path, here)
+
+
 def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:
     """Refuse to start what will not fit.
 

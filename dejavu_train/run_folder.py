@@ -1,6 +1,7 @@
 """Reads and writes ``run.json``, the description of an output folder, and keeps two different runs out of one folder.
 
-    run.json        the stages as they were last asked for, and the densities that predictors were trained for
+    run.json        the stages as they were last asked for, the densities that predictors were trained for, and the
+                    folder where relative paths begin
     config.yaml     the configuration that asked for them: ``train.py --output FOLDER`` goes on with it
     .holders/run    a file of every invocation for as long as it works
 
@@ -9,6 +10,7 @@ Only invocations that agree hold ``.holders/run`` together.
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import yaml
 from dejavu_train.config import INVOCATION, RunConfig
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, Target
-from dejavu_train.files import read_json, read_sealed, write_json, write_text
+from dejavu_train.files import read_json, read_sealed, way_from, write_json, write_text
 from dejavu_train.locks import Held, claim
 from dejavu_train.stages import Stage, calibrate_stage, collect_stage, train_stage
 
@@ -66,6 +68,13 @@ def saved_config(output: str | Path) -> Path | None:
     return path if path.is_file() else None
 
 
+def begun_in(output: str | Path) -> Path:
+    """Where relative paths of the configuration of a run begin: the folder where it was given. Here where none is
+    known, as of a run made before runs kept it."""
+    way = _stored(Path(output)).get("begun_in")
+    return Path(os.path.abspath(Path(output) / way)) if isinstance(way, str) else Path.cwd()
+
+
 def _described(config: RunConfig, given: RunConfig, output: Path, whole: Stage) -> RunConfig:
     """Write ``run.json`` and the configuration, or refuse the folder. The configuration with its open densities filled
     in."""
@@ -106,6 +115,7 @@ def check_run_folder(config: RunConfig, whole: Stage) -> tuple[RunConfig, dict[s
     densities = {target: _trained_density(config, target) for target in TARGETS}
     described = {
         "schema": SCHEMA,
+        "begun_in": way_from(output, os.getcwd()),
         "collect": collect.to_json(),
         "train": {
             target: train_stage(config, target).to_json() | {"density": densities[target]}

@@ -11,7 +11,7 @@ from conftest import REPOSITORY, save_tiny_opt
 from small_runs import activations, flags
 
 import dejavu_train.files as files
-from dejavu_train.cli import main, parse_config, with_saved
+from dejavu_train.cli import at_its_files, main, parse_config, with_saved
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import calibrate_stage
@@ -187,6 +187,29 @@ def test_a_run_goes_on_from_its_folder_alone(run, capsys, collected):
     with claimed_folder(config):
         pass
     assert parse_config(with_saved(alone)) == dataclasses.replace(config, layers=None)
+
+
+def test_a_run_goes_on_from_any_folder(tiny_opt, text_file, tmp_path, monkeypatch, capsys):
+    """Its paths begin where it was begun, also after all of it was moved."""
+    project = tmp_path / "project"
+    (project / "models").mkdir(parents=True)
+    shutil.copytree(tiny_opt, project / "models" / "tiny")
+    shutil.copy(text_file, project / "text.txt")
+    monkeypatch.chdir(project)
+    config = parse_config(flags("models/tiny", "text.txt", "runs/one"))
+    with claimed_folder(config):
+        pass
+    assert at_its_files(["--output=runs/one"]) == (project, ["--output=runs/one"])
+    for name in ("project", "moved"):
+        project = project.rename(tmp_path / name)
+        monkeypatch.chdir(tmp_path)
+        folder, arguments = at_its_files([f"--output={name}/runs/one"])
+        monkeypatch.chdir(folder)
+        assert folder == project
+        assert parse_config(with_saved(arguments)) == dataclasses.replace(config, output=str(project / "runs/one"))
+    monkeypatch.chdir(tmp_path)
+    main(["--output=moved/runs/one", "--check"])
+    assert "no mistake was found" in capsys.readouterr().out and Path.cwd() == tmp_path
 
 
 def test_what_a_run_is_told_beside_its_folder_changes_it_and_is_said(run, collected, caplog):

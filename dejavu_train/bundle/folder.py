@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_json
+from dejavu_train.files import read_json, way_from
 from dejavu_train.models.hub import looks_local
 from dejavu_train.models.installed import hint
 from dejavu_train.models.stored import read_header
@@ -17,17 +17,11 @@ PREDICTORS_FOLDER = "predictors"  # of a model's folder, where a bundle lies bes
 
 
 def model_reference(model: str, folder: Path) -> str:
-    """How the bundle.json in ``folder`` names a model: one on the hub by its id, a folder by the way from ``folder``.
-
-    So both may be moved together. Where they share no folder but the root the path is absolute.
-    """
+    """How the bundle.json in ``folder`` names a model: one on the hub by its id, a folder by :func:`way_from` there."""
     if not os.path.isabs(model):
         return model
-    here = os.path.abspath(folder)
-    if os.path.dirname(os.path.commonpath([model, here])) == os.path.commonpath([model, here]):
-        return model
-    way = os.path.relpath(model, here)
-    return way if way.startswith(os.pardir) else os.path.join(os.curdir, way)
+    way = way_from(folder, model)
+    return way if os.path.isabs(way) or way.startswith(os.pardir) else os.path.join(os.curdir, way)
 
 
 def published_name(model: str) -> str:
