@@ -197,7 +197,7 @@ def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call:
         UserError: as ``SparseCausalLM.forward`` says.
     """
     runtime = model._runtime if call is None else call.runtime
-    start = model.sparse_from if call is None else call.sparse_from
+    start = model.sparse_from if call is None else call.start(given.past + given.tokens.shape[1])
     if runtime.backend != "mask":
         given.attention_mask = visible_columns(given.attention_mask, given.tokens.shape[:2], given.past, model.device)
     shape = dims_of(model.config)

@@ -75,6 +75,7 @@ def generated(
         model,
         runtime,
         shown.sum(dim=1) if isinstance(start, str) else start,
+        isinstance(start, str),
         shown.shape[1],
         None if ending is None else torch.as_tensor(ending).reshape(-1),
     )

@@ -393,7 +393,9 @@ class SparseCausalLM(_Dense):
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers looks at its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers', with the call that the forward pass belongs to."""
-        return {**super().prepare_inputs_for_generation(*args, **kwargs), "sparse_call": call_of(self)}
+        call = call_of(self)
+        call = None if call is None else call.knowing(kwargs.get("attention_mask"))
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "sparse_call": call}
 
     def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As the dense model's.

@@ -252,6 +252,31 @@ def test_an_adapter_of_what_is_read_first_runs(folder, bundle, kind, backend):
         assert text(model) == expected
 
 
+@pytest.mark.parametrize("kind, backend, use_cache", [
+    ("prompt", "mask", True), ("prompt", "gather", True), ("prompt", "gather", False), ("prefix", "mask", True),
+])  # fmt: skip
+def test_a_prompt_that_is_tuned_is_dense_where_prompts_are(folder, bundle, kind, backend, use_cache):
+    """Behind it every token is sparse, of a row with padding as well."""
+    peft = pytest.importorskip("peft")
+    few = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    how = peft.PromptTuningConfig(**few) if kind == "prompt" else peft.PrefixTuningConfig(**few)
+    ids = torch.cat([tokens(8), tokens(8, 1)])
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    told = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True, "use_cache": use_cache}
+
+    def logits(model):
+        made = peft.get_peft_model(model, how).eval()
+        prompt = made.prompt_encoder["default"].embedding.weight
+        prompt.data.copy_(0.3 * torch.randn(prompt.shape, generator=torch.Generator().manual_seed(0)))
+        with torch.no_grad():
+            return made.generate(input_ids=ids, **GREEDY, **told).logits
+
+    got, dense = logits(sparse(folder, bundle, backend, sparse_from="prompt")), logits(load_opt(str(folder)))
+    torch.testing.assert_close(got[0], dense[0], atol=1e-4, rtol=1e-4)
+    assert ((got[1] - dense[1]).abs().amax(dim=1) > 1e-2).all(), "what follows the prompt is sparse"
+
+
 @pytest.mark.parametrize("place", ["model.decoder.layers.0.fc1", "model.decoder.layers.1.self_attn", "model.decoder"])
 def test_a_hook_that_a_backend_would_not_call_is_named(folder, bundle, place):
     ids, whole = tokens(7), bundle.at(1.0, 1.0)
