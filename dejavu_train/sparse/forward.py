@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.errors import UserError
+from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.families.dims import Positions
@@ -24,6 +24,8 @@ from dejavu_train.sparse.inputs import (
     READ,
     SparseFrom,
     as_rows,
+    columns_of,
+    has_gap,
     keep_columns,
     positions_of,
     refuse_outputs,
@@ -167,6 +169,8 @@ def through_gather(
     live = _note_ended_rows(call, given.input_ids, cache)
     hidden = family_of(model).embed(model, given.tokens, positions)
     assert given.attention_mask is not None
+    if given.position_ids is None and dims_of(model.config).positions == Positions.ROTARY:
+        positions = columns_of(positions, given.past)  # transformers turns by these, padding within a row counted
     hidden = runtime.gather(model).forward(hidden, positions, cache, sparse, given.attention_mask, live)
     logits = logits_of(model, keep_columns(hidden, given.logits_to_keep))
     check_finite(logits, given.shown(positions), list, 0)
@@ -228,6 +232,9 @@ def through_engine(model: Any, runtime: Runtime, given: Given, start: SparseFrom
     """
     runtime.prepare(model)
     refuse_on_engine(given)
+    assert given.attention_mask is not None
+    if dims_of(model.config).positions == Positions.ROTARY and has_gap(given.attention_mask):
+        raise Unsupported("a forward pass with padding within a row is not for the decode engine")
     assert runtime.engines is not None
     logits = runtime.engines.logits(given.input_ids, given.attention_mask, start)
     return output_of(model, keep_columns(logits, given.logits_to_keep), given)

@@ -141,6 +141,18 @@ def positions_of(
     return torch.arange(past, past + new, device=device).expand(rows, new)
 
 
+def columns_of(positions: Tensor, past: int) -> Tensor:
+    """Of new tokens at ``positions`` (B, T) the columns (B, T) int64, behind a cache of ``past``."""
+    return torch.arange(past, past + positions.shape[1], device=positions.device).expand_as(positions)
+
+
+def has_gap(visible: Tensor) -> bool:
+    """Whether a row of ``visible`` (B, S) bool has padding between its tokens."""
+    begins = visible.clone()
+    begins[:, 1:] &= ~visible[:, :-1]
+    return bool((begins.sum(dim=1) > 1).any())
+
+
 def visible_columns(attention_mask: Tensor | None, shape: torch.Size, past: int, device: torch.device) -> Tensor:
     """(B, S + T) bool, false for padding."""
     total = past + shape[1]

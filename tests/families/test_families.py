@@ -111,6 +111,18 @@ def test_given_positions_count_where_transformers_counts_them(folder, bundle, de
             torch.testing.assert_close(sparse(**given).logits, dense(**given).logits, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
+def test_padding_within_a_row_counts_where_transformers_counts_it(folder, bundle, dense, backend):
+    """Rotary families turn by columns where no positions are given, as under peft's prompt tuning of a batch."""
+    ids = torch.randint(3, 300, (2, 10), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, 3:6] = 0
+    model = SparseCausalLM.from_model(load_opt(str(folder)), bundle.at(1.0, 1.0), backend)
+    with torch.no_grad():
+        got, expected = (each(ids, attention_mask=mask).logits[mask.bool()] for each in (model, dense))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
 def test_sparse_from_counts_the_positions_that_a_family_has(folder, bundle, dense):
     """Given ones, but for ALiBi, which counts off the mask."""
     ids, late = torch.arange(3, 11)[None], torch.arange(8)[None] + 40
