@@ -113,12 +113,19 @@ class Given:
 
 
 def through_mask(
-    model: Any, dense: Callable[..., Output], runtime: Runtime, given: Given, positions: Tensor, sparse: Tensor
+    model: Any,
+    dense: Callable[..., Output],
+    runtime: Runtime,
+    call: Call | None,
+    given: Given,
+    positions: Tensor,
+    sparse: Tensor,
 ) -> Output:
     """The forward pass of ``mask``.
 
     Args:
         dense: that of the dense model.
+        call: of ``generate()`` that the pass belongs to.
         positions, sparse: (B, T).
     Raises:
         UserError: gradient checkpointing, or numbers that are not finite.
@@ -130,7 +137,7 @@ def through_mask(
         )
     finite: list[Tensor] = []
     arguments = {name: value for name, value in vars(given).items() if name != "rest"}
-    with masking(model, runtime.selector, sparse, means=runtime.means, finite=finite):
+    with masking(model, runtime.selector, sparse, means=runtime.means, finite=finite, checked=call is not None):
         output = dense(**arguments, **given.rest)
     if not model.training:
         logits = output.logits if isinstance(output, CausalLMOutputWithPast) else output[given.labels is not None]
@@ -211,7 +218,7 @@ def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call:
     given.check_labels(start)
     sparse = sparse_positions(start, positions, given.past)
     if runtime.backend == "mask":
-        return through_mask(model, dense_forward, runtime, given, positions, sparse)
+        return through_mask(model, dense_forward, runtime, call, given, positions, sparse)
     refuse_outputs(given.rest, model.config)
     for name in unread_keywords(given.rest) if call is None else ():
         model._log_line(f"forward() without backend='mask' gives {name} to the loss alone")

@@ -13,7 +13,8 @@ from dejavu_train.families import dims_of
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
 from dejavu_train.sparse.forward import check_cache
-from dejavu_train.sparse.inputs import check_prompt, prompt_columns, refuse_for_gather
+from dejavu_train.sparse.inputs import read_prompt, refuse_for_gather
+from dejavu_train.sparse.masked import refuse_compiled
 from dejavu_train.sparse.runtime import check_lossless
 
 
@@ -46,7 +47,7 @@ def generated(
     cache = kwargs.get("past_key_values")
     limit = dims_of(model.config).max_positions
     table = getattr(model.get_input_embeddings(), "weight", None)  # of an adapter around an embedding as well
-    check_prompt(inputs, kwargs, config, model.config.vocab_size if table is None else len(table), limit)
+    shown = read_prompt(inputs, kwargs, config, model.config.vocab_size if table is None else len(table), limit)
     if config.cache_implementation == "paged":
         model.init_continuous_batching()
     if config.assistant_early_exit is not None:
@@ -60,12 +61,14 @@ def generated(
             if draft is not None and isinstance(refusal, Unsupported):  # no other backend verifies
                 raise UserError(f"lossless decoding: {refusal.reason}") from None
             model._judge(refusal, runtime)
-    mask, shown = runtime.backend == "mask", prompt_columns(inputs, kwargs, config)
+    mask = runtime.backend == "mask"
     caches = config.use_cache is not False or kwargs.get("inputs_embeds") is not None  # as transformers decides
     own = cache is None and not mask and caches
     if own:
         cache = kwargs["past_key_values"] = SparseCache(model.config.num_hidden_layers)  # of `runtime`, as it is
-    if not mask:
+    if mask:
+        refuse_compiled(model)
+    else:
         refuse_for_gather(shown, kwargs, config, model)
         check_cache(cache)
     # K and V of a row that is over are not computed, so nobody may be given that cache.

@@ -165,31 +165,18 @@ def visible_columns(attention_mask: Tensor | None, shape: torch.Size, past: int,
     return attention_mask.to(device, torch.bool)
 
 
-def prompt_columns(inputs: Tensor | None, kwargs: Mapping[str, Any], config: GenerationConfig) -> Tensor:
-    """(B, S) bool: where the prompt of ``generate`` has tokens, those already in the cache included. False = padding.
+def read_prompt(
+    inputs: Tensor | None, kwargs: Mapping[str, Any], config: GenerationConfig, vocab_size: int, limit: int
+) -> Tensor:
+    """Where the prompt of ``generate`` has tokens, those already in the cache included. False = padding.
+
+    What transformers would end with a traceback for, or continue wrongly, is refused.
 
     Args:
         inputs, kwargs: of ``generate``. config: with all defaults filled in. It says what padding is without a mask.
-    """
-    mask = kwargs.get("attention_mask")
-    if mask is not None:
-        return mask != 0
-    ids = next((x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
-    if ids is None:
-        return torch.ones(1, 1, dtype=torch.bool)  # transformers begins with the start token
-    if ids.dim() == 2:
-        return padding_mask(ids, None, config)
-    return torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
-
-
-def check_prompt(
-    inputs: Tensor | None, kwargs: Mapping[str, Any], config: GenerationConfig, vocab_size: int, limit: int
-) -> None:
-    """Refuse what ``generate`` of transformers would end with a traceback for, or continue wrongly.
-
-    Args:
-        inputs, kwargs: of ``generate``. config: with all defaults filled in.
         vocab_size: token ids lie below. limit: positions of the model.
+    Returns:
+        (B, S) bool.
     Raises:
         UserError: no tensor of token ids, an id outside the vocabulary, or more tokens than positions. A mask of
             another shape, a row of padding alone, or a cache that holds the whole prompt.
@@ -202,8 +189,9 @@ def check_prompt(
     past = 0 if cache is None else int(cache.get_seq_length())
     if embeds is not None:
         rows, new = embeds.shape[:2]
+        mask = torch.ones(rows, new, dtype=torch.bool, device=embeds.device) if mask is None else mask
     elif ids is None:
-        return
+        return torch.ones(1, 1, dtype=torch.bool)  # transformers begins with the start token
     else:
         if as_rows(ids).shape != ids.shape:
             raise UserError(f"generate() takes input_ids (batch, tokens), got {tuple(ids.shape)}")
@@ -213,24 +201,22 @@ def check_prompt(
         rows, new = ids.shape
         mask = padding_mask(ids, None, config) if mask is None else mask
     whole, behind = (rows, new), (rows, past + new)
-    if mask is None:
-        columns, tokens = new, new
-    else:
-        if not isinstance(mask, Tensor) or tuple(mask.shape) not in (whole, behind):
-            allowed = f"(batch, tokens) = {whole}" + (f", or {behind} with those in the cache" if past else "")
-            raise UserError(f"attention_mask must be {allowed}, got {_kind(mask)}")
-        counts = (mask != 0).sum(dim=1)
-        if not counts.all():
-            row = int(counts.argmin())
-            raise UserError(f"row {row} of the prompts is padding everywhere; give it at least </s> (id 2)")
-        columns, tokens = mask.shape[1], int(counts.max())
-    if tokens > limit:
+    if not isinstance(mask, Tensor) or tuple(mask.shape) not in (whole, behind):
+        allowed = f"(batch, tokens) = {whole}" + (f", or {behind} with those in the cache" if past else "")
+        raise UserError(f"attention_mask must be {allowed}, got {_kind(mask)}")
+    shown = mask != 0
+    counts, columns = shown.sum(dim=1), shown.shape[1]
+    if not counts.all():
+        row = int(counts.argmin())
+        raise UserError(f"row {row} of the prompts is padding everywhere; give it at least </s> (id 2)")
+    if (tokens := int(counts.max())) > limit:
         raise UserError(f"the prompt has {tokens} tokens and the model {limit} positions; shorten the prompt")
     if past and columns == new and new <= past:
         raise UserError(
             f"the cache holds {past} tokens and the prompt has {new}; give the whole text, longer than the cache; or"
             f" give new tokens, with an attention_mask of {behind}"
         )
+    return shown
 
 
 def refuse_for_gather(shown: Tensor, kwargs: Mapping[str, Any], config: GenerationConfig, model: Any) -> None:

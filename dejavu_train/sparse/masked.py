@@ -82,6 +82,7 @@ def masking(
     observe: Observe | None = None,
     means: Mapping[int, Tensor] | None = None,
     finite: list[Tensor] | None = None,
+    checked: bool = False,
 ) -> Iterator[None]:
     """Within the context every forward pass of ``model`` is sparse, in this thread or task.
 
@@ -93,10 +94,12 @@ def masking(
             bool or None for dense, ``values`` the activations (B, T, d_ffn) or head outputs (B, T, n_heads, head_dim).
         means: by layer the (n_heads, head_dim) that stands in for skipped heads. Zero where a layer is not there.
         finite: takes for every layer and the final norm (B, T) bool, where its input is a finite number.
+        checked: whether the caller has called :func:`refuse_compiled`, once for many passes.
     Raises:
         UserError: a part of the model that was compiled by itself.
     """
-    _refuse_compiled(model)
+    if not checked:
+        refuse_compiled(model)
     sites: dict[Site, Tensor] = {}
     needed = set(selector.sites)
     handles: list[Any] = []
@@ -123,8 +126,9 @@ def masking(
         _ACTIVE.reset(token)
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """A graph that was compiled before the hooks came is run again without them."""
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise :class:`UserError` for a part that was compiled by itself. Its graph would run without hooks that came
+    later."""
     for name, module in model.named_modules():
         compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         if compiled and module is not model and any(True for _ in getattr(module, "_orig_mod", module).children()):

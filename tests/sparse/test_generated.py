@@ -10,6 +10,9 @@ from transformers import DynamicCache, GenerationConfig
 
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.errors import UserError
+from dejavu_train.sparse import generation as generation_module
+from dejavu_train.sparse import inputs as inputs_module
+from dejavu_train.sparse import masked as masked_module
 from dejavu_train.sparse.masked import masking
 
 
@@ -37,6 +40,22 @@ def test_left_padded_prompts_generate_as_alone(dense, bundle, start):
             alone = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
             assert torch.equal(alone[0, len(prompt) :], outs[backend][row, ids.shape[1] :])
     assert torch.equal(outs["mask"], outs["gather"])
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather"])
+def test_a_call_looks_once_for_padding_and_compiled_parts(dense, bundle, backend, monkeypatch):
+    """Not once in every forward pass of its loop."""
+    looks = []
+    for module, name in ((inputs_module, "padding_mask"), (masked_module, "refuse_compiled")):
+        real = getattr(module, name)
+        noted = lambda *given, real=real, name=name: (looks.append(name), real(*given))[1]  # noqa: E731
+        for place in (module, generation_module):
+            monkeypatch.setattr(place, name, noted, raising=False)
+    model, ids = sparse(dense, bundle, backend), tokens(2, 6)
+    model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=1, eos_token_id=None)
+    assert sorted(looks) == ["padding_mask", *(["refuse_compiled"] if backend == "mask" else [])]
+    model(ids)
+    assert looks.count("refuse_compiled") == (2 if backend == "mask" else 0)
 
 
 def test_right_padded_prompts_are_refused(dense, bundle):

@@ -279,8 +279,9 @@ def test_a_compiled_part_runs_or_is_refused(tiny_opt, dense, bundle, part):
     model.get_submodule(part).compile(backend="eager")
     with torch.no_grad():
         model(ids)
-        with pytest.raises(UserError, match=f"{part} is compiled"):
-            sparse(model, bundle, "mask")(ids)
+        for call in (lambda masked: masked(ids), lambda masked: masked.generate(ids, max_new_tokens=2)):
+            with pytest.raises(UserError, match=f"{part} is compiled"):
+                call(sparse(model, bundle, "mask"))
         close(sparse(model, bundle, "gather")(ids).logits, sparse(dense, bundle, "mask")(ids).logits)
 
 
