@@ -113,12 +113,12 @@ def test_every_room_of_kernels_is_a_link_in_the_package():
 
 
 FOLDER_NAME = re.compile(r"kernels(\.\w+)*\.?")
-FOLDER_BEGINS = re.compile(r"\b(import|from)\s.*\bkernels\b|[\"']kernels\.")  # in a source without it there is no such name
+NAMED = re.compile(r"\b(import|from)\s.*\bkernels\b|[\"']kernels\.")  # a source without it has no such name
 
 
 def folder_names(source: str) -> Iterator[str]:
     """Dotted names in a source that begin with the folder's name: imports, and texts such as "kernels.mlp"."""
-    for node in ast.walk(ast.parse(source)) if FOLDER_BEGINS.search(source) else ():
+    for node in ast.walk(ast.parse(source)) if NAMED.search(source) else ():
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if FOLDER_NAME.fullmatch(alias.name))
         elif isinstance(node, ast.ImportFrom) and not node.level and FOLDER_NAME.fullmatch(node.module or ""):

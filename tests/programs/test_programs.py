@@ -12,6 +12,7 @@ from .refusals import allowed
 from .world import Base, submodule
 
 SEEDS = range(24)
+EACH_KIND = (3, 5, 6, 7, 10, 12, 14, 15, 16, 18, 19, 20, 22)  # all that the programs of SEEDS do, some of these do
 MOST_REFUSED = 0.15
 FOUND = json.loads((Path(__file__).parent / "found.json").read_text(encoding="utf-8"))
 
@@ -22,14 +23,19 @@ def base(tmp_path_factory):
         yield Base(tmp_path_factory.mktemp("programs"))
 
 
-@pytest.mark.parametrize("first", range(SEEDS.start, SEEDS.stop, 4))
-def test_programs(base, first):
+def fours(seeds, *marks):
+    seeds = sorted(seeds)
+    return [pytest.param(seeds[i : i + 4], id=str(seeds[i]), marks=marks) for i in range(0, len(seeds), 4)]
+
+
+@pytest.mark.parametrize("seeds", [*fours(EACH_KIND), *fours({*SEEDS} - {*EACH_KIND}, pytest.mark.long)])
+def test_programs(base, seeds):
     calls = refused = 0
-    for seed in range(first, first + 4):
+    for seed in seeds:
         outcome = run(draw(seed), base)
         assert outcome.finding is None, f"seed {seed}: {outcome.finding}; python -m tests.programs --seeds {seed}"
         calls, refused = calls + outcome.calls, refused + len(outcome.refusals)
-    assert calls >= 16 and refused <= MOST_REFUSED * calls + 1
+    assert calls >= 4 * len(seeds) and refused <= MOST_REFUSED * calls + 1
 
 
 @pytest.mark.parametrize("row", FOUND, ids=[f"{row['kind']} {row['what']}" for row in FOUND])
@@ -85,6 +91,20 @@ def test_a_program_is_shrunk_to_what_fails(base, monkeypatch):
 def test_a_seed_is_a_program():
     assert draw(7) == draw(7) and draw(7) != draw(8)
     assert {draw(seed)["exact"] for seed in range(4)} == {True, False}
+
+
+def kinds(seeds):
+    """Of models, and of calls."""
+    found = set()
+    for program in map(draw, seeds):
+        found |= {(name, program[name]) for name in ("backend", "dtype", "coded", "exact", "policy", "start")}
+        for call in program["calls"]:
+            found |= {(call["call"], call.get("kind"), call.get("way")), ("then", call.get("then", {}).get("call"))}
+    return found
+
+
+def test_the_programs_of_make_test_have_every_kind():
+    assert len(kinds(SEEDS)) > 70 and kinds(EACH_KIND) == kinds(SEEDS) and {*EACH_KIND} < {*SEEDS}
 
 
 def test_refusals_are_those_of_the_table():
