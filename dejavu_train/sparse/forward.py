@@ -221,7 +221,7 @@ def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call:
         return through_mask(model, dense_forward, runtime, call, given, positions, sparse)
     refuse_outputs(given.rest, model.config)
     for name in unread_keywords(given.rest) if call is None else ():
-        model._log_line(f"forward() without backend='mask' gives {name} to the loss alone")
+        model._current.log(f"forward() without backend='mask' gives {name} to the loss alone")
     if runtime.engines is not None and call is None:
         try:
             return through_engine(model, runtime, given, start)

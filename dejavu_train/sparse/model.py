@@ -30,23 +30,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.ranks.part import ranks_of
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.errors import UserError
 from dejavu_train.families.plain import execution_device
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of
-from dejavu_train.sparse.derived import Held, no_mode
-from dejavu_train.sparse.forward import (
-    Given,
-    Output,
-    find_fault,
-    forwarded,
-)
+from dejavu_train.sparse.current import Current
+from dejavu_train.sparse.forward import Given, Output, forwarded
 from dejavu_train.sparse.generation import generated
-from dejavu_train.sparse.inputs import (
-    SparseFrom,
-    read_sparse_from,
-)
+from dejavu_train.sparse.inputs import SparseFrom, read_sparse_from
 from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
 from dejavu_train.sparse.runtime import Runtime, Settings, check_bundle_of
 from dejavu_train.sparse.saving import UPLOADS, push_together, save_together
@@ -80,10 +72,7 @@ class SparseCausalLM(_Dense):
         super().__init__(config)
         self.sparse_from = 0
         self.kv_policy = "backfill"
-        self._settings = Settings()
-        self._bundle: Bundle | None = None
-        self._held: Held[Runtime] = Held()
-        self._logged: set[str] = set()
+        self._current = Current()
 
     @classmethod
     def from_model(
@@ -119,7 +108,7 @@ class SparseCausalLM(_Dense):
         check_bundle_of(model, bundle)
         sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
         sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
-        sparse._settings = Settings(backend, ops, guard if guard is not None and guard.every else None)
+        sparse._current = Current(Settings(backend, ops, guard if guard is not None and guard.every else None))
         sparse.set_bundle(bundle)
         return sparse.eval()
 
@@ -222,9 +211,9 @@ class SparseCausalLM(_Dense):
 
     def extra_repr(self) -> str:
         """The backend and the bundle, in a line of the model's repr."""
-        runtime = self._held.value  # as it is: showing a model makes nothing
-        backend = self._settings.backend if runtime is None else runtime.backend
-        return f"backend={backend}, sparse_from={self.sparse_from}, bundle={self._bundle!r}"
+        runtime = self._current.made  # showing a model makes nothing
+        backend = self._current.settings.backend if runtime is None else runtime.backend
+        return f"backend={backend}, sparse_from={self.sparse_from}, bundle={self._current.bundle!r}"
 
     @property
     def sparse_from(self) -> SparseFrom:
@@ -242,8 +231,8 @@ class SparseCausalLM(_Dense):
     @property
     def bundle(self) -> Bundle:
         """The predictors and thresholds in use. Change them with :meth:`set_bundle`."""
-        assert self._bundle is not None, "make this model with from_pretrained or from_model"
-        return self._bundle
+        assert self._current.bundle is not None, "make this model with from_pretrained or from_model"
+        return self._current.bundle
 
     def set_bundle(self, bundle: Bundle) -> None:
         """Use other predictors or thresholds, for instance ``model.set_bundle(model.bundle.at(mlp_density=0.2))``.
@@ -253,23 +242,12 @@ class SparseCausalLM(_Dense):
         Raises:
             UserError: no bundle, one of another shape, or one that the backend cannot run. Nothing is changed then.
         """
-        with self._held.lock, no_mode(self.device):
-            runtime = self._run_with(bundle)
-            self._bundle, self._held.value = bundle, runtime
-
-    def _run_with(self, bundle: Bundle) -> Runtime:
-        runtime = Runtime(self, bundle, self._settings, self.kv_policy, self._held.value)
-        if runtime.refusal is not None:
-            self._log_once(runtime.refusal)
-        return runtime
+        self._current.set_bundle(self, bundle)
 
     @property
     def _runtime(self) -> Runtime:
-        """What a call runs through that begins now. Made anew where weights, dtype or device have changed since."""
-        with self._held.lock, no_mode(self.device):
-            if self._held.value is None or not self._held.value.fits(self):
-                self._held.value = self._run_with(self.bundle)
-            return self._held.value
+        """What a call runs through that begins now."""
+        return self._current.runtime(self)
 
     @property
     def device(self) -> torch.device:
@@ -280,7 +258,7 @@ class SparseCausalLM(_Dense):
     @property
     def backend(self) -> str:
         """``mask``, ``gather``, ``triton`` or ``cpu``, in use. Another one is chosen with :meth:`from_model`."""
-        return "mask" if self._bundle is None else self._runtime.backend
+        return "mask" if self._current.bundle is None else self._runtime.backend
 
     def describe(self, rows: int = 1, tokens: int = 256) -> str:
         """What runs in a decoding step of so many rows of so many tokens, and why. An engine is built to tell.
@@ -297,9 +275,7 @@ class SparseCausalLM(_Dense):
             UserError: the backend has none.
         """
         runtime = self._runtime
-        if runtime.engines is None:
-            why = "" if runtime.refusal is None else f": {runtime.refusal.reason}"
-            raise UserError(f"this needs an engine, and the backend is {runtime.backend}{why}")
+        runtime.check_engine("this")
         runtime.prepare(self)
         return runtime.engines
 
@@ -321,39 +297,22 @@ class SparseCausalLM(_Dense):
             guarded.reset()
 
     def _judge(self, refusal: UserError, runtime: Runtime) -> None:
-        """Return where gather may stand in for an engine that refuses, else raise. A fault by the layer's name."""
-        if ranks_of(self) is not None:
-            raise refusal
-        if isinstance(refusal, Unsupported) and self._settings.auto:
-            return self._log_once(refusal)
-        if refusal.tokens is not None:
-            find_fault(self, super().forward, runtime, refusal.tokens)
-        raise refusal
-
-    def _log_once(self, refusal: UserError) -> None:
-        """One line for each reason why gather runs in place of the engine."""
-        text = str(refusal).removesuffix("; use backend='gather'")
-        self._log_line(f"{text}: the backend gather runs instead, some 50 times slower for a small model")
-
-    def _log_line(self, line: str) -> None:
-        if line not in self._logged:
-            self._logged.add(line)
-            logger.warning(line)
+        """Return where gather may stand in for an engine that refuses, else raise."""
+        self._current.judge(self, super().forward, refusal, runtime)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``half`` and the like do: what was derived is given up, the next call makes it anew."""
-        with self._held.lock:
-            self._held.value = None
+        self._current.forget()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a shallow copy takes: it derives for itself."""
-        return self.__dict__ | {"_held": Held()}
+        return self.__dict__ | {"_current": self._current.copied()}
 
     def _replicate_for_data_parallel(self) -> Any:
         """A copy on another device derives for itself."""
         replica = super()._replicate_for_data_parallel()
-        replica._held = Held()
+        replica._current = self._current.copied()
         return replica
 
     def new_cache(self) -> SparseCache | None:

@@ -145,6 +145,12 @@ class Runtime:
         self.prepare(model)
         return self.engines.describe(rows, tokens)
 
+    def check_engine(self, what: str, otherwise: str = "") -> None:
+        """Raise :class:`UserError` where ``what`` needs an engine and there is none. otherwise: ends the message."""
+        if self.engines is None:
+            why = "" if self.refusal is None else f": {self.refusal.reason}"
+            raise UserError(f"{what} needs an engine, and the backend is {self.backend}{why}{otherwise}")
+
     @contextlib.contextmanager
     def turn(self, nested: bool) -> Iterator[None]:
         """Calls of gather run side by side, but for a guard, whose thresholds all of them would move."""
@@ -201,11 +207,7 @@ def _of_ranks(settings: Settings, device: torch.device) -> Settings:
 
 def check_lossless(runtime: Runtime) -> None:
     """Raise :class:`UserError` where decoding cannot be lossless: without an engine, or with a guard."""
-    if runtime.engines is None:
-        why = "" if runtime.refusal is None else f": {runtime.refusal.reason}"
-        raise UserError(
-            f"lossless decoding needs an engine, and the backend is {runtime.backend}{why}; or pass lossless=False"
-        )
+    runtime.check_engine("lossless decoding", "; or pass lossless=False")
     if runtime.guarded is not None:
         raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
 
