@@ -65,6 +65,7 @@ def _run_main(argv: list[str], log: str, module: str) -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background were told to ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # behind nohup this one
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
