@@ -21,7 +21,8 @@ SHIPPED = checkpoints/opt-mini/bundle
 OLDEST_TRITON = build/triton-3.6.0
 S3_PACKAGES = build/s3
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2
+# Bytecode is written wherever make runs: pytest rewrites the asserts of 300 files, which takes it five seconds.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
 .PHONY: demo train infer bundle report test test-long lint tables release tag wheels docs clean
@@ -48,9 +49,10 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --texts '[]' --limit 50 --shots 0
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 
+# Tracing would make the interpreter a third slower and says nothing of kernels.
 test: .venv/dev lint
-	$(PYTEST) --dist loadfile tests/kernels
-	$(PYTEST) --dist loadfile --ignore=tests/kernels $(if $(COVERAGE),--cov=dejavu_train --cov-report=term --cov-fail-under=85)
+	$(if $(COVERAGE),$(PYTEST) --dist loadfile tests/kernels)
+	$(PYTEST) --dist loadfile $(if $(COVERAGE),--ignore=tests/kernels --cov=dejavu_train --cov-report=term --cov-fail-under=85)
 
 test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES)
 	OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) $(PYTEST) --dist worksteal -m long
