@@ -38,8 +38,8 @@ def with_torch():
         yield lambda code, blocked=(): forks.run(REPOSITORY, BLOCK.format(blocked=blocked) + code)
 
 
-def python(code: str) -> str:
-    command = [sys.executable, "-c", code]
+def python(code: str, blocked: tuple[str, ...] = ()) -> str:
+    command = [sys.executable, "-c", BLOCK.format(blocked=blocked) + code]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
