@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.files import write_text
+from dejavu_train.signals import Interrupted
 
 HEARTBEAT_SECONDS = 15.0
 GONE_SECONDS = 120.0
@@ -126,6 +127,12 @@ def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> 
             with contextlib.suppress(OSError):
                 os.utime(path)
 
+    def let_go() -> None:
+        done.set()
+        if _ours.get(str(folder)) == identity:
+            _ours.pop(str(folder), None)
+        path.unlink(missing_ok=True)
+
     try:  # around the first writing too: a signal may come at any moment
         for left in reversed(range(TRIES)):
             write_text(path, json.dumps(dataclasses.asdict(holder)))
@@ -141,10 +148,11 @@ def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> 
             _ours[str(folder)] = identity
         yield
     finally:
-        done.set()
-        if _ours.get(str(folder)) == identity:
-            _ours.pop(str(folder), None)
-        path.unlink(missing_ok=True)
+        try:
+            let_go()
+        except Interrupted:  # in the midst of it
+            let_go()
+            raise
 
 
 def ours() -> dict[str, str]:

@@ -3,13 +3,17 @@
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from dejavu_train import locks
+from dejavu_train.errors import exit_on_user_error
 from dejavu_train.locks import Held, claim, holders, locked
 
 
@@ -25,6 +29,26 @@ def put(folder, **changes):
     path = folder / f"other-{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(values | changes))
     return path
+
+
+def test_a_signal_while_a_holder_lets_go_leaves_no_file(tmp_path, monkeypatch):
+    rung = []
+
+    class Ringing(threading.Event):
+        def set(self):
+            super().set()
+            rung.append(len(rung))
+            if len(rung) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(locks, "threading", SimpleNamespace(Event=Ringing, Thread=threading.Thread))
+
+    def main(argv):
+        with claim(tmp_path, "one"):
+            pass
+
+    assert exit_on_user_error(main) == 143 and rung
+    assert not list(tmp_path.iterdir()) and not locks.ours()
 
 
 def test_those_that_agree_hold_a_folder_together(tmp_path):
