@@ -21,11 +21,11 @@ from dejavu_train.engine.ranks.group import Group
 from dejavu_train.engine.ranks.pushed import PushedSums
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.ranks.sharing import shards_of
-from dejavu_train.engine.ranks.sums import GroupSums, Sums, SymmetricSums
+from dejavu_train.engine.ranks.sums import GroupSums, Sums
 from dejavu_train.families import ModelDims
 
 SMALL = ModelDims(1024, 4096, 4, 16, 5000, 512)
-SUMS = {"fastest": None, "nccl": GroupSums, "one-shot": SymmetricSums, "pushed": PushedSums}
+SUMS = {"fastest": None, "nccl": GroupSums, "pushed": PushedSums}
 FAR = 0.1  # standard deviations of the logits
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import command_line
-from benchmarks.tables_ranks import Step, alone, ms_of, steps_of
+from benchmarks.tables_ranks import GOAL_CARD, Step, alone, ms_of, steps_of
 from dejavu_train.evaluation.figure import save
 
 LARGEST = "175b"
@@ -24,9 +24,13 @@ def label(step: Step) -> str:
 
 
 def lines_of(root: Path, model: str, by: str) -> dict[str, Line]:
-    """Of one row: by "prompt" on as many GPUs as were used at most, or by "gpus" behind 128 tokens."""
+    """Of one row on the card of the goals, by "prompt" or by "gpus".
+
+    By prompt it is on as many GPUs as were used at most. By GPUs it is behind 128 tokens.
+    """
     found: dict[str, Line] = {}
-    steps = {step: row for step, row in steps_of(root).items() if step.model == model and step.batch == 1}
+    rows = {step: row for step, row in steps_of(root).items() if step.model == model and step.batch == 1}
+    steps = {step: row for step, row in rows.items() if step.card == GOAL_CARD and not step.reckoned}
     most = max((step.gpus for step in steps), default=0)
     for step, row in steps.items():
         if step.neurons not in (0.1, 1.0) or (step.gpus != most if by == "prompt" else step.prompt != 128):
@@ -61,10 +65,9 @@ def draw(root: Path, picture: Path) -> None:
     axes[1].set(title=f"OPT-{MODEL.upper()} shapes, prompt 128", xlabel="GPUs")
     shown = [pyplot.Line2D([], [], color=colour, marker="o", label=name) for name, colour in colours.items()]
     shown.append(pyplot.Line2D([], [], color="grey", linestyle=":", label="bytes at the best read"))
-    cards = ", ".join(sorted({step.card for step in steps_of(root)}))
     figure.legend(
         handles=shown, loc="lower center", ncols=3, frameon=False, fontsize=9,
-        title=f"One row, {cards}. 10 % of the neurons where heads are named",
+        title=f"One row, {GOAL_CARD}. 10 % of the neurons where heads are named",
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0.19, 1, 1))
     save(figure, picture.with_suffix(""), ["png"])

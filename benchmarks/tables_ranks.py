@@ -28,6 +28,7 @@ class Step(NamedTuple):
     batch: int
     prompt: int
     sums: str
+    reckoned: bool
 
     @property
     def shown(self) -> str:
@@ -38,7 +39,9 @@ class Step(NamedTuple):
 
     @property
     def place(self) -> str:
-        return f"{self.model.upper()}, {self.gpus} {self.card}{', pushed' if self.sums.startswith('pushed') else ''}"
+        kind = self.sums.partition(" ")[0]
+        other = f", {kind}" if kind not in ("", "pushed") else ""
+        return f"{self.model.upper()}, {self.gpus} {self.card}{other}{', reckoned' * self.reckoned}"
 
     def dense(self) -> "Step":
         return self._replace(neurons=1.0, heads=1.0)
@@ -50,7 +53,8 @@ def step_of(row: Row) -> Step:
     neurons, heads = asked if row["engine"] == "sparse" else (1.0, 1.0)
     numbers = int(row["gpus"]), int(row["batch"]), int(row["prompt"])
     weights = "4 bits" if row["weights"] == "int4" else "fp16"
-    return Step(row["model"], numbers[0], card(row), weights, neurons, heads, *numbers[1:], row["sums"])
+    return Step(row["model"], numbers[0], card(row), weights, neurons, heads, *numbers[1:], row["sums"],
+                row["note"].startswith("reckoned"))  # fmt: skip
 
 
 def _rows(root: Path) -> list[Row]:

@@ -37,7 +37,7 @@ def root(tmp_path):
     for values in (*STEPS, *RIVALS):
         row = dict(zip(NAMES, values, strict=True))
         if row["engine"] in ("dense", "sparse"):
-            row |= {"floor_ms": 4, "share_of_floor": 4 / row["slowest_ms"], "sums": "one-shot"}
+            row |= {"floor_ms": 4, "share_of_floor": 4 / row["slowest_ms"], "sums": "pushed over NVLink"}
         row |= {"p50_ms": row["slowest_ms"], "note": "compiled: No | luck"}
         append_row(tmp_path / tables_ranks.RANKS_ROWS, about | row, COLUMNS)
     for engine, options, ms in (("dense", "", 32), ("sparse", "", 10), ("sparse", "site=1", 9)):
@@ -85,7 +85,7 @@ def test_rivals_stand_beside_our_steps(root, capsys):
 
 def test_lines_of_the_picture(root):
     by_gpus = ranks_picture.lines_of(root, "66b", "gpus")
-    assert by_gpus == {"fp16, dense": {1: (32, 7), 2: (16, 4), 4: (12, 4)}, "fp16, heads 50 %": {1: (10, 7), 2: (8, 4)}}
+    assert by_gpus == {"fp16, dense": {1: (32, 7), 2: (16, 4)}, "fp16, heads 50 %": {1: (10, 7), 2: (8, 4)}}
     by_prompt = ranks_picture.lines_of(root, "175b", "prompt")
     assert by_prompt["fp16, dense"] == {128: (20, 4), 1024: (22, 4)} and "fp16, heads 25 %" not in by_prompt
     picture = root / "picture.png"

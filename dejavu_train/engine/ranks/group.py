@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dejavu_train.engine.ranks.sums import Sums, sums_of
+from dejavu_train.engine.ranks.sums import GroupSums, Sums
 from dejavu_train.engine.ranks.watch import Watch, connect
 from dejavu_train.errors import UserError, first_line
 
@@ -165,3 +165,18 @@ def _device_of(local: int, asked: Any) -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def sums_of(device: torch.device, group: Any = None) -> Sums:
+    """The fastest that runs on every rank of the group."""
+    made, works = None, 0
+    if device.type == "cuda":
+        try:
+            from dejavu_train.engine.ranks.pushed import PushedSums
+
+            made, works = PushedSums(device, group), 1
+        except (ImportError, RuntimeError, AttributeError):  # no NVLink between them, or a build of torch without
+            pass
+    agreed = torch.tensor([works], device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    return made if made is not None and agreed.item() else GroupSums(device, group)

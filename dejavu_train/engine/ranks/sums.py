@@ -1,4 +1,4 @@
-"""The sums over ranks: one protocol, by `torch.distributed` anywhere, or in one kernel over NVLink.
+"""The sums over ranks: one protocol, by `torch.distributed` anywhere, or in one kernel over NVLink (pushed.py).
 
 Whatever adds up, all ranks get the same bits. Ranks must call the same methods in the same order.
 """
@@ -67,64 +67,3 @@ class RankOrderSums(GroupSums):
         out.copy_(gathered[0])
         for other in gathered[1:]:
             out.add_(other)
-
-
-class NVLinkSums(GroupSums):
-    """In one kernel a sum, by memory that the GPUs share, without multicast. A subclass says how.
-
-    Of long prompts sums are NCCL's, which sends each number once.
-
-    Raises:
-        RuntimeError: GPUs that cannot reach each other's memory.
-    """
-
-    how: str
-
-    def __init__(self, device: torch.device, group: Any = None) -> None:
-        super().__init__(device, group)
-        from torch.distributed import _symmetric_memory
-
-        self.name = f"{self.how} over NVLink"
-        self._memory = _symmetric_memory
-        whole: Any = dist.group.WORLD
-        self._group = (group or whole).group_name
-        trial = self.buffer(16)
-        out = torch.empty_like(trial)
-        self.add(trial.fill_(1), out)
-        if out[0].item() != dist.get_world_size(group):
-            raise RuntimeError("a sum over NVLink is wrong here")
-
-    def by_rank(self) -> Sums:
-        """See `Sums.by_rank`. The kernel adds a number of each rank in the order of the ranks."""
-        return self
-
-    def shared(self, *sizes: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """Zeros that all ranks reach, and torch's handle on them. All ranks call it together."""
-        made = self._memory.empty(*sizes, dtype=dtype, device=self.device)
-        handle = self._memory.rendezvous(made, self._group)
-        return made.zero_(), handle
-
-
-class SymmetricSums(NVLinkSums):
-    """Each rank reads the others' parts."""
-
-    how = "one-shot"
-
-    def buffer(self, *sizes: int) -> Tensor:
-        return self.shared(*sizes, dtype=torch.float32)[0]
-
-    def add(self, part: Tensor, out: Tensor, pdl: bool = False) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._group, out)
-
-
-def sums_of(device: torch.device, group: Any = None) -> Sums:
-    """The fastest that runs on every rank of the group."""
-    made, works = None, 0
-    if device.type == "cuda":
-        try:
-            made, works = SymmetricSums(device, group), 1
-        except (RuntimeError, AttributeError):  # no NVLink between them, or a build of torch without
-            pass
-    agreed = torch.tensor([works], device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
-    return made if made is not None and agreed.item() else GroupSums(device, group)
