@@ -30,6 +30,7 @@ TIMES_GOAL = 1.5  # an increase over OPT's at equal bytes
 JUDGED_FROM = 0.003  # an increase of OPT's below which a ratio says nothing
 PAPER, PAPER_GOAL = ("0.7", "0.5"), 0.01  # neurons and heads of Table 5; the largest increase
 AHEAD = "lookahead"
+READ_BY = {"self": "own input", AHEAD: "half a layer earlier"}  # training -> what predictors of neurons read
 _SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320,
     "max_position_embeddings": 256,
@@ -193,23 +194,24 @@ def _equal_bytes(rows: Sequence[Row], model: str, share: float) -> dict[tuple[st
 
 
 def goals_table(root: Path) -> str:
-    """At equal bytes: increase over the texts, and how many times that of OPT of the same size."""
-    rows = [row for row in _rows(root) if row["training"] == "self" and row["asked_head_density"] == "1.0"]
-    rows = [row for row in rows if float(row["asked_mlp_density"]) < 1]
+    """At equal bytes: increase over the texts, and how many times that of OPT of the same size and predictors."""
+    rows = [row for row in _rows(root) if row["asked_head_density"] == "1.0" and float(row["asked_mlp_density"]) < 1]
     table = []
-    for model in _models(rows):
-        family, size = _split(model)
-        cells = [_title(model, rows)]
-        for share in BYTES:
-            own, opt = (_equal_bytes(rows, name, share) for name in (model, f"opt-{size}"))
-            both = sorted(set(own) & set(opt))
-            if not both:
-                cells.append("")
-                continue
-            here, there = mean([own[key] for key in both]), mean([opt[key] for key in both])
-            cells.append(percent(here) + _verdict(family, here, there))
-        table.append(cells)
-    headings = ["increase at equal bytes", *(f"{100 * share:g} % of the bytes" for share in BYTES)]
+    for training, reads in READ_BY.items():
+        trained = [row for row in rows if row["training"] == training]
+        for model in _models(trained):
+            family, size = _split(model)
+            cells = [_title(model, trained), reads]
+            for share in BYTES:
+                own, opt = (_equal_bytes(trained, name, share) for name in (model, f"opt-{size}"))
+                both = sorted(set(own) & set(opt))
+                if both:
+                    here, there = mean([own[key] for key in both]), mean([opt[key] for key in both])
+                    cells.append(percent(here) + _verdict(family, here, there))
+                else:
+                    cells.append(f"{percent(mean(list(own.values())))} (OPT: no rows)" if own else "")
+            table.append(cells)
+    headings = ["increase at equal bytes", "predictors read", *(f"{100 * share:g} % of the bytes" for share in BYTES)]
     return f"{markdown(headings, table)}\nRows: {ROWS}; {provenance(rows, 'device')}.\n"
 
 
@@ -257,8 +259,12 @@ def ahead_table(root: Path) -> str:
     asked = sorted({row["asked_mlp_density"] for row in ahead}, key=float)
     table = []
     for model in _models(ahead):
-        for name, training in (("own input", "self"), ("half a layer earlier", AHEAD)):
-            seed = min(row["seed"] for row in rows if (row["model"], row["training"]) == (model, training))
+        for training, name in READ_BY.items():
+            seed = min(
+                (row["seed"] for row in rows if (row["model"], row["training"]) == (model, training)), default=""
+            )
+            if not seed:
+                continue
             cells = [_title(model, ahead).partition(" (")[0], f"{name}, seed {seed}"]
             for density in asked:
                 key = (model, training, seed, density)
