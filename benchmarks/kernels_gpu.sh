@@ -4,7 +4,8 @@
 #   TRY=1 bash benchmarks/kernels_gpu.sh OUTPUT_FOLDER       all of it on a CPU: what is chosen, and tiny shapes
 # Parts, with their seconds where each has a call of its own:
 #   kernels (200), engine (250)   all tests of tests/kernels with 5 processes a GPU, and of tests/engine with 8
-#   memcheck (250), racecheck (250)   compute-sanitizer over tests chosen by MEMORY and RACES, one process a choice
+#   memcheck (480), racecheck (480)   compute-sanitizer over tests chosen by MEMORY and RACES, a process each, none of which
+#                       may capture a graph: memcheck sees allocations because torch caches none, and a capture forbids them
 #   tune (400)          benchmarks.tune for WIDTHS; it goes on from OUTPUT_FOLDER/tune.csv, which TUNED may name
 #   alternate (560)     the 20 cells of benchmarks.alternate, ROUNDS (3) times, beside the code in the folder BEFORE (.before):
 #                       git archive --prefix .before/ COMMIT dejavu_train kernels benchmarks | tar -x
@@ -23,7 +24,8 @@ if [ -n "$try" ]; then export TRITON_INTERPRET=1; fi
 # FILE or FILE::NAME, each with the words that -k takes behind "|". What has an atomic, a ticket or a queue of its own.
 memory=${MEMORY:-"tests/kernels/stages/test_listed_int4.py tests/kernels/stages/test_mlp.py|int4 tests/kernels/mlp/test_int4_fc2.py
   tests/kernels/dense/test_int4_batch.py tests/kernels/attention/test_int4_qkv.py tests/kernels/stages/test_attend.py
-  tests/kernels/stages/test_norm.py tests/kernels/stages/test_nibbles.py tests/kernels/verify"}
+  tests/kernels/stages/test_norm.py tests/kernels/stages/test_nibbles.py tests/kernels/verify/test_attend_slots.py
+  tests/kernels/verify/test_slot_products.py|float64 tests/kernels/verify/test_screened_slots.py"}
 races=${RACES:-"tests/kernels/stages/test_listed_int4.py tests/kernels/mlp/test_int4_fc2.py tests/kernels/dense/test_int4_batch.py|programs
   tests/kernels/attention/test_int4_qkv.py|idle tests/kernels/verify/test_attend_slots.py tests/kernels/verify/test_slot_products.py|float64
   tests/kernels/verify/test_screened_slots.py"}
@@ -46,22 +48,28 @@ whole() {  # NAME FOLDER PROCESSES SECONDS
   report tests.txt "$1"
 }
 
-sanitize() {  # TOOL SECONDS CHOICES: every process has its own share of the seconds
-  local tool=$1 each=$(($2 / $(wc -w <<< "$3"))) choice name code
-  for choice in $3; do
-    name=$tool-$(basename "${choice%%|*}" .py)
-    set -- "${choice%%|*}"
-    if [[ $choice == *"|"* ]]; then set -- "$@" -k "${choice#*|}"; fi
-    if [ -n "$try" ]; then
-      step "$name" 600 "$python" -m pytest -q --collect-only -p no:cacheprovider "$@"
-    else
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$name" "$each" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-        --target-processes all "$python" -m pytest -q -x -p no:cacheprovider -p no:xdist "$@"
-    fi
-    code=$?
-    if [ "$code" = 5 ]; then echo "EMPTY $choice" | tee -a "$out/sanitizer.txt"; fi
-    report sanitizer.txt "$name"
-  done
+sanitize() {  # TOOL SECONDS CHOICES: side by side, for the sanitizer keeps a core busy and not the GPU
+  local choice
+  for choice in $3; do sanitize_choice "$1" "$2" "$choice" & done
+  wait
+  keep_logs
+}
+
+sanitize_choice() {  # TOOL SECONDS CHOICE
+  local tool=$1 seconds=$2 choice=$3 name code
+  name=$tool-$(basename "${choice%%|*}" .py)
+  keep_logs() { :; }
+  set -- "${choice%%|*}"
+  if [[ $choice == *"|"* ]]; then set -- "$@" -k "${choice#*|}"; fi
+  if [ -n "$try" ]; then
+    step "$name" 600 "$python" -m pytest -q --collect-only -p no:cacheprovider "$@"
+  else
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$name" "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+      --target-processes all "$python" -m pytest -q -x -p no:cacheprovider -p no:xdist "$@"
+  fi
+  code=$?
+  if [ "$code" = 5 ]; then echo "EMPTY $choice" | tee -a "$out/sanitizer.txt"; fi
+  report sanitizer.txt "$name"
 }
 
 run_part() {

@@ -113,7 +113,10 @@ def main() -> int:
         f"--collect.calibration_tokens={max(WINDOW, asked.tokens // 10)}",
     ])  # fmt: skip
     plan = PlanConfig(asked.gpu, disk_gb_s=disk_rate(asked.folder) / GB)
-    predicted = forecast(config, shape, hardware_of(plan), plan).seconds
+    predicted = dict(forecast(config, shape, hardware_of(plan), plan).seconds)
+    for count in asked.workers:
+        several = forecast(config, shape, hardware_of(plan), dataclasses.replace(plan, gpus=count)).seconds
+        predicted[f"training, {count} workers"] = several["training"]
     about = made_now(*SOURCES) | {
         "shape": asked.shape, "layers": asked.layers, "tokens": asked.tokens, "device": device_name(device),
         "plan_gpu": asked.gpu, "disk_gb_s": f"{plan.disk_gb_s:.2f}",

@@ -40,7 +40,7 @@ from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
 from benchmarks.tables_one_model import ONE_MODEL_TABLES
-from benchmarks.tables_plan import by_layers_table, own_text_table, streaming_table
+from benchmarks.tables_plan import by_layers_table, own_text_table, plan_check_table, streaming_table
 from benchmarks.tables_ranks import RANKS_TABLES
 from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_stages import STAGE_TABLES
@@ -305,6 +305,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-int4": tables_decode.int4_table,
     "decode-int4-prompts": tables_decode.int4_prompts_table,
     "decode-int4-batches": tables_decode.int4_batches_table,
+    "int4-steps": tables_decode.int4_steps_table,
     "decode-families": tables_decode.families_table,
     "decode-families-goals": tables_decode.family_goals_table,
     "generate": generate_table,
@@ -325,6 +326,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **RANKS_TABLES,
     "streaming": streaming_table,
     "by-layers": by_layers_table,
+    "plan-check": plan_check_table,
     "own-text-by-layers": own_text_table,
     "card": card_table,
 }
@@ -343,6 +345,7 @@ MADE_BY = {  # table -> what makes its rows
     "decode-int4": _INT4,
     "decode-int4-prompts": _INT4,
     "decode-int4-batches": _INT4,
+    "int4-steps": _DECODE,
     **dict.fromkeys(("decode-families", "decode-families-goals"), _DECODE),
     "generate": "`python -m benchmarks.generate` on a GPU",
     "pipeline": "`python -m benchmarks.cpu_extra pipeline` on quiet cores, and `generate` on a GPU",
@@ -372,6 +375,7 @@ MADE_BY = {  # table -> what makes its rows
     "several-gpus-rivals": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --rivals`",
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
     "by-layers": "`python -m benchmarks.by_layers --shape 30b --layers 8 --tokens 65536` on a GPU",
+    "plan-check": "`python -m benchmarks.plan_run --shape 6.7b --layers 8 --tokens 40000 --workers 4` on four GPUs",
     "own-text-by-layers": "`python -m benchmarks.tables`",
     "stage-cells": "`python -m benchmarks.alternate` on a GPU",
     "stage-lines": "`python -m benchmarks.merged lines`",

@@ -7,6 +7,7 @@ from benchmarks.tables_format import Row, card, devices, markdown, provenance, r
 
 DECODE = "benchmarks/results/decode.csv"
 FAMILY_STEPS = "benchmarks/results/decode_families.csv"
+INT4_STEPS = "benchmarks/results/int4_steps.csv"
 CARDS = ("H200", "H100")  # goals are for the first
 HEADS = ("fp16, fp16", "fp16, screened", "4 bits, 4 bits", "4 bits, fp16", "4 bits, screened")  # weights, LM head
 FAMILY_GOALS = {  # issue 43: a sparse step against our dense one, 10 % of the neurons, 60 % of them active
@@ -25,6 +26,7 @@ INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 
     "66b": {"dense": 9.6, "heads 100 %": 4.8, "heads 85 %": 4.45, "heads 50 %": 3.5},
     "175b": {"dense": 25, "heads 100 %": 11.5, "heads 85 %": 10.4, "heads 50 %": 8.2},
 }
+ROWS_GOALS = {"4": {"6.7b": 1.3, "30b": 1.2, "66b": 1.15}, "8": {"6.7b": 1.6, "30b": 1.4, "66b": 1.3}}  # steps of one
 LABELS = {"ahead": "heads look ahead too", "screen, ahead": "screen, heads look ahead too"}  # of kinds of steps
 SELECTED = {"heads 100 %": "head_density=1.0", "heads 85 %": "head_density=0.85", "heads 50 %": ""}  # a word of options
 
@@ -209,6 +211,24 @@ def int4_batches_table(root: Path) -> str:
     for engine in ("dense", "sparse"):
         headings += [f"{engine}, ms", "of its floor", "fp16, ms"]
     return f"{markdown([*headings, 'union of the neurons'], table)}\nRows: decode.csv; {provenance(shown)}.\n"
+
+
+def int4_steps_table(root: Path) -> str:
+    """Dense steps of several rows with 4-bit weights, in steps of one row of the same run, beside goals."""
+    rows = read_csv(root / INT4_STEPS)
+    ms = {(row["model"], row["batch"]): float(row["p50_ms"]) for row in rows}
+    table = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = [model.upper(), f"{ms[model, '1']:.3g}"]
+        for batch, goals in ROWS_GOALS.items():
+            steps = ms[model, batch] / ms[model, "1"]
+            cells += [f"{ms[model, batch]:.3g}", f"{steps:.2f} ({goals[model]:g}: {verdict(steps / goals[model])})"]
+        table.append(cells)
+    headings = ["shapes", "one row, ms"]
+    for batch in ROWS_GOALS:
+        headings += [f"{batch} rows, ms", "steps of one row (goal)"]
+    source = f"[int4_steps.csv]({INT4_STEPS})"
+    return f"{markdown(headings, table)}\nRows: {source}; {provenance(rows)}.\n"
 
 
 def families_table(root: Path) -> str:
