@@ -50,8 +50,8 @@ def at_its_files(arguments: Sequence[str]) -> tuple[Path, list[str]]:
     if path is None:
         return Path.cwd(), list(arguments)
     begun, config = begun_in(path.parent), parse_config(["--config", str(path)])
-    model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]  # as it was given, before an installed one is it
-    named = [name for name in (model, config.text.file) if name is not None]
+    given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}  # config may name an installed model in its place
+    named = [name for name in (given.get("model"), config.text.file) if name is not None]
     if not any((begun / name).exists() and not Path(name).exists() for name in named):
         return Path.cwd(), list(arguments)
     logger.info("relative paths begin in %s, where the run was begun", begun)

@@ -210,6 +210,8 @@ def test_a_run_goes_on_from_any_folder(tiny_opt, text_file, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     main(["--output=moved/runs/one", "--check"])
     assert "no mistake was found" in capsys.readouterr().out and Path.cwd() == tmp_path
+    (project / "runs/one/config.yaml").write_text("mlp: {rank: 8}")  # as somebody has edited it
+    assert at_its_files(["--output=moved/runs/one"]) == (tmp_path, ["--output=moved/runs/one"])
 
 
 def test_what_a_run_is_told_beside_its_folder_changes_it_and_is_said(run, collected, caplog):
