@@ -97,7 +97,8 @@ def test_every_phase_ends_and_goes_on(tiny_opt, text_file, tmp_path, phase, numb
     text = log.read_text()
     assert process.exitcode == code, text
     assert text.count(f"interrupted by {number.name}; {GOES_ON}") == 1 and "Traceback" not in text
-    assert not (output / "bundle").exists() and not list(output.rglob(".holders/**/*.json"))
+    assert not (output / "bundle").exists(), f"the signal came when the bundle was being written: {text}"
+    assert not list(output.rglob(".holders/**/*.json")), text
     if phase == "fitting":
         assert (job_folder(output, UnitKey(0, "mlp")) / "checkpoints" / "last.ckpt").is_file()
 
