@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a tiny random OPT with a real tokenizer, and some text."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -160,6 +161,20 @@ def pytest_collection_modifyitems(config, items):
 
             if not INTERPRET:
                 raise pytest.UsageError("triton was imported before conftest.py: run with TRITON_INTERPRET=1")
+
+
+def pytest_collection():
+    """What modules and tests are made of stays to the end, and looking through it takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(params=[True, False], ids=["assembly", "plain"])
