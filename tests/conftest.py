@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -39,6 +40,20 @@ def _a_faster_interpreter():
         from interpreter import spare_wasted_work
 
         spare_wasted_work()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_wait_for_the_disk():
+    """Tests kill processes, and no machine: what a process has written is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """As without matplotlib, for commands whose pictures a test does not look at: they take half a second."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.fixture(autouse=True)

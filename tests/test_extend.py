@@ -90,7 +90,7 @@ def test_the_page_trains_calibrates_and_bundles(place):
     assert again.mean_density("mlp") == pytest.approx(0.3) and not again.predictor(0, "mlp").training
 
 
-def test_the_page_evaluates(place, capsys):
+def test_the_page_evaluates(place, capsys, no_pictures):
     _, infer = commands()
     few = ["--tokens=300", "--window=64", "--selections=dense,predicted", "--densities=0.4", "--curve_densities="]
     few += ["--head_densities=", "--sparse_from=0", "--timing=false", "--device=cpu"]

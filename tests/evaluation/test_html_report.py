@@ -56,11 +56,12 @@ def results():
     }  # fmt: skip
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
     """Results, observations of two kinds, one of which is a picture, and tasks."""
-    write_json(tmp_path / "results.json", results())
-    stored = tmp_path / "observations"
+    folder = tmp_path_factory.mktemp("written")
+    write_json(folder / "results.json", results())
+    stored = folder / "observations"
     cosines = [
         CosineRow(layer, n, 0.9 / n, 0.8 / n, 0.85 / n, 0.95 / n, 1 / n, 0.9 / n, 10)
         for layer in range(3)
@@ -82,8 +83,14 @@ def folder(tmp_path):
     }  # fmt: skip
     write_json(stored / "observations.json", about)
     rows = [{"task": "copa", "shots": 0, "value": 0.553, "error": 0.02, "flips": None}]
-    write_json(tmp_path / "tasks/results.json", {"rows": rows})
-    return tmp_path
+    write_json(folder / "tasks/results.json", {"rows": rows})
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """The same, to be changed."""
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 class Page(HTMLParser):

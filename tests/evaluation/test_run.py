@@ -310,7 +310,7 @@ def test_a_guard_reports_the_retained_mass_of_generation(arguments, capsys, tmp_
     assert f"mlp {found['mlp']['retained_mass']:.4f}, heads {found['heads']['retained_mass']:.4f}" in line
 
 
-def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path):
+def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path, no_pictures):
     texts = []
     for options in (
         {"lossless": "true"},
@@ -387,7 +387,7 @@ def test_output_is_a_file(arguments, tmp_path, capsys):
     assert "is a file" in error_line(capsys)
 
 
-def test_text_that_was_trained_on_is_named(arguments, tiny_opt, short_text, tmp_path, caplog):
+def test_text_that_was_trained_on_is_named(arguments, tiny_opt, short_text, tmp_path, caplog, no_pictures):
     known = [sha256_text(document.text)[:16] for document in cut_plain_text(short_text.read_text())]
     seen = make_bundle(tiny_opt).at(0.1, 0.85)
     object.__setattr__(seen, "metadata", {"text": {"train_sha256": known[:1]}})

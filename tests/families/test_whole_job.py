@@ -30,7 +30,7 @@ def flags(values):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch):
+def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, no_pictures):
     monkeypatch.setattr(bandwidth.read_bandwidth, "__defaults__", (None, 8, 0.01))  # a look at memory takes seconds
     model, output = save_family(name, tmp_path / "model"), tmp_path / "run"
     caplog.set_level(logging.INFO, "dejavu_train")

@@ -138,7 +138,7 @@ def test_the_course_of_a_job_that_was_resumed(tmp_path):
     assert list(_course(tmp_path)) == [(1, {"loss": 0.5}), (9, {"loss": 0.3}), (12, {})]
 
 
-def test_infer_adds_perplexities_to_the_experiment(tiny_opt, text_file, output, tmp_path, monkeypatch):
+def test_infer_adds_perplexities_to_the_experiment(tiny_opt, text_file, output, tmp_path, monkeypatch, no_pictures):
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
