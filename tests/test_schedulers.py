@@ -11,7 +11,7 @@ import pytest
 from fake_slurm import install
 from small_runs import flags
 
-from dejavu_train import schedulers
+from dejavu_train import crew, schedulers
 from dejavu_train.cli import main, parse_config
 from dejavu_train.crew import RETRIES, last_line, run_tasks
 from dejavu_train.errors import UserError
@@ -25,7 +25,7 @@ TESTS = str(Path(__file__).parent)
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", install(tmp_path / "slurm-commands"))
-    monkeypatch.setattr(schedulers, "STATE_SECONDS", 1.0)
+    monkeypatch.setattr(schedulers, "STATE_SECONDS", 0.1)
     return tmp_path / "slurm-commands"
 
 
@@ -33,6 +33,7 @@ def slurm(tmp_path, monkeypatch):
 def scheduler(name, slurm, tmp_path, monkeypatch):
     """Opened, with a module of tests within reach of its workers."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(crew, "LOOK_SECONDS", 0.05)
     config = dataclasses.replace(parse_config([]), scheduler=name)
     with opened(config, tmp_path) as found:
         yield found

@@ -8,8 +8,8 @@ from bundles import make_bundle
 from benchmarks.crowd import Crowd
 from dejavu_train.engine.cpu.engine import SUPPORTED
 
-SECONDS = float(os.environ.get("CROWD_SECONDS", "4"))
-LONG = 3.0  # times as long where a call takes longer
+SECONDS = float(os.environ.get("CROWD_SECONDS", "2.5"))
+LONG = 5.0  # times as long where a call takes longer
 PATIENCE = 1.5  # seconds: sixteen threads, and a machine with other work beside them
 
 

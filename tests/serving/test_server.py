@@ -317,7 +317,7 @@ def test_many_clients_for_some_seconds(request, tiny_opt, stored_bundle, lossles
     else:
         server = request.getfixturevalue("server")
     load = Load(f"{server.url}/v1", NAME, most=40)
-    row = asyncio.run(load.run(64, 20 if lossless else 6))
+    row = asyncio.run(load.run(64, 20 if lossless else 3))
     assert {"text", "left", "queue full", "refused 400"} <= set(load.ends), row
     assert not [end for end in load.ends if end.startswith(("lost", "strange", "refused 5"))], row
     assert row["first_p99"] < 60 and load.ends["text"] > 20
