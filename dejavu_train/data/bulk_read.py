@@ -1,4 +1,4 @@
-"""Reads long stretches of a shard's dataset with several threads, straight into their place in memory.
+"""Reads long stretches of a shard's dataset with several threads, straight into their place in memory. Hashes files so.
 
 The HDF5 library has one lock for all threads and copies every row more than once. Our chunks hold whole rows, one after
 the other and uncompressed, so their bytes are read from where the library says they lie.
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dejavu_train.files import sha256_file
 from dejavu_train.machine import cores
 
 PIECE_BYTES = 16 << 20  # of one read
@@ -80,3 +81,13 @@ def fill(result: Tensor, pieces: Iterable[Piece]) -> None:
     with ThreadPoolExecutor(min(MOST_THREADS, cores())) as pool:
         for _ in pool.map(read, pieces):
             pass
+
+
+def sha256_files(paths: Iterable[Path]) -> list[str]:
+    """SHA-256 of each file. One thread hashes no faster than a disk reads.
+
+    Raises:
+        OSError: one that cannot be read.
+    """
+    with ThreadPoolExecutor(min(MOST_THREADS, cores())) as pool:
+        return list(pool.map(sha256_file, paths))

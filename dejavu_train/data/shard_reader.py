@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.data.bulk_read import Piece, fill, pieces, runs
+from dejavu_train.data.bulk_read import Piece, fill, pieces, runs, sha256_files
 from dejavu_train.data.shards import (
     COLLECT_AGAIN,
     HIDDEN,
@@ -20,7 +20,7 @@ from dejavu_train.data.shards import (
     WEIGHTS,
     ActivationManifest,
     ShardEntry,
-    check_digest,
+    check_digests,
     chunk_rows,
     layer_folder,
     open_shard,
@@ -29,7 +29,7 @@ from dejavu_train.data.shards import (
     unpack_bits,
 )
 from dejavu_train.errors import UserError
-from dejavu_train.files import read_sealed, sha256_file, write_sealed
+from dejavu_train.files import read_sealed, write_sealed
 from dejavu_train.store import bring
 
 
@@ -65,7 +65,7 @@ class ShardReader:
         for path, entry in zip(self._paths, entries, strict=True):
             bring(activations, path)
             check_shard(path, self.manifest, layer, entry)
-            check_digest(activations, path)
+        check_digests(activations, *self._paths)
         self._files: dict[int, h5py.File] = {}
         self._owner = 0
 
@@ -226,7 +226,7 @@ def write_statistics(
     ]
     names = [MANIFEST, *(f"{layer_folder('', layer)}/{WEIGHTS}" for layer in range(shape.n_layers))]
     names += [str(shard_path("", layer, e.index)) for layer in range(shape.n_layers) for e in manifest.shards]
-    files = {name: sha256_file(Path(activations) / name) for name in names}
+    files = dict(zip(names, sha256_files(Path(activations) / name for name in names), strict=True))
     for name, digest in (known or {}).items():
         if files.get(name, digest) != digest:
             raise UserError(f"{Path(activations) / name} was changed since it was written; {COLLECT_AGAIN}")

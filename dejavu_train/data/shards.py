@@ -31,12 +31,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dejavu_train.data.bulk_read import sha256_files
 from dejavu_train.data.config import Storage
 from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import BlockParts, ModelDims
 from dejavu_train.families.block import activate_
 from dejavu_train.families.dims import Activation
-from dejavu_train.files import read_json, read_sealed, replacing, sha256_file, system_error, write_json
+from dejavu_train.files import read_json, read_sealed, replacing, system_error, write_json
 from dejavu_train.store import bring, is_marked
 
 MANIFEST, STATISTICS, WEIGHTS = "manifest.json", "statistics.json", "weights.safetensors"
@@ -94,7 +95,7 @@ class ActivationManifest:
             manifest = cls(**values)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a manifest of activation shards ({error}); {COLLECT_AGAIN}") from None
-        check_digest(folder, path)
+        check_digests(folder, path)
         return manifest
 
     def of_set(self, name: str) -> list[ShardEntry]:
@@ -129,15 +130,17 @@ def file_digests(activations: str | Path) -> dict[str, str]:
     return files if isinstance(files, dict) else {}
 
 
-def check_digest(activations: str | Path, path: Path) -> None:
-    """Compare a file of the activations with its stored digest.
+def check_digests(activations: str | Path, *paths: Path) -> None:
+    """Compare files of the activations with their stored digests.
 
     Raises:
-        UserError: it was changed.
+        UserError: one was changed.
     """
-    stored = file_digests(activations).get(str(path.relative_to(activations)))
-    if stored is not None and path.is_file() and sha256_file(path) != stored:
-        raise UserError(f"{path} was changed since it was written; {COLLECT_AGAIN}")
+    stored = file_digests(activations)
+    known = [path for path in paths if str(path.relative_to(activations)) in stored and path.is_file()]
+    for path, digest in zip(known, sha256_files(known), strict=True):
+        if digest != stored[str(path.relative_to(activations))]:
+            raise UserError(f"{path} was changed since it was written; {COLLECT_AGAIN}")
 
 
 def layer_folder(activations: str | Path, layer: int) -> Path:
@@ -363,7 +366,7 @@ class LayerWeights:
                 about |= json.loads(about.pop(_ABOUT, "{}"))
                 if about.get("model") != weight_hash:
                     raise UserError(f"{path} is of another model than the shards beside it; {COLLECT_AGAIN}")
-                check_digest(activations, path)
+                check_digests(activations, path)
                 names = ["up_weight", "up_bias", "down_norm", "head_mean"]
                 names += [name for name in ("gate_weight", "gate_bias") if name in file.keys()]
                 tensors = {name: file.get_tensor(_STORED.get(name, name)).float() for name in names}
