@@ -91,18 +91,25 @@ def heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Within the context the first signal waits: until ``stop_if_pending`` is called, or until the context ends."""
+    """Within the context the first signal waits: until ``stop_if_pending`` is called, or until the context ends.
+
+    An exception that leaves the context meanwhile is the signal's. Lightning ends a fit by SystemExit with no code.
+    """
     global _deferring, _pending
     _deferring += 1
+    ended = False
     try:
         yield
+    except Interrupted:  # by this signal at its place, or by a second one
+        ended = True
+        raise
     finally:
         _deferring -= 1
         waiting = _pending
         if not _deferring:
             _pending = None
-    if waiting is not None and not _deferring:
-        raise Interrupted(waiting)
+            if waiting is not None and not ended:
+                raise Interrupted(waiting)
 
 
 def pending() -> bool:

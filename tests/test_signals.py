@@ -1,5 +1,6 @@
 """A signal ends every phase of a command with one line and exit 130 or 143. Nothing goes on, no child stays."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -58,6 +59,17 @@ def test_a_deferred_signal_waits_for_its_place_and_a_second_one_does_not():
     passed.clear()
     assert exit_on_user_error(main, ["again"]) == 130 and passed == ["first"]
     assert exit_on_user_error(lambda argv: passed.append(signals.pending())) == 0 and passed[-1] is False
+
+
+@pytest.mark.parametrize("theirs", [SystemExit(), OSError("full"), ValueError("of a library")])
+def test_a_deferred_signal_is_not_lost_to_an_exception_of_its_place(theirs):
+    def main(argv):
+        with contextlib.suppress(type(theirs)), signals.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise theirs
+
+    assert exit_on_user_error(main) == 143
+    assert exit_on_user_error(lambda argv: None) == 0 and not signals.pending()
 
 
 def wait_for(found, process, seconds=300):
