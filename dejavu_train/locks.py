@@ -120,15 +120,17 @@ def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> 
     folder = Path(folder)
     holder = Holder(os.getpid(), socket.gethostname(), _machine(), _started(os.getpid()) or "", identity, note)
     path = folder / f"{holder.host}-{holder.pid}-{uuid.uuid4().hex[:8]}.json"
-    done = threading.Event()
+    held = threading.Lock()  # no Event: a signal within its set() would leave the lock that is in it taken
+    held.acquire()
 
     def touch() -> None:
-        while not done.wait(HEARTBEAT_SECONDS):
+        while not held.acquire(timeout=HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):
                 os.utime(path)
 
     def let_go() -> None:
-        done.set()
+        if held.locked():
+            held.release()
         if _ours.get(str(folder)) == identity:
             _ours.pop(str(folder), None)
         path.unlink(missing_ok=True)
@@ -163,15 +165,16 @@ def ours() -> dict[str, str]:
 @contextlib.contextmanager
 def locked(folder: str | Path, waiting_message: str | None = None) -> Iterator[None]:
     """Hold ``folder`` alone, waiting for another holder. The message is printed with who that is."""
-    with contextlib.ExitStack() as stack:
-        announced = False
-        while True:
-            try:
-                stack.enter_context(claim(folder))
-                break
-            except Held as held:
-                if waiting_message and not announced:
-                    print(f"{waiting_message} ({held.holder})", file=sys.stderr)
-                announced = True
-                time.sleep(random.uniform(0.2, 0.6))
-        yield
+    announced = entered = False
+    while not entered:
+        try:
+            with claim(folder):
+                entered = True
+                yield
+        except Held as held:
+            if entered:
+                raise
+            if waiting_message and not announced:
+                print(f"{waiting_message} ({held.holder})", file=sys.stderr)
+            announced = True
+            time.sleep(random.uniform(0.2, 0.6))

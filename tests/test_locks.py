@@ -1,20 +1,24 @@
 """Holders of a folder: who excludes whom, who counts as gone, and that two at once never both go on."""
 
+import contextlib
+import gc
 import json
 import multiprocessing
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from dejavu_train import locks
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.locks import Held, claim, holders, locked
+from dejavu_train.training import job as job_module
+from dejavu_train.training.job import claimed
 
 
 def dead_pid() -> int:
@@ -31,24 +35,45 @@ def put(folder, **changes):
     return path
 
 
-def test_a_signal_while_a_holder_lets_go_leaves_no_file(tmp_path, monkeypatch):
-    rung = []
+@pytest.mark.parametrize("hold", [lambda folder: claim(folder, "one"), locked, claimed], ids=["claim", "lock", "job"])
+def test_a_signal_at_any_moment_leaves_no_holder(tmp_path, hold, capsys):
+    """At every call of what takes and leaves a folder, for there the interpreter looks for signals.
 
-    class Ringing(threading.Event):
-        def set(self):
-            super().set()
-            rung.append(len(rung))
-            if len(rung) == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+    What dies is not waited for: no cycle keeps a holder.
+    """
+    files = {module.__file__ for module in (locks, job_module, contextlib, threading, pathlib)}
+    before = sys.gettrace()
 
-    monkeypatch.setattr(locks, "threading", SimpleNamespace(Event=Ringing, Thread=threading.Thread))
+    def ended_at(moment):
+        seen = 0
 
-    def main(argv):
-        with claim(tmp_path, "one"):
-            pass
+        def trace(frame, *_):
+            nonlocal seen
+            seen += frame.f_code.co_filename in files
+            if seen == moment:
+                sys.settrace(None)
+                signal.getsignal(signal.SIGTERM)(signal.SIGTERM, frame)
 
-    assert exit_on_user_error(main) == 143 and rung
-    assert not list(tmp_path.iterdir()) and not locks.ours()
+        def main(argv):
+            sys.settrace(trace)
+            try:
+                with hold(tmp_path):
+                    pass
+            finally:
+                sys.settrace(before)
+
+        assert exit_on_user_error(main) == (143 if (came := seen >= moment) else 0)
+        return came
+
+    gc.disable()
+    try:
+        moment = 1
+        while ended_at(moment):
+            assert not list(tmp_path.rglob("*.json")) and not locks.ours(), f"moment {moment}"
+            moment += 1
+    finally:
+        gc.enable()
+    assert moment > 30
 
 
 def test_those_that_agree_hold_a_folder_together(tmp_path):

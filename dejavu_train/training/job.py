@@ -101,13 +101,16 @@ def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
     """Hold the job's folder for the duration, or yield False where another process holds it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(claim(folder / ".holders", uuid.uuid4().hex))
-        except Held:
-            yield False
-            return
-        yield True
+    entered = False
+    try:
+        with claim(folder / ".holders", uuid.uuid4().hex):
+            entered = True
+            yield True
+    except Held:
+        if entered:
+            raise
+    if not entered:
+        yield False
 
 
 def run_job(config: RunConfig, job: UnitKey, title: str, stage: Stage) -> bool:
