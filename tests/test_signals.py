@@ -80,6 +80,17 @@ def wait_for(found, process, seconds=300):
         time.sleep(0.02)
 
 
+def both_signals(names, *with_both):
+    """Signals in turn, which end alike what is interrupted (`test_a_signal_is_one_line_and_a_code`). The other one of
+    each name, but for those in ``with_both``, is for make test-long."""
+    cases = []
+    for i, name in enumerate(names):
+        for j, (number, code) in enumerate(((signal.SIGINT, 130), (signal.SIGTERM, 143))):
+            marks = () if name in with_both or (i + j) % 2 == 0 else pytest.mark.long
+            cases.append(pytest.param(name, number, code, marks=marks, id=f"{name}-{number.name}"))
+    return pytest.mark.parametrize("name, number, code", cases)
+
+
 PHASES = {
     "collecting": lambda output: (output / "activations" / "layer_00").is_dir(),
     "fitting": lambda output: list(output.glob("predictors/layer_00/mlp/csv/*/hparams.yaml")),
@@ -87,23 +98,22 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_every_phase_ends_and_goes_on(tiny_opt, text_file, tmp_path, phase, number, code):
+@both_signals(PHASES, "fitting")  # Lightning has its own ways with each
+def test_every_phase_ends_and_goes_on(tiny_opt, text_file, tmp_path, name, number, code):
     output, log = tmp_path / "run", tmp_path / "log"
-    more = ["--mlp.steps=4000", "--data.batch_size=64"] if phase == "fitting" else ["--mlp.steps=4", "--heads.steps=4"]
-    if phase == "calibrating":
+    more = ["--mlp.steps=4000", "--data.batch_size=64"] if name == "fitting" else ["--mlp.steps=4", "--heads.steps=4"]
+    if name == "calibrating":
         more += ["--calibrate.sensitivity_tokens=2000", "--collect.train_tokens=400"]
-    if phase != "collecting":
+    if name != "collecting":
         shutil.copytree(activations(tiny_opt, text_file), output / "activations")
     else:
         more += ["--collect.batch_size=1"]
     more += ["--mlp.validations=1", "--heads.validations=1"]
-    if phase == "calibrating":
+    if name == "calibrating":
         more = [flag for flag in more if "train_tokens" not in flag]
     process = start_main(flags(tiny_opt, text_file, output, *more), log)
-    wait_for(lambda: PHASES[phase](output), process)
-    time.sleep(0.1 if phase == "fitting" else 0.0)
+    wait_for(lambda: PHASES[name](output), process)
+    time.sleep(0.1 if name == "fitting" else 0.0)
     os.kill(process.pid, number)
     process.join(300)
     text = log.read_text()
@@ -111,7 +121,7 @@ def test_every_phase_ends_and_goes_on(tiny_opt, text_file, tmp_path, phase, numb
     assert text.count(f"interrupted by {number.name}; {GOES_ON}") == 1 and "Traceback" not in text
     assert not (output / "bundle").exists(), f"the signal came when the bundle was being written: {text}"
     assert not list(output.rglob(".holders/**/*.json")), text
-    if phase == "fitting":
+    if name == "fitting":
         assert (job_folder(output, UnitKey(0, "mlp")) / "checkpoints" / "last.ckpt").is_file()
 
 
@@ -148,16 +158,15 @@ COMMANDS = {  # module, flags, when it is interrupted, the files that may be the
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_every_other_command_ends(tiny_opt, text_file, tmp_path, command, number, code):
-    module, words, reached, kept = COMMANDS[command]
+@both_signals(COMMANDS)
+def test_every_other_command_ends(tiny_opt, text_file, tmp_path, name, number, code):
+    module, words, reached, kept = COMMANDS[name]
     output, log, bundle, long = (tmp_path / name for name in ("out", "log", "bundle", "long.txt"))
     make_bundle(tiny_opt).save_pretrained(bundle)
     long.write_text(text_file.read_text() * 40)
     given = {"model": f"model={tiny_opt}", "bundle": f"bundle={bundle}"}
     flags = [given.get(word, word).format(text=text_file, long=long) for word in words.split()]
-    flags += [f"output={output}", "device=cpu", *([given["model"]] if command == "infer" else [])]
+    flags += [f"output={output}", "device=cpu", *([given["model"]] if name == "infer" else [])]
     process = start_main([f"--{flag}" for flag in flags], log, module)
     wait_for(lambda: reached(output, log), process)
     os.kill(process.pid, number)
@@ -168,16 +177,15 @@ def test_every_other_command_ends(tiny_opt, text_file, tmp_path, command, number
     assert all(path.match(kept) for path in files if "tokenizer" not in path.name), files
     assert "*" in kept or files
     assert not [path for path in files if path.name.startswith(".tmp")]
-    if command == "infer":
+    if name == "infer":
         assert {row["text"] for row in json.loads((output / kept).read_text())["quality"]} == {text_file.stem}
 
 
-@pytest.mark.parametrize("module", ["evaluation.lm_eval", "training.pretrain", "quantize"])
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_imports_of_a_command_end(module, number, code, tmp_path):
-    quantize = module == "quantize"  # says what it will do before it loads torch
+@both_signals(["evaluation.lm_eval", "training.pretrain", "quantize"])
+def test_the_imports_of_a_command_end(name, number, code, tmp_path):
+    quantize = name == "quantize"  # says what it will do before it loads torch
     words = ["--quantizer=rtn", f"--output={tmp_path / 'out'}"] if quantize else ["--help"]
-    command = [sys.executable, "-m", f"dejavu_train.{module}", *words]
+    command = [sys.executable, "-m", f"dejavu_train.{name}", *words]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text(), process)
     process.send_signal(number)

@@ -13,6 +13,7 @@ from rank_helpers import processes
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.draft_weights import draft_weights
 from dejavu_train.engine.ranks import group as groups
+from dejavu_train.engine.ranks import watch
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.config import QuantizeConfig
@@ -67,7 +68,7 @@ def test_lossless_text_is_the_dense_models(tmp_path):
     wide, coded = save_tiny_opt(tmp_path / "model", hidden_size=128, word_embed_proj_dim=128), str(tmp_path / "4")
     make_bundle(wide, means=True).at(mlp_density=0.9, head_density=1.0).save_pretrained(wide / "predictors")
     quantise(QuantizeConfig(model=str(wide), output=coded, quantizer="rtn", device="cpu"))
-    ids, settings = torch.tensor([[2, 17, 30, 8, 99]]), {"max_new_tokens": 24, "pad_token_id": 1}
+    ids, settings = torch.tensor([[2, 17, 30, 8, 99]]), {"max_new_tokens": 12, "pad_token_id": 1}
     dense = load_opt(str(wide)).generate(ids, **settings, do_sample=False)[0].tolist()
     drafts = ((0, None), (3, None), (3, "int4"), (3, coded), (None, None))
 
@@ -123,7 +124,9 @@ def test_the_first_rank_that_is_killed_ends_all(folder, tmp_path):
     assert said[1] == ["error: rank 0 of 2 has ended (it was killed, or has crashed); all ranks end"]
 
 
-def test_a_step_that_one_rank_makes_alone_ends_it(folder, tmp_path):
+def test_a_step_that_one_rank_makes_alone_ends_it(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.2)
+
     def run(rank):
         engine = load(folder).engine_pool().engine(1, 64)
         engine.generate([[2, 17, 30]], 4, stop_tokens=())
