@@ -84,7 +84,12 @@ def _server():
 
 def start_main(argv: list[str], log: Path, module: str = "dejavu_train.cli") -> multiprocessing.Process:
     """Run the main of train.py, or of another command's ``module``, in a process of its own."""
-    process = _server().Process(target=_run_main, args=(argv, str(log), module))
+    return start_process(_run_main, argv, str(log), module)
+
+
+def start_process(function: Callable[..., None], *arguments: object) -> multiprocessing.Process:
+    """Run it in a process of its own."""
+    process = _server().Process(target=function, args=arguments)
     process.start()
     return process
 

@@ -45,7 +45,7 @@ def python(code: str, blocked: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-def test_inference_needs_no_training_package_and_what_needs_no_kernel_no_triton(with_torch):
+def test_inference_needs_no_training_package_nor_numba_and_what_needs_no_kernel_no_triton(with_torch):
     code = """
 import dejavu_train.models.int4_quantizer, dejavu_train.engine.plan
 blocked.remove("triton")
@@ -55,7 +55,7 @@ import dejavu_train.engine.backend
 import runpy
 runpy.run_path("infer.py", run_name="infer")
 """
-    with_torch(code, (*TRAINING_ONLY, "matplotlib", "accelerate", "triton"))
+    with_torch(code, (*TRAINING_ONLY, "matplotlib", "accelerate", "numba", "triton"))
 
 
 def test_inference_loads_no_training_package_even_if_there(with_torch):

@@ -1,8 +1,8 @@
 """The CPU engine against `gather`, the reference: the same sets, the same logits, whatever the history of a row."""
 
 import dataclasses
+import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -13,6 +13,7 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from decode_helpers import masked_nll, random_bundle, random_opt
 from numba import njit
+from small_runs import start_process
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
@@ -24,6 +25,7 @@ from dejavu_train.engine.cpu.vector_ops import dot_list
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.errors import UserError
+from dejavu_train.families import ModelDims
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -298,29 +300,29 @@ def test_refusals_name_the_remedy(tiny_opt):
         engine.generate([[2]], 4)
 
 
-INTERRUPTED = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-from dejavu_train.engine.cpu import CpuEngine, CpuWeights
-from dejavu_train.families import ModelDims
-engine = CpuEngine(CpuWeights.random(ModelDims(256, 1024, 4, 4, 512, 2048)), threads=2)
-print("ready", flush=True)
-while True:
-    engine.generate([[2]], 2000, stop_tokens=())
-"""
+def generate_for_ever(log):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    engine = CpuEngine(CpuWeights.random(ModelDims(256, 1024, 4, 4, 512, 2048)), threads=2)
+    print("ready", file=sys.stderr, flush=True)
+    while True:
+        engine.generate([[2]], 2000, stop_tokens=())
 
 
 def test_ctrl_c_leaves_at_once(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.readline() == b"ready\n"
-    time.sleep(0.3)
-    started = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    log = tmp_path / "log"
+    process = start_process(generate_for_ever, str(log))
     try:
-        _, told = process.communicate(timeout=30)
+        while not (log.exists() and "ready\n" in log.read_text()):  # behind what it says where it has to compile
+            assert process.is_alive()
+            time.sleep(0.02)
+        time.sleep(0.3)
+        started = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        process.join(30)
     finally:
         process.kill()
-    assert b"KeyboardInterrupt" in told and process.returncode != 0
+    assert "KeyboardInterrupt" in log.read_text() and process.exitcode == 1
     assert time.monotonic() - started < 20  # a busy machine; nothing would end it by itself
 
 
