@@ -137,21 +137,26 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-LONG = (  # files that take a quarter of a minute and more
-    "test_compiled.py",
+LONG = (  # files that take some ten seconds and more
     "test_cpu_engine.py",
+    "test_decode.py",
     "test_decode_engine.py",
+    "test_decode_families.py",
     "test_family_engine.py",
+    "test_hub.py",
     "test_imports.py",
+    "test_installed.py",
     "test_int4_batch.py",
     "test_int4_qkv.py",
     "test_lossless.py",
-    "test_mistakes.py",
-    "test_observe.py",
-    "test_parser.py",
+    "test_modules.py",
+    "test_one_model_for_many.py",
     "test_pipeline.py",
     "test_programs.py",
+    "test_quantize_families.py",
+    "test_reported.py",
     "test_run.py",
+    "test_signatures.py",
     "test_slot_products.py",
     "test_whole_job.py",
 )

@@ -83,9 +83,15 @@ def test_saving_writes_the_same_bits(quantised, tmp_path):
     assert config["quantization_config"] == again["quantization_config"]
 
 
-def test_without_the_package_transformers_refuses_and_knows_it_afterwards(quantised):
+def test_without_the_package_transformers_refuses_and_knows_it_afterwards(quantised, tiny_opt, bundle, tmp_path):
+    """Both folders that need it: a sparse model with its bundle, and a model in 4 bits."""
+    SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather").save_pretrained(tmp_path)
     code = f"""
-from transformers import OPTForCausalLM
+from transformers import AutoModelForCausalLM, OPTForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+except ValueError as error:
+    print(str(error).splitlines()[0])
 try:
     OPTForCausalLM.from_pretrained({str(quantised)!r})
 except RuntimeError:
@@ -94,7 +100,9 @@ except RuntimeError:
 """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "CodedLinear" and "dejavu_int4" in done.stderr, done.stderr
+    refused, found = done.stdout.splitlines()
+    assert "model type `dejavu_sparse_opt`" in refused, refused
+    assert found == "CodedLinear" and "dejavu_int4" in done.stderr, done.stderr
 
 
 def test_mask_and_gather_agree(quantised):
