@@ -183,14 +183,15 @@ def pytest_collection_modifyitems(config, items):
                 raise pytest.UsageError("triton was imported before conftest.py: run with TRITON_INTERPRET=1")
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """What modules and tests are made of stays to the end, and looking through it takes seconds."""
     gc.disable()
-
-
-def pytest_collection_finish():
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure():
