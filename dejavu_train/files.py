@@ -180,7 +180,6 @@ def require_disk(folder: str | Path, n_bytes: int, what: str) -> None:
 
 LONGEST_NAME = ".tmp-12345678-predictors.safetensors"  # of what is written into an output folder
 LEAST_SPACE, LEAST_FILES = 1_000_000, 16
-PROBES = 50
 
 
 def require_name(output: str) -> None:
@@ -192,38 +191,40 @@ def require_name(output: str) -> None:
 
 
 def probe_folder(folder: str | Path) -> None:
-    """Write a file into an output folder, so that what cannot be written is known before any work. Leave nothing.
+    """Write a file where an output folder is or will be, so that what cannot be written is known before any work.
 
-    Processes may share a folder: one that has finished takes away what it made while another still writes, which then
-    begins anew.
+    Leave nothing. A folder that is not there is not made, even for a moment: another process may begin to write there.
 
     Raises:
         UserError: the path is a file, or its file system is full.
         OSError: what the system says: no permission, a name that is too long, read-only, ...
     """
-    for attempt in range(PROBES):
-        try:
-            _probe_folder(Path(folder))
-            return
-        except FileNotFoundError:
-            if attempt == PROBES - 1:
-                raise
-
-
-def _probe_folder(folder: Path) -> None:
+    folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"the output {folder} is a file; choose a folder")
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    require_disk(folder, LEAST_SPACE, "anything that is written")
-    if hasattr(os, "statvfs"):
-        system = os.statvfs(folder)
-        if system.f_files and system.f_favail < LEAST_FILES:
-            raise OSError(errno.ENOSPC, "No more files fit on the file system", str(folder))
-    with tempfile.NamedTemporaryFile(prefix=".tmp-", suffix=LONGEST_NAME[13:], dir=folder) as file:
-        file.write(b"0" * 4096)
-        file.flush()
-        os.fsync(file.fileno())
-    with contextlib.suppress(OSError):  # somebody else writes there already
-        for path in created:
-            path.rmdir()
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(folder / LONGEST_NAME)  # the whole path may be too long
+        with contextlib.ExitStack() as stack:
+            place = there
+            if there != folder:
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tmp-", dir=there)))
+            require_disk(there, LEAST_SPACE, "anything that is written")
+            _require_names(there)
+            handle, name = tempfile.mkstemp(prefix=".tmp-", suffix=LONGEST_NAME[13:], dir=place)
+            # Who holds the folder may have taken this file for a leftover.
+            stack.callback(Path(name).unlink, missing_ok=True)
+            with open(handle, "wb") as file:
+                file.write(b"0" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
+
+
+def _require_names(folder: Path) -> None:
+    """Refuse a file system that holds no more files. Some do not say how many they hold."""
+    system = os.statvfs(folder) if hasattr(os, "statvfs") else None
+    if system is not None and system.f_files and system.f_favail < LEAST_FILES:
+        raise OSError(errno.ENOSPC, "No more files fit on the file system")

@@ -93,21 +93,15 @@ def test_a_full_disk_is_known_before_any_work(tmp_path, monkeypatch, run, capsys
     one_line(capsys, run(), "No more files fit", "free some space or inodes")
 
 
-def test_a_probe_begins_anew_when_another_process_takes_the_folder_away(tmp_path, monkeypatch):
-    folder, taken = tmp_path / "run", []
-
-    def take_away(path, *_):
-        if not taken:
-            taken.append(path.rmdir())
-
-    monkeypatch.setattr("dejavu_train.files.require_disk", take_away)
+def test_a_probe_makes_no_folder_that_another_process_may_begin_to_use(tmp_path, monkeypatch):
+    folder, seen = tmp_path / "run" / "bundle", []
+    monkeypatch.setattr(files, "require_disk", lambda path, *_: seen.append((path, (tmp_path / "run").exists())))
     probe_folder(folder)
-    assert taken
-    assert not folder.exists()
-    taken.clear()
-    monkeypatch.setattr("dejavu_train.files.require_disk", lambda path, *_: path.rmdir())
-    with pytest.raises(FileNotFoundError):  # not for ever
-        probe_folder(folder)
+    assert seen == [(tmp_path, False)] and not list(tmp_path.iterdir())
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(files.os, "fsync", lambda handle: files.remove_leftovers(folder))
+    probe_folder(folder)  # though who holds the folder clears it meanwhile
+    assert not list(folder.iterdir())
 
 
 def test_a_head_that_is_not_stored_is_not_made_up(tmp_path, run, capsys):
