@@ -53,6 +53,8 @@ def _no_wait_for_the_disk():
 @pytest.fixture
 def no_pictures(monkeypatch):
     """As without matplotlib, for commands whose pictures a test does not look at: they take half a second."""
+    import torchmetrics  # noqa: F401  # looks for matplotlib when it is first imported
+
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
