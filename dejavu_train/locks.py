@@ -163,18 +163,31 @@ def ours() -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def tried(folder: str | Path, identity: str | None = None) -> Iterator[Held | None]:
+    """:func:`claim`, without waiting for another holder, who is named where there is one. None: it is ours."""
+    entered = False
+    try:
+        with claim(folder, identity):
+            entered = True
+            yield None
+    except Held as held:
+        if entered:
+            raise
+        other = held
+    if not entered:
+        yield other
+
+
+@contextlib.contextmanager
 def locked(folder: str | Path, waiting_message: str | None = None) -> Iterator[None]:
     """Hold ``folder`` alone, waiting for another holder. The message is printed with who that is."""
-    announced = entered = False
-    while not entered:
-        try:
-            with claim(folder):
-                entered = True
+    announced = False
+    while True:
+        with tried(folder) as other:
+            if other is None:
                 yield
-        except Held as held:
-            if entered:
-                raise
-            if waiting_message and not announced:
-                print(f"{waiting_message} ({held.holder})", file=sys.stderr)
-            announced = True
-            time.sleep(random.uniform(0.2, 0.6))
+                return
+        if waiting_message and not announced:
+            print(f"{waiting_message} ({other.holder})", file=sys.stderr)
+        announced = True
+        time.sleep(random.uniform(0.2, 0.6))

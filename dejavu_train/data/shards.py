@@ -136,10 +136,11 @@ def check_digests(activations: str | Path, *paths: Path) -> None:
     Raises:
         UserError: one was changed.
     """
-    stored = file_digests(activations)
-    known = [path for path in paths if str(path.relative_to(activations)) in stored and path.is_file()]
+    digests = file_digests(activations)
+    stored = {path: digests.get(str(path.relative_to(activations))) for path in paths}
+    known = [path for path, digest in stored.items() if digest is not None and path.is_file()]
     for path, digest in zip(known, sha256_files(known), strict=True):
-        if digest != stored[str(path.relative_to(activations))]:
+        if digest != stored[path]:
             raise UserError(f"{path} was changed since it was written; {COLLECT_AGAIN}")
 
 

@@ -43,7 +43,7 @@ from dejavu_train.data.shards import ActivationManifest, LayerWeights
 from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.files import read_sealed, remove_leftovers, replacing, sha256_file, write_sealed, write_text
-from dejavu_train.locks import Held, claim, ours
+from dejavu_train.locks import ours, tried
 from dejavu_train.predictors.checkpoint import check_predictor
 from dejavu_train.stages import Stage
 from dejavu_train.training.build import make_predictor
@@ -101,16 +101,8 @@ def begin_stage(folder: Path, stage: Stage, density: float | None) -> None:
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
     """Hold the job's folder for the duration, or yield False where another process holds it."""
-    entered = False
-    try:
-        with claim(folder / ".holders", uuid.uuid4().hex):
-            entered = True
-            yield True
-    except Held:
-        if entered:
-            raise
-    if not entered:
-        yield False
+    with tried(folder / ".holders", uuid.uuid4().hex) as other:
+        yield other is None
 
 
 def run_job(config: RunConfig, job: UnitKey, title: str, stage: Stage) -> bool:
