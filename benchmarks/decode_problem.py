@@ -52,7 +52,11 @@ SHAPES = {
         4096, 16384, 30, 32, 250880, 2048, positions=Positions.ALIBI, activation=Activation.GELU_TANH,
         embedding_norm=True,
     ),
-    # Four of 70 layers, and hardly any vocabulary: what is left is four times a layer.
+    "bloom-176b": ModelDims(
+        14336, 57344, 70, 112, 250880, 2048, positions=Positions.ALIBI, activation=Activation.GELU_TANH,
+        embedding_norm=True,
+    ),
+    # Four of its layers, and hardly any vocabulary: what is left is four times a layer.
     "bloom-176b-4-layers": ModelDims(
         14336, 57344, 4, 112, 1024, 2048, positions=Positions.ALIBI, activation=Activation.GELU_TANH,
         embedding_norm=True,
@@ -61,7 +65,7 @@ SHAPES = {
 # 4 % of the dense MLP's bytes.
 RANKS = {"350m": 64, "1.3b": 128, "2.7b": 160, "6.7b": 256, "13b": 320, "30b": 448, "66b": 576, "175b": 768}
 RANKS |= {"afm-4.5b": 160, "prosparse-7b": 256, "minitron-8b": 256, "nemotron-4-15b": 384, "bloom-7b1": 256}
-RANKS["bloom-176b-4-layers"] = 896
+RANKS |= {"bloom-176b": 896, "bloom-176b-4-layers": 896}
 # Share of the neurons that a batch selects together for a recall of 0.99, means over the layers (Polar Sparsity).
 UNION = {
     "6.7b": {2: 0.153, 4: 0.206, 8: 0.29, 16: 0.398, 32: 0.517},

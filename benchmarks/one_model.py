@@ -215,27 +215,30 @@ class Run:
         return any(row[1] == name and row[2] != "0" for row in rows)
 
     def measure(self) -> None:
-        """Take the measurements, each GPU the next one that nobody has, and several GPUs what needs them at the end."""
+        """Take the measurements: first those of one GPU, then those of several, each time as many as there are GPUs."""
         wanted = tuple(self.options.only.split(","))
         jobs = [job for job in measurements(self, self.share("measure")) if job.name.startswith(wanted)]
-        waiting = [job for job in jobs if job.gpus == 1 and not self.is_done(job)]
+        for width in sorted({job.gpus for job in jobs}):
+            self.share_out([job for job in jobs if job.gpus == width and not self.is_done(job)], width)
 
-        def worker(gpu: int) -> None:
+    def share_out(self, waiting: list[Job], width: int) -> None:
+        """Every so many GPUs take the next job that no others have."""
+
+        def worker(gpus: Sequence[int]) -> None:
             while True:
                 with self._lock:
                     ready = next((job for job in waiting if all(path.exists() for path in job.needs)), None)
                     if ready is None:
                         return
                     waiting.remove(ready)
-                self.take(ready, [gpu])
+                self.take(ready, gpus)
 
-        workers = [threading.Thread(target=worker, args=(gpu,)) for gpu in range(self.options.gpus)]
+        groups = [range(first, first + width) for first in range(0, self.options.gpus - width + 1, width)]
+        workers = [threading.Thread(target=worker, args=(gpus,)) for gpus in groups]
         for each in workers:
             each.start()
         for each in workers:
             each.join()
-        for job in (job for job in jobs if job.gpus > 1 and not self.is_done(job)):
-            self.take(job, range(job.gpus))
         for job in waiting:
             self.say(f"{job.name}: left out, since {job.needs} are missing")
 
@@ -380,10 +383,10 @@ def look(options: argparse.Namespace) -> None:
             print(f"  {newest.stem}: {' '.join(lines_of[-1:])[:150]}")
         print(*lines[said:], sep="\n", flush=True)
         said = len(lines)
+        pack(options)  # every time: a call can be cut off
         if (work / FINISHED).exists() or time.time() > ends:
             break
         time.sleep(min(30, max(1, ends - time.time())))
-    pack(options)
 
 
 def pack(options: argparse.Namespace) -> None:

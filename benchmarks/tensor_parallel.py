@@ -55,7 +55,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
-from dejavu_train.engine.model_weights import weights_of_model
+from dejavu_train.engine.model_weights import placed_by, weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.group import Group, group_of_launcher
 from dejavu_train.engine.ranks.ranks import Ranks
@@ -63,6 +63,7 @@ from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.sharing import rates_of, shards_of, waited_bytes
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
+from dejavu_train.kernels.common.positions import Alibi
 
 COLUMNS = (
     "date gpu gpus torch triton commit model layers engine batch prompt weights mlp_union head_union active_share rank "
@@ -100,6 +101,8 @@ def own_weights(ranks: Ranks, cell: Cell, active_share: float, device: torch.dev
     for table in (weights.embedding, weights.positions):
         if table is not None:
             dist.broadcast(table, 0)
+    if isinstance(weights.placed, Alibi):  # slopes are those of all heads, of which a rank takes its own
+        weights = dataclasses.replace(weights, placed=placed_by(ranks.shard.whole, None, device))
     return ranks.shard.with_head(weights)
 
 
