@@ -69,7 +69,8 @@ class Run:
         self.scale: Scale = SCALES[options.scale]
         self.work = Path(options.work)
         self.data, self.rows = self.work / "data", self.work / "rows"
-        self.model, self.int4, self.mine = self.work / f"opt-{options.scale}", self.work / "int4", self.work / "mine"
+        name, self.mine = f"opt-{options.scale}", self.work / "mine"
+        self.model, self.int4 = self.work / name, self.work / "int4" / name  # rows say the name
         self.bundle, self.int4_bundle = self.mine / "bundle", self.work / "int4-bundle"
         self.rows.mkdir(parents=True, exist_ok=True)
         began = self.work / "began"
@@ -296,7 +297,7 @@ def measurements(run: Run, share: float) -> list[Job]:
         jobs.append(Job(f"lossless-{weights}", command, (model, bundle)))
         dense = (["dense"] if weights == "fp16" else []) + (["dense-engine"] if on_gpu else ["dense-cpu"])
         sparse = "triton" if on_gpu else "cpu"
-        for pair in PAIRS[0], PAIRS[2]:
+        for pair in PAIRS:
             neurons, heads = pair.split("/")
             timed = [*(dense if pair == PAIRS[0] else ()), sparse]
             name = f"speed-{weights}-{neurons}-{heads}"

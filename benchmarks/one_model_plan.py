@@ -131,7 +131,7 @@ def forecast(scale: Scale, gpus: int = GPUS) -> dict[str, float]:
     scored = passes * 2 * scale.parameters * scale.text_tokens / ASSUMED.score_tflops / 1e12
     answered = 20 * scale.questions / 300 * scale.parameters / 1.2e9  # of a task: some 50,000 tokens, eight times
     lossless = ASSUMED.load + scale.prompts * scale.new_tokens * 8 * ASSUMED.ms_token / 1000
-    measures = 8 * scored + 8 * answered + 10 * ASSUMED.load + 4 * ASSUMED.load + 2 * lossless
+    measures = 8 * scored + 8 * answered + 12 * ASSUMED.load + 4 * ASSUMED.load + 2 * lossless
     return {
         "start": ASSUMED.start,
         "pretrain": ASSUMED.compile + scale.pretrain_seconds + ASSUMED.load + 10 * scale.parameters / 1.2e9,

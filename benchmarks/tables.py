@@ -375,7 +375,8 @@ MADE_BY = {  # table -> what makes its rows
     "several-gpus-rivals": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --rivals`",
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
     "by-layers": "`python -m benchmarks.by_layers --shape 30b --layers 8 --tokens 65536` on a GPU",
-    "plan-check": "`python -m benchmarks.plan_run --shape 6.7b --layers 8 --tokens 40000 --workers 4` on four GPUs",
+    "plan-check": "`python -m benchmarks.plan_run --shape 6.7b --layers 8 --tokens 40000 --workers 4` on four GPUs,"
+    " and with `--layers 4` on one",
     "own-text-by-layers": "`python -m benchmarks.tables`",
     "stage-cells": "`python -m benchmarks.alternate` on a GPU",
     "stage-lines": "`python -m benchmarks.merged lines`",

@@ -90,11 +90,12 @@ def _speeds(rows: Sequence[Row], device: str) -> str:
     decodings = list(dict.fromkeys(row["decoding"] for row in rows))
     headings = ["model", "way", *(f"{name}: speed, acceptance" for name in decodings)]
     table, used = [], []
-    for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows):
-        found = [last_of(rows, model=model, way=way, decoding=name) for name in decodings]
+    for model, weights, way in dict.fromkeys((row["model"], row.get("weights", ""), row["way"]) for row in rows):
+        mine = [row for row in rows if row.get("weights", "") == weights]
+        found = [last_of(mine, model=model, way=way, decoding=name) for name in decodings]
         used += [row for row in found if row is not None]
         cells = [", ".join(filter(None, (_number(row, "ratio"), _share(row)))) for row in found]
-        table.append([model, way, *cells])
+        table.append([f"{model}, 4 bits" if weights == "int4" else model, way, *cells])
     devices = ", ".join(sorted({row[device] for row in used}))
     return f"{markdown(headings, table)}\nOur dense engine is 1. {devices}{age(used)}.\n"
 

@@ -70,13 +70,13 @@ def plan_check_table(root: Path) -> str:
     """Stages of a run beside what `train.py --plan` reckons for them."""
     rows = read_csv(root / "benchmarks/results/plan.csv")
     table = [
-        [f"{row['shape'].upper()}, {row['layers']} layers, {int(row['tokens']):,} tokens", row["stage"],
-         row["predicted_s"], row["measured_s"]]
+        [f"{row['shape'].upper()}, {row['layers']} layers, {int(row['tokens']):,} tokens", row["plan_gpu"],
+         row["stage"], row["predicted_s"], row["measured_s"]]
         for row in rows
     ]  # fmt: skip
     where = ", ".join(sorted({f"{row['device']}, disk {row['disk_gb_s']} GB/s" for row in rows}))
     about = f"Rows: [plan.csv](benchmarks/results/plan.csv); {where}{age(rows)}."
-    return f"{markdown(['OPT', 'stage', 'reckoned, s', 'measured, s'], table)}\n{about}\n"
+    return f"{markdown(['OPT', 'card', 'stage', 'reckoned, s', 'measured, s'], table)}\n{about}\n"
 
 
 def own_text_table(root: Path) -> str:

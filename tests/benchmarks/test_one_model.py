@@ -69,11 +69,11 @@ def test_the_forecast_fits_a_lease():
 def test_measurements_wait_for_what_they_need_and_failures_leave_others_alone(run, options, monkeypatch):
     jobs = measurements(run, 0.5)
     assert jobs[0].name == "texts-0" and jobs[-1].name == "tasks-3", "tasks are what may be missing"
-    assert len({job.name for job in jobs}) == len(jobs) == 14
+    assert len({job.name for job in jobs}) == len(jobs) == 16
     texts = next(job for job in jobs if job.name == "texts-0").command
     assert "--tokens=15000" in texts
     options.shards = 2
-    assert sum(job.gpus == 2 for job in measurements(run, 1.0)) == 4
+    assert sum(job.gpus == 2 for job in measurements(run, 1.0)) == 6
     there, taken = run.work / "there", []
     there.touch()
     jobs = [Job("a", [], (there,)), Job("b", [], (run.work / "missing",)), Job("two", [], (), gpus=2)]
