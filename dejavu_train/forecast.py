@@ -19,6 +19,7 @@ from dejavu_train.plan import expected_tokens, row_bytes, stage_seconds, tokens_
 
 FRACTIONS = (1.0, 0.5, 0.25)  # of the tokens, in the second table
 ADAM_BYTES = 16  # a weight, its gradient and both moments in float32
+START_SECONDS = 10.0  # of a stage: libraries, the model, workers. The mean of benchmarks/results/plan.csv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Forecast:
     Attributes:
         tokens: recorded, of all sets.
         shards: bytes of the activations on disk.
-        seconds: of each stage, on the GPUs that it can use.
+        seconds: of each stage with its start, on the GPUs that it can use.
         gpus: that each stage keeps busy.
         asked: GPUs that are there, and paid for, all the time.
     """
@@ -87,6 +88,7 @@ def forecast(
     jobs = len(config.all_jobs(shape.n_layers))
     gpus = dict.fromkeys(seconds, 1) | {"training": min(plan.gpus, jobs)}
     seconds["training"] *= math.ceil(jobs / gpus["training"]) / jobs
+    seconds = {stage: spent + START_SECONDS if spent else 0.0 for stage, spent in seconds.items()}
     return Forecast(tokens, shards, seconds, gpus, plan.gpus)
 
 
@@ -122,6 +124,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     rows = [[name, whole.gpus[name], _hours(spent / 3600)] for name, spent in stages.items()]
     rows.append(["in all", plan.gpus, _hours(whole.hours)])
     print(table(["stage", "GPUs", "hours"], rows))
+    print(f"each stage holds {START_SECONDS:g} seconds of its start")
     if "text" in stages:
         print("text: the model writes its own, which --text.source FILE spares")
     print(f"\nGPU-hours: {_hours(whole.paid)} paid for {plan.gpus} until the end, {_hours(whole.busy)} busy\n")

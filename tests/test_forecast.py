@@ -14,7 +14,7 @@ from dejavu_train.cli import main, parse_config
 from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.estimate import JOB_SECONDS, STEP_SECONDS, Estimate
 from dejavu_train.families import Target
-from dejavu_train.forecast import forecast, model_passes, predictor_memory
+from dejavu_train.forecast import START_SECONDS, forecast, model_passes, predictor_memory
 from dejavu_train.hardware import FILE, Hardware, PlanConfig, hardware_of, known_hardware
 from dejavu_train.models.config_values import read_dims
 
@@ -33,11 +33,13 @@ def test_by_hand(known):
     run = forecast(*known, GPU, plan)
     row = 4 * 48 + 12 + 2 * 4 + 12
     assert run.tokens == 16000 and run.shards == 16000 * 2 * row
-    assert run.seconds["collecting"] == pytest.approx(16000 * 2 * max(2 * LAYER / 1e9, row / 1e6) + 32000 * row / 1e6)
+    collecting = 16000 * 2 * max(2 * LAYER / 1e9, row / 1e6) + 32000 * row / 1e6
+    assert run.seconds["collecting"] == pytest.approx(START_SECONDS + collecting)
     # Four jobs on three GPUs are two rounds. 80 steps, and 5 validations of 8 batches, of 10 ms each.
     width = 2 * 48 + 12
     job = JOB_SECONDS + 16000 * width / 1e6 + 80 * (0.010 + STEP_SECONDS) + 5 * 8 * 0.010
-    assert run.seconds["training"] == pytest.approx(2 * job, rel=1e-6)
+    assert run.seconds["training"] == pytest.approx(START_SECONDS + 2 * job, rel=1e-6)
+    assert run.seconds["text"] == run.seconds["tuning"] == 0, "what there is nothing to do for does not start"
     assert run.gpus == {**dict.fromkeys(run.seconds, 1), "training": 3}
     assert run.paid == pytest.approx(3 * run.hours) and run.busy < run.paid
     half = forecast(*known, GPU, plan, 0.5)
@@ -49,7 +51,7 @@ def test_without_shards(known):
     run = forecast(config, shape, GPU, PlanConfig(), stream=True)
     assert model_passes(config, 12000) == pytest.approx(80 * 256 / 12000) and model_passes(config, 10**9) == 1
     assert run.shards == 0
-    assert run.seconds["collecting"] == pytest.approx(16000 * 2 * 2 * LAYER / 1e9 * 80 * 256 / 12000)
+    assert run.seconds["collecting"] == pytest.approx(START_SECONDS + 16000 * 2 * 2 * LAYER / 1e9 * 80 * 256 / 12000)
     assert predictor_memory(config, shape) == 2 * 16 * (16 * (48 + 96) + 8 * (48 + 4))
 
 
