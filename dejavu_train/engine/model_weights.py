@@ -177,6 +177,8 @@ class _Reader:
         if block.norm_q is None:
             return None
         both = [read_norm("a norm of heads", norm, self.dims.norm) for norm in (block.norm_q, block.norm_k)]
+        if self.dims.qk_norm is QkNorm.BEHIND and (turns := read_turns(block, self.dims, 1)) is not None:
+            both = [dataclasses.replace(norm, eps=norm.eps / turn_factor(turns) ** 2) for norm in both]
         return HeadNorms(*(self.norm(norm, self.dims.head_dim, self.order) for norm in both))
 
     def _by_group(self, parts: Sequence[Tensor]) -> Tensor:
@@ -220,8 +222,15 @@ def placed_by(dims: ModelDims, turns: Tensor | None, device: torch.device | str)
         return Alibi.of(dims.n_heads, device)
     if turns is None:
         return None
+    if dims.qk_norm is QkNorm.BEHIND:  # the engine's norms stand before, where nothing undoes the factor
+        turns = turns / turn_factor(turns)
     cos, sin = torch.cat([turns, turns], -1).to(device).unbind(1)
     return Rotary.of(cos, sin, dims.head_dim, later=dims.qk_norm is not QkNorm.NONE)
+
+
+def turn_factor(turns: Tensor) -> float:
+    """How much longer YaRN makes what it turns. turns: (T, 2, r / 2), of position 0 first, whose cosines are 1."""
+    return float(turns[0, 0, 0])
 
 
 def engine_dtype(model: Any, ops: str) -> torch.dtype:

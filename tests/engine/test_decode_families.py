@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bundles import make_bundle
-from family_models import CASES, padded, random_family, save_family
+from family_models import CASES, YARN, padded, random_family, save_family
 
 from dejavu_train import SparseForCausalLM
 from dejavu_train.engine.decode import DecodeEngine
@@ -45,6 +45,14 @@ def test_everything_selected_is_the_dense_model(folder, bundle):
     inputs = padded()
     expected = logits(load_opt(str(folder)), inputs)
     torch.testing.assert_close(logits(sparse(folder, bundle.at(1.0, 1.0)), inputs), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_norms_behind_a_rotation_undo_the_factor_of_yarn(tmp_path):
+    inputs = padded()
+    save_family("nanochat", tmp_path, rope_parameters=YARN, rms_norm_eps=0.1)
+    expected = logits(load_opt(str(tmp_path)), inputs)
+    found = logits(sparse(tmp_path, make_bundle(tmp_path).at(1.0, 1.0)), inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
