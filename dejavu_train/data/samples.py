@@ -41,6 +41,7 @@ from dejavu_train.data.text import (
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked
+from dejavu_train.models.opt import drop_generation_defaults
 from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -309,7 +310,8 @@ def _announce(write: Write, prompts: Rows, length: int, rows: int) -> None:
 
 
 def transformers_writer(model: Any, config: SampleConfig) -> Write:
-    """Sampling by ``generate()`` of transformers: any device, any placement."""
+    """Sampling by ``generate()`` of transformers: any device, any placement. The model forgets its own defaults."""
+    drop_generation_defaults(model)
 
     def write(prompts: Rows, length: int, seed: int) -> Rows:
         device = model.get_input_embeddings().weight.device

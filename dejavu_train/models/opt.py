@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -176,6 +176,11 @@ def load_with_info(
     if device_map is None:
         model.to(placed)
     return model, info
+
+
+def drop_generation_defaults(model: Any) -> None:
+    """Let ``generate()`` do what a call says and no more. A model's folder may name penalties and banned words too."""
+    model.generation_config = GenerationConfig()
 
 
 def _check_attention(dense: Any, config: PreTrainedConfig, kind: Any) -> None:

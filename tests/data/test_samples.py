@@ -168,6 +168,13 @@ def test_transformers_samples_from_the_models_own_distribution(tiny_opt):
     assert (longer[:, 1:] == 2).any(), "rows go on behind </s>, which is drawn like every token"
 
 
+def test_what_a_folder_says_of_generation_is_no_part_of_the_own_text(tiny_opt):
+    plain, penalised = load_opt(str(tiny_opt)), load_opt(str(tiny_opt))
+    penalised.generation_config.update(repetition_penalty=5.0, suppress_tokens=list(range(4, 300)), min_p=0.9)
+    expected, found = (transformers_writer(model, SampleConfig())([[2]], 40, seed=5) for model in (plain, penalised))
+    assert found == expected
+
+
 def test_the_engine_samples_as_transformers_does(tiny_opt):
     """Seeds differ, everything can be drawn, and the first token is distributed as the model says."""
     import torch

@@ -92,6 +92,7 @@ def test_rows_against_transformers_own_loop(settings, bundle_folder):
     config = GenerationConfig(**settings, densities=(0.1, 1.0), sparse_from=("prompt",), every=())
     bundle, dense = Bundle.from_pretrained(bundle_folder), load_opt(settings["model"])
     _, prompts = load_prompts(config, load_tokenizer(settings["model"]), bundle)
+    dense.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=2)  # as a folder may say
     made = list(compare_generation(config, dense, bundle, prompts, "gather"))
     rows, positions = ([row for part in made for row in part[i]] for i in (0, 1))
     by = {(row.decoding, row.asked_mlp_density): row for row in rows}

@@ -35,7 +35,7 @@ from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.families import TARGETS, Target, dims_of
 from dejavu_train.files import write_json
 from dejavu_train.kernels.common.checks import runs_on
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.opt import drop_generation_defaults, load_opt, load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress, set_up_logging
 from dejavu_train.sparse.model import SparseCausalLM
@@ -172,10 +172,12 @@ def compare_generation(
     """Generate with the dense model and with every variant, whose rows come as they are made.
 
     Args:
-        dense: in evaluation mode, on its device. The backend lays some of its weights out anew, in place.
+        dense: in evaluation mode, on its device. The backend lays some of its weights out anew, in place, and its own
+            defaults of ``generate()`` are dropped.
         prompts: (P, T) ids.
         backend: of :func:`choose_backend`.
     """
+    drop_generation_defaults(dense)
     asked = variants(config, bundle)
     with Progress("generating", (1 + len(asked)) * len(config.decodings) * len(prompts), "text") as shown:
         reference = SparseCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
