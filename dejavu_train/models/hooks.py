@@ -123,8 +123,9 @@ def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: 
         got["residual"] = residual.detach()
 
     def keep(place: str, values: Tensor) -> None:
-        rows = got["residual"].shape[:2]  # the MLP half of a block may see (B * T, d)
-        got[place] = values.detach().view(*rows, block.n_groups if place == "head_out" else 1, -1).squeeze(2)
+        sizes = got["residual"].shape[:2]  # the MLP half of a block may see (B * T, d)
+        sizes = (*sizes, block.n_groups) if place == "head_out" else sizes
+        got[place] = values.detach().view(*sizes, -1)
 
     def end(_output: Any) -> None:
         hand_over(layer, {place: got[place] for place in recorded})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_tokenizer
-from family_models import CASES, SIZES, YARN, padded, save_family
+from family_models import CASES, SIZES, YARN, padded, random_family, save_family
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     ArceeConfig,
@@ -40,7 +40,7 @@ from dejavu_train.families.block import (
 from dejavu_train.families.dims import Activation, Positions
 from dejavu_train.families.standard import StandardFamily
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.hooks import record
+from dejavu_train.models.hooks import head_contribution, record
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.models.stored import check_folder
 from dejavu_train.sparse.model import SparseCausalLM
@@ -89,6 +89,17 @@ def test_recorded_places_belong_together(dense):
             assert got["head_out"].shape == (2, 9, block.n_groups, mixed.shape[-1] // block.n_groups)
             torch.testing.assert_close(mixed, got["head_out"].flatten(-2), rtol=1e-4, atol=1e-5)
             assert torch.equal(got["residual"], got["attn_in"]) == block.post_norm
+
+
+def test_one_k_v_head_for_all_is_recorded_as_a_group():
+    model = random_family("llama", num_key_value_heads=1)
+    with torch.no_grad(), record(model, {"attn_in", "head_out"}) as recorded:
+        model(torch.arange(3, 12)[None])
+        block, got = blocks_of(model)[0], recorded[0]
+        mixed = mix_heads(block, got["attn_in"], causal(block), torch.arange(9)[None])
+    assert got["head_out"].shape == (1, 9, 1, 48)
+    torch.testing.assert_close(mixed, got["head_out"][:, :, 0], rtol=1e-4, atol=1e-5)
+    assert head_contribution(got["head_out"], block.out.weight).shape == (1, 9, 1)
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather"])
