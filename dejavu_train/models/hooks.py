@@ -123,9 +123,9 @@ def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: 
         got["residual"] = residual.detach()
 
     def keep(place: str, values: Tensor) -> None:
-        sizes = got["residual"].shape[:2]  # the MLP half of a block may see (B * T, d)
-        sizes = (*sizes, block.n_groups) if place == "head_out" else sizes
-        got[place] = values.detach().view(*sizes, -1)
+        rows = got["residual"].shape[:2]  # the MLP half of a block may see (B * T, d)
+        groups = (block.n_groups,) if place == "head_out" else ()
+        got[place] = values.detach().view(*rows, *groups, -1)
 
     def end(_output: Any) -> None:
         hand_over(layer, {place: got[place] for place in recorded})
