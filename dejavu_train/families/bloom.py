@@ -54,6 +54,7 @@ class BloomFamily:
             positions=Positions.ALIBI,
             activation=Activation.GELU_TANH,
             embedding_norm=True,
+            tied=bool(given.get("tie_word_embeddings", True)),
         )
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -66,7 +67,7 @@ class BloomFamily:
         for layer in layers:
             norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
         made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
-        if not values.get("tie_word_embeddings", True):
+        if not dims.tied:
             made["lm_head.weight"] = (dims.vocab_size, d)
         return made
 

@@ -1,7 +1,7 @@
 """The sizes of a model of any family, and the names of what a predictor chooses from. Loads no torch."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -109,6 +109,8 @@ class ModelDims:
         qk_norm: whether queries and keys are normed. logit_cap: what logits are kept below by a tanh. 0: they are not.
         post_norm: norms stand behind what a half of a layer adds, not before it.
         embedding_dim: width of the embedding and of what the LM head reads. 0 = d_model.
+        tied: the LM head is the embedding. It changes nothing that a predictor chooses, so it is neither compared nor
+            stored.
     """
 
     d_model: int
@@ -131,6 +133,7 @@ class ModelDims:
     logit_cap: float = 0.0
     post_norm: bool = False
     embedding_dim: int = 0
+    tied: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.n_heads)
@@ -147,13 +150,14 @@ class ModelDims:
     def stored(self) -> dict[str, Any]:
         """The values for a file: the six sizes, and what is not as in an OPT of these sizes."""
         plain = ModelDims(**{name: getattr(self, name) for name in SIZES})
-        names = [field.name for field in fields(self)]
+        names = [each.name for each in fields(self) if each.compare]
         return {n: getattr(self, n) for n in names if n in SIZES or getattr(self, n) != getattr(plain, n)}
 
     def has_layers_of(self, other: "ModelDims") -> bool:
         """Whether layers are of the same number and kind. Vocabulary and positions may differ."""
         free = ("vocab_size", "max_positions")
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self) if f.name not in free)
+        names = [each.name for each in fields(self) if each.compare and each.name not in free]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @property
     def kv_group(self) -> int:
@@ -190,9 +194,15 @@ class ModelDims:
 
     @property
     def outer_weights(self) -> int:
-        """Numbers in the embedding, to which the LM head is mostly tied, and in that of learned positions."""
+        """Numbers around the layers: the embeddings, and an LM head of its own."""
+        return self.embedding_weights + (0 if self.tied else self.vocab_size * self.embedding_dim)
+
+    @property
+    def embedding_weights(self) -> int:
+        """Numbers in the embedding, in that of learned positions, and in the maps between two widths."""
         positions = self.max_positions if self.positions is Positions.LEARNED else 0
-        return self.vocab_size * self.embedding_dim + positions * self.d_model
+        maps = 0 if self.embedding_dim == self.d_model else 2 * self.embedding_dim
+        return self.vocab_size * self.embedding_dim + (positions + maps) * self.d_model
 
     @property
     def layer_weights(self) -> int:

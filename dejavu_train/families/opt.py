@@ -84,6 +84,7 @@ class OPTFamily:
             biases=bool(given["enable_bias"]),
             post_norm=not given["do_layer_norm_before"],
             embedding_dim=given["word_embed_proj_dim"],
+            tied=bool(given.get("tie_word_embeddings", True)),
         )
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -104,7 +105,7 @@ class OPTFamily:
             norms += [prefix + NORM_ATTN, prefix + NORM_MLP]
         if values.get("layer_norm_elementwise_affine", True):
             made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
-        if not values.get("tie_word_embeddings", True):
+        if not dims.tied:
             made["lm_head.weight"] = (dims.vocab_size, dims.embedding_dim)
         return made
 

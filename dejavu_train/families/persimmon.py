@@ -47,7 +47,7 @@ class PersimmonFamily(StandardFamily):
             if dims.qk_norm != QkNorm.NONE:
                 norms |= {f"{layer}self_attn.q_layernorm": e, f"{layer}self_attn.k_layernorm": e}
         made |= {f"{name}.{part}": size for name, size in norms.items() for part in ("weight", "bias")}
-        if not values.get("tie_word_embeddings", False):
+        if not dims.tied:
             made["lm_head.weight"] = (dims.vocab_size, d)
         return made
 

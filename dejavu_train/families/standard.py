@@ -106,6 +106,7 @@ class StandardFamily:
             threshold=self.threshold(given),
             gated=self.gated,
             biases=bool(given["mlp_bias"]),
+            tied=bool(given.get("tie_word_embeddings", False)),
         )
 
     def threshold(self, given: Mapping[str, Any]) -> float:
@@ -143,7 +144,7 @@ class StandardFamily:
             norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
         parts = {Norm.RMS_NORM: ("weight",), Norm.RMS_NORM_PLAIN: ()}.get(self.norm, ("weight", "bias"))
         made |= {f"{name}.{part}": (d,) for name in norms for part in parts}
-        if not self.given(values).get("tie_word_embeddings", False):
+        if not dims.tied:
             made["lm_head.weight"] = (dims.vocab_size, d)
         return made
 

@@ -65,11 +65,7 @@ def check(config: QuantizeConfig) -> ModelDims:
 def plan(config: QuantizeConfig, shape: ModelDims) -> str:
     """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
     matrices = sum(sizes.nbytes for sizes in part_sizes(shape).values())
-    weights = shape.layer_weights
-    positions = shape.max_positions if shape.positions is Positions.LEARNED else 0
-    rest = 2 * (shape.vocab_size * shape.embedding_dim + positions * shape.d_model)
-    head = head_sizes(shape, config.lm_head)
-    disk = shape.n_layers * matrices + rest + (0 if head is None else head.nbytes)
+    weights, disk = shape.layer_weights, written_bytes(config, shape)
     tokens = config.calibration_tokens(shape)
     states = 8 * tokens * shape.d_model if config.gptq else 0
     require_disk(config.output, disk + states, f"the quantised {config.model}")
@@ -89,6 +85,13 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
                 " unless it wrote it before; --text.source FILE reads a layer at a time alone"
             )
     return "\n".join(lines)
+
+
+def written_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
+    """Of all matrices: of the layers in codes, of the rest in 16 bits, and of the LM head in either."""
+    layer, head = sum(sizes.nbytes for sizes in part_sizes(shape).values()), head_sizes(shape, config.lm_head)
+    rest = 2 * shape.outer_weights if head is None else 2 * shape.embedding_weights + head.nbytes
+    return shape.n_layers * layer + rest
 
 
 def gptq_bytes(config: QuantizeConfig, shape: ModelDims) -> int:

@@ -39,9 +39,9 @@ from dejavu_train.families.block import (
 )
 from dejavu_train.families.dims import Activation, Positions
 from dejavu_train.families.standard import StandardFamily
-from dejavu_train.models.config_values import read_dims
+from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.hooks import head_contribution, record
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.opt import load_opt, load_tokenizer, random_model
 from dejavu_train.models.stored import check_folder
 from dejavu_train.sparse.model import SparseCausalLM
 
@@ -100,6 +100,15 @@ def test_one_k_v_head_for_all_is_recorded_as_a_group():
     assert got["head_out"].shape == (1, 9, 1, 48)
     torch.testing.assert_close(mixed, got["head_out"][:, :, 0], rtol=1e-4, atol=1e-5)
     assert head_contribution(got["head_out"], block.out.weight).shape == (1, 9, 1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_those_of_the_matrices(folder, dense, tied):
+    """By the config alone, as `--plan` counts them."""
+    values = {**read_values(str(folder)), "tie_word_embeddings": tied}
+    made = [tensor for tensor in random_model(values).parameters() if tensor.dim() == 2]
+    assert dims_of(values).weights == pytest.approx(sum(tensor.numel() for tensor in made), rel=0.002)
+    assert dims_of(values) == dims_of(dense.config)  # a bundle is for either
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather"])

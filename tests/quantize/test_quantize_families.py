@@ -18,6 +18,7 @@ from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import check_folder
+from dejavu_train.quantize.check import written_bytes
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.run import calibration_windows, quantise
@@ -69,6 +70,17 @@ def test_the_folder_is_a_model_whose_every_matrix_is_in_codes(dense, coded, tmp_
     assert 0 < (logits(model, inputs) - expected).norm() < 0.5 * expected.norm()
     model.save_pretrained(tmp_path)
     assert weight_hash(str(tmp_path), full=True) == weight_hash(coded["gptq"], full=True)
+
+
+@pytest.mark.parametrize("name, head", [("arcee", "fp16"), ("arcee", "int4"), ("nemotron", "int4"), ("350m", "fp16")])
+def test_what_check_states_is_what_is_written(name, head, tmp_path):
+    """Of a head of its own, and of one that is the embedding."""
+    load_opt(str(save_family(name, tmp_path, **WIDE | OWN.get(name, {})))).half().save_pretrained(tmp_path)
+    config = QuantizeConfig(str(tmp_path), output=str(tmp_path / "out"), quantizer="rtn", lm_head=head, device="cpu")
+    quantise(config)
+    stored = StoredTensors(config.output)
+    made = [tensor.nbytes for tensor in (stored[each] for each in stored) if tensor.dim() == 2]
+    assert written_bytes(config, read_dims(str(tmp_path))) == pytest.approx(sum(made), rel=0.005)
 
 
 def test_text_undoes_some_of_what_rounding_loses(dense, coded, config, tmp_path):
