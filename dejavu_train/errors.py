@@ -100,3 +100,7 @@ class Unsupported(UserError):
     def __init__(self, what: str) -> None:
         self.reason = what
         super().__init__(f"{what}; use backend='gather'")
+
+    def among_ranks(self) -> UserError:
+        """The same for one of several processes that decode together, which ``gather`` does not."""
+        return UserError(f"{self.reason}; or start one process, without torchrun")

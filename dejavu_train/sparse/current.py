@@ -63,7 +63,7 @@ class Current:
     def judge(self, model: Any, dense_forward: Callable[..., Any], refusal: UserError, runtime: Runtime) -> None:
         """Return where gather may stand in for an engine that refuses, else raise. A fault by the layer's name."""
         if ranks_of(model) is not None:
-            raise refusal
+            raise (refusal.among_ranks() if isinstance(refusal, Unsupported) else refusal) from None
         if isinstance(refusal, Unsupported) and self.settings.auto:
             return self._log_refusal(refusal)
         if refusal.tokens is not None:

@@ -102,6 +102,8 @@ class Runtime:
             try:
                 self.engines = _engine_backend(self.backend, model, bundle, kv_policy, settings.ops, self.guarded)
             except Unsupported as refusal:
+                if ranks_of(model) is not None:
+                    raise refusal.among_ranks() from None
                 if not settings.auto:
                     raise
                 self.backend, self.refusal = "gather", refusal

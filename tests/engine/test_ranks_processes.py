@@ -51,6 +51,8 @@ def test_generate_writes_what_one_process_writes(folder, tmp_path):
             SparseOPTForCausalLM.from_pretrained(folder, backend="gather")
         with pytest.raises(UserError, match="asked for something else"):
             model.generate(ids, **settings | {"max_new_tokens": 3 + rank})
+        with pytest.raises(UserError, match="pass num_beams=1 to stay on it; or start one process, without torchrun"):
+            model.generate(ids, **settings, num_beams=2)
         logits = model(input_ids=ids).logits
         told = {"greedy": greedy, "sampled": sampled, "logits": logits.tolist(), "says": model.describe()}
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(told))
