@@ -86,8 +86,9 @@ class CodedLinear(RowLinear):
     """An ``nn.Linear`` whose weight is held as rows of codes. Products are in fp32, whatever the input's dtype.
 
     ``weight`` is made of the rows at each use. On a CPU, where no kernel multiplies with 4 bits, it is kept from its
-    first use on, until words or scales are changed. A copy or pickle leaves it out. ``words`` and ``scales`` keep
-    their dtypes through ``to``, ``half`` and the like.
+    first use on, until words or scales are changed. It is made anew where somebody writes into it, as transformers'
+    first values of NanoChat do. A copy or pickle leaves it out. ``words`` and ``scales`` keep their dtypes through
+    ``to``, ``half`` and the like.
 
     Args:
         layout: of the matrix, see :func:`row_layouts` and :func:`head_layout`.
@@ -106,7 +107,7 @@ class CodedLinear(RowLinear):
         self.register_buffer("words", torch.zeros(stored["weight"], dtype=words))
         self.register_buffer("scales", torch.zeros(stored["scales"], dtype=torch.float16))
         self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
-        self._kept: tuple[Any, Tensor] | None = None  # of which words and scales, and the weight
+        self._kept: tuple[Any, Tensor] | None = None  # states of words, scales and weight; the weight
 
     @property
     def rows(self) -> Int4Rows | Int8Rows:
@@ -120,12 +121,11 @@ class CodedLinear(RowLinear):
     @property
     def weight(self) -> Tensor:
         """(out_features, in_features) fp32, exactly code * scale."""
-        state = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (self.words, self.scales)]
-        if self._kept is not None and self._kept[0] == state:
+        if self._kept is not None and self._kept[0] == _states(self.words, self.scales, self._kept[1]):
             return self._kept[1]
         made = self.layout.from_rows(self.rows.dense())
         if self.words.device.type == "cpu":
-            self._kept = state, made
+            self._kept = _states(self.words, self.scales, made), made
         return made
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,6 +159,11 @@ class CodedLinear(RowLinear):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, {self.layout.sizes.bits} bits, group={self.layout.sizes.group}"
+
+
+def _states(*tensors: Tensor) -> list[tuple[int, int | None]]:
+    """What changes where tensors are written into or others take their places."""
+    return [(each.data_ptr(), None if each.is_inference() else each._version) for each in tensors]
 
 
 def coded_rows(linear: Any) -> Int4Rows | Int8Rows:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from family_models import CASES, padded, save_family
+from transformers import AutoModelForCausalLM
 
 from dejavu_train.data.text import TextSource
 from dejavu_train.engine.cpu.engine import CpuEngine
@@ -81,6 +82,16 @@ def test_what_check_states_is_what_is_written(name, head, tmp_path):
     stored = StoredTensors(config.output)
     made = [tensor.nbytes for tensor in (stored[each] for each in stored) if tensor.dim() == 2]
     assert written_bytes(config, read_dims(str(tmp_path))) == pytest.approx(sum(made), rel=0.005)
+
+
+def test_transformers_loads_the_folder_as_we_do(coded):
+    """Gates have their thresholds, and no first values of a family stay in what is made of codes."""
+    inputs = padded()
+    model = AutoModelForCausalLM.from_pretrained(coded["rtn"], dtype="float32").eval()
+    assert torch.equal(logits(model, inputs), logits(load_opt(coded["rtn"]), inputs))
+    for block in blocks_of(model):
+        block.out.weight.fill_(1.0)
+    assert torch.equal(logits(model, inputs), logits(load_opt(coded["rtn"]), inputs))
 
 
 def test_text_undoes_some_of_what_rounding_loses(dense, coded, config, tmp_path):
