@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dejavu_train.families import gates  # noqa: F401  lets hidden_act name them
+import dejavu_train  # noqa: F401  lets hidden_act name its gates
 
 SIZES = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,

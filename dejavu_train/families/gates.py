@@ -1,12 +1,17 @@
-"""Gates that transformers does not have: FATReLU and dReLU. Importing this lets ``hidden_act`` name them."""
+"""Gates that transformers does not have: FATReLU and dReLU. Importing this lets ``hidden_act`` name them.
 
+Whatever loads such a model, its MLPs compute what its config.json says: ``llama_gates`` and ``mistral_gates`` see to it
+as soon as transformers has the classes.
+"""
+
+import functools
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from dejavu_train.families.dims import Activation
+from dejavu_train.families.llama import LlamaFamily
 
 
 class FATReLU(nn.Module):
@@ -24,25 +29,24 @@ class DReLU(nn.ReLU):
     """ReLU of a gate, where the other map's output gets one too."""
 
 
-class _ActivatesUp:
-    """Of an MLP: the forward pass with dReLU."""
+def compute_gates(mlp: Any) -> None:
+    """Have a class of MLPs, of Llama or of one that is called as it, compute these gates too."""
+    made, usual = mlp.__init__, mlp.forward
 
-    gate_proj: Any
-    up_proj: Any
-    down_proj: Any
-    act_fn: Any
+    @functools.wraps(made)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, config, *args, **kwargs)
+        if isinstance(self.act_fn, FATReLU):
+            self.act_fn.threshold = LlamaFamily().threshold(config.to_dict())
 
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
-        return made
+    @functools.wraps(usual)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not isinstance(self.act_fn, DReLU):
+            return usual(self, x)  # type: ignore[no-any-return]
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
+        return out
 
-
-def with_gates(mlp: Any, kind: Activation, threshold: float) -> None:
-    """Have an MLP of Llama or Mistral compute what ``kind`` says. A second call changes nothing."""
-    if isinstance(mlp.act_fn, FATReLU):
-        mlp.act_fn.threshold = threshold
-    if kind == Activation.DRELU and not isinstance(mlp, _ActivatesUp):
-        mlp.__class__ = type(f"DReLU{type(mlp).__name__}", (_ActivatesUp, type(mlp)), {"__module__": __name__})
+    mlp.__init__, mlp.forward = __init__, forward
 
 
 ACT2FN.update({"fatrelu": FATReLU, "drelu": DReLU})

@@ -36,13 +36,8 @@ class LlamaFamily(StandardFamily):
         return (THRESHOLD if param is None else float(param)) if given["hidden_act"] == FATRELU else 0.0
 
     def blocks(self, model: Any) -> list[BlockParts]:
-        """Gates get the threshold that the configuration says, and MLPs with dReLU their forward pass."""
-        from dejavu_train.families.gates import with_gates
-
-        kind = self.activations[model.config.hidden_act]
-        for layer in model.model.layers:
-            with_gates(layer.mlp, kind, self.threshold(model.config.to_dict()))
-        return [replace(block, activates_up=kind == Activation.DRELU) for block in super().blocks(model)]
+        activates_up = self.activations[model.config.hidden_act] == Activation.DRELU
+        return [replace(block, activates_up=activates_up) for block in super().blocks(model)]
 
 
 class MistralFamily(LlamaFamily):

@@ -11,7 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from dejavu_train.families import blocks_of, dims_of
+from dejavu_train.families import dims_of
 from dejavu_train.models.config_values import INT4
 from dejavu_train.models.int4 import CodedLinear, RowLayout, head_layout, row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
@@ -48,11 +48,6 @@ class Int4Quantizer(HfQuantizer):
         if head is not None and hasattr(model, "lm_head"):
             self._coded.append("lm_head")
             replace_matrices(model, {"lm_head": head_layout(head)})
-        return model
-
-    def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> Any:
-        if model.get_output_embeddings() is not None:
-            blocks_of(model)  # some families give activations their numbers
         return model
 
     def _head(self) -> str:

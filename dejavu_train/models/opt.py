@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.families import blocks_of, dims_of
+from dejavu_train.families import dims_of
 from dejavu_train.families.base import dense_type
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
@@ -171,7 +171,6 @@ def load_with_info(
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
     model.config.name_or_path = name  # a hub id as it was given, not the folder of the cache
     _check_loaded(model, info, name)
-    blocks_of(model)  # some families give activations their numbers
     model.eval()
     if device_map is None:
         model.to(placed)
@@ -203,9 +202,7 @@ def _check_attention(dense: Any, config: PreTrainedConfig, kind: Any) -> None:
 def random_model(values: Mapping[str, Any]) -> PreTrainedModel:
     """A dense model of a config.json's values, with the first values that transformers gives its weights."""
     dense, config = dense_class(values)
-    model = dense(config)
-    blocks_of(model)
-    return model
+    return dense(config)  # type: ignore[no-any-return]
 
 
 def empty_model(values: Mapping[str, Any]) -> PreTrainedModel:

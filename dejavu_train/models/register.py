@@ -1,6 +1,7 @@
 """Has transformers know this package after ``import dejavu_train``, without importing transformers for that.
 
-4-bit models are loaded, and a folder that holds a bundle beside its model is loaded as the sparse model.
+4-bit models are loaded, gates of ours are computed, and a folder that holds a bundle beside its model is loaded as the
+sparse model.
 Where a module of transformers is loaded already, ours joins it at once, else as soon as it is loaded.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 
 OURS = {  # which module of ours is imported behind which of transformers
     "transformers.activations": "dejavu_train.families.gates",
+    "transformers.models.llama.modeling_llama": "dejavu_train.families.llama_gates",
+    "transformers.models.mistral.modeling_mistral": "dejavu_train.families.mistral_gates",
     "transformers.quantizers.auto": "dejavu_train.models.int4_quantizer",
     "transformers.models.auto.configuration_auto": "dejavu_train.sparse.auto_config",
     "transformers.models.auto.modeling_auto": "dejavu_train.sparse.auto_model",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from family_models import CASES, SIZES, YARN, padded, random_family, save_family
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     ArceeConfig,
+    AutoModel,
     AutoModelForCausalLM,
     Jais2Config,
     LlamaConfig,
@@ -213,18 +215,24 @@ def test_sizes_survive_a_bundle(bundle):
 def test_fatrelu_has_the_threshold_of_the_config(tmp_path):
     save_tiny_tokenizer(tmp_path)
     MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](CASES["fatrelu"]).save_pretrained(tmp_path)
-    block = blocks_of(load_opt(str(tmp_path)))[0]
     gate = torch.tensor([-1.0, 0.1, 0.19, 0.21])
-    assert block.activate(gate).tolist() == [0, 0, 0, gate[3]] and read_dims(str(tmp_path)).threshold == 0.2
+    for load in (load_opt, AutoModelForCausalLM.from_pretrained):
+        block = blocks_of(load(str(tmp_path)))[0]
+        assert block.activate(gate).tolist() == [0, 0, 0, gate[3]]
+    assert read_dims(str(tmp_path)).threshold == 0.2
 
 
-def test_drelu_activates_both_maps(tmp_path):
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig])
+def test_drelu_activates_both_maps(kind, tmp_path):
     save_tiny_tokenizer(tmp_path)
-    MODEL_FOR_CAUSAL_LM_MAPPING[MistralConfig](CASES["drelu"]).save_pretrained(tmp_path)
-    mlp = load_opt(str(tmp_path)).model.layers[0].mlp
+    config = kind(**SIZES, num_key_value_heads=2, hidden_act="drelu")
+    MODEL_FOR_CAUSAL_LM_MAPPING[kind](config).save_pretrained(tmp_path)
     x = torch.randn(5, 48)
-    expected = mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x).relu())
-    torch.testing.assert_close(mlp(x), expected)
+    loaded = load_opt(str(tmp_path)), AutoModelForCausalLM.from_pretrained(tmp_path)
+    for model in (*loaded, pickle.loads(pickle.dumps(loaded[0])), AutoModel.from_pretrained(tmp_path)):
+        mlp = model.base_model.layers[0].mlp
+        expected = mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x).relu())
+        torch.testing.assert_close(mlp(x), expected)
 
 
 @pytest.mark.parametrize("name", ["arcee", "nemotron", "jais2"])

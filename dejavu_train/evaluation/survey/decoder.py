@@ -5,7 +5,6 @@ attention it has one map back to that width, which reads the neurons, and one or
 other layers is refused in one line.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.pytorch_utils import Conv1D
 
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.families import (
-    blocks_of,
-    dims_of,
-    gates,  # noqa: F401  lets hidden_act name them
-)
 from dejavu_train.machine import require_package
 from dejavu_train.models.hub import looks_local
 from dejavu_train.models.stored import MOVED
@@ -113,9 +107,6 @@ def load_model(name: str, revision: str | None, config: PreTrainedConfig, layers
             f"the weights of {name} hold {surplus[0]}, which its config has no place for; give the config that belongs"
             " to them"
         )
-    with suppress(UserError):  # of another family, whose activations are those of transformers
-        dims_of(config)
-        blocks_of(model)  # some families give activations their numbers
     return model.eval().requires_grad_(False)
 
 
