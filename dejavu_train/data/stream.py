@@ -6,6 +6,8 @@ A small file says which layer is next, so that a killed run goes on with the lay
     FOLDER/even.bin     (rows, d_model), read by even layers. odd.bin: by odd ones
 """
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ class Stream:
     Args:
         identity: JSON, of what the states belong to. A stream of another one, or of other sizes, begins anew.
         size: rows and d_model.
+    Raises:
+        OSError: the disk has no room for both files.
     """
 
     def __init__(self, folder: Path, identity: Any, size: tuple[int, int], dtype: torch.dtype) -> None:
@@ -33,6 +37,7 @@ class Stream:
         self.next = self._stored_layer()
         self._tensors: dict[int, Tensor] = {}
         for parity in (0, 1):
+            _allocate(self._path(parity), self._nbytes)
             flat = torch.from_file(str(self._path(parity)), shared=True, size=size[0] * size[1], dtype=dtype)
             self._tensors[parity] = flat.view(size)
 
@@ -68,3 +73,18 @@ class Stream:
         files = [self._path(parity) for parity in (0, 1)]
         whole = all(file.is_file() and file.stat().st_size == self._nbytes for file in files)
         return int(stored["next"]) if whole and stored["identity"] == self._digest else 0
+
+
+def _allocate(path: Path, n_bytes: int) -> None:
+    """Give a file all its blocks. What it holds stays.
+
+    A full disk is an error here. Where a mapped page finds no block, the system ends the process without a word.
+    """
+    if not hasattr(os, "posix_fallocate"):  # as on macOS
+        return
+    with open(path, "r+b" if path.is_file() else "w+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, n_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems that cannot
+                raise OSError(error.errno, error.strerror, str(path)) from None
