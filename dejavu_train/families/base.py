@@ -234,8 +234,8 @@ def refuse_activation(name: str, activation: str, runs: Iterable[str]) -> NoRetu
 def logits_of(model: Any, hidden: "Tensor") -> "Tensor":
     """The logits (..., V) of hidden states (..., d) behind the final norm."""
     logits: Tensor = model.get_output_embeddings()(hidden)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * (logits / cap).tanh()
+    cap = dims_of(model.config).logit_cap
+    return cap * (logits / cap).tanh() if cap else logits
 
 
 def families() -> dict[str, Family]:

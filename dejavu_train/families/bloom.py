@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
 
 POSITIONS = 2048  # of a config.json without seq_length; ALiBi itself has no end
-# Two names of a size: released files have the second.
+# Two names of a size: released files have the second, which counts where both are there.
 _NAMES = {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 
 
@@ -33,7 +33,7 @@ class BloomFamily:
     )  # fmt: skip
 
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
-        given = {**{key: values[other] for key, other in _NAMES.items() if other in values}, **values}
+        given = {**values, **{key: values[other] for key, other in _NAMES.items() if other in values}}
         if given.get("apply_residual_connection_post_layernorm"):
             raise UserError(
                 f"{name} adds to the output of its norms (apply_residual_connection_post_layernorm), which is not run"

@@ -24,6 +24,7 @@ class LlamaFamily(StandardFamily):
     activations = {
         "relu": Activation.RELU, FATRELU: Activation.FATRELU, "drelu": Activation.DRELU,
     }  # fmt: skip
+    defaults = {"hidden_act": "silu"}
     gated = True
     turns_part = False
 
@@ -44,4 +45,4 @@ class MistralFamily(LlamaFamily):
     """Mistral, whose config.json may leave out what is not as in Llama."""
 
     classes = {"mistral": "Mistral"}
-    defaults = {"num_key_value_heads": 8, "sliding_window": 4096}
+    defaults = {"hidden_act": "silu", "num_key_value_heads": 8, "sliding_window": 4096}

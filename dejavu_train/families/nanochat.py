@@ -21,6 +21,7 @@ class NanoChatFamily(StandardFamily):
     least_transformers = "5.0"
     activations = {"relu2": Activation.RELU2, "relu": Activation.RELU}
     defaults = {"hidden_act": "relu2", "final_logit_softcapping": 15.0}
+    needed = ("head_dim",)
     norm = Norm.RMS_NORM_PLAIN
     turns_part = False
     maps = ("fc1", "fc2", "activation_fn")

@@ -11,6 +11,7 @@ class NemotronFamily(StandardFamily):
     classes = {"nemotron": "Nemotron"}
     least_transformers = "4.44"
     activations = {"relu2": Activation.RELU2, "relu": Activation.RELU}
-    defaults = {"hidden_act": "relu2", "partial_rotary_factor": 0.5}
+    defaults = {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "num_key_value_heads": None}
+    needed = ("num_key_value_heads",)
     epsilon = "norm_eps"
     norm = Norm.LAYER_NORM_1P

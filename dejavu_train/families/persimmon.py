@@ -33,6 +33,7 @@ class PersimmonFamily(StandardFamily):
 
     def dims(self, values: Mapping[str, Any], name: str) -> ModelDims:
         normed = self.given(values)["qk_layernorm"]
+        values = {**values, "num_key_value_heads": None}  # its one map has as many of K and V as of queries
         return replace(super().dims(values, name), qk_norm=QkNorm.BEFORE if normed else QkNorm.NONE)
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -28,6 +28,7 @@ class StandardFamily:
         least_transformers: the version that has them first.
         activations: by ``hidden_act`` the kind that a family runs.
         defaults: of keys that a config.json may leave out.
+        needed: keys that its classes cannot read a null of.
         epsilon: the key of the norms' epsilon.
         turns_part: its classes read ``partial_rotary_factor``. Others turn whole heads, whatever that key says.
     """
@@ -36,6 +37,7 @@ class StandardFamily:
     least_transformers = ""
     activations: Mapping[str, Activation] = {"relu": Activation.RELU}
     defaults: Mapping[str, Any] = {}
+    needed: tuple[str, ...] = ()
     epsilon = "rms_norm_eps"
     norm = Norm.RMS_NORM
     gated = False
@@ -70,7 +72,7 @@ class StandardFamily:
         given = self.given(values)
         if given["hidden_act"] not in self.activations:
             refuse_activation(name, str(given["hidden_act"]), self.activations)
-        sizes = {key: whole_number(given, key, name) for key in SIZES}
+        sizes = {key: whole_number(given, key, name) for key in (*SIZES, *given.keys() & self.needed)}
         d_model, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if not given.get("head_dim") and d_model % heads:
             raise UserError(

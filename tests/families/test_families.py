@@ -303,7 +303,9 @@ def test_bloom_is_named_by_either_name_of_its_sizes(folder):
      ({"model_type": "nemotron", "hidden_act": "relu2", "head_dim": 10, "rope_parameters": None},
       "turns 5 dimensions of a head .head_dim 10, partial_rotary_factor 0.5"),
      ({"num_key_value_heads": 4}, "4 num_key_value_heads, which do not divide its 6 heads"),
-     ({"intermediate_size": None}, "intermediate_size of this model must be a whole number")],
+     ({"intermediate_size": None}, "intermediate_size of this model must be a whole number"),
+     ({"model_type": "nemotron", "hidden_act": "relu2", "num_key_value_heads": None}, "num_key_value_heads of this"),
+     ({"model_type": "nanochat", "hidden_act": "relu2", "head_dim": None}, "head_dim of this model must be a whole")],
 )  # fmt: skip
 def test_what_a_family_does_not_run_is_said(changes, said):
     values = {**LlamaConfig(**SIZES, hidden_act="relu").to_dict(), **changes}
@@ -354,6 +356,25 @@ def test_of_two_names_of_rotary_positions_transformers_takes_the_older():
     assert LlamaConfig.from_dict(values).rope_parameters["rope_type"] == "dynamic"
     with pytest.raises(UserError, match="of the kind dynamic"):
         dims_of(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama", {"final_logit_softcapping": 2.0}), ("arcee", {"final_logit_softcapping": 2.0}),
+     ("persimmon", {"num_key_value_heads": 2}), ("bloom", {"num_hidden_layers": 3, "n_embed": 96})],
+)  # fmt: skip
+def test_keys_count_as_the_classes_of_transformers_read_them(name, changes, tmp_path):
+    config = type(CASES[name]).from_dict({**CASES[name].to_dict(), **changes})
+    save_tiny_tokenizer(tmp_path)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model.save_pretrained(tmp_path)
+    both = {**CASES[name].to_dict(), **changes}  # of two names of a size one is out of date
+    (tmp_path / "config.json").write_text(json.dumps(both))
+    check_folder(str(tmp_path), read_dims(str(tmp_path)))
+    sparse = SparseCausalLM.from_model(load_opt(str(tmp_path)), make_bundle(tmp_path).at(1.0, 1.0), "gather")
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=2e-5)
 
 
 def test_a_threshold_of_zero_is_one():
