@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, NOTHING_KEPT, UserError, exit_on_user_error
+from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, UserError, exit_on_user_error
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ COMMANDS = {
         "dejavu_train.evaluation.cli", "score, time and generate with a bundle (infer.py)", BEGINS_ANEW, True, True
     ),
     "serve": Command("dejavu_train.serving.command", "answer requests through OpenAI's protocol", NO_ANSWERS),
-    "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", NOTHING_KEPT),
+    "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", GOES_ON),
     "pretrain": Command("dejavu_train.training.pretrain.run", "train a small model from text", GOES_ON, True, True),
     "survey": Command("dejavu_train.evaluation.survey.command", "tell what any model would gain, untrained", GOES_ON),
     "tasks": Command("dejavu_train.evaluation.lm_eval.run", "downstream tasks, dense and sparse"),

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.cli import parse_config
+from dejavu_train.commands import run as run_command
 from dejavu_train.data.text import TextSource
-from dejavu_train.errors import UserError, exit_on_user_error
+from dejavu_train.errors import GOES_ON, UserError, exit_on_user_error
 from dejavu_train.models.config_values import INT4, read_dims, read_values
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import CodedLinear
@@ -224,6 +225,16 @@ def test_a_stopped_run_goes_on_with_its_layer(quantised, settings, tmp_path, mon
         assert file.read_bytes() == (made / file.name).read_bytes()
     errors = [json.loads((folder / "quantization.json").read_text())["layers"] for folder in (made, quantised)]
     assert errors[0] == errors[1] and list(tmp_path.iterdir()) == [made]
+
+
+def test_a_stopped_command_says_that_it_goes_on(settings, tmp_path, monkeypatch, capsys):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream.LayerQuantizer, "run", killed)
+    words = [f"--model={settings.model}", f"--text.source={settings.text.source}", f"--output={tmp_path / 'out'}"]
+    assert run_command("quantize", [*words, "--tokens=3000", "--window=64", "--device=cpu"]) == 130
+    assert capsys.readouterr().err.endswith(f"interrupted by SIGINT; {GOES_ON}\n")
 
 
 def error_of(arguments, capsys):
