@@ -52,7 +52,8 @@ class CollectConfig:
         check_ranges(self, "collect.", tokens | others)
         if self.by_layers and self.device_map is not None:
             raise UserError(
-                f"collect.by_layers runs on one device, got collect.device_map {self.device_map}; leave it out"
+                f"collect.by_layers runs on one device, got collect.device_map {self.device_map};"
+                " set --collect.device_map null"
             )
 
     def settled(self, shape: ModelDims) -> "CollectConfig":

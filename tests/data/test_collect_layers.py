@@ -107,7 +107,7 @@ def test_parts_of_several_processes_are_the_whole(tiny_opt, text_file, tmp_path,
 
 
 def test_a_device_map_is_another_way():
-    with pytest.raises(UserError, match="runs on one device"):
+    with pytest.raises(UserError, match="set --collect.device_map null"):
         CollectConfig(by_layers=True, device_map="auto")
 
 
