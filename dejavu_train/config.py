@@ -166,7 +166,7 @@ class RunConfig:
     NOTES = {"check": ("--check, and what the configurations take: disk, GPU, hours", check_help)}
 
     model: str = "checkpoints/opt-mini"
-    """Folder or hub id of a model of a family that there is."""
+    """Folder or hub id of a model that docs/guides/families.md lists."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     output: str = "checkpoints/demo"

@@ -1,19 +1,18 @@
 """Sphinx's configuration of the site: ``make docs``, then open build/docs/index.html. It opens without a network."""
 
-import dataclasses
-import importlib
 import re
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from docstring_parser import parse_from_object
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+from key_rows import key_rows  # noqa: E402  # found by the line above
 
 project = "dejavu_train"
 author = "the authors of dejavu_train"
@@ -62,20 +61,9 @@ class Keys(SphinxDirective):
     required_arguments, optional_arguments = 1, 1
 
     def run(self) -> list[nodes.Node]:
-        module, _, name = self.arguments[0].rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
-        prefix = f"{self.arguments[1]}." if len(self.arguments) > 1 else ""
-        said = {param.arg_name: param.description or "" for param in parse_from_object(kind).params}
         lines = ["| key | default | meaning |", "| --- | --- | --- |"]
-        for field in dataclasses.fields(kind):
-            default = (
-                "" if dataclasses.is_dataclass(field.default) or field.default is dataclasses.MISSING else field.default
-            )
-            default = "null" if default is None else default
-            meaning = " ".join(
-                said.get(field.name, "").replace("``", "`").replace("|", "or").replace("<", "&lt;").split()
-            )
-            lines.append(f"| `{prefix}{field.name}` | {f'`{default}`' if default != '' else ''} | {meaning} |")
+        for key, default, meaning in key_rows(*self.arguments):
+            lines.append(f"| `{key}` | {f'`{default}`' if default else ''} | {meaning} |")
         return self.parse_text_to_nodes("\n".join(lines))
 
 

@@ -13,6 +13,7 @@ from test_imports import TRAINING_ONLY, python
 
 import dejavu_train
 from dejavu_train.cli import parse_config
+from dejavu_train.commands import COMMANDS
 from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.cli import read_config
 
@@ -52,6 +53,7 @@ def test_without_the_training_packages_train_says_what_to_install():
     code = """
 import contextlib, io, sys
 from dejavu_train.cli import main
+from dejavu_train.commands import COMMANDS
 from dejavu_train.errors import exit_on_user_error
 for argv in ([], ["--trainer.help"]):
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -140,3 +142,13 @@ def test_every_flag_of_the_troubleshooting_page_exists(capsys):
     flags = {flag for flag in re.findall(r"`(--[a-z_.]+)", PAGE)}
     assert len(flags) > 8
     assert [flag for flag in sorted(flags) if not re.search(rf"{re.escape(flag)}\b", known)] == []
+
+
+def test_every_key_of_the_configuration_page_has_its_meaning():
+    page = (REPOSITORY / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    key_rows = runpy.run_path(str(REPOSITORY / "docs" / "key_rows.py"))["key_rows"]
+    asked = re.findall(r"^```\{keys\} (.+)$", page, re.MULTILINE)
+    rows = [row for each in asked for row in key_rows(*each.split())]
+    assert len(rows) > 150 and [key for key, _, meaning in rows if not meaning] == []
+    assert ("heads", "", "Predictors of the attention heads.") in rows and ("port", "8000") in [row[:2] for row in rows]
+    assert [name for name in COMMANDS if f"\n## {name}\n" not in page] == ["compare"], "which has no keys"

@@ -12,7 +12,9 @@ from dejavu_train.progress import set_up_logging
 
 def read_config(argv: Sequence[str] | None) -> InferConfig:
     """Flags (None: those of the process) and YAML files as a checked config. Raises as :func:`parse`."""
-    config = parse(InferConfig, argv, "infer.py", "Score, time and run a sparse OPT. --check only looks for mistakes.")
+    config = parse(
+        InferConfig, argv, "infer.py", "Score, time and run a sparse model. --check only looks for mistakes."
+    )
     config.check()
     return config
 

@@ -35,13 +35,13 @@ class GenerationOptions(TextOptions):
     top_p: float = 1.0
     """Of sampling."""
     densities: tuple[float, ...] = ()
-    """Of the MLPs' candidates, means over the layers. none named: as the bundle was calibrated."""
+    """Of the MLPs' candidates, means over the layers. None named: as the bundle was calibrated."""
     head_density: float | None = None
     """Of the heads. null: as calibrated."""
     sparse_from: tuple[Literal["prompt", 0], ...] = ("prompt", 0)
     """Where sparsity begins: prompt keeps prompts dense, 0 has every token sparse. Guards are compared at prompt."""
     every: tuple[int, ...] = (8, 16, 32)
-    """Of the guards: every so many-th decoding step is dense. none named: no guards."""
+    """Of the guards: every so many-th decoding step is dense. None named: no guards."""
     control: tuple[bool, ...] = (False, True)
     """Of the guards: thresholds as the bundle has them, and moved."""
     batch: int = 32
@@ -113,11 +113,11 @@ class TasksOptions(AskedOptions):
     backend: str = "mask"
     """Of the sparse model: mask, gather, triton or auto."""
     mlp_density: float | None = None
-    """Null: as the bundle was calibrated."""
+    """Of the neurons. null: as the bundle was calibrated."""
     head_density: float | None = None
-    """Null: as the bundle was calibrated."""
+    """Of the heads. null: as the bundle was calibrated."""
     sparse_from: int | str = 0
-    """Prompt (contexts dense, continuations sparse) or a position (0: everything sparse)."""
+    """prompt: contexts are dense and continuations sparse. A position: sparse from there on. 0: everything is."""
     use_cache: str | None = None
     """File of answers that a next run takes up, less its ending."""
     log_samples: bool = False

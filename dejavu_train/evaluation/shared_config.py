@@ -17,12 +17,12 @@ class ModelConfig:
     RESULTS = ""  # the folder of results within the one that the bundle's lies in
 
     model: str = ""
-    """Folder or hub id of a model of a family that there is. Empty: the one that the bundle was made for."""
+    """Folder or hub id of a model that docs/guides/families.md lists. Empty: the one that the bundle was made for."""
     bundle: str = "checkpoints/demo/bundle"
     """Folder or hub id of predictors and thresholds, as train.py writes them."""
     output: str = ""
-    """Folder of results. Empty: beside the bundle's folder, for a bundle of the hub in checkpoints/NAME. The name is
-    followed by /tasks or /paper for those. Results of an earlier run of infer.py there are kept under another name."""
+    """Folder of results. Empty: beside the bundle's folder, for a bundle of the hub in checkpoints/NAME. Within it the
+    folder tasks is of dejavu tasks. Results of an earlier run of infer.py there are kept under another name."""
     device: str = "auto"
     """Name of the device: auto, cpu, cuda or cuda:N."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"

@@ -114,7 +114,7 @@ def versions() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, ask, write."""
-    config: TasksConfig = read_config(TasksConfig, argv, "Ask a dense and a sparse OPT the same tasks.")
+    config: TasksConfig = read_config(TasksConfig, argv, "Ask a dense and a sparse model the same tasks.")
     require_model(config.model, config.bundle)
     set_up_logging()
     transformers.utils.logging.disable_progress_bar()
