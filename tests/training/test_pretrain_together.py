@@ -112,3 +112,12 @@ def test_all_layers_share_one_compiled_graph(tmp_path):
     compiled = torch.compile(run_layer, backend=count)
     losses = [training_loss(model, blocks_of(model), kind, rows, 0.2, layer)[0] for layer in (compiled, run_layer)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6) and len(graphs) == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_of_several_processes_prints(rank, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "pretrain", lambda config: tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    module.main([f"--output={tmp_path}", "--text=text.txt", "--steps=1"])
+    assert capsys.readouterr().out == (f"{tmp_path}\n" if rank == "0" else "")

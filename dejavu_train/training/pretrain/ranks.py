@@ -56,6 +56,11 @@ class Ranks:
             dist.barrier()
 
 
+def is_first() -> bool:
+    """Whether this process is the one that speaks, also where the others are no longer joined."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ["RANK"] == "0"
+
+
 @contextlib.contextmanager
 def joined(device: torch.device, rows: int) -> Iterator[Ranks]:
     """The processes of this run, connected until the context ends.

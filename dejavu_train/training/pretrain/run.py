@@ -32,7 +32,7 @@ from dejavu_train.progress import Progress, set_up_logging
 from dejavu_train.training.pretrain.forward import run_layer, training_loss
 from dejavu_train.training.pretrain.heldout import Heldout, bits_per_byte, heldout_texts
 from dejavu_train.training.pretrain.models import default_l1, random_of
-from dejavu_train.training.pretrain.ranks import Ranks, joined
+from dejavu_train.training.pretrain.ranks import Ranks, is_first, joined
 from dejavu_train.training.pretrain.stream import (
     RowSampler,
     is_stream,
@@ -348,4 +348,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags (one per field of :class:`PretrainConfig`) and train."""
     config = parse(PretrainConfig, argv, "dejavu pretrain", (__doc__ or "").split("\n\n")[1])
     set_up_logging()
-    print(pretrain(config))
+    output = pretrain(config)
+    if is_first():
+        print(output)
