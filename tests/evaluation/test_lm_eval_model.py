@@ -138,6 +138,14 @@ def test_answers_of_bloom_are_scored(tmp_path, backend):
         assert nats == pytest.approx(alone[0][0], abs=1e-4)
 
 
+@pytest.mark.parametrize(("name", "key"), [("drelu", "sliding_window"), ("bloom", "seq_length")])
+def test_windows_are_as_long_as_the_family_says(tmp_path, name, key):
+    """Of a sliding window, and of a size that lm-eval does not know."""
+    lm = lm_of(save_family(name, tmp_path, **{key: 32}), make_bundle(tmp_path).at(1.0, 1.0), "gather")
+    asked = instances("loglikelihood", [(make_text(60, seed=1), " and the token")])
+    assert lm.max_length == 32 and lm.loglikelihood(asked, disable_tqdm=True)[0][0] < 0
+
+
 def test_rows_of_requests():
     pairs = [([1, 2, 3], [7, 8]), ([1, 2, 3], [7, 9]), ([1, 2, 3], [4]), ([5], [6, 6, 6]), ([9] * 12, [3, 3])]
     rows = build_rows(pairs, longest=10, shared=True)

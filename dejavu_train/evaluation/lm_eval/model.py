@@ -99,9 +99,8 @@ class DejavuLM(HFLM):
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
         self.by_positions = str(batch_size).startswith("auto")
         rows = 1 if self.by_positions else int(batch_size)
-        super().__init__(
-            pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=max_length
-        )
+        window = max_length or dims_of(model.config).max_positions  # HFLM knows no sliding windows, and not BLOOM's key
+        super().__init__(pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=rows, max_length=window)
         if self.by_positions:  # of whole windows and of generation
             self.batch_size_per_gpu = max(1, self.positions_at_once // self.max_length)
 
