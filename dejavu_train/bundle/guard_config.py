@@ -27,11 +27,11 @@ class Guard:
     GPU runs no second stage, so there the candidates hold it. Thresholds of heads stay. What heads retain is measured.
 
     Attributes:
-        every: every so many-th decoding step is dense. 2 or more, or 0: no guard.
-        control: move the thresholds. False = dense tokens and measurements only.
-        retained_mass: the promise, for every layer: a share in (0, 1). None = each layer's own at the bundle's
-            calibration.
-        memory: measured tokens that the controller averages over. Rows of a batch count one each.
+        every: Every so many-th decoding step is dense. 2 or more, or 0: no guard.
+        control: Move the thresholds. False: dense tokens and measurements only.
+        retained_mass: The promise, for every layer: a share in (0, 1). null (None in Python): each layer's own at the
+            bundle's calibration.
+        memory: Measured tokens that the controller averages over. Rows of a batch count one each.
     Raises:
         UserError: a value outside its range.
     """
