@@ -127,7 +127,7 @@ class EnginePool(ABC):
         check_arguments(rest)
         ids = inputs if inputs is not None else rest.get("input_ids")
         if ids is None:  # as transformers does: from the start token
-            ids = torch.tensor([[2 if config.bos_token_id is None else config.bos_token_id]])
+            ids = torch.tensor([[config.bos_token_id]])
         mask, limit = rest.get("attention_mask"), self.shape.max_positions
         with self.turn():
             request = read_request(ids, mask, config, default_length, limit, sparse_from, streamer, self.max_rows)

@@ -123,7 +123,7 @@ def check_rows(rows: Sequence[Row], batch: int, context: int, shape: ModelDims, 
         raise UserError(f"this engine holds {batch} rows, got {len(rows)}; build it with batch={len(rows)}")
     for row in rows:
         if not row.tokens:
-            raise UserError("an empty prompt cannot be continued; give at least the start token </s> (id 2)")
+            raise UserError("an empty prompt cannot be continued; give at least the token that a text begins with")
         check_length(row.total - unheld, context, shape)
         least, most = min(row.tokens), max(row.tokens)
         if not 0 <= least <= most < shape.vocab_size:

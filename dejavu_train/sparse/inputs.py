@@ -87,7 +87,8 @@ def as_rows(input_ids: Any) -> Tensor:
         hint = ": unpack it, model(**inputs)" if isinstance(input_ids, Mapping) else ""
         raise UserError(f"input_ids must be a tensor (batch, tokens) of int64 or int32, got {_kind(input_ids)}{hint}")
     if not input_ids.numel():
-        raise UserError(f"input_ids holds no token, its shape is {tuple(input_ids.shape)}; give at least </s> (id 2)")
+        shape = tuple(input_ids.shape)
+        raise UserError(f"input_ids holds no token, its shape is {shape}; give at least the tokenizer's bos_token_id")
     return input_ids.view(-1, input_ids.shape[-1])
 
 
@@ -178,8 +179,9 @@ def read_prompt(
     Returns:
         (B, S) bool.
     Raises:
-        UserError: no tensor of token ids, an id outside the vocabulary, or more tokens than positions. A mask of
-            another shape, a row of padding alone, or a cache that holds the whole prompt.
+        UserError: no tensor of token ids, or none at all and no start token. An id outside the vocabulary, or more
+            tokens than positions. A mask of another shape, a row of padding alone, or a cache that holds the whole
+            prompt.
     """
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
@@ -191,6 +193,9 @@ def read_prompt(
         rows, new = embeds.shape[:2]
         mask = torch.ones(rows, new, dtype=torch.bool, device=embeds.device) if mask is None else mask
     elif ids is None:
+        if config.bos_token_id is None:
+            raise UserError("without input_ids generate() begins with bos_token_id, and this model names none; give"
+                            " input_ids")  # fmt: skip
         return torch.ones(1, 1, dtype=torch.bool)  # transformers begins with the start token
     else:
         if as_rows(ids).shape != ids.shape:
@@ -208,7 +213,7 @@ def read_prompt(
     counts, columns = shown.sum(dim=1), shown.shape[1]
     if not counts.all():
         row = int(counts.argmin())
-        raise UserError(f"row {row} of the prompts is padding everywhere; give it at least </s> (id 2)")
+        raise UserError(f"row {row} of the prompts is padding everywhere; give it at least bos_token_id")
     if (tokens := int(counts.max())) > limit:
         raise UserError(f"the prompt has {tokens} tokens and the model {limit} positions; shorten the prompt")
     if past and columns == new and new <= past:

@@ -127,6 +127,16 @@ def test_a_stop_token_of_a_prompt_ends_nothing(dense, bundle):
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
+def test_a_text_out_of_nothing_begins_with_the_start_token_that_there_is(dense, bundle, backend, monkeypatch):
+    model = sparse(dense, bundle, backend)
+    started = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**started), model.generate(torch.tensor([[2]]), **started))
+    monkeypatch.setattr(model.generation_config, "bos_token_id", None)
+    with pytest.raises(UserError, match="begins with bos_token_id, and this model names none; give input_ids"):
+        model.generate(**started)
+
+
+@pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
 def test_what_a_generation_config_leaves_out_is_the_models(dense, bundle, backend):
     model = sparse(dense, bundle, backend, sparse_from="prompt")
     assert (model.generation_config.pad_token_id, model.generation_config.eos_token_id) == (1, 2)
