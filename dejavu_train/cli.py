@@ -33,12 +33,15 @@ def parse_config(argv: Sequence[str] | None) -> RunConfig:
     )
 
 
-def _saved(arguments: Sequence[str]) -> Path | None:
-    """The configuration of the run in ``--output``, where the arguments name neither a configuration nor a model."""
+def _goes_on(arguments: Sequence[str]) -> bool:
+    """Whether the arguments mean the run in ``--output``: they name neither a configuration nor a model."""
     names = {name for name, _, _ in options(arguments)}
-    if "output" not in names or names & {"config", "model", "help", "print_config"}:
-        return None
-    return saved_config(parse_config(arguments).output)
+    return "output" in names and not names & {"config", "model", "help", "print_config"}
+
+
+def _saved(arguments: Sequence[str]) -> Path | None:
+    """The configuration of the run that the arguments mean, where there is one."""
+    return saved_config(parse_config(arguments).output) if _goes_on(arguments) else None
 
 
 def at_its_files(arguments: Sequence[str]) -> tuple[Path, list[str]]:
@@ -63,6 +66,13 @@ def with_saved(arguments: Sequence[str]) -> list[str]:
     model: what else they give changes that run. A line says all keys that differ."""
     path = _saved(arguments)
     if path is None:
+        if _goes_on(arguments):
+            config = parse_config(arguments)
+            logger.warning(
+                "there is no run in %s, so one of %s begins, the default model; --model or --config names another one",
+                config.output,
+                config.model,
+            )
         return list(arguments)
     both = ["--config", str(path), *arguments]
     before, now = (flattened(parse_config(given).to_json()) for given in (both[:2], both))

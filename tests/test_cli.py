@@ -214,6 +214,15 @@ def test_a_run_goes_on_from_any_folder(tiny_opt, text_file, tmp_path, monkeypatc
     assert at_its_files(["--output=moved/runs/one"]) == (tmp_path, ["--output=moved/runs/one"])
 
 
+def test_a_folder_without_a_run_is_said_with_the_model_that_is_trained(tmp_path, caplog):
+    alone = ["--output", str(tmp_path / "mistyped"), "--bundle=second"]
+    assert with_saved(alone) == alone
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith(f"there is no run in {tmp_path / 'mistyped'}, so one of checkpoints/opt-mini begins")
+    caplog.clear()
+    assert with_saved([*alone, "--model=mine"]) and not caplog.records
+
+
 def test_what_a_run_is_told_beside_its_folder_changes_it_and_is_said(run, collected, caplog):
     caplog.set_level("INFO", logger="dejavu_train")
     config = parse_config(run("--mlp.rank=8"))
