@@ -82,9 +82,8 @@ def _speed(found: Found) -> list[str]:
         return []
     name, ms = min(sparse.items(), key=lambda item: item[1])
     takes = f"A token takes {ms:.3g} ms on the backend {name}"
-    if "dense" not in times:
-        return [f"{takes}."]
-    lines = [f"{takes}, instead of {times['dense']:.3g} in transformers' dense model."]
+    instead = f", instead of {times['dense']:.3g} in transformers' dense model" if "dense" in times else ""
+    lines = [f"{takes}{instead}."]
     engines: Sequence[float] = [other for key, other in times.items() if key.startswith("dense-")]
     if engines:
         ratio = min(engines) / ms

@@ -48,6 +48,8 @@ def test_verdict_says_what_selections_miss_and_when_nothing_is_gained():
     assert "carry 70 % of" in lines[4] and "slower than the same engine" in lines[-1]
     assert verdict({"quality": [], "timing": []}) == []
     assert verdict({"quality": [], "timing": timed(gather=3.0)}) == ["A token takes 3 ms on the backend gather."]
+    lines = verdict({"quality": [], "timing": timed(dense_cpu=1.4, cpu=0.7)})
+    assert lines[0] == "A token takes 0.7 ms on the backend cpu." and "2 times faster than the same engine" in lines[1]
 
 
 def test_every_column_that_is_not_a_word_has_a_definition():
