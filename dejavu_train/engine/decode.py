@@ -138,6 +138,9 @@ class DecodeEngine(Session):
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard, join=self.join)
         self.state, self.prompts = self.core.state, Prompts(self.core)
         self.options = options
+        self._selects: list[Any] = [options.kv_policy]  # what ranks must have alike, besides their models
+        if ranks is not None:
+            self._selects += sorted((*key, each.threshold.tolist()) for key, each in loaded.items())
         self._pairs: dict[str | None, EnginePair] = {}
         super().__init__()
 
@@ -157,9 +160,9 @@ class DecodeEngine(Session):
         """See `Session.begin`. A row's last token is not run, so total may exceed the context by one."""
         check_rows(rows, self.batch, self.context, self.shape, unheld=1)
         if self.ranks is not None:
-            seed = self.ranks.hosts.gather(rows[0].sampling.seed)[0]  # the first rank's counts
-            rows = [replace(row, sampling=replace(row.sampling, seed=seed)) for row in rows]
-            agree(self.ranks.hosts, rows, stops, score)
+            # Before all else, so that ranks that make other calls agree on nothing, in one message.
+            agree(self.ranks.hosts, _seeded(rows, 0), stops, score, self._selects)
+            rows = _seeded(rows, self.ranks.hosts.gather(rows[0].sampling.seed)[0])  # the first rank's counts
         self.open(stops)
         with waiting(self.ranks):
             self._see(0, rows)
@@ -301,3 +304,7 @@ class DecodeEngine(Session):
             logits[:, t] = self.core.logits[: len(rows)]
         self.look(len(rows))
         return logits
+
+
+def _seeded(rows: Sequence[Row], seed: int) -> list[Row]:
+    return [replace(row, sampling=replace(row.sampling, seed=seed)) for row in rows]

@@ -175,8 +175,8 @@ class Session(ABC):
                 raise UserError("under lossless the whole prompt is dense; leave sparse_from and prompt_phase out")
             check_rows(rows, 1, self.context, self.shape)
             return [self._verified(rows[0], stop_tokens, callback, lossless)]
-        heard = self.heard(callback is not None)
         self.begin(rows, stop_tokens)
+        heard = self.heard(callback is not None)
         lengths = [len(row.tokens) for row in rows]
         left, shown, ended = max(row.total - 1 - row.prefilled for row in rows), list(lengths), [False] * len(rows)
         while True:
@@ -202,6 +202,7 @@ class Session(ABC):
         if row.sampling.penalised:
             raise UserError("lossless decoding has no penalties, since a draft is judged all at once; leave them out")
 
+        pair = self.pair(draft)
         heard = self.heard(callback is not None)
 
         def show(start: int, stop: int, tokens: Sequence[int]) -> bool:
@@ -212,7 +213,7 @@ class Session(ABC):
                     return True
             return False
 
-        self.acceptance = self.pair(draft).generate(row, stops, draft.length, show)
+        self.acceptance = pair.generate(row, stops, draft.length, show)
         return new
 
     @in_turn
