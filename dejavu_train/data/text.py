@@ -238,7 +238,10 @@ def local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
             row = json.loads(line)
             value, name = row[field], str(row.get("id", row.get("name", number)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"line {number + 1} of {path} is not a JSON object with a field {field!r}") from None
+            raise UserError(
+                f"line {number + 1} of {path} is not a JSON object with a field {field!r}; mend that line, or name the"
+                " field that holds the text: --text.field, of infer.py --text_field"
+            ) from None
         if not isinstance(value, str):
             kind = "null" if value is None else type(value).__name__
             raise UserError(f"line {number + 1} of {path}: the field {field!r} must be text, got {kind}")

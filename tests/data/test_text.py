@@ -164,7 +164,7 @@ def test_documents_budget_is_drawn_with_the_seed(text_file):
     ("empty.txt", b"", "is empty"),
     ("blank.txt", b" \n\n ", "is empty"),
     ("latin.txt", "caf\xe9 ".encode("latin-1") * 9, "not UTF-8"),
-    ("bad.jsonl", b"{}\n", "field 'text'"),
+    ("bad.jsonl", b"{}\n", "field 'text'; mend that line, or name the field .* --text_field"),
     ("cut.jsonl", b'{"text": "a"}\n{"te', "line 2"),
     ("null.jsonl", b'{"text": "a"}\n{"text": null}\n', "line 2 of .*must be text, got null"),
     ("number.jsonl", b'\n{"text": 3}', "line 2 of .*must be text, got int"),
