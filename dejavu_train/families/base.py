@@ -166,6 +166,7 @@ class Family(Protocol):
 SAVED_TOGETHER = "dejavu_sparse_"
 """Before the ``model_type`` of a model that is saved with its bundle: no one takes it for the dense model."""
 
+LOGIT_CAP = "final_logit_softcapping"  # of a config.json
 _FAMILIES: dict[str, Family] = {}
 _MAMBA = "which has Mamba layers besides attention"
 _NEVER = {  # why a model_type cannot be a family
@@ -232,9 +233,14 @@ def refuse_activation(name: str, activation: str, runs: Iterable[str]) -> NoRetu
 
 
 def logits_of(model: Any, hidden: "Tensor") -> "Tensor":
-    """The logits (..., V) of hidden states (..., d) behind the final norm."""
+    """The logits (..., V) of hidden states (..., d) behind the final norm, of any class of transformers.
+
+    A family whose classes read no cap of logits has none, whatever a config.json holds.
+    """
     logits: Tensor = model.get_output_embeddings()(hidden)
-    cap = dims_of(model.config).logit_cap
+    family = _FAMILIES.get(dense_type(model.config.model_type))
+    reads_cap = family is None or LOGIT_CAP in family.structure
+    cap = getattr(model.config, LOGIT_CAP, None) if reads_cap else None
     return cap * (logits / cap).tanh() if cap else logits
 
 
