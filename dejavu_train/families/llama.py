@@ -45,4 +45,4 @@ class MistralFamily(LlamaFamily):
     """Mistral, whose config.json may leave out what is not as in Llama."""
 
     classes = {"mistral": "Mistral"}
-    defaults = {"hidden_act": "silu", "num_key_value_heads": 8, "sliding_window": 4096}
+    defaults = {**LlamaFamily.defaults, "num_key_value_heads": 8, "sliding_window": 4096}
