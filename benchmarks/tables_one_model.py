@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.one_model_plan import DRAFTED, SCALES, describe
+from benchmarks.one_model_plan import DRAFTED, SCALES, describe, forecast, pretraining_step
 from benchmarks.tables_format import Row, markdown, mean, percent, provenance, read_csv
 
 ONE_MODEL = "benchmarks/results/one_model.csv"
 DENSE = (1.0, 1.0)
+STAGES = ("pretrain", "predictors", "gptq")  # processes before the measurements
 DENSE_WAYS, SPARSE_WAYS = ("dense-engine", "dense-cpu"), ("triton", "cpu")
 
 
@@ -122,6 +123,31 @@ def time_table(root: Path) -> str:
     return f"{markdown(['process', 'began, s', 'took, s'], times)}\n{about}\n"
 
 
+def forecast_check_table(root: Path) -> str:
+    """Stages of the forecast for the same number of GPUs beside the run's. Decoding on several GPUs is left out."""
+    rows = newest_rows(root)
+    scale = SCALES[rows[0]["scale"]]
+    told = {row["subject"]: float(row["value"]) for row in rows if row["measure"] == "pretraining"}
+    gpus = round(told["processes"])
+    expected, step = forecast(scale, gpus), pretraining_step(scale, gpus)
+    took = {row["subject"]: (float(row["error"]), float(row["value"])) for row in rows if row["measure"] == "seconds"}
+    alone = [span for name, span in took.items() if name not in STAGES and "-shards" not in name]
+    measured = max(began + seconds for began, seconds in alone) - min(began for began, _ in alone)
+    prepared = sum(expected[stage] for stage in ("text", "collect", "predictors", "calibrate"))
+    compared = {
+        "pretraining around its own time, s": (
+            expected["pretrain"] - scale.pretrain_seconds, took["pretrain"][1] - told["seconds"],
+        ),
+        "text, collecting, predictors, calibration, s": (prepared, took["predictors"][1]),
+        "measurements of one GPU each, s": (expected["measure"], measured),
+        "pretraining, thousand tokens a second": (
+            scale.rows * scale.context / step / 1e3, told["tokens"] / told["seconds"] / 1e3,
+        ),
+    }  # fmt: skip
+    cells = [[name, *(f"{value:.0f}" for value in pair)] for name, pair in compared.items()]
+    return markdown([f"{rows[0]['scale']} on {gpus} GPUs", "forecast", "measured"], cells) + "\n"
+
+
 def forecast_table(_: Path) -> str:
     """Minutes of each stage, by size."""
     return describe()
@@ -132,4 +158,5 @@ ONE_MODEL_TABLES: dict[str, Callable[[Path], str]] = {
     "one-model": result_table,
     "one-model-times": time_table,
     "one-model-forecast": forecast_table,
+    "one-model-forecast-check": forecast_check_table,
 }

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import SHAPES
-from benchmarks.tables_format import age, markdown, read_csv
+from benchmarks.tables_format import Row, age, markdown, read_csv
 from dejavu_train.cli import parse_config
 from dejavu_train.config import RunConfig
+from dejavu_train.families import TARGETS
 from dejavu_train.hardware import PlanConfig, known_hardware
 
 MODELS, DISKS = ("1.3b", "6.7b", "30b", "66b"), (1.0, 0.2)  # GB/s
@@ -71,12 +72,21 @@ def plan_check_table(root: Path) -> str:
     rows = read_csv(root / "benchmarks/results/plan.csv")
     table = [
         [f"{row['shape'].upper()}, {row['layers']} layers, {int(row['tokens']):,} tokens", row["plan_gpu"],
-         row["stage"], row["predicted_s"], row["measured_s"]]
+         row["stage"], row["predicted_s"], row["measured_s"], *_per_predictor(row)]
         for row in rows
     ]  # fmt: skip
     where = ", ".join(sorted({f"{row['device']}, disk {row['disk_gb_s']} GB/s" for row in rows}))
     about = f"Rows: [plan.csv](benchmarks/results/plan.csv); {where}{age(rows)}."
-    return f"{markdown(['OPT', 'card', 'stage', 'reckoned, s', 'measured, s'], table)}\n{about}\n"
+    headings = ["OPT", "card", "stage", "reckoned, s", "measured, s", "a predictor, s", "64 at that rate, minutes"]
+    return f"{markdown(headings, table)}\n{about}\n"
+
+
+def _per_predictor(row: Row) -> list[str]:
+    """Of a training, start included: two predictors a layer."""
+    if not row["stage"].startswith("training"):
+        return ["", ""]
+    seconds = float(row["measured_s"]) / (len(TARGETS) * int(row["layers"]))
+    return [f"{seconds:.1f}", f"{64 * seconds / 60:.1f}"]
 
 
 def own_text_table(root: Path) -> str:

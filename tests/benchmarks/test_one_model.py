@@ -16,7 +16,7 @@ from benchmarks.one_model import FINISHED, Job, Run, look, measurements, receive
 from benchmarks.one_model_plan import SCALES, forecast, pretraining_step
 from benchmarks.one_model_rows import gather
 from benchmarks.one_model_tasks import Choice, Question, answers_of, batches_of, likelihoods, read_questions, rows_of
-from benchmarks.tables_one_model import ONE_MODEL, opening_table, result_table, time_table
+from benchmarks.tables_one_model import ONE_MODEL, forecast_check_table, opening_table, result_table, time_table
 from dejavu_train.models.opt import load_opt
 
 
@@ -180,7 +180,14 @@ def test_rows_of_all_processes_become_one_table(tmp_path):
                 "ratio": 1.25, "acceptance": 0.9, "gpu": "H100", "torch": "2.11"}  # fmt: skip
     rivals = [{"way": "prompt lookup", "ratio": 2.0}, {"way": "sparse, and copies", "ratio": 1.2}]
     _write(rows / "lossless-int4.csv", [lossless, *(lossless | rival for rival in rivals)])
-    (rows / "times.csv").write_text("1.3b,pretrain,0,1,600\n")
+    spans = [
+        "pretrain,0,1,600",
+        "predictors,0,601,300",
+        "texts-0,0,901,100",
+        "speed-a,0,950,150",
+        "speed-a-shards2,0,1100,500",
+    ]
+    (rows / "times.csv").write_text("".join(f"1.3b,{span}\n" for span in spans))
     gather("1.3b", model, rows)
     (tmp_path / ONE_MODEL).parent.mkdir(parents=True)
     (rows / "rows.csv").rename(tmp_path / ONE_MODEL)
@@ -191,6 +198,8 @@ def test_rows_of_all_processes_become_one_table(tmp_path):
         "| 4 bits | 20 % | 12 | 0.432 |",
     ]
     assert opening_table(tmp_path).splitlines()[::2] == opening
+    checked = [line.rsplit("|", 2)[1].strip() for line in forecast_check_table(tmp_path).strip().splitlines()]
+    assert checked[2:] == ["60", "300", "199", "130"], "what several GPUs take is left out"
     told = time_table(tmp_path)
     assert "70 million tokens in 540 s (35 million" in told and "| pretrain | 1 | 600 |" in told
     assert "general 1.25" in told and "20.0 % of the neurons" in told
