@@ -9,6 +9,7 @@ another card than an H200 a goal is what it leaves beside its bytes there, and t
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 175b --cells goals --layers 2 6
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models 66b --cells "engine=sparse batch=8" --sums nccl
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b --cycles
+    torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models afm-4.5b --callback
     torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 66b --rivals --layers 2 6
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --models afm-4.5b --cells "engine=dense" --rivals
     torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --kill
@@ -22,6 +23,7 @@ model to that folder where there is none, each rank reads its rows, and both gen
 """
 
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import itertools
@@ -137,7 +139,7 @@ def run_cell(
     return row | {"rank": rank if engine.predictors else 0, "note": describe_memory(engine.memory)}
 
 
-def cpu_times(run: Callable[[], None], n: int) -> list[float]:
+def cpu_times(run: Callable[[], object], n: int) -> list[float]:
     times = []
     for _ in range(n):
         began = time.perf_counter()
@@ -264,6 +266,33 @@ def time_cycles(args: Any, group: Group) -> None:
             row |= summary(times, 1) | {"options": f"draft_length={length} draft_weights={way}"}
             row["slowest_ms"] = max(group.gather(round(1e6 * row["p50_ms"]))) / 1e6
             write_row(args, group, row | {"tokens_per_s": "", "note": "ms are of a cycle"})
+
+
+def time_callback(args: Any, group: Group) -> None:
+    """Rows of a token of generate(), without a callback and with one that does nothing: hosts agree on each token."""
+    gpu, tokens, cell = group.device.type == "cuda", 16 * args.steps, Cell("sparse", head_density=1.0, site=1)
+    about = about_run(group, "kernels", "dejavu_train/engine") | {"batch": 1, "prompt": args.prompt}
+    for name in args.models:
+        dims = SHAPES[name]
+        ranks, tokens = ranks_for(group, dims, args.sums), min(tokens, dims.max_positions - args.prompt - EXTRA)
+        engine = DecodeEngine(
+            own_weights(ranks, cell, args.active_share, group.device),
+            random_predictors(ranks.shard.dims, RANKS[name], 0.1, 1.0, 1, "float16", device=str(group.device)),
+            EngineOptions(context=args.prompt + tokens, ops="triton" if gpu else "reference", release=True),
+            ranks,
+        )
+        gathers = cpu_times(lambda: group.gather(0), 200)
+        prompt = random_rows(dims, 1, args.prompt)
+        ways: dict[str, Any] = {"callback=none": None, "callback=idle": lambda row, token: None}
+        for way, callback in ways.items():
+            run = functools.partial(engine.generate, prompt, tokens, stop_tokens=(), callback=callback)
+            run()
+            times = [each / tokens for each in cpu_times(run, 5)]
+            row = about | {"model": name, "layers": dims.n_layers, "weights": "float16", "sums": ranks.sums.name}
+            row |= summary(times, 1) | {"engine": "generate", "options": way}
+            row["slowest_ms"] = max(group.gather(round(1e6 * row["p50_ms"]))) / 1e6
+            note = f"ms a token of {tokens}, prefill included; hosts agree in {1e3 * statistics.median(gathers):.0f} us"
+            write_row(args, group, row | {"note": note})
 
 
 def rival_row(args: Any, name: str, rival: str, world: int) -> dict[str, Any]:
@@ -396,6 +425,7 @@ def main() -> int:
     parser.add_argument("--layers", nargs=2, type=int, help="two smaller numbers of layers")
     parser.add_argument("--rivals", action="store_true", help="time transformers on the same GPUs")
     parser.add_argument("--cycles", action="store_true", help="time lossless cycles")
+    parser.add_argument("--callback", action="store_true", help="time generate() with a callback and without")
     parser.add_argument("--rival-seconds", type=float, default=240, help="for each of its processes")
     parser.add_argument("--prompt", type=int, default=128, help="of rivals")
     parser.add_argument("--steps", type=int, default=32)
@@ -429,6 +459,8 @@ def main() -> int:
                 time_cells(args, group)
             if args.cycles:
                 time_cycles(args, group)
+            if args.callback:
+                time_callback(args, group)
             if args.rivals:
                 time_rivals(args, group)
     except Exception as error:
