@@ -41,7 +41,8 @@ from dejavu_train.data.shards import (
     layer_folder,
     shard_path,
 )
-from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets, require_one_sequence
+from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets
+from dejavu_train.data.tokens import require_one_sequence
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.errors import UserError

@@ -27,17 +27,8 @@ import numpy as np
 import torch
 
 from dejavu_train.data.packed import pack, unpack
-from dejavu_train.data.text import (
-    SELF,
-    START_TOKEN,
-    Document,
-    SampleConfig,
-    TextManifest,
-    TextSource,
-    end_tokens,
-    load_documents,
-    start_token,
-)
+from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest, TextSource, load_documents
+from dejavu_train.data.tokens import START_TOKEN, end_tokens, start_token
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.locks import locked

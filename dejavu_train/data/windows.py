@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.data.config import CollectConfig
-from dejavu_train.data.text import Document, cut_windows, start_token, windows
+from dejavu_train.data.text import Document
+from dejavu_train.data.tokens import cut_windows, start_token, windows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import measured_mlp_share
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.data.text import Document, windows
+from dejavu_train.data.text import Document
+from dejavu_train.data.tokens import windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
 from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of, dims_of

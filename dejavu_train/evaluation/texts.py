@@ -21,10 +21,9 @@ from dejavu_train.data.text import (
     TextSource,
     drop_pretrained,
     load_documents,
-    require_one_sequence,
     split_documents,
-    start_token,
 )
+from dejavu_train.data.tokens import require_one_sequence, start_token
 from dejavu_train.evaluation.perplexity import DOCUMENTS, EvalCorpus, hold_out
 from dejavu_train.files import read_json, sha256_text
 

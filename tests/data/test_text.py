@@ -23,11 +23,10 @@ from dejavu_train.data.text import (
     cut_plain_text,
     load_documents,
     load_sets,
-    require_one_sequence,
     split_documents,
     split_of,
-    windows,
 )
+from dejavu_train.data.tokens import require_one_sequence, windows
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_tokenizer
 

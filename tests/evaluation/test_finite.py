@@ -9,7 +9,8 @@ pytest.importorskip("lm_eval")
 import torch
 from bundles import make_bundle
 
-from dejavu_train.data.text import Document, windows
+from dejavu_train.data.text import Document
+from dejavu_train.data.tokens import windows
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.generation import measures
 from dejavu_train.evaluation.lm_eval.model import DejavuLM

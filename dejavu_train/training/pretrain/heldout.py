@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from dejavu_train.data.text import START_TOKEN, TextSource, load_documents, split_of, windows
+from dejavu_train.data.text import TextSource, load_documents, split_of
+from dejavu_train.data.tokens import START_TOKEN, windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.base import logits_of

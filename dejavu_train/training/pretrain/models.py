@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from dejavu_train.data.text import START_TOKEN
+from dejavu_train.data.tokens import START_TOKEN
 from dejavu_train.errors import UserError
 from dejavu_train.families.opt import OPT
 from dejavu_train.models.opt import random_model

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
-from dejavu_train.data.text import START_TOKEN, TextSource, load_documents, require_file, split_of
+from dejavu_train.data.text import TextSource, load_documents, require_file, split_of
+from dejavu_train.data.tokens import START_TOKEN
 from dejavu_train.errors import UserError
 from dejavu_train.files import replacing
 from dejavu_train.models.tokenizer_hash import hash_of
