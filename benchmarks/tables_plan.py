@@ -92,7 +92,7 @@ def _per_predictor(row: Row) -> list[str]:
 def own_text_table(root: Path) -> str:
     """What a model would read from the host if it wrote its own text by layers, all rows at once or as many as fit."""
     from dejavu_train.forecast import forecast
-    from dejavu_train.plan import tokens_to_sample
+    from dejavu_train.own_text import tokens_to_sample
 
     rows = []
     for name in MODELS[1:]:

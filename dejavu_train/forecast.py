@@ -14,8 +14,9 @@ from dejavu_train.families import TARGETS, ModelDims, Target
 from dejavu_train.footprint import gigabytes, memory_line
 from dejavu_train.hardware import Hardware, PlanConfig, hardware_of
 from dejavu_train.models.config_values import read_dims
+from dejavu_train.own_text import tokens_to_sample
 from dejavu_train.pipeline import table
-from dejavu_train.plan import expected_tokens, row_bytes, stage_seconds, tokens_to_sample
+from dejavu_train.plan import expected_tokens, row_bytes, stage_seconds
 
 FRACTIONS = (1.0, 0.5, 0.25)  # of the tokens, in the second table
 ADAM_BYTES = 16  # a weight, its gradient and both moments in float32

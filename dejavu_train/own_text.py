@@ -1,13 +1,22 @@
 """The text source ``self``: loads the dense model and lets it write, where its own text is not there yet."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dejavu_train.config import RunConfig
 from dejavu_train.data.collect import LoadSets
-from dejavu_train.data.samples import NOT_BY_LAYERS, Rows, Write, load_samples, transformers_writer
+from dejavu_train.data.samples import (
+    NOT_BY_LAYERS,
+    Rows,
+    Write,
+    is_cached,
+    load_samples,
+    tokens_needed,
+    transformers_writer,
+)
 from dejavu_train.data.shards import SETS
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest
 from dejavu_train.engine.inputs import Sampling
@@ -29,8 +38,8 @@ def sampled(config: RunConfig) -> LoadSets | None:
             config.model,
             weight_hash(config.model, revision=config.revision),  # a model's own samples are named by it, always
             config.collect.window,
-            [(name, config.collect.budget(name)) for name in SETS],
-            resolve_device(config.collect.device).type == "cuda",
+            budgets_of(config),
+            writes_on_gpu(config),
             load_tokenizer(config.model, config.revision),
             lambda rows, length: open_writer(config, rows, length),
         )
@@ -39,6 +48,33 @@ def sampled(config: RunConfig) -> LoadSets | None:
         return loaded
 
     return load
+
+
+def tokens_to_sample(config: RunConfig, on_gpu: bool | None = None) -> int:
+    """How many tokens of its own text the model has to write before. Those beside it or in the cache are there.
+
+    Raises:
+        UserError: it has to write some, by layers.
+    """
+    if config.text.source != SELF or (Path(config.model) / "samples.json").is_file():
+        return 0
+    on_gpu = writes_on_gpu(config) if on_gpu is None else on_gpu
+    tokens = tokens_needed(config.text.sample, budgets_of(config), on_gpu)[0]
+    if is_cached(config.text, config.model, config.collect.window, tokens):
+        return 0
+    if config.collect.by_layers:
+        raise UserError(NOT_BY_LAYERS)
+    return tokens
+
+
+def budgets_of(config: RunConfig) -> list[tuple[str, int | None]]:
+    """Tokens of each set that are asked for, None for all."""
+    return [(name, config.collect.budget(name)) for name in SETS]
+
+
+def writes_on_gpu(config: RunConfig) -> bool:
+    """Whether the model writes on a GPU, where it writes more rows at a time."""
+    return resolve_device(config.collect.device).type == "cuda"
 
 
 def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:

@@ -36,7 +36,7 @@ from dejavu_train.models.config_values import read_values
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt, resolve_device, weight_hash
 from dejavu_train.models.weight_format import WeightFormat, stored_format
-from dejavu_train.own_text import sampled
+from dejavu_train.own_text import sampled, tokens_to_sample
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
@@ -72,6 +72,8 @@ def run(config: RunConfig) -> None:
     stages: dict[str, Stage] = {target: train_stage(config, target) for target in TARGETS}
     jobs, own = config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers)
     pull(config)
+    if not Path(config.output).exists():
+        tokens_to_sample(config)  # what cannot be written by layers is refused before there is a folder
     with claimed_folder(config, given) as resolved:
         if config.scheduler == "local" or calibrate_stage(config).matches(bundle_stage(_bundle_folder(config))):
             _run(config, resolved, stages, jobs, own)

@@ -10,15 +10,14 @@ from pathlib import Path
 import torch
 
 from dejavu_train.config import RunConfig
-from dejavu_train.data.samples import CYCLE, NOT_BY_LAYERS, SampleManifest, is_cached, tokens_needed
+from dejavu_train.data.samples import CYCLE, SampleManifest, tokens_needed
 from dejavu_train.data.shards import SETS, ActivationManifest
 from dejavu_train.data.text import SELF, is_compressed
-from dejavu_train.errors import UserError
 from dejavu_train.estimate import Estimate
 from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.footprint import memory_line
-from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.stored import has_config_alone
+from dejavu_train.own_text import budgets_of, tokens_to_sample, writes_on_gpu
 from dejavu_train.pipeline import bundle_stage, checked
 from dejavu_train.run_folder import check_run_folder
 from dejavu_train.stages import calibrate_stage, train_stage, tune_stage
@@ -127,35 +126,18 @@ def stage_seconds(estimate: Estimate, rows: Mapping[str, int], sampled: int) -> 
     }
 
 
-def tokens_to_sample(config: RunConfig, on_gpu: bool | None = None) -> int:
-    """How many tokens of its own text the model has to write before. Those beside it or in the cache are there.
-
-    Raises:
-        UserError: it has to write some, by layers.
-    """
-    if config.text.source != SELF or (Path(config.model) / "samples.json").is_file():
-        return 0
-    on_gpu = _on_gpu(config) if on_gpu is None else on_gpu
-    tokens = tokens_needed(config.text.sample, _budgets(config), on_gpu)[0]
-    if is_cached(config.text, config.model, config.collect.window, tokens):
-        return 0
-    if config.collect.by_layers:
-        raise UserError(NOT_BY_LAYERS)
-    return tokens
-
-
 def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, int | None]:
     """How many tokens of each set will be recorded, about. None where only reading the text would tell.
 
     ``on_gpu`` says whether the model writes its text on a GPU. None: as the run would.
     """
-    on_gpu = _on_gpu(config) if on_gpu is None else on_gpu
+    on_gpu = writes_on_gpu(config) if on_gpu is None else on_gpu
     available: int | None = None
     shares = SHARES
     source = config.text.source
     if source == SELF:
         shares = {name: CYCLE.count(name) / len(CYCLE) for name in SHARES}
-        available = tokens_needed(config.text.sample, _budgets(config), on_gpu)[0]
+        available = tokens_needed(config.text.sample, budgets_of(config), on_gpu)[0]
         if (Path(config.model) / "samples.json").is_file():
             available = config.text.sample.tokens or SampleManifest.load(Path(config.model)).tokens
     elif isinstance(source, str) and Path(source).is_file():
@@ -166,14 +148,6 @@ def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, 
         known = [config.collect.budget(name), None if available is None else round(share * available)]
         tokens[name] = min((each for each in known if each is not None), default=None)
     return tokens
-
-
-def _budgets(config: RunConfig) -> list[tuple[str, int | None]]:
-    return [(name, config.collect.budget(name)) for name in SETS]
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    return resolve_device(config.collect.device).type == "cuda"
 
 
 def _recorded(manifest: ActivationManifest) -> dict[str, int | None]:

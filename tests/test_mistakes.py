@@ -324,6 +324,12 @@ def test_what_would_be_found_out_at_the_end(more, words, run, capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_own_text_by_layers_leaves_no_folder(run, capsys, tmp_path):
+    argv = run("--text.source=self", "--collect.by_layers=true", f"--text.cache={tmp_path / 'cache'}")
+    one_line(capsys, argv, "text.source self needs all layers", "--text.source FILE")
+    assert not (tmp_path / "run").exists()
+
+
 def test_dense_layers_that_can_be(run, tiny_opt):
     for more in (["--calibrate.budget=1%"], ["--calibrate.mlp_density=0.5"], ["--calibrate.mlp_density=1"]):
         more += ["--calibrate.dense_layers=1", "--calibrate.sensitivity_tokens=10", "--calibrate.head_density=1"]

@@ -100,7 +100,8 @@ def this_machine(device: torch.device) -> Machine:
         return Machine(name, read, 1.0, DENSE_LAYER, SPARSE_LAYER, found.total_memory, GPU_BYTES, "measured")
     from dejavu_train.engine.cpu.bandwidth import read_bandwidth, usable_cores
 
-    name = f"this machine, {usable_cores()} CPU cores"
+    cores = usable_cores()
+    name = f"this machine, {cores} CPU core{'s' * (cores != 1)}"
     return Machine(name, read_bandwidth() * 1e9, CPU_REACHED, CPU_LAYER, CPU_LAYER, 0, CPU_BYTES, "measured")
 
 
