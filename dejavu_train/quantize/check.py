@@ -1,5 +1,6 @@
 """Mistakes of a configuration that can be told without torch, and what would be made."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from dejavu_train.files import probe_folder, require_disk, require_name
 from dejavu_train.machine import check_device_name
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4_sizes import head_sizes, part_sizes
-from dejavu_train.models.stored import check_folder
+from dejavu_train.models.stored import HEAD, check_folder, embedding_name, loaded_files, own_name, read_header
 from dejavu_train.quantize.config import QuantizeConfig
 
 
@@ -88,10 +89,20 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
 
 
 def written_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
-    """Of all matrices: of the layers in codes, of the rest in 16 bits, and of the LM head in either."""
+    """Of all matrices: of the layers in codes, of the rest as they are stored, and of the LM head in either."""
     layer, head = sum(sizes.nbytes for sizes in part_sizes(shape).values()), head_sizes(shape, config.lm_head)
-    rest = 2 * shape.outer_weights if head is None else 2 * shape.embedding_weights + head.nbytes
+    width = outer_width(config.model)
+    rest = width * shape.outer_weights if head is None else width * shape.embedding_weights + head.nbytes
     return shape.n_layers * layer + rest
+
+
+def outer_width(model: str) -> int:
+    """Bytes that a folder has for a number of its embedding. Of a hub id, whose files are not here yet: two."""
+    if not Path(model).is_dir():
+        return 2
+    tensors = {own_name(name): each for file in loaded_files(Path(model)) for name, each in read_header(file).items()}
+    found = tensors.get(embedding_name(tensors)) or tensors[HEAD]
+    return (found.end - found.begin) // math.prod(found.shape)
 
 
 def gptq_bytes(config: QuantizeConfig, shape: ModelDims) -> int:

@@ -73,10 +73,11 @@ def test_the_folder_is_a_model_whose_every_matrix_is_in_codes(dense, coded, tmp_
     assert weight_hash(str(tmp_path), full=True) == weight_hash(coded["gptq"], full=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name, head", [("arcee", "fp16"), ("arcee", "int4"), ("nemotron", "int4"), ("350m", "fp16")])
-def test_what_check_states_is_what_is_written(name, head, tmp_path):
+def test_what_check_states_is_what_is_written(name, head, dtype, tmp_path):
     """Of a head of its own, and of one that is the embedding."""
-    load_opt(str(save_family(name, tmp_path, **WIDE | OWN.get(name, {})))).half().save_pretrained(tmp_path)
+    load_opt(str(save_family(name, tmp_path, **WIDE | OWN.get(name, {})))).to(dtype).save_pretrained(tmp_path)
     config = QuantizeConfig(str(tmp_path), output=str(tmp_path / "out"), quantizer="rtn", lm_head=head, device="cpu")
     quantise(config)
     stored = StoredTensors(config.output)
