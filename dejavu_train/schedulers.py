@@ -48,7 +48,7 @@ class Scheduler(Protocol):
 
 
 class Local:
-    """On this host, each worker with its GPU or its share of the threads."""
+    """On this host, each worker with its GPU and its share of the threads."""
 
     def __init__(self, config: RunConfig) -> None:
         self._on_gpu = start_device(config.trainer).type == "cuda"
@@ -60,11 +60,12 @@ class Local:
         return [_Child(start_task(task, os.environ | self._device(task))) for task in tasks]
 
     def _device(self, task: Task) -> dict[str, str]:
+        threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // task.count))}
         if not self._on_gpu:
-            return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // task.count))}
+            return threads
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         names = seen.split(",")
-        return {"CUDA_VISIBLE_DEVICES": names[task.number % len(names)]}
+        return threads | {"CUDA_VISIBLE_DEVICES": names[task.number % len(names)]}
 
 
 class _Child:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from fake_slurm import install
 from small_runs import flags
 
@@ -60,6 +61,19 @@ def test_workers_that_die_are_started_again(name, scheduler, tmp_path, caplog):
         caplog.text.count("worker killed ended early") == 2
         and "it is started again: start 0 ends by kill" in caplog.text
     )
+
+
+@pytest.mark.parametrize("kind, gpus", [("cpu", ("", "")), ("cuda", ("3", "5"))])
+def test_workers_of_a_host_share_its_threads(kind, gpus, tmp_path, monkeypatch):
+    """On GPUs too, where each would start as many threads as there are cores."""
+    monkeypatch.setattr(schedulers, "start_device", lambda trainer: torch.device(kind))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(schedulers, "start_task", lambda task, environment: environment)
+    tasks = [Task(str(number), number, 2, (), tmp_path / "log") for number in range(2)]
+    for child, gpu in zip(schedulers.Local(parse_config([])).start(tasks), gpus, strict=True):
+        assert child._process["OMP_NUM_THREADS"] == "4"
+        assert child._process["CUDA_VISIBLE_DEVICES"] == (gpu or "3,5")
 
 
 @pytest.mark.parametrize("name", ["local"])
