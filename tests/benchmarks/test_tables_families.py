@@ -76,8 +76,8 @@ def test_goals_are_judged_at_equal_bytes(tmp_path, squared, word):
     opt = [*row("opt-14m", "0.1", 0.1, 0.04), *row("opt-14m", "0.2", 0.2, 0.02)]
     other = [*row("arcee-14m", "0.1", 0.15, squared), *row("arcee-14m", "0.2", 0.18, 0.0)]
     table = goals_table(write(tmp_path, opt, other))
-    assert cells(table, "Arcee")[1:5] == ["own input", "", word, ""]
-    assert cells(table, "OPT")[1:5] == ["own input", "+4.00", "+3.00", "+2.00"]
+    assert cells(table, "Arcee")[1:6] == ["own input", "", "", word, ""]
+    assert cells(table, "OPT")[1:6] == ["own input", "", "+4.00", "+3.00", "+2.00"]
 
 
 def test_predictors_are_judged_beside_opts_that_read_the_same(tmp_path):
@@ -88,8 +88,8 @@ def test_predictors_are_judged_beside_opts_that_read_the_same(tmp_path):
     alone = [*row("arcee-100m", "0.1", 0.1, 0.03), *row("arcee-100m", "0.2", 0.2, 0.03)]
     root = write(tmp_path, opt, other, alone)
     lines = [line for line in goals_table(root).splitlines() if "Arcee" in line]
-    assert "| own input | +3.00 (OPT: no rows) |" in lines[0]
-    assert "| half a layer earlier | +1.00 (0.25 x OPT's: met) |" in lines[1]
+    assert "| own input | | +3.00 (OPT: no rows) |" in lines[0]
+    assert "| half a layer earlier | | +1.00 (0.25 x OPT's: met) |" in lines[1]
     assert [line.split("|")[2].strip() for line in ahead_table(root).splitlines()[2:5]] == [
         "half a layer earlier, seed 0", "own input, seed 0", "half a layer earlier, seed 0"
     ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_predictors_are_judged_beside_opts_that_read_the_same(tmp_path):
 def test_a_ratio_to_next_to_nothing_is_not_judged(tmp_path):
     opt = [*row("opt-14m", "0.1", 0.1, 0.001), *row("opt-14m", "0.2", 0.2, 0.001)]
     other = [*row("llama-relu-14m", "0.1", 0.1, 0.05), *row("llama-relu-14m", "0.2", 0.2, 0.05)]
-    assert cells(goals_table(write(tmp_path, opt, other)), "Llama")[2] == "+5.00 (OPT +0.10: not judged)"
+    assert cells(goals_table(write(tmp_path, opt, other)), "Llama")[3] == "+5.00 (OPT +0.10: not judged)"
 
 
 @pytest.mark.parametrize(("increase", "word"), [(0.0099, "+0.99: met"), (0.0101, "+1.01: **missed**")])
