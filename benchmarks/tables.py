@@ -66,6 +66,7 @@ FILES = (
     "docs/notes/one-model.md",
     "docs/notes/by-layers.md",
     "docs/notes/streaming.md",
+    "docs/notes/tensor-parallel.md",
     "checkpoints/opt-mini/README.md",
 )
 CURVE = "docs/results/curve.png"
@@ -372,11 +373,13 @@ MADE_BY = {  # table -> what makes its rows
         RANKS_TABLES,
         "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel` with `--models 175b --cells goals`, and others",
     ),
-    "several-gpus-rivals": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --rivals`",
+    "several-gpus-rivals": "`bash benchmarks/ranks_gpu.sh OUTPUT_FOLDER rivals` on four GPUs",
+    "several-gpus-callback": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models afm-4.5b --callback`",
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
-    "by-layers": "`python -m benchmarks.by_layers --shape 30b --layers 8 --tokens 65536` on a GPU",
+    "by-layers": "`python -m benchmarks.by_layers --shape 30b --layers 8 --tokens 65536` on a GPU, and"
+    " `bash benchmarks/ranks_gpu.sh OUTPUT_FOLDER layers`",
     "plan-check": "`python -m benchmarks.plan_run --shape 6.7b --layers 8 --tokens 40000 --workers 4` on four GPUs,"
-    " and with `--layers 4` on one",
+    " twice, and with `--layers 4` on one",
     "own-text-by-layers": "`python -m benchmarks.tables`",
     "stage-cells": "`python -m benchmarks.alternate` on a GPU",
     "stage-lines": "`python -m benchmarks.merged lines`",

@@ -185,8 +185,26 @@ def rivals_table(root: Path) -> str:
     return f"{markdown(headings, table)}\nRows: tensor_parallel.csv; {devices(rows)}.\n"
 
 
+def callback_table(root: Path) -> str:
+    """A token of generate(), without a callback and with one that does nothing."""
+    rows = [row for row in _rows(root) if row["engine"] == "generate"]
+    if not rows:
+        raise NoRows(f"{RANKS_ROWS} has no row of a callback")
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(step_of(row | {"options": ""}).place, {})[row["options"]] = row
+    table = [
+        [place, *(f"{ms_of(ways[f'callback={way}']):.3g}" for way in ("none", "idle")),
+         ways["callback=idle"]["note"].partition("agree in ")[2].removesuffix(" us")]
+        for place, ways in found.items()
+    ]  # fmt: skip
+    headings = ["shapes, GPUs", "ms a token", "with a callback", "of which hosts agree, us"]
+    return f"{markdown(headings, table)}\nRows: tensor_parallel.csv; {devices(rows)}.\n"
+
+
 RANKS_TABLES: dict[str, Callable[[Path], str]] = {
     "several-gpus-goals": goals_table,
     "several-gpus": steps_table,
     "several-gpus-rivals": rivals_table,
+    "several-gpus-callback": callback_table,
 }
