@@ -110,10 +110,13 @@ class Estimate:
         """Of so many jobs with all their steps, where the sets have so many ``rows``."""
         section = self.config.predictor(target)
         step, validation = self.steps(target)
-        batch, width = self.config.data.batch_size, 2 * self.shape.d_model + self.shape.d_ffn // 8
-        scored = (section.validations + 1) * -(-rows["val"] // batch)
-        read = sum(rows.values()) * width / self.disk
-        return jobs * (JOB_SECONDS + read + section.steps * (step + STEP_SECONDS) + scored * validation)
+        scored = (section.validations + 1) * -(-rows["val"] // self.config.data.batch_size)
+        computed = section.steps * (step + STEP_SECONDS) + scored * validation
+        return jobs * (JOB_SECONDS + self.reading(rows) + computed)
+
+    def reading(self, rows: Mapping[str, int]) -> float:
+        """Of the rows that one job reads and hashes, with the disk for itself."""
+        return sum(rows.values()) * (2 * self.shape.d_model + self.shape.d_ffn // 8) / self.disk
 
     def tuning(self) -> float:
         """Of the predictors' training in the model: a dense pass, and a sparse one with its gradients."""

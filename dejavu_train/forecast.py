@@ -82,13 +82,15 @@ def forecast(
     shards = tokens * row_bytes(config, shape) * shape.n_layers
     if stream:
         passes = model_passes(config, rows["train"])
-        without_disk = dataclasses.replace(estimate, disk=float("inf"))
-        read = stage_seconds(without_disk, rows, 0)
+        estimate = dataclasses.replace(estimate, disk=float("inf"))
+        read = stage_seconds(estimate, rows, 0)
         seconds |= {"collecting": tokens * estimate.token * passes, "training": read["training"]}
         shards = 0
     jobs = len(config.all_jobs(shape.n_layers))
     gpus = dict.fromkeys(seconds, 1) | {"training": min(plan.gpus, jobs)}
-    seconds["training"] *= math.ceil(jobs / gpus["training"]) / jobs
+    rounds = math.ceil(jobs / gpus["training"])
+    # However many GPUs train, their shards come from one disk.
+    seconds["training"] = max(seconds["training"] * rounds / jobs, jobs * estimate.reading(rows))
     seconds = {stage: spent + START_SECONDS if spent else 0.0 for stage, spent in seconds.items()}
     return Forecast(tokens, shards, seconds, gpus, plan.gpus)
 

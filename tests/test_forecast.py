@@ -29,21 +29,30 @@ def known(tiny_opt, text_file, tmp_path):
 
 
 def test_by_hand(known):
-    plan = PlanConfig(gpus=3, disk_gb_s=1e-3)
+    plan = PlanConfig(gpus=3, disk_gb_s=2e-3)
     run = forecast(*known, GPU, plan)
     row = 4 * 48 + 12 + 2 * 4 + 12
     assert run.tokens == 16000 and run.shards == 16000 * 2 * row
-    collecting = 16000 * 2 * max(2 * LAYER / 1e9, row / 1e6) + 32000 * row / 1e6
+    collecting = 16000 * 2 * max(2 * LAYER / 1e9, row / 2e6) + 32000 * row / 2e6
     assert run.seconds["collecting"] == pytest.approx(START_SECONDS + collecting)
     # Four jobs on three GPUs are two rounds. 80 steps, and 5 validations of 8 batches, of 10 ms each.
     width = 2 * 48 + 12
-    job = JOB_SECONDS + 16000 * width / 1e6 + 80 * (0.010 + STEP_SECONDS) + 5 * 8 * 0.010
+    job = JOB_SECONDS + 16000 * width / 2e6 + 80 * (0.010 + STEP_SECONDS) + 5 * 8 * 0.010
     assert run.seconds["training"] == pytest.approx(START_SECONDS + 2 * job, rel=1e-6)
     assert run.seconds["text"] == run.seconds["tuning"] == 0, "what there is nothing to do for does not start"
     assert run.gpus == {**dict.fromkeys(run.seconds, 1), "training": 3}
     assert run.paid == pytest.approx(3 * run.hours) and run.busy < run.paid
     half = forecast(*known, GPU, plan, 0.5)
     assert half.shards == run.shards / 2 and half.hours < run.hours
+
+
+def test_all_gpus_read_one_disk(known):
+    """Two layers have four jobs, and each reads its rows. More GPUs make the disk no faster."""
+    slow = PlanConfig(gpus=4, disk_gb_s=1e-4)
+    width = 2 * 48 + 12
+    assert forecast(*known, GPU, slow).seconds["training"] == pytest.approx(START_SECONDS + 4 * 16000 * width / 1e5)
+    without = forecast(*known, GPU, slow, stream=True).seconds["training"]
+    assert without == pytest.approx(START_SECONDS + JOB_SECONDS + 80 * (0.010 + STEP_SECONDS) + 5 * 8 * 0.010)
 
 
 def test_without_shards(known):
