@@ -42,7 +42,6 @@ from benchmarks.decode_cells import Cell, read_cells
 from benchmarks.decode_problem import (
     RANKS,
     SHAPES,
-    STD,
     measured,
     random_predictors,
     random_weights,
@@ -270,11 +269,12 @@ def time_cycles(args: Any, group: Group) -> None:
 
 def time_callback(args: Any, group: Group) -> None:
     """Rows of a token of generate(), without a callback and with one that does nothing: hosts agree on each token."""
-    gpu, tokens, cell = group.device.type == "cuda", 16 * args.steps, Cell("sparse", head_density=1.0, site=1)
+    gpu, cell = group.device.type == "cuda", Cell("sparse", head_density=1.0, site=1)
     about = about_run(group, "kernels", "dejavu_train/engine") | {"batch": 1, "prompt": args.prompt}
     for name in args.models:
         dims = SHAPES[name]
-        ranks, tokens = ranks_for(group, dims, args.sums), min(tokens, dims.max_positions - args.prompt - EXTRA)
+        ranks = ranks_for(group, dims, args.sums)
+        tokens = min(16 * args.steps, dims.max_positions - args.prompt - EXTRA)
         engine = DecodeEngine(
             own_weights(ranks, cell, args.active_share, group.device),
             random_predictors(ranks.shard.dims, RANKS[name], 0.1, 1.0, 1, "float16", device=str(group.device)),
@@ -343,50 +343,14 @@ def timed_row(args: Any, group: Group, name: str, cell: Cell, best: float) -> di
     return with_floor(row | {"layers": max(counts)}, cell, name, group.world, best)
 
 
-def write_model(folder: Path, dims: ModelDims) -> None:
-    """A random OPT in fp16, a file a layer."""
-    from transformers import OPTConfig
-
-    from dejavu_train.families.opt import OPTFamily
-    from dejavu_train.quantize.folder import ModelFolder
-
-    folder.mkdir(parents=True)
-    made, device = ModelFolder(folder), "cuda" if torch.cuda.is_available() else "cpu"
-    d, n = dims.d_model, dims.d_ffn
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.empty(*size, dtype=torch.float16, device=device).normal_(0, STD)
-
-    def both(name: str, columns: int = d) -> dict[str, torch.Tensor]:
-        one = torch.ones(columns, dtype=torch.float16)
-        return {f"{name}.weight": one, f"{name}.bias": torch.zeros_like(one)}
-
-    decoder = "model.decoder."
-    made.add({f"{decoder}embed_tokens.weight": normal(dims.vocab_size, d),
-              f"{decoder}embed_positions.weight": normal(dims.max_positions + 2, d),
-              **both(f"{decoder}final_layer_norm")})  # fmt: skip
-    for layer in range(dims.n_layers):
-        prefix, tensors = f"{decoder}layers.{layer}.", {}
-        for part in OPTFamily.matrices.values():
-            rows, columns = {"fc1": (n, d), "fc2": (d, n)}.get(part, (d, d))
-            tensors |= {f"{prefix}{part}.weight": normal(rows, columns)}
-            tensors |= {f"{prefix}{part}.bias": torch.zeros(rows, dtype=torch.float16)}
-        made.add(tensors | both(f"{prefix}self_attn_layer_norm") | both(f"{prefix}final_layer_norm"))
-    config = OPTConfig(
-        vocab_size=dims.vocab_size, hidden_size=d, word_embed_proj_dim=d, ffn_dim=n, num_hidden_layers=dims.n_layers,
-        num_attention_heads=dims.n_heads, max_position_embeddings=dims.max_positions, dtype="float16",
-    )  # fmt: skip
-    made.finish(str(folder), None, config.to_dict(), {})
-
-
 def read(args: Any, group: Group) -> None:
     """Each rank reads its rows of a model on disk, and generates."""
+    from benchmarks.by_layers import make
+
     (name,) = args.models
     dims, folder = SHAPES[name], args.read
-    if group.rank == 0 and not (folder / "config.json").is_file():
-        began = time.monotonic()
-        write_model(folder, dims)
-        print(f"wrote {folder} in {time.monotonic() - began:.0f} s", flush=True)
+    if group.rank == 0:
+        make(dims, folder, group.device)
     group.gather(0)
     shard, began = shards_of(dims, group.world)[group.rank], time.monotonic()
     model, nbytes = load_shard(str(folder), shard, "float16", group.device)
