@@ -287,11 +287,6 @@ class RunConfig:
         """A bundle whose MLPs are all dense has nothing to tune, which would be found out after training."""
         if not self.tune.steps:
             return
-        if self.collect.by_layers:
-            raise UserError(
-                "tune.steps needs the whole model in every step, and collect.by_layers has one layer at a time; set"
-                " --tune.steps 0, or --collect.by_layers false and --collect.device_map auto"
-            )
         if self.tune.density is not None:
             check_reachable(self.tune.density, "tune.density", Target.MLP, self.calibrate.dense_layers, shape)
         open_density = self.tune.density is None and (self.calibrate.budget or self.calibrate.retained_mass)

@@ -309,7 +309,11 @@ def finetune_all(
     run = config.collect
     dtype = "bfloat16" if run.dtype == "float16" else run.dtype  # gradients of a divergence vanish in float16
     device = start_device(config.trainer)
-    model = load_opt(config.model, dtype, device, run.device_map, config.revision)
+    model: Any
+    if run.by_layers:
+        model = LayerWalk(config.model, device, dtype, config.revision)
+    else:
+        model = load_opt(config.model, dtype, device, run.device_map, config.revision)
     windows = ShardReader(output / "activations", 0, "train").windows()
     state = output / "tuning.ckpt"
     tuned, metrics = finetune(model, bundle, windows, config.tune, weights, config.seed, state)

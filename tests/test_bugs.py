@@ -23,7 +23,7 @@ TRAIN_PHASES = {  # what breaks, and what was done before it
     "validation": ("dejavu_train.training.lit_predictor.LitPredictor.validation_step", "collected"),
     "export": ("dejavu_train.training.job.export", "collected"),
     "calibration": ("dejavu_train.pipeline.measure_curves", "collected, trained"),
-    "tuning": ("dejavu_train.training.finetune._divergence", "collected, trained, tuned"),
+    "tuning": ("dejavu_train.training.passes.divergence", "collected, trained, tuned"),
     "bundle": ("dejavu_train.bundle.artifact.save_file", "collected, trained"),
 }
 INFER_PHASES = (

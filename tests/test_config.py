@@ -68,10 +68,6 @@ def test_jobs():
         ({"calibrate": CalibrateConfig(budget="1kB")}, "the predictors alone read"),
         ({"calibrate": CalibrateConfig(dtype="int3")}, "calibrate.dtype must be one of .*int8, int4, got int3"),
         ({"tune": TuneConfig(steps=3), "calibrate": CalibrateConfig(selection="top_k")}, "tune.steps needs predictors"),
-        (
-            {"tune": TuneConfig(steps=3), "collect": CollectConfig(by_layers=True)},
-            "tune.steps needs the whole model in every step",
-        ),
         ({"tune": TuneConfig(steps=-1)}, "tune.steps must be at least 0"),
         ({"layers": "6"}, "0 to 5"),
     ],

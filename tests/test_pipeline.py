@@ -101,6 +101,10 @@ def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished,
     for target, same in (("mlp", False), ("heads", True)):
         name = f"layer_01/{target}/predictor.safetensors"
         assert ((output / "tuned" / name).read_bytes() == (output / "predictors" / name).read_bytes()) == same
+    whole = {part: (output / part).rename(tmp_path / part) for part in ("tuned", "bundle")}
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *more, *tested, "--collect.by_layers=true")) == 0
+    for part, name in (("tuned", "layer_01/mlp/predictor.safetensors"), ("bundle", "predictors.safetensors")):
+        assert (output / part / name).read_bytes() == (whole[part] / name).read_bytes()
     stage = json.loads((output / "tuned" / "stage.json").read_text())
     assert stage["layers"] == [0, 1] and not pipeline.untuned_layers(output / "tuned", bundle)
     write_sealed(output / "tuned" / "stage.json", {"layers": [1]})  # as where layer 0 was dense under the budget

@@ -1,5 +1,6 @@
-"""Tuning in the model: the gate's gradients, less divergence at the same bytes, and what stays as it was."""
+"""Tuning in the model: the gate's gradients, less divergence at the same bytes, and by layers the same numbers."""
 
+import dataclasses
 import os
 import signal
 
@@ -7,15 +8,19 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
+from family_models import save_family
 
 from dejavu_train import signals
 from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.config import TuneConfig
 from dejavu_train.errors import UserError
+from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.training import finetune as module
-from dejavu_train.training.finetune import UNKNOWN_PRICE, Gate, _Ledger, finetune, next_price
+from dejavu_train.training import passes
+from dejavu_train.training.finetune import UNKNOWN_PRICE, _Ledger, finetune, next_price
+from dejavu_train.training.gates import Gate
 
 
 @pytest.fixture(scope="module")
@@ -103,34 +108,79 @@ def test_dense_layers_stay_dense(folder):
     assert list(made) == [1]
 
 
+def walk(folder):
+    return LayerWalk(str(folder), torch.device("cpu"), "float32")
+
+
+def read_ahead(bundle):
+    """Neurons' predictors read what the MLP of the layer below reads."""
+    specs = {
+        key: dataclasses.replace(spec, site="mlp_in", site_layer=key[0] - 1) if key[1] == "mlp" and key[0] else spec
+        for key, spec in bundle.specs.items()
+    }
+    return dataclasses.replace(bundle, specs=specs)
+
+
+BY_LAYERS = {  # family, options of the bundle, what becomes of it
+    "second stages": ("galactica", {"dtype": "int4", "cascade": True}, lambda bundle: bundle),
+    "half a layer ahead": ("bloom", {"lookahead": True, "means": True}, lambda bundle: bundle),
+    "a layer ahead": ("llama", {"means": True}, read_ahead),
+    "norms behind, a dense layer": ("350m", {}, lambda bundle: bundle.with_densities({(1, "mlp"): 1.0})),
+}
+
+
+def assert_equal(made, expected):
+    assert sorted(made) == sorted(expected)
+    for layer, predictor in expected.items():
+        for name, tensor in predictor.state_dict().items():
+            assert torch.equal(tensor, made[layer].state_dict()[name]), (layer, name)
+
+
+@pytest.mark.parametrize("case", BY_LAYERS)
+def test_by_layers_predictors_are_those_of_a_model_in_memory(tmp_path, case):
+    family, options, change = BY_LAYERS[case]
+    folder = save_family(family, tmp_path, num_hidden_layers=3, n_layer=3)
+    bundle = change(make_bundle(folder, **options).at(mlp_density=0.5, head_density=0.75))
+    config = TuneConfig(steps=3, tokens=96, batch_tokens=48, learning_rate=3e-2, price=0.05)
+    expected, metrics = finetune(load_opt(str(folder)), bundle, windows(), config, FLOAT16)
+    model, read = walk(folder), []
+    take = model.reader.take
+    model.reader.take = lambda number, then: read.append(number) or take(number, then)
+    made, same = finetune(model, bundle, windows(), config, FLOAT16)
+    assert_equal(made, expected)
+    assert same == metrics
+    assert read == 3 * [0, 1, 2, 1, 0]  # twice a step, whatever its passes
+    assert not any(parameter.requires_grad for parameter in made[0].parameters())
+
+
+@pytest.mark.parametrize("load", [load_opt, walk], ids=["whole", "by layers"])
 @pytest.mark.parametrize("how", ["killed", "SIGTERM"])
-def test_interrupted_tuning_goes_on_to_the_same_predictors(folder, tmp_path, monkeypatch, how, caplog):
-    bundle, model = make_bundle(folder, rank=8, dtype="int4").at(mlp_density=0.5), load_opt(str(folder))
+def test_interrupted_tuning_goes_on_to_the_same_predictors(folder, tmp_path, monkeypatch, how, load, caplog):
+    bundle, model = make_bundle(folder, rank=8, dtype="int4").at(mlp_density=0.5), load(str(folder))
     config = TuneConfig(steps=7, tokens=96, batch_tokens=48, learning_rate=3e-2)
     expected, metrics = finetune(model, bundle, windows(), config, FLOAT16)
-    path, passes = tmp_path / "tuning.ckpt", 0
-    original = module._divergence
+    path, count = tmp_path / "tuning.ckpt", 0
+    original = passes.divergence
 
     def divergence(*given):
-        nonlocal passes
-        passes += 1
-        if passes == 9:  # in the first half of the fifth step
+        nonlocal count
+        count += 1
+        if count == 9:  # in the first half of the fifth step
             if how == "killed":
                 raise MemoryError
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*given)
 
-    monkeypatch.setattr(module, "_divergence", divergence)
+    monkeypatch.setattr(passes, "divergence", divergence)
     monkeypatch.setattr(module, "SAVE_SECONDS", -1.0 if how == "killed" else 60.0)
     with signals.heard(), pytest.raises(MemoryError if how == "killed" else signals.Interrupted):
         finetune(model, bundle, windows(), config, FLOAT16, state_path=path)
     caplog.set_level("INFO", logger="dejavu_train")
     made, resumed = finetune(model, bundle, windows(), config, FLOAT16, state_path=path)
-    assert f"going on from step {4 if how == 'killed' else 5} of 7" in caplog.text
+    finished = how == "SIGTERM" and load is load_opt  # by layers a step takes minutes, and is given up
+    assert f"going on from step {5 if finished else 4} of 7" in caplog.text
     assert resumed == metrics
-    for layer, predictor in expected.items():
-        for name, tensor in predictor.state_dict().items():
-            assert torch.equal(tensor, made[layer].state_dict()[name]), (layer, name)
+    assert_equal(made, expected)
 
 
 def test_a_state_of_other_settings_is_left_and_a_damaged_one_refused(folder, tmp_path, monkeypatch, caplog):
