@@ -142,6 +142,10 @@ class TuneConfig:
         ranges = {"steps": NUMBER, "density": SHARE, "learning_rate": RATE, "tokens": COUNT, "batch_tokens": COUNT}
         check_ranges(self, "tune.", ranges | {"width": positive, "price": positive})
 
+    def passes(self, window: int) -> tuple[int, int]:
+        """How many passes a step has, and windows of so many tokens in each."""
+        return max(1, round(self.tokens / max(self.batch_tokens, window))), max(1, self.batch_tokens // window)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:

@@ -119,8 +119,14 @@ class Estimate:
         return sum(rows.values()) * (2 * self.shape.d_model + self.shape.d_ffn // 8) / self.disk
 
     def tuning(self) -> float:
-        """Of the predictors' training in the model: a dense pass, and a sparse one with its gradients."""
-        return self.config.tune.steps * self.config.tune.tokens * self.token * (1 + BACKWARD)
+        """Of the predictors' training in the model: a dense pass, and a sparse one with its gradients.
+
+        By layers the sparse pass runs twice, and a step reads all layers twice, of which the next is read meanwhile.
+        """
+        steps, by_layers = self.config.tune.steps, self.config.collect.by_layers
+        computed = steps * self.config.tune.tokens * self.token * (1 + BACKWARD + by_layers)
+        read = steps * 2 * 2 * self.shape.layer_weights * self.shape.n_layers / self.disk if by_layers else 0.0
+        return max(computed, read)
 
     def calibrating(self, rows: int) -> float:
         """Of curves over ``rows`` rows, of heads' losses, and of sensitivities: the layers behind a probe run again."""

@@ -13,6 +13,7 @@ from dejavu_train.data.untrained import TOKENS
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import SMOOTH
 
+TUNED_COPIES = 7  # of a predictor that is tuned: itself, its gradient, two moments, and three in a state that is saved
 SORTED_BYTES = 32  # of one neuron while a smooth activation's are sorted
 
 
@@ -22,7 +23,7 @@ class Footprint:
 
     Attributes:
         weights: of a layer and what stands around the layers, on the device. work: of a stage's tensors there at most.
-        host: of two layers as stored in 16 bits, one of which is read ahead.
+        host: of two layers as stored in 16 bits, one of which is read ahead, and of what tuning has at home there.
         states: on the disk beside shards.
     """
 
@@ -40,8 +41,9 @@ def footprint(config: RunConfig, shape: ModelDims, tokens: int) -> Footprint:
     """
     weights = (shape.layer_weights + shape.outer_weights) * _itemsize(config)
     calibrating = calibrating_work(config, shape) if config.calibrate.sensitivity_tokens else 0
-    work = max(collecting_work(config, shape), calibrating)
-    return Footprint(weights, work, 2 * 2 * shape.layer_weights, _states(config, shape, tokens))
+    tuning = (tuning_work(config, shape), tuning_host(config, shape)) if config.tune.steps else (0, 0)
+    work, host = max(collecting_work(config, shape), calibrating, tuning[0]), 2 * 2 * shape.layer_weights + tuning[1]
+    return Footprint(weights, work, host, _states(config, shape, tokens))
 
 
 def collecting_work(config: RunConfig, shape: ModelDims) -> int:
@@ -62,6 +64,33 @@ def calibrating_work(config: RunConfig, shape: ModelDims) -> int:
     logits = 4 * shape.vocab_size * max(2 * window, window + 4 * block)
     planes = 8 * shape.d_model * shape.d_ffn if cascade else 0  # in fp32, twice
     return max(window * (rows * row + 4 * shape.d_ffn), logits, planes)
+
+
+def tuning_work(config: RunConfig, shape: ModelDims) -> int:
+    """Of a pass through one layer with its graph or of its logits, beside the states and gradients of all passes."""
+    size, rows, tokens = _itemsize(config), *_tokens_of_step(config)
+    neurons = (10 if shape.gated else 7) * size + 32
+    layer = rows * (neurons * shape.d_ffn + 12 * size * shape.d_model)
+    logits = rows * shape.vocab_size * (2 * size + 28)
+    largest = max(config.mlp.rank_of(number) for number in range(shape.n_layers))
+    planes = 8 * shape.d_model * shape.d_ffn if config.calibrate.cascade is not None else 0
+    predictor = 20 * largest * (shape.d_model + shape.d_ffn)
+    return max(layer + planes, logits) + predictor + 4 * tokens * size * shape.d_model
+
+
+def tuning_host(config: RunConfig, shape: ModelDims) -> int:
+    """Of what the sparse passes of a step read in every layer, and of predictors with their moments and gradients."""
+    _, tokens = _tokens_of_step(config)
+    per_layer = 2 if max(config.mlp.lookahead, config.heads.lookahead) else 1  # and what later layers read of it
+    inputs = tokens * per_layer * _itemsize(config) * shape.d_model * shape.n_layers
+    ranks = sum(config.mlp.rank_of(number) for number in range(shape.n_layers))
+    return inputs + 4 * TUNED_COPIES * ranks * (shape.d_model + shape.d_ffn)
+
+
+def _tokens_of_step(config: RunConfig) -> tuple[int, int]:
+    """Of one pass, and of all passes of a step."""
+    passes, windows = config.tune.passes(config.collect.window)
+    return windows * config.collect.window, passes * windows * config.collect.window
 
 
 def probed_rows(config: RunConfig) -> int:

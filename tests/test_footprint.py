@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bundles import make_bundle
 from conftest import save_tiny_opt
 from resident_memory import grown, needs_proc
 from small_runs import in_a_process
@@ -14,6 +15,7 @@ from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layer
 from dejavu_train.calibration.curves import HEAD_PROBES, MLP_PROBES
 from dejavu_train.calibration.sensitivity import SensitivityProbe
 from dejavu_train.cli import parse_config
+from dejavu_train.config import TuneConfig
 from dejavu_train.data.collect_layers import collect_by_layers
 from dejavu_train.data.recording import Recording
 from dejavu_train.data.shards import ActivationManifest, ShardEntry
@@ -23,12 +25,14 @@ from dejavu_train.footprint import footprint
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.layer_walk import LayerWalk
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.quantize.check import gptq_bytes
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
+from dejavu_train.training.finetune import finetune
 
 pytestmark = needs_proc
 CPU, WINDOW = torch.device("cpu"), 256
@@ -69,6 +73,14 @@ def calibrate(model, folder):
     loss_increases_by_layers(layered, probes, windows)
 
 
+def tune(model, folder):
+    shape, config = read_dims(model), configured(model)
+    bundle = make_bundle(Path(model), rank=2).at(mlp_density=0.5)
+    windows = [window.tolist() for window in windows_of(model, 8)]
+    walk, weights = LayerWalk(model, CPU, "float32"), FLOAT16
+    finetune(walk, bundle, windows, config.tune, weights, state_path=Path(folder) / "tuning.ckpt")
+
+
 def quantise(model, folder):
     values, source, config = read_values(model), StoredTensors(model), quantising(model)
     skeleton = Skeleton(values, source, CPU)
@@ -78,7 +90,8 @@ def quantise(model, folder):
 
 
 def configured(model):
-    flags = ["--collect.by_layers=true", "--text.source=text.txt", "--collect.mean_tokens=64"]
+    flags = ["--collect.by_layers=true", "--text.source=text.txt", "--collect.mean_tokens=64", "--mlp.rank=2"]
+    flags += ["--tune.steps=2", "--tune.tokens=1024", "--tune.batch_tokens=512"]
     return parse_config([f"--model={model}", f"--collect.window={WINDOW}", "--collect.batch_size=8", *flags])
 
 
@@ -108,6 +121,8 @@ def models(tmp_path_factory):
         pytest.param("collect", "neurons", marks=pytest.mark.long),
         ("calibrate", "logits"),
         ("calibrate", "neurons"),
+        ("tune", "logits"),
+        ("tune", "neurons"),
     ],
 )
 def test_by_layers(models, tmp_path, stage, name):
@@ -116,8 +131,10 @@ def test_by_layers(models, tmp_path, stage, name):
     measured = in_a_process(tell, stage, models[name], tmp_path, models["tiny"])
     config, shape = configured(model), read_dims(model)
     config = dataclasses.replace(config, collect=dataclasses.replace(config.collect, dtype="float32"))
-    if stage == "calibrate":  # which takes a window at a time
+    if stage != "collect":  # calibrating takes a window at a time, and tuning so many tokens
         config = dataclasses.replace(config, collect=dataclasses.replace(config.collect, batch_size=1))
+    if stage != "tune":
+        config = dataclasses.replace(config, tune=TuneConfig())
     held = footprint(config.settled(shape), shape, 0)
     stated = held.weights + held.work + held.host
     assert 0.6 * stated < measured < stated + OTHERS, (measured / 1e6, stated / 1e6)

@@ -102,7 +102,7 @@ def finetune(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min((step + 1) / warm, 1.0) * (1.0 - 0.95 * max(0, step - warm) / config.steps)
     )
-    count = max(1, round(config.tokens / max(config.batch_tokens, length)))
+    count, size = config.passes(length)
     ledger = _Ledger(bundle, sparse, weights)
     price = ledger.first_price() if config.price is None else config.price
     metrics: list[dict[str, float]] = []
@@ -131,7 +131,7 @@ def finetune(
     def loss(divergence: Tensor, spent: Tensor) -> Tensor:
         return (divergence + price * spent / ledger.dense) / count
 
-    batches = itertools.islice(_batches(whole, max(1, config.batch_tokens // length), seed), first * count, None)
+    batches = itertools.islice(_batches(whole, size, seed), first * count, None)
     with signals.deferred(), Progress("tuning", config.steps, "step", first) as bar:
         for step in range(first, config.steps):
             optimiser.zero_grad(set_to_none=True)
