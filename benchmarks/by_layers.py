@@ -1,7 +1,8 @@
-"""Collects, calibrates and quantises a random OPT larger than its device, a layer at a time: memory, minutes.
+"""Collects, calibrates, quantises and tunes a random OPT larger than its device, a layer at a time: memory, minutes.
 
     python -m benchmarks.by_layers --shape 30b --tokens 100000                    # makes the model, appends rows
     python -m benchmarks.by_layers --shape 66b --layers 12 --tokens 400000
+    python -m benchmarks.by_layers --shape 30b --stages tune --tune_steps 2
     python -m benchmarks.by_layers --shape tiny --tokens 2000 --device cpu --results /tmp/rows.csv   # a rehearsal
 
 The model is made layer by layer in the roomiest of `--places`, a file for each layer. States and shards lie in what is
@@ -13,7 +14,8 @@ Columns of benchmarks/results/by_layers.csv: `layer_gb` is a layer as stored. `d
 layers were read, `disk_gbps` that of plain reads of the same files afterwards. `written_gb` is what was collected, or
 the states at the end of another stage. `minutes` of a run that was stopped are those of its last part, which began with
 the layer `went_on_from`. Losses of heads are measured on the tokens of the column, sensitivities on a quarter of them.
-GPTQ reads ten tokens for each neuron. Two layers alone are timed, and nothing is written but states.
+GPTQ reads ten tokens for each neuron. Two layers alone are timed, and nothing is written but states. Tuning makes so
+many `steps` of the tokens of the column, with random predictors that select a tenth of the neurons.
 """
 
 import argparse
@@ -36,9 +38,12 @@ from safetensors.torch import save_file
 
 from benchmarks.decode_problem import RANKS, SHAPES
 from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
 from dejavu_train.calibration.curves import HEAD_PROBES, MLP_PROBES
 from dejavu_train.calibration.sensitivity import SensitivityProbe
+from dejavu_train.config import TuneConfig
 from dejavu_train.data import collect_layers
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.recording import Recording
@@ -51,16 +56,20 @@ from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.stored import INDEX, full_name
+from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor
+from dejavu_train.progress import set_up_logging
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
+from dejavu_train.training.finetune import finetune
 
 TINY = ModelDims(64, 256, 3, 4, 512, 2048)
 GB, WINDOW = 1e9, 512
 SOURCES = ("dejavu_train/data", "dejavu_train/models", "dejavu_train/calibration", "dejavu_train/quantize")
-OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate", "quantise")
+OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate", "quantise", "tune")
+TENTH = 1.2816  # what a tenth of standard normal numbers exceed
 
 
 def sizes_of(arguments: argparse.Namespace) -> ModelDims:
@@ -233,11 +242,31 @@ def quantise(shape: ModelDims, model: Path, run: Path, row: dict[str, Any], devi
     batches[0].stream.remove()
 
 
+def random_bundle(shape: ModelDims, rank: int) -> Bundle:
+    """Predictors of all neurons, whose logits for normed inputs are about standard normal. A tenth is selected."""
+    specs, tensors, mlp = {}, {}, Target.MLP
+    for layer in range(shape.n_layers):
+        key, predictor = UnitKey(layer, mlp), LowRankPredictor(shape.d_model, rank, shape.d_ffn)
+        made = {name: tensor.detach().half() for name, tensor in predictor.named_parameters()}
+        tensors |= {tensor_name(layer, mlp, name): tensor for name, tensor in made.items()}
+        specs[key] = PredictorSpec(layer, mlp, key.site.input, layer, rank, shape.d_model, shape.d_ffn, threshold=TENTH)
+    return Bundle("random", shape=shape, specs=specs, tensors=tensors, metadata={}, weight_hash="", tokenizer_hash="")
+
+
+def tune(walk: LayerWalk, shape: ModelDims, row: dict[str, Any], config: TuneConfig) -> None:
+    """Some steps. In the first one the next layer is not read yet."""
+    windows = [window.ids.tolist() for window in random_windows(shape, row["tokens"])]
+    finetune(walk, random_bundle(shape, RANKS.get(row["shape"], 16)), windows, config, FLOAT16)
+    row["steps"] = config.steps
+
+
 def run_stage(arguments: argparse.Namespace, stage: str) -> None:
     shape, device = sizes_of(arguments), resolve_device(arguments.device)
     model, run = places(arguments)
     run.mkdir(parents=True, exist_ok=True)
-    tokens = {"collect": arguments.tokens, "calibrate": arguments.calibration_tokens, "quantise": 10 * shape.d_ffn}
+    tuned, tokens = TuneConfig(steps=arguments.tune_steps), {"collect": arguments.tokens, "quantise": 10 * shape.d_ffn}
+    passes, size = tuned.passes(WINDOW)
+    tokens |= {"calibrate": arguments.calibration_tokens, "tune": passes * size * WINDOW}
     row: dict[str, Any] = {
         "shape": arguments.shape, "layers": shape.n_layers, "stage": stage, "device": device_name(device),
         "tokens": tokens[stage],
@@ -247,8 +276,12 @@ def run_stage(arguments: argparse.Namespace, stage: str) -> None:
         if stage == "quantise":
             quantise(shape, model, run, row, device)
         else:
-            walk = LayerWalk(str(model), device, dtype_on(device))
-            (collect if stage == "collect" else calibrate)(walk, shape, run, row)
+            dtype = "bfloat16" if stage == "tune" and device.type == "cuda" else dtype_on(device)
+            walk = LayerWalk(str(model), device, dtype)
+            if stage == "tune":
+                tune(walk, shape, row, tuned)
+            else:
+                (collect if stage == "collect" else calibrate)(walk, shape, run, row)
     if stage != "quantise":
         reading = walk.reader.reading
         row |= {"read_gb": reading.nbytes / GB, "read_gbps": reading.nbytes / GB / max(reading.seconds, 1e-9)}
@@ -264,12 +297,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
     parser.add_argument("--tokens", type=int, default=100_000, help="that are collected")
     parser.add_argument("--calibration_tokens", type=int, default=4096)
+    parser.add_argument("--tune_steps", type=int, default=2)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--places", nargs="+", default=["/dev/shm", "/tmp"], help="folders with room")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "by_layers.csv")
     parser.add_argument("--one", choices=STAGES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    set_up_logging()
     if arguments.one:
         return run_stage(arguments, arguments.one)
     began = time.monotonic()

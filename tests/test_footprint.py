@@ -74,7 +74,7 @@ def calibrate(model, folder):
 
 
 def tune(model, folder):
-    shape, config = read_dims(model), configured(model)
+    config = configured(model)
     bundle = make_bundle(Path(model), rank=2).at(mlp_density=0.5)
     windows = [window.tolist() for window in windows_of(model, 8)]
     walk, weights = LayerWalk(model, CPU, "float32"), FLOAT16

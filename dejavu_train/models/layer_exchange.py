@@ -104,7 +104,8 @@ def placed(
     try:
         for name, tensor in tensors.items():
             wanted = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
-            tensor.data = stored.pop(name, tensor.data).to(device, wanted)
+            moved = stored.pop(name, tensor.data).to(device)
+            tensor.data = moved if wanted is None else moved.to(wanted)  # rounded on the device, which is faster
         yield
     finally:
         for tensor, data in zip(tensors.values(), before, strict=True):

@@ -2,6 +2,7 @@
 
 A model on the CPU has its weights mapped from their files, and what was touched once stays in the process. So a layer
 is read into memory of its own, which is free again when the layer is done. Two layers at most are there at a time.
+Several threads read parts of a tensor: the system clears fresh memory page by page, which one thread waits for.
 """
 
 import time
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from dejavu_train.errors import UserError
+from dejavu_train.machine import cores
 from dejavu_train.models.opt import DTYPE_SPELLED, SPELLED
 from dejavu_train.models.stored import Stored, own_name, read_header, stored_files
+
+READERS, PART = 8, 1 << 25  # threads, and bytes that one reads at a time
 
 
 @dataclass
@@ -49,6 +53,7 @@ class LayerReader:
         names = {id(module): own_name(path) for path, module in model.named_modules()}
         self._names = [names[id(layer)] for layer in layers]
         self._pool = ThreadPoolExecutor(1, "layer-reader")
+        self._readers = ThreadPoolExecutor(min(READERS, cores()), "layer-part-reader")
         self._ahead: tuple[int, Future[dict[str, Tensor]]] | None = None
         self.reading = Reading()
 
@@ -69,7 +74,7 @@ class LayerReader:
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             found = self._find(f"{prefix}.{name}", tensor)
             if found is not None:
-                made[name] = _read_tensor(*found)
+                made[name] = self._read_tensor(*found)
                 self.reading.nbytes += made[name].nbytes
         self.reading.seconds += time.monotonic() - began
         return made
@@ -78,7 +83,7 @@ class LayerReader:
         """A parameter outside of the layers as it is stored, where the model has rounded it. name: in the model."""
         found = self._find(own_name(name), tensor)
         rounded = found is not None and found[1].dtype != SPELLED.get(tensor.dtype)
-        return _read_tensor(*found) if found is not None and rounded else tensor
+        return self._read_tensor(*found) if found is not None and rounded else tensor
 
     def _find(self, name: str, tensor: Tensor) -> tuple[Path, Stored] | None:
         """Where a tensor of the model lies. None: nowhere, or in a form that cannot take its place."""
@@ -89,16 +94,21 @@ class LayerReader:
         dtype = DTYPE_SPELLED.get(found[1].dtype)
         return found if dtype == tensor.dtype or (numbers and dtype is not None and dtype.is_floating_point) else None
 
+    def _read_tensor(self, file: Path, entry: Stored) -> Tensor:
+        made = torch.empty(entry.shape, dtype=DTYPE_SPELLED[entry.dtype])
+        view: Any = made.view(-1).view(torch.uint8).numpy().data if made.numel() else b""
+        parts = [(file, entry.begin + at, view[at : at + PART]) for at in range(0, len(view), PART)]
+        for _ in self._readers.map(_read_part, *zip(*parts, strict=True)):
+            pass  # an error of a thread is raised here
+        return made
 
-def _read_tensor(file: Path, entry: Stored) -> Tensor:
-    made = torch.empty(entry.shape, dtype=DTYPE_SPELLED[entry.dtype])
-    view: Any = made.view(-1).view(torch.uint8).numpy().data if made.numel() else b""
+
+def _read_part(file: Path, begin: int, view: Any) -> None:
     with open(file, "rb", buffering=0) as stored:
-        stored.seek(entry.begin)
+        stored.seek(begin)
         done = 0
         while done < len(view):
             count = stored.readinto(view[done:])
             if not count:
                 raise UserError(f"the weights file {file} ended early; fetch or save it again")
             done += count
-    return made

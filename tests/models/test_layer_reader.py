@@ -1,0 +1,33 @@
+"""Layers are read in parts by several threads, and are those of the model."""
+
+import pytest
+import torch
+
+from dejavu_train.errors import UserError
+from dejavu_train.models import layer_reader
+from dejavu_train.models.hooks import decoder_layers
+from dejavu_train.models.layer_reader import LayerReader
+from dejavu_train.models.opt import load_opt
+
+
+@pytest.fixture
+def reader(tiny_opt, monkeypatch):
+    monkeypatch.setattr(layer_reader, "PART", 1000)
+    model = load_opt(str(tiny_opt))
+    return LayerReader(str(tiny_opt), model, decoder_layers(model))
+
+
+def test_parts_make_the_tensor(reader, tiny_opt):
+    own = decoder_layers(load_opt(str(tiny_opt)))
+    for number, then in ((0, 1), (1, 0), (0, -1)):  # the second one is read ahead
+        made = reader.take(number, then)
+        for name, tensor in own[number].named_parameters():
+            assert torch.equal(made[name], tensor), name
+
+
+def test_a_part_that_is_missing(reader, tiny_opt, tmp_path):
+    file, entry = reader._stored["decoder.layers.0.fc1.weight"]
+    short = tmp_path / file.name
+    short.write_bytes(file.read_bytes()[: entry.begin + 1500])
+    with pytest.raises(UserError, match="ended early; fetch or save it again"):
+        reader._read_tensor(short, entry)
