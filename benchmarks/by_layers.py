@@ -67,7 +67,7 @@ from dejavu_train.training.finetune import finetune
 
 TINY = ModelDims(64, 256, 3, 4, 512, 2048)
 GB, WINDOW = 1e9, 512
-SOURCES = ("dejavu_train/data", "dejavu_train/models", "dejavu_train/calibration", "dejavu_train/quantize")
+SOURCES = tuple(f"dejavu_train/{each}" for each in ("data", "models", "calibration", "quantize", "training"))
 OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate", "quantise", "tune")
 TENTH = 1.2816  # what a tenth of standard normal numbers exceed
 

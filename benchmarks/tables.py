@@ -40,7 +40,7 @@ from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import CPU as LOSSLESS
 from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
 from benchmarks.tables_one_model import ONE_MODEL_TABLES
-from benchmarks.tables_plan import by_layers_table, own_text_table, plan_check_table, streaming_table
+from benchmarks.tables_plan import by_layers_table, own_text_table, plan_check_table, streaming_table, tuning_table
 from benchmarks.tables_ranks import RANKS_TABLES
 from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_stages import STAGE_TABLES
@@ -327,6 +327,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **RANKS_TABLES,
     "streaming": streaming_table,
     "by-layers": by_layers_table,
+    "tuning-by-layers": tuning_table,
     "plan-check": plan_check_table,
     "own-text-by-layers": own_text_table,
     "card": card_table,
@@ -334,6 +335,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
 
 _DECODE, _INT4 = "`python -m benchmarks.decode` on a GPU", "`bash benchmarks/int4_decode.sh OUT` on a GPU"
 _TEXTS = "`bash benchmarks/texts.sh {0} OUT.csv` on a GPU"
+_BY_LAYERS = "`python -m benchmarks.by_layers`"
 _STUDY = "scripts of a study that has ended, see [past scripts](docs/notes/past-scripts.md)"
 MADE_BY = {  # table -> what makes its rows
     "opening": "`make demo` and `python -m benchmarks.lossless speed`",
@@ -376,10 +378,12 @@ MADE_BY = {  # table -> what makes its rows
     "several-gpus-rivals": "`bash benchmarks/ranks_gpu.sh OUTPUT_FOLDER rivals` on four GPUs",
     "several-gpus-callback": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models afm-4.5b --callback`",
     "one-model-forecast": "`python -m benchmarks.one_model forecast`",
-    "by-layers": "`python -m benchmarks.by_layers --shape 30b --layers 8 --tokens 65536` on a GPU, and"
+    "by-layers": f"{_BY_LAYERS} on a GPU, with `--shape 30b --layers 8 --tokens 65536`, with `--shape 66b --layers 3"
+    " --tokens 400000 --stages collect tune`, and with `--shape 30b --stages tune quantise`, and by"
     " `bash benchmarks/ranks_gpu.sh OUTPUT_FOLDER layers`",
+    "tuning-by-layers": f"{_BY_LAYERS} with `--stages tune` on a GPU",
     "plan-check": "`python -m benchmarks.plan_run --shape 6.7b --layers 8 --tokens 40000 --workers 4` on four GPUs,"
-    " twice, and with `--layers 4` on one",
+    " three times, and with `--layers 4` on one",
     "own-text-by-layers": "`python -m benchmarks.tables`",
     "stage-cells": "`python -m benchmarks.alternate` on a GPU",
     "stage-lines": "`python -m benchmarks.merged lines`",

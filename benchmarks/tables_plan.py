@@ -16,6 +16,8 @@ from dejavu_train.families import TARGETS
 from dejavu_train.hardware import PlanConfig, known_hardware
 
 MODELS, DISKS = ("1.3b", "6.7b", "30b", "66b"), (1.0, 0.2)  # GB/s
+FORWARDS = 4  # of a step of tuning: dense, sparse, sparse again with its graph, and back, whose weights have no gradient
+TUNING_STEPS = 300
 LINK, ROOM = 25.0, 60.0  # GB/s from the host's memory to a GPU, as of PCIe 4; GB of a GPU for keys and values
 
 
@@ -53,8 +55,10 @@ def by_layers_table(root: Path) -> str:
     """Each stage of a model that is run a layer at a time: memory, minutes, and rates of reading."""
     rows = read_csv(root / "benchmarks/results/by_layers.csv")
     table = [
-        [f"{row['shape'].upper()}, {row['layers']} layers", row["stage"], f"{int(row['tokens']):,}", row["minutes"],
-         *(f"{float(row[name]):.3g}" for name in ("layer_gb", "beside_gb", "host_gb", "written_gb", "read_gbps",
+        [f"{row['shape'].upper()}, {row['layers']} layers",
+         f"{row['stage']}, {row['steps']} steps" if row["steps"] else row["stage"],
+         f"{int(row['tokens']):,}", f"{float(row['minutes']):.3g}",
+         *(f"{float(row[name]):.3g}" if row[name] else "" for name in ("layer_gb", "beside_gb", "host_gb", "written_gb", "read_gbps",
                                                   "disk_gbps"))]
         for row in rows
     ]  # fmt: skip
@@ -64,6 +68,26 @@ def by_layers_table(root: Path) -> str:
     ]  # fmt: skip
     where = ", ".join(sorted({row["device"] for row in rows}))
     about = f"Rows: [by_layers.csv](benchmarks/results/by_layers.csv); {where}{age(rows)}."
+    return f"{markdown(headings, table)}\n{about}\n"
+
+
+def tuning_table(root: Path) -> str:
+    """What tuning by layers reads and computes, and how long it takes by the steps that were timed."""
+    rows, table = [row for row in read_csv(root / "benchmarks/results/by_layers.csv") if row["stage"] == "tune"], []
+    for row in rows:
+        shape, tokens = SHAPES[row["shape"]], int(row["tokens"])
+        weights = shape.n_layers * shape.layer_weights
+        timed = 60 * float(row["minutes"]) / int(row["steps"]) / int(row["layers"])
+        seconds = timed * shape.n_layers
+        table.append([
+            f"{row['shape'].upper()}, {row['layers']} of {shape.n_layers} layers timed", f"{2 * 2 * weights / 1e9:.0f}",
+            f"{FORWARDS * 2 * weights * tokens / 1e15:.1f}", f"{timed:.2f}", f"{seconds:.0f}",
+            f"{TUNING_STEPS * seconds / 3600:.1f}",
+        ])  # fmt: skip
+    headings = [
+        "OPT", "GB read a step", "PFLOP a step", "seconds a layer and step", "seconds a step", f"{TUNING_STEPS} steps, hours",
+    ]  # fmt: skip
+    about = f"A step has {tokens:,} tokens. {', '.join(sorted({row['device'] for row in rows}))}{age(rows)}."
     return f"{markdown(headings, table)}\n{about}\n"
 
 
