@@ -16,7 +16,9 @@ from dejavu_train.families import TARGETS
 from dejavu_train.hardware import PlanConfig, known_hardware
 
 MODELS, DISKS = ("1.3b", "6.7b", "30b", "66b"), (1.0, 0.2)  # GB/s
-FORWARDS = 4  # of a step of tuning: dense, sparse, sparse again with its graph, and back, whose weights have no gradient
+FORWARDS = (
+    4  # of a step of tuning: dense, sparse, sparse again with its graph, and back, whose weights have no gradient
+)
 TUNING_STEPS = 300
 LINK, ROOM = 25.0, 60.0  # GB/s from the host's memory to a GPU, as of PCIe 4; GB of a GPU for keys and values
 
@@ -54,12 +56,12 @@ def streaming_table(root: Path) -> str:
 def by_layers_table(root: Path) -> str:
     """Each stage of a model that is run a layer at a time: memory, minutes, and rates of reading."""
     rows = read_csv(root / "benchmarks/results/by_layers.csv")
+    numbers = ("layer_gb", "beside_gb", "host_gb", "written_gb", "read_gbps", "disk_gbps")
     table = [
         [f"{row['shape'].upper()}, {row['layers']} layers",
          f"{row['stage']}, {row['steps']} steps" if row["steps"] else row["stage"],
          f"{int(row['tokens']):,}", f"{float(row['minutes']):.3g}",
-         *(f"{float(row[name]):.3g}" if row[name] else "" for name in ("layer_gb", "beside_gb", "host_gb", "written_gb", "read_gbps",
-                                                  "disk_gbps"))]
+         *(f"{float(row[name]):.3g}" if row[name] else "" for name in numbers)]
         for row in rows
     ]  # fmt: skip
     headings = [
@@ -84,9 +86,8 @@ def tuning_table(root: Path) -> str:
             f"{FORWARDS * 2 * weights * tokens / 1e15:.1f}", f"{timed:.2f}", f"{seconds:.0f}",
             f"{TUNING_STEPS * seconds / 3600:.1f}",
         ])  # fmt: skip
-    headings = [
-        "OPT", "GB read a step", "PFLOP a step", "seconds a layer and step", "seconds a step", f"{TUNING_STEPS} steps, hours",
-    ]  # fmt: skip
+    headings = ["OPT", "GB read a step", "PFLOP a step", "seconds a layer and step", "seconds a step"]
+    headings.append(f"{TUNING_STEPS} steps, hours")
     about = f"A step has {tokens:,} tokens. {', '.join(sorted({row['device'] for row in rows}))}{age(rows)}."
     return f"{markdown(headings, table)}\n{about}\n"
 

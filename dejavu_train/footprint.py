@@ -23,7 +23,8 @@ class Footprint:
 
     Attributes:
         weights: of a layer and what stands around the layers, on the device. work: of a stage's tensors there at most.
-        host: of two layers as stored in 16 bits, one of which is read ahead, and of what tuning has at home there.
+        host: of two layers as stored in 16 bits, one of which is read ahead, and of what tuning has at home there. For
+            a GPU each has a block whose size is a power of two.
         states: on the disk beside shards.
     """
 
@@ -42,8 +43,10 @@ def footprint(config: RunConfig, shape: ModelDims, tokens: int) -> Footprint:
     weights = (shape.layer_weights + shape.outer_weights) * _itemsize(config)
     calibrating = calibrating_work(config, shape) if config.calibrate.sensitivity_tokens else 0
     tuning = (tuning_work(config, shape), tuning_host(config, shape)) if config.tune.steps else (0, 0)
-    work, host = max(collecting_work(config, shape), calibrating, tuning[0]), 2 * 2 * shape.layer_weights + tuning[1]
-    return Footprint(weights, work, host, _states(config, shape, tokens))
+    work, layer = max(collecting_work(config, shape), calibrating, tuning[0]), 2 * shape.layer_weights
+    if config.collect.device != "cpu":
+        layer = 1 << (layer - 1).bit_length()  # what torch takes for a block of pinned memory
+    return Footprint(weights, work, 2 * layer + tuning[1], _states(config, shape, tokens))
 
 
 def collecting_work(config: RunConfig, shape: ModelDims) -> int:

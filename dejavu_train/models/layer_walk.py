@@ -33,7 +33,7 @@ class LayerWalk:
         coded = quant_method(self.model.config.to_dict()) is not None
         self.device, self.dtype = device, None if coded else torch_dtype(dtype)
         self.layers = decoder_layers(self.model)
-        self.reader = LayerReader(name, self.model, self.layers, revision, coded)
+        self.reader = LayerReader(name, self.model, self.layers, revision, coded, device.type == "cuda")
         self.exchange = LayerExchange(self.model, self.layers)
         inside = {id(tensor) for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())}
         for path, tensor in self.model.named_parameters():

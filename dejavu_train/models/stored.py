@@ -43,6 +43,10 @@ class Stored:
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
 
 def check_folder(name: str, shape: ModelDims) -> None:
     """Compare a model's folder with its config: every tensor there with its size, a tokenizer. A hub id passes.

@@ -25,9 +25,22 @@ def test_parts_make_the_tensor(reader, tiny_opt):
             assert torch.equal(made[name], tensor), name
 
 
+def test_two_blocks_in_turn(reader, tiny_opt, monkeypatch):
+    """As for a GPU, without one: memory that is not pinned takes the place."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    reader._pinned, own, blocks = True, decoder_layers(load_opt(str(tiny_opt))), set()
+    for number, then in ((0, 1), (1, 0), (0, 1), (1, -1), (0, -1)):  # the last one was not read ahead
+        made = reader.take(number, then)
+        for name, tensor in own[number].named_parameters():
+            assert torch.equal(made[name], tensor), name
+        blocks.add(made["fc1.weight"].untyped_storage().data_ptr())
+    assert len(blocks) == 2
+
+
 def test_a_part_that_is_missing(reader, tiny_opt, tmp_path):
     file, entry = reader._stored["decoder.layers.0.fc1.weight"]
     short = tmp_path / file.name
     short.write_bytes(file.read_bytes()[: entry.begin + 1500])
     with pytest.raises(UserError, match="ended early; fetch or save it again"):
-        reader._read_tensor(short, entry)
+        reader._fill(torch.empty(entry.shape), short, entry)
