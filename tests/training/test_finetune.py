@@ -8,7 +8,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
-from family_models import save_family
+from family_models import CASES, save_family
 
 from dejavu_train import signals
 from dejavu_train.bundle.cost_model import mlp_share
@@ -124,7 +124,7 @@ def read_ahead(bundle):
 BY_LAYERS = {  # family, options of the bundle, what becomes of it
     "second stages": ("galactica", {"dtype": "int4", "cascade": True}, lambda bundle: bundle),
     "half a layer ahead": ("bloom", {"lookahead": True, "means": True}, lambda bundle: bundle),
-    "a layer ahead": ("llama", {"means": True}, read_ahead),
+    **{f"a layer ahead, {family}": (family, {"means": True}, read_ahead) for family in CASES},
     "norms behind, a dense layer": ("350m", {}, lambda bundle: bundle.with_densities({(1, "mlp"): 1.0})),
 }
 
