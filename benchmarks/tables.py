@@ -174,7 +174,7 @@ def _asked(mlp: float, heads: float) -> str:
 
 
 def _rows_line(path: str, conditions: str) -> str:
-    return f"\nRows: [{Path(path).name}]({path}); {conditions}.\n"
+    return f"\nRows: [{Path(path).name}]({path}). {conditions}.\n"
 
 
 def _unit(text: str) -> str:
@@ -226,9 +226,9 @@ def speed_table(root: Path) -> str:
             kinds = [kind for kind in KINDS if (model, kind) in here]
             whole = len(kinds) == sum(name == model for name, _ in newest)
             parts.append(model.upper() + ("" if whole else f" ({', '.join(kinds)})"))
-        lines.append(f"commit {commit} of {date}: {', '.join(parts)}")
+        lines.append(f"Commit {commit} of {date}: {', '.join(parts)}.")
     return markdown(["ms per token", *KINDS], table) + _rows_line(
-        DECODE, f"{devices(list(newest.values()))}; {'; '.join(lines)}"
+        DECODE, f"{devices(list(newest.values()))}. {' '.join(lines)}".removesuffix(".")
     )
 
 
@@ -292,7 +292,7 @@ def card_table(root: Path) -> str:
     conditions = (
         f"{pretraining['device']}, torch {pretraining['torch'].partition('+')[0]}, seed {pretraining['config']['seed']}"
     )
-    return f"{markdown(headings, table)}\nRows: pretraining.json; {conditions}.\n"
+    return f"{markdown(headings, table)}\nRows: pretraining.json. {conditions}.\n"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {

@@ -79,7 +79,7 @@ def prompts_table(root: Path) -> str:
     headings = ["shapes, prompt", "dense, ms", "of its floor"]
     for kind in ("sparse", "ahead"):
         headings += [f"{kind}, ms", "of its floor", "against dense"]
-    return f"{markdown(headings, table)}\nRows: decode.csv; {provenance(list(steps.values()))}.\n"
+    return f"{markdown(headings, table)}\nRows: decode.csv. {provenance(list(steps.values()))}.\n"
 
 
 def batches_table(root: Path) -> str:
@@ -92,7 +92,7 @@ def batches_table(root: Path) -> str:
         cells = [f"{100 * float(sparse[name]):.1f} %" if sparse else "" for name in names]
         table.append([f"{size:g}B, {batch}", *cells, *_times(dense, dense)[:2], *_times(sparse, dense)])
     headings = ["shapes, rows", "union", "one row", "active", "dense, ms", "of its floor", "sparse, ms", "of its floor"]
-    return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv; {provenance(list(steps.values()))}.\n"
+    return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv. {provenance(list(steps.values()))}.\n"
 
 
 def _int4_kinds(what: str) -> dict[str, str]:
@@ -167,10 +167,10 @@ def int4_table(root: Path) -> str:
         made.setdefault((row["date"], row["commit"]), []).append(name)
     most = max(made, key=lambda key: len(set(made[key])))
     said = [
-        f"commit {commit} of {date}: {'all others' if (date, commit) == most else ', '.join(dict.fromkeys(names))}"
+        f"Commit {commit} of {date}: {'all others' if (date, commit) == most else ', '.join(dict.fromkeys(names))}"
         for (date, commit), names in sorted(made.items())
     ]
-    return f"{markdown(headings, table)}\nRows: decode.csv; {devices(list(steps.values()))}; {'; '.join(said)}.\n"
+    return f"{markdown(headings, table)}\nRows: decode.csv. {devices(list(steps.values()))}. {'. '.join(said)}.\n"
 
 
 def int4_prompts_table(root: Path) -> str:
@@ -190,7 +190,7 @@ def int4_prompts_table(root: Path) -> str:
     headings = ["shapes, prompt", "dense, ms", "of its floor"]
     for what in ("heads 85 %", "heads 50 %"):
         headings += [f"{what}, ms", "of its floor", "against dense"]
-    return f"{markdown(headings, table)}\nRows: decode.csv; {provenance(shown)}.\n"
+    return f"{markdown(headings, table)}\nRows: decode.csv. {provenance(shown)}.\n"
 
 
 def int4_batches_table(root: Path) -> str:
@@ -210,7 +210,7 @@ def int4_batches_table(root: Path) -> str:
     headings = ["shapes, rows"]
     for engine in ("dense", "sparse"):
         headings += [f"{engine}, ms", "of its floor", "fp16, ms"]
-    return f"{markdown([*headings, 'union of the neurons'], table)}\nRows: decode.csv; {provenance(shown)}.\n"
+    return f"{markdown([*headings, 'union of the neurons'], table)}\nRows: decode.csv. {provenance(shown)}.\n"
 
 
 def int4_steps_table(root: Path) -> str:
@@ -228,7 +228,7 @@ def int4_steps_table(root: Path) -> str:
     for batch in ROWS_GOALS:
         headings += [f"{batch} rows, ms", "steps of one row (goal)"]
     source = f"[int4_steps.csv]({INT4_STEPS})"
-    return f"{markdown(headings, table)}\nRows: {source}; {provenance(rows)}.\n"
+    return f"{markdown(headings, table)}\nRows: {source}. {provenance(rows)}.\n"
 
 
 def families_table(root: Path) -> str:
@@ -256,7 +256,7 @@ def families_table(root: Path) -> str:
         "sparse", "transformers, ms",
     ]  # fmt: skip
     source = f"[decode_families.csv]({FAMILY_STEPS})"
-    return f"{markdown(headings, table)}\nRows: {source}; {provenance(rows)}.\n"
+    return f"{markdown(headings, table)}\nRows: {source}. {provenance(rows)}.\n"
 
 
 def family_goals_table(root: Path) -> str:
@@ -301,7 +301,7 @@ def family_goals_table(root: Path) -> str:
             over = None if more[0] is None else more[0] / BEYOND_GOAL
             judge(what, f"<= {BEYOND_GOAL:+g} us", [None if each is None else f"{each:+.1f} us" for each in more], over)
     made = markdown(["what", "goal", *CARDS, ""], table)
-    return f"{made}\nRows: decode_families.csv; {devices(rows)}.\n"
+    return f"{made}\nRows: decode_families.csv. {devices(rows)}.\n"
 
 
 def _family_steps(root: Path) -> tuple[list[Row], dict[tuple[str, str, str, str], Row]]:

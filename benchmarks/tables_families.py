@@ -97,12 +97,12 @@ def runs_table(root: Path) -> str:
     for kind, values in KINDS.items():
         dims = dims_of(values, kind)
         sizes = sorted({_split(c["output"])[1].upper() for c in made if c["family"] == TRAINED.get(kind)}, key=len)
-        known = ["opt-mini"] * (kind == "OPT") + [f"{size}, briefly trained" for size in sizes]
+        known = ["opt-mini"] * (kind == "OPT") + [f"{size} (briefly trained)" for size in sizes]
         gpu, cpu = (_is_run(dims, engine) for engine in (Engine.GPU, Engine.CPU))
         verified = gpu and engine_refusal(dims, runs.VERIFIED) is None
         answers = [True, gpu, _is_run(dims, Engine.GPU, packed=True), verified]
         answers += [cpu, _is_run(dims, Engine.CPU, packed=True), cpu]  # what it runs it also verifies
-        table.append([kind, *("yes" if yes else "no" for yes in answers), "; ".join(known) or "tiny random ones"])
+        table.append([kind, *("yes" if yes else "no" for yes in answers), ", ".join(known) or "tiny random ones"])
     engines = [f"{device}{how}" for device in ("GPU", "CPU") for how in ("", ", 4 bits", ", lossless")]
     return markdown(["kind", "`mask`, `gather`", *engines, "weights"], table)
 
@@ -133,8 +133,8 @@ def models_table(root: Path) -> str:
             f"{100 * active:.1f}",
         ])  # fmt: skip
     headings = ["model", "layers x width", "steps", "M tokens", "L1", "books", "general", "docs", "active, %"]
-    conditions = "; ".join(sorted({f"{row['device']}, torch {row['torch'].partition('+')[0]}" for row in made}))
-    return f"{markdown(headings, table)}\nRows: {MODELS}; {conditions}.\n"
+    conditions = " and ".join(sorted({f"{row['device']}, torch {row['torch'].partition('+')[0]}" for row in made}))
+    return f"{markdown(headings, table)}\nRows: {MODELS}. {conditions}.\n"
 
 
 def _increase(rows: Sequence[Row]) -> tuple[float, float, float] | None:
@@ -165,7 +165,7 @@ def frontier_table(root: Path) -> str:
             cells.append(f"{_cell(_increase(own))} at {read}" if own else "")
         table.append(cells)
     headings = ["increase at % of the bytes", *(f"{100 * float(density):g} % asked" for density in asked)]
-    return f"{markdown(headings, table)}\nRows: {ROWS}; {provenance(rows, 'device')}.\n"
+    return f"{markdown(headings, table)}\nRows: {ROWS}. {provenance(rows, 'device')}.\n"
 
 
 def at_bytes(points: Sequence[tuple[float, float]], share: float) -> float | None:
@@ -212,7 +212,7 @@ def goals_table(root: Path) -> str:
                     cells.append(f"{percent(mean(list(own.values())))} (OPT: no rows)" if own else "")
             table.append(cells)
     headings = ["increase at equal bytes", "predictors read", *(f"{100 * share:g} % of the bytes" for share in BYTES)]
-    return f"{markdown(headings, table)}\nRows: {ROWS}; {provenance(rows, 'device')}.\n"
+    return f"{markdown(headings, table)}\nRows: {ROWS}. {provenance(rows, 'device')}.\n"
 
 
 def _verdict(family: str, here: float, opt: float) -> str:
@@ -248,7 +248,7 @@ def bloom_table(root: Path) -> str:
             judged = _split(model)[0] == "bloom" and (neurons, heads) == PAPER and whole is not None
             word = (": met" if whole and whole[0] <= PAPER_GOAL else ": **missed**") if judged else ""
             table.append([*cells, _cell(whole) + word])
-    where = f"Rows: {ROWS}; {provenance(rows, 'device')}."
+    where = f"Rows: {ROWS}. {provenance(rows, 'device')}."
     return f"{markdown(['model', 'kept', *TEXTS, 'mean'], table)}\n{where}\n"
 
 
@@ -272,7 +272,7 @@ def ahead_table(root: Path) -> str:
                 cells.append(_cell(_increase(own)))
             table.append(cells)
     headings = ["model", "predictors read", *(f"{100 * float(density):g} % asked" for density in asked)]
-    return f"{markdown(headings, table)}\nRows: {ROWS}; {provenance(ahead, 'device')}.\n"
+    return f"{markdown(headings, table)}\nRows: {ROWS}. {provenance(ahead, 'device')}.\n"
 
 
 FAMILY_TABLES: dict[str, Callable[[Path], str]] = {

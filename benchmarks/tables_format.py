@@ -92,10 +92,10 @@ def age(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def devices(rows: Sequence[Row], field: str = "gpu") -> str:
     """The devices of rows, with the version of torch, and the mark of older rows."""
-    return "; ".join(sorted({f"{row[field]}, torch {row['torch'].partition('+')[0]}" for row in rows})) + age(rows)
+    return " and ".join(sorted({f"{row[field]}, torch {row['torch'].partition('+')[0]}" for row in rows})) + age(rows)
 
 
 def provenance(rows: Sequence[Row], field: str = "gpu") -> str:
     """Devices, commits and dates of rows, as one phrase."""
     commits = sorted({(row["date"], row["commit"]) for row in rows})
-    return f"{devices(rows, field)}; " + ", ".join(f"commit {commit} of {date}" for date, commit in commits)
+    return f"{devices(rows, field)}. Commits: " + ", ".join(f"{commit} of {date}" for date, commit in commits)

@@ -47,7 +47,7 @@ def rivals_table(root: Path) -> str:
             table.append([name, share_range([float(row["mlp_bytes"]) for row in of_method]), *_cells(of_method)])
         table.sort(key=lambda line: (line[0] != "oracle", not line[0].startswith("predictors"), line[0]))
         parts.append(f"**{100 * float(asked):g} % asked**\n\n" + markdown(["", "bytes, %", *TEXTS], table))
-    return "\n".join(parts) + f"\nRows: {RIVALS}; {provenance(rows, 'device')}.\n"
+    return "\n".join(parts) + f"\nRows: {RIVALS}. {provenance(rows, 'device')}.\n"
 
 
 def bytes_goals_table(root: Path) -> str:
@@ -86,7 +86,7 @@ def heads_table(root: Path) -> str:
         parts.append(
             f"**{100 * float(asked):g} % of the heads**\n\n" + markdown(["", "seed", "heads kept, %", *TEXTS], table)
         )
-    return "\n".join(parts) + f"\nRows: {RIVALS}; {provenance(rows, 'device')}.\n"
+    return "\n".join(parts) + f"\nRows: {RIVALS}. {provenance(rows, 'device')}.\n"
 
 
 def head_ratios_table(root: Path) -> str:

@@ -69,7 +69,7 @@ def by_layers_table(root: Path) -> str:
         "weights read, GB/s", "plain reads, GB/s",
     ]  # fmt: skip
     where = ", ".join(sorted({row["device"] for row in rows}))
-    about = f"Rows: [by_layers.csv](benchmarks/results/by_layers.csv); {where}{age(rows)}."
+    about = f"Rows: [by_layers.csv](benchmarks/results/by_layers.csv). {where}{age(rows)}."
     return f"{markdown(headings, table)}\n{about}\n"
 
 
@@ -101,7 +101,7 @@ def plan_check_table(root: Path) -> str:
         for row in rows
     ]  # fmt: skip
     where = ", ".join(sorted({f"{row['device']}, disk {row['disk_gb_s']} GB/s" for row in rows}))
-    about = f"Rows: [plan.csv](benchmarks/results/plan.csv); {where}{age(rows)}."
+    about = f"Rows: [plan.csv](benchmarks/results/plan.csv). {where}{age(rows)}."
     headings = ["OPT", "card", "stage", "reckoned, s", "measured, s", "a predictor, s", "64 at that rate, minutes"]
     return f"{markdown(headings, table)}\n{about}\n"
 

@@ -119,11 +119,11 @@ def steps_table(root: Path) -> str:
         table.append([*cells, _ratio(one, ms, "p50_ms"), f"{float(row['sum_us']):.2g}"])
     headings = ["shapes, GPUs", "weights", "selected", "rows, prompt", "ms a step", "of its floor", "against dense"]
     headings += ["against one GPU", "a sum, us"]
-    return f"{markdown(headings, table)}\nRows: [tensor_parallel.csv]({RANKS_ROWS}); {_where(list(steps.values()))}.\n"
+    return f"{markdown(headings, table)}\nRows: [tensor_parallel.csv]({RANKS_ROWS}). {_where(list(steps.values()))}.\n"
 
 
 def _where(rows: list[Row]) -> str:
-    return f"{provenance(rows)}; sums {', '.join(sorted({row['sums'] for row in rows}))}"
+    return f"{provenance(rows)}. Sums: {', '.join(sorted({row['sums'] for row in rows}))}"
 
 
 def goals_table(root: Path) -> str:
@@ -157,7 +157,7 @@ def goals_table(root: Path) -> str:
             table.append([f"{step.place}: {step.weights}, a quarter of all units against dense", f">= {PAPER_GOAL}x",
                           f"{times:.2f}x", verdict(PAPER_GOAL / times)])  # fmt: skip
     made = markdown(["what", "goal", "measured", ""], table)
-    return f"{made}\nRows: tensor_parallel.csv; {_where(list(steps.values()))}.\n"
+    return f"{made}\nRows: tensor_parallel.csv. {_where(list(steps.values()))}.\n"
 
 
 def rivals_table(root: Path) -> str:
@@ -183,7 +183,7 @@ def rivals_table(root: Path) -> str:
         cells += [f"{min(found):.3g}" if found else "" for found in ms]
         table.append([*cells, row["note"].replace("|", "/")])
     headings = ["shapes, GPUs", "transformers by", "ms a token", "our dense, ms", "our sparse, ms", "note"]
-    return f"{markdown(headings, table)}\nRows: tensor_parallel.csv; {devices(rows)}.\n"
+    return f"{markdown(headings, table)}\nRows: tensor_parallel.csv. {devices(rows)}.\n"
 
 
 def callback_table(root: Path) -> str:
@@ -200,7 +200,7 @@ def callback_table(root: Path) -> str:
         for place, ways in found.items()
     ]  # fmt: skip
     headings = ["shapes, GPUs", "ms a token", "with a callback", "of which hosts agree, us"]
-    return f"{markdown(headings, table)}\nRows: tensor_parallel.csv; {devices(rows)}.\n"
+    return f"{markdown(headings, table)}\nRows: tensor_parallel.csv. {devices(rows)}.\n"
 
 
 RANKS_TABLES: dict[str, Callable[[Path], str]] = {

@@ -54,7 +54,7 @@ def cells_table(root: Path) -> str:
     slower = [_cell(row) for row in newest if float(row["change"]) > max(0.02, float(row["spread"]))]
     return (
         f"{markdown(headings, table)}\nGeometric means of the change: {said}. Slower by more than 2 % and the spread:"
-        f" {len(slower)} of {len(newest)} ({'; '.join(slower) or 'none'}).\n"
+        f" {len(slower)} of {len(newest)} ({', '.join(slower) or 'none'}).\n"
     )
 
 

@@ -45,7 +45,7 @@ def _name(recipe: str, training: str, selection: str, rows: Sequence[Row]) -> st
     tokens = " and ".join(f"{count:,}" for count in sorted({int(row["train_tokens"]) for row in rows}))
     seeds = sorted({row["seed"] for row in rows})
     which = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
-    return f"{training if recipe == 'default' else f'{recipe}, {training}'} ({tokens} tokens; {which})"
+    return f"{training if recipe == 'default' else f'{recipe}, {training}'} ({tokens} tokens, {which})"
 
 
 def matrix_table(root: Path, model: str) -> str:
@@ -67,7 +67,7 @@ def matrix_table(root: Path, model: str) -> str:
     rows = [row for group in runs.values() for row in group]
     first = {row["text"]: row for row in rows}
     scored = ", ".join(f"{text} {int(first[text]['tokens']):,} of {int(first[text]['documents']):,}" for text in TEXTS)
-    where = f"Rows: docs/results/texts/{model}.csv; {provenance(rows, 'device')}."
+    where = f"Rows: docs/results/texts/{model}.csv. {provenance(rows, 'device')}."
     return "\n".join(parts) + f"\nScored tokens, and of how many documents: {scored}.\n\n{where}\n"
 
 
@@ -181,5 +181,5 @@ def guard_table(root: Path) -> str:
                 else "",
             ]
         )
-    where = f"Rows: docs/results/texts/guard.csv; {provenance(list(newest.values()), 'device')}."
+    where = f"Rows: docs/results/texts/guard.csv. {provenance(list(newest.values()), 'device')}."
     return markdown(headings, table) + f"\n{where}\n"
