@@ -124,7 +124,7 @@ def test_what_runs_says_which_weights_were_trained(tmp_path):
     (tmp_path / MODELS).write_text(
         json.dumps(made) + "\n" + json.dumps(made | {"config": config | {"output": "bloom-100m"}})
     )
-    assert cells(runs_table(tmp_path), "BLOOM")[1:] == [*["yes"] * 7, "14M, briefly trained; 100M, briefly trained"]
+    assert cells(runs_table(tmp_path), "BLOOM")[1:] == [*["yes"] * 7, "14M (briefly trained), 100M (briefly trained)"]
     assert cells(runs_table(tmp_path), "Arcee")[-1] == "tiny random ones"
     assert cells(runs_table(tmp_path), "NanoChat")[2:8] == ["yes", "yes", "no", "yes", "yes", "yes"]
     assert cells(models_table(tmp_path), "BLOOM") == [

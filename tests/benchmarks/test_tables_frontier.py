@@ -47,7 +47,7 @@ def test_rivals_and_goals(tmp_path):
         "oracle", "predictors of train.py (3 seeds)", "whitened SVD, rank 64 int4",
     ]  # fmt: skip
     assert "| 8.1 | +1.10 (+0.90 to +1.30) |" in lines[5] and "+64.0 ± 0.1" in lines[6]
-    assert "rank 32" not in rivals_table(root) and "commit abc1234" in lines[-1]
+    assert "rank 32" not in rivals_table(root) and "Commits: abc1234" in lines[-1]
     goals = bytes_goals_table(root).splitlines()
     assert goals[2].startswith("| docs | +1.10 (+0.90 to +1.30): **missed** by 2 of 3 seeds |")
     assert goals[2].endswith("**missed** by 3 of 3 seeds |")
