@@ -101,7 +101,7 @@ class LayerReader:
         size = ends[-1] if ends else 0
         block = self._blocks.pop(0) if len(self._blocks) == 2 else None
         if block is None or len(block) < size:
-            block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            block = _block(size)
         self._blocks.append(block)
         made = {}
         for (name, entry), end in zip(entries.items(), ends, strict=True):
@@ -135,6 +135,13 @@ class LayerReader:
 
 def _empty(entry: Stored) -> Tensor:
     return torch.empty(entry.shape, dtype=DTYPE_SPELLED[entry.dtype])
+
+
+def _block(size: int) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # a host that lets no more memory be pinned: copies are slower, and right
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _aligned(nbytes: int) -> int:

@@ -26,16 +26,23 @@ def test_parts_make_the_tensor(reader, tiny_opt):
 
 
 def test_two_blocks_in_turn(reader, tiny_opt, monkeypatch):
-    """As for a GPU, without one: memory that is not pinned takes the place."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    """As for a GPU. Here no memory can be pinned, so other memory takes the place."""
+    empty, asked = torch.empty, []
+
+    def refused(*size, pin_memory=False, **options):
+        if pin_memory:
+            asked.append(size)
+            raise RuntimeError("no more memory can be pinned")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", refused)
     reader._pinned, own, blocks = True, decoder_layers(load_opt(str(tiny_opt))), set()
     for number, then in ((0, 1), (1, 0), (0, 1), (1, -1), (0, -1)):  # the last one was not read ahead
         made = reader.take(number, then)
         for name, tensor in own[number].named_parameters():
             assert torch.equal(made[name], tensor), name
         blocks.add(made["fc1.weight"].untyped_storage().data_ptr())
-    assert len(blocks) == 2
+    assert len(blocks) == len(asked) == 2
 
 
 def test_a_part_that_is_missing(reader, tiny_opt, tmp_path):
