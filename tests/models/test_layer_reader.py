@@ -7,6 +7,7 @@ from dejavu_train.errors import UserError
 from dejavu_train.models import layer_reader
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.layer_reader import LayerReader
+from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt
 
 
@@ -51,3 +52,13 @@ def test_a_part_that_is_missing(reader, tiny_opt, tmp_path):
     short.write_bytes(file.read_bytes()[: entry.begin + 1500])
     with pytest.raises(UserError, match="ended early; fetch or save it again"):
         reader._fill(torch.empty(entry.shape), short, entry)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_layers_come_to_a_gpu_from_pinned_blocks(tiny_opt):
+    walk, own = LayerWalk(str(tiny_opt), torch.device("cuda"), "float32"), decoder_layers(load_opt(str(tiny_opt)))
+    for number, step in ((0, 1), (1, -1), (0, 1), (1, 0)):
+        with walk.layer(number, step) as layer:
+            for (name, made), tensor in zip(layer.named_parameters(), own[number].parameters(), strict=True):
+                assert made.is_cuda and torch.equal(made.cpu(), tensor), name
+    assert len(walk.reader._blocks) == 2 and all(block.is_pinned() for block in walk.reader._blocks)
