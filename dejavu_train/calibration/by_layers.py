@@ -122,11 +122,8 @@ class ByLayers:
                 progress.update()
 
     def run(self, ids: Tensor, layer: int, hidden: Tensor | None) -> DenseRun:
-        """The layer's call for ids (1, T) and hidden (1, T, d). None: what the first layer reads."""
-        given, (args, kwargs) = self.walk.call(ids, layer)
-        calls: list[Any] = [None] * len(self.walk.layers)
-        calls[layer] = ((given if hidden is None else hidden, *args), kwargs)
-        return DenseRun(calls, {}, torch.empty(0))
+        """As :func:`run_of_layer`, for ids (1, T)."""
+        return run_of_layer(self.walk, ids, layer, hidden)
 
     def dense(self, run: DenseRun, layer: int) -> Tensor:
         """(1, T, d) behind the layer. What predictors may read of it comes to the sites of ``run``."""
@@ -138,6 +135,14 @@ class ByLayers:
 
         with hooked([at_place(block, site, partial(keep, Site(layer, site))) for site in LayerInput]):
             return run_layer(self.walk.model, run, layer, hidden)
+
+
+def run_of_layer(walk: LayerWalk, ids: Tensor, layer: int, hidden: Tensor | None = None) -> DenseRun:
+    """The layer's call for ids (B, T) and hidden (B, T, d). None: what the first layer reads."""
+    given, (args, kwargs) = walk.call(ids, layer)
+    calls: list[Any] = [None] * len(walk.layers)
+    calls[layer] = ((given if hidden is None else hidden, *args), kwargs)
+    return DenseRun(calls, {}, torch.empty(0))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dejavu_train import signals
+from dejavu_train.calibration.by_layers import run_of_layer
 from dejavu_train.calibration.sensitivity import DenseRun, run_layer
 from dejavu_train.families import Site
 from dejavu_train.models.layer_walk import LayerWalk
@@ -165,13 +166,9 @@ class LayerPasses:
         for site in later:
             each.sites.pop(site)
 
+    @torch.no_grad()
     def _run(self, layer: int, each: _Pass) -> DenseRun:
-        """The layer's call for the pass."""
-        with torch.no_grad():
-            given, (args, kwargs) = self.walk.call(each.ids, layer)
-        calls: list[Any] = [None] * len(self.walk.layers)
-        calls[layer] = ((given, *args), kwargs)
-        return DenseRun(calls, {}, torch.empty(0))
+        return run_of_layer(self.walk, each.ids, layer)
 
     def _sites_ahead(self, layer: int, each: _Pass) -> Sites:
         return {site: each.sites[site].to(self.walk.device) for site in self.gates.read_ahead(layer)}
