@@ -179,14 +179,15 @@ def plain_read_rate(folder: Path) -> float:
     return count / (time.monotonic() - began) / GB
 
 
-def dtype_on(device: torch.device) -> Any:
-    return "float16" if device.type == "cuda" else "float32"
+def dtype_on(device: torch.device, stage: str) -> Any:
+    """As train.py chooses it: gradients of a divergence vanish in float16."""
+    return "float32" if device.type == "cpu" else "bfloat16" if stage == "tune" else "float16"
 
 
 def collect(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -> None:
     """Shards of all tokens. Those of a layer are deleted when it is done."""
     parts = plan_shards(random_windows(shape, row["tokens"]), 32_768)
-    config = CollectConfig(window=WINDOW, dtype=dtype_on(walk.device), storage="bfloat16", by_layers=True)
+    config = CollectConfig(window=WINDOW, dtype=dtype_on(walk.device, "collect"), storage="bfloat16", by_layers=True)
     entries = [ShardEntry(number, "train", sum(len(each.ids) for each in part)) for number, part in enumerate(parts)]
     manifest = ActivationManifest("random", f"random-{row['tokens']}", shape, "bfloat16", {}, {}, tuple(entries))
     manifest.save(run)
@@ -253,35 +254,35 @@ def random_bundle(shape: ModelDims, rank: int) -> Bundle:
     return Bundle("random", shape=shape, specs=specs, tensors=tensors, metadata={}, weight_hash="", tokenizer_hash="")
 
 
-def tune(walk: LayerWalk, shape: ModelDims, row: dict[str, Any], config: TuneConfig) -> None:
-    """Some steps. In the first one the next layer is not read yet."""
+def tune(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -> None:
+    """Some steps. No state is kept, so nothing is written."""
     windows = [window.ids.tolist() for window in random_windows(shape, row["tokens"])]
-    finetune(walk, random_bundle(shape, RANKS.get(row["shape"], 16)), windows, config, FLOAT16)
-    row["steps"] = config.steps
+    bundle = random_bundle(shape, RANKS.get(row["shape"], 16))
+    finetune(walk, bundle, windows, TuneConfig(steps=row["steps"]), FLOAT16)
 
 
 def run_stage(arguments: argparse.Namespace, stage: str) -> None:
     shape, device = sizes_of(arguments), resolve_device(arguments.device)
     model, run = places(arguments)
     run.mkdir(parents=True, exist_ok=True)
-    tuned, tokens = TuneConfig(steps=arguments.tune_steps), {"collect": arguments.tokens, "quantise": 10 * shape.d_ffn}
-    passes, size = tuned.passes(WINDOW)
-    tokens |= {"calibrate": arguments.calibration_tokens, "tune": passes * size * WINDOW}
+    passes, windows = TuneConfig().passes(WINDOW)
+    tokens = {
+        "collect": arguments.tokens, "calibrate": arguments.calibration_tokens, "quantise": 10 * shape.d_ffn,
+        "tune": passes * windows * WINDOW,
+    }  # fmt: skip
     row: dict[str, Any] = {
         "shape": arguments.shape, "layers": shape.n_layers, "stage": stage, "device": device_name(device),
         "tokens": tokens[stage],
         "layer_gb": (model / "model-00000.safetensors").stat().st_size / GB,
     }  # fmt: skip
+    if stage == "tune":
+        row["steps"] = arguments.tune_steps
     with watched(device, row):
         if stage == "quantise":
             quantise(shape, model, run, row, device)
         else:
-            dtype = "bfloat16" if stage == "tune" and device.type == "cuda" else dtype_on(device)
-            walk = LayerWalk(str(model), device, dtype)
-            if stage == "tune":
-                tune(walk, shape, row, tuned)
-            else:
-                (collect if stage == "collect" else calibrate)(walk, shape, run, row)
+            walk = LayerWalk(str(model), device, dtype_on(device, stage))
+            {"collect": collect, "calibrate": calibrate, "tune": tune}[stage](walk, shape, run, row)
     if stage != "quantise":
         reading = walk.reader.reading
         row |= {"read_gb": reading.nbytes / GB, "read_gbps": reading.nbytes / GB / max(reading.seconds, 1e-9)}

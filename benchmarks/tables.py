@@ -226,9 +226,9 @@ def speed_table(root: Path) -> str:
             kinds = [kind for kind in KINDS if (model, kind) in here]
             whole = len(kinds) == sum(name == model for name, _ in newest)
             parts.append(model.upper() + ("" if whole else f" ({', '.join(kinds)})"))
-        lines.append(f"Commit {commit} of {date}: {', '.join(parts)}.")
+        lines.append(f"Commit {commit} of {date}: {', '.join(parts)}")
     return markdown(["ms per token", *KINDS], table) + _rows_line(
-        DECODE, f"{devices(list(newest.values()))}. {' '.join(lines)}".removesuffix(".")
+        DECODE, f"{devices(list(newest.values()))}. {'. '.join(lines)}"
     )
 
 

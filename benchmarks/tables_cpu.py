@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables_format import Row, age, markdown, read_csv
+from benchmarks.tables_format import Row, age, commits, markdown, read_csv
 
 CPU = "benchmarks/results/cpu_decode.csv"
 EXTRA, GENERATE = "benchmarks/results/cpu_extra.csv", "benchmarks/results/generate.jsonl"
@@ -34,9 +34,8 @@ def cpu_table(root: Path) -> str:
         shown += [row for row in kinds if row]
     headings = ["ms per token", "transformers", "compiled", "llama.cpp", "our dense", "sparse, all heads"]
     headings += ["sparse, fewer heads", "MB read by ours"]
-    made = ", ".join(f"{commit} of {date}" for date, commit in sorted({(r["date"], r["commit"]) for r in shown}))
     processors = ", ".join(sorted({row["cpu"] for row in shown}))
-    return f"{markdown(headings, table)}\nRows: [cpu_decode.csv]({CPU}). {processors}{age(shown)}. Commits: {made}.\n"
+    return f"{markdown(headings, table)}\nRows: [cpu_decode.csv]({CPU}). {processors}{age(shown)}. {commits(shown)}.\n"
 
 
 def _newest_run(rows: list[Row], model: str, stored: str) -> list[Row]:
@@ -70,7 +69,6 @@ def pipeline_table(root: Path) -> str:
         [f"{device}, {model}", *(f"{each[case]:.3g}" for case in cases)] for (device, model), each in newest.items()
     ]
     used = [each["row"] for each in newest.values()]
-    made = ", ".join(sorted({f"{row['commit']} of {row['date']}" for row in used}))
     headings = ["device, model", "transformers, dense, ms per token", "ours, ms per token", "times as fast"]
     links = f"[cpu_extra.csv]({EXTRA}), [generate.jsonl]({GENERATE})"
-    return f"{markdown(headings, table)}\nRows: {links}{age(used)}. Commits: {made}.\n"
+    return f"{markdown(headings, table)}\nRows: {links}{age(used)}. {commits(used)}.\n"

@@ -27,7 +27,6 @@ INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 
     "175b": {"dense": 25, "heads 100 %": 11.5, "heads 85 %": 10.4, "heads 50 %": 8.2},
 }
 ROWS_GOALS = {"4": {"6.7b": 1.3, "30b": 1.2, "66b": 1.15}, "8": {"6.7b": 1.6, "30b": 1.4, "66b": 1.3}}  # steps of one
-LABELS = {"ahead": "heads look ahead too", "screen, ahead": "screen, heads look ahead too"}  # of kinds of steps
 SELECTED = {"heads 100 %": "head_density=1.0", "heads 85 %": "head_density=0.85", "heads 50 %": ""}  # a word of options
 
 
@@ -161,16 +160,7 @@ def int4_table(root: Path) -> str:
     for name in ("dense, or own site, ms", "look-ahead, ms", "heads look ahead too, ms", "LM head screened, ms"):
         headings += [name, "times the goal", "of its floor"]
     headings += ["LM head in 4 bits as well (sparse: look-ahead), ms", "fp16, same selection, ms"]
-    made: dict[tuple[str, str], list[str]] = {}
-    for (model, what, kind), row in steps.items():
-        name = "fp16" if kind == "fp16" else f"{model.upper()} {what} {LABELS.get(kind, kind)}"
-        made.setdefault((row["date"], row["commit"]), []).append(name)
-    most = max(made, key=lambda key: len(set(made[key])))
-    said = [
-        f"Commit {commit} of {date}: {'all others' if (date, commit) == most else ', '.join(dict.fromkeys(names))}"
-        for (date, commit), names in sorted(made.items())
-    ]
-    return f"{markdown(headings, table)}\nRows: decode.csv. {devices(list(steps.values()))}. {'. '.join(said)}.\n"
+    return f"{markdown(headings, table)}\nRows: decode.csv. {provenance(list(steps.values()))}.\n"
 
 
 def int4_prompts_table(root: Path) -> str:

@@ -96,6 +96,11 @@ def devices(rows: Sequence[Row], field: str = "gpu") -> str:
 
 
 def provenance(rows: Sequence[Row], field: str = "gpu") -> str:
-    """Devices, commits and dates of rows, as one phrase."""
-    commits = sorted({(row["date"], row["commit"]) for row in rows})
-    return f"{devices(rows, field)}. Commits: " + ", ".join(f"{commit} of {date}" for date, commit in commits)
+    """Devices, commits and dates of rows."""
+    return f"{devices(rows, field)}. {commits(rows)}"
+
+
+def commits(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The commits of rows with their dates, oldest first."""
+    made = sorted({(row["date"], row["commit"]) for row in rows})
+    return "Commits: " + ", ".join(f"{commit} of {date}" for date, commit in made)

@@ -100,8 +100,8 @@ def plan_check_table(root: Path) -> str:
          row["stage"], row["predicted_s"], row["measured_s"], *_per_predictor(row)]
         for row in rows
     ]  # fmt: skip
-    where = ", ".join(sorted({f"{row['device']}, disk {row['disk_gb_s']} GB/s" for row in rows}))
-    about = f"Rows: [plan.csv](benchmarks/results/plan.csv). {where}{age(rows)}."
+    disks = ", ".join(sorted({f"{row['disk_gb_s']} GB/s ({row['plan_gpu']})" for row in rows}))
+    about = f"Rows: [plan.csv](benchmarks/results/plan.csv){age(rows)}. Disks: {disks}."
     headings = ["OPT", "card", "stage", "reckoned, s", "measured, s", "a predictor, s", "64 at that rate, minutes"]
     return f"{markdown(headings, table)}\n{about}\n"
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks.tables_format import Row, age, markdown, read_csv
+from benchmarks.tables_format import Row, age, commits, markdown, read_csv
 
 SPEED = "benchmarks/results/serve_speed.csv"
 LOAD = "benchmarks/results/serve.jsonl"
@@ -22,9 +22,8 @@ def speed_table(root: Path) -> str:
         table.append([f"{device}, {model}", next(r["rows"] for r in found if r), *rates, *ratios])
     headings = ["device, model", "rows", *CONTESTANTS, "server over engine", "transformers serve over engine"]
     shown = list(newest.values())
-    made = ", ".join(sorted({f"{row['commit']} of {row['date']}" for row in shown}))
     versions = " and ".join(sorted({row["versions"] for row in shown}))
-    return f"{markdown(headings, table)}\nRows: [serve_speed.csv]({SPEED}). {versions}{age(shown)}. Commits: {made}.\n"
+    return f"{markdown(headings, table)}\nRows: [serve_speed.csv]({SPEED}). {versions}{age(shown)}. {commits(shown)}.\n"
 
 
 def _range(row: Row) -> str:
@@ -45,8 +44,7 @@ def load_table(root: Path) -> str:
     headings = ["device, model", "clients", "seconds", *ends, "anything else"]
     headings += ["first token, p50, s", "p99", "whole text, p50, s", "p99"]
     shown = list(newest.values())
-    made = ", ".join(sorted({f"{row['commit']} of {row['date']}" for row in shown}))
-    return f"{markdown(headings, table)}\nRows: [serve.jsonl]({LOAD}){age(shown)}. Commits: {made}.\n"
+    return f"{markdown(headings, table)}\nRows: [serve.jsonl]({LOAD}){age(shown)}. {commits(shown)}.\n"
 
 
 def malformed_table(root: Path) -> str:
@@ -61,12 +59,8 @@ def malformed_table(root: Path) -> str:
         for (status, raised, said), each in kinds.items()
     ]
     headings = ["one of the bodies", "requests", "status", "the client raises", "and its message says"]
-    about = f"Rows: [malformed.csv]({MALFORMED}), {len(rows)} of them. Commits: {_made(rows[:1])}."
+    about = f"Rows: [malformed.csv]({MALFORMED}), {len(rows)} of them. {commits(rows[:1])}{age(rows[:1])}."
     return f"{markdown(headings, table)}\n{about}\n"
-
-
-def _made(rows: list[Row]) -> str:
-    return ", ".join(f"{row['commit']} of {row['date']}{age([row])}" for row in rows)
 
 
 SERVE_TABLES = {"serve-speed": speed_table, "serve-load": load_table, "serve-malformed": malformed_table}
