@@ -27,7 +27,7 @@ from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
-from dejavu_train.kernels.mlp import int4_fc2, pack
+from dejavu_train.kernels.mlp import int4_fc2, live_down, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, rank_sum, select
@@ -260,6 +260,10 @@ def further_cases(d: int) -> Iterator[Case]:
     stored = (halves(8, n), half_rows(d, n), own.out_bias, *torch.empty(2, 8, d))
     products = ProductScratch.empty(d, "cpu")
     yield f"slot_down {d}", partial(slot_products.slot_linear, *stored, products, pdl=True)
+    for tokens in (1, 2, 4, 8):
+        several, (residual, out) = own.hidden if tokens == 1 else halves(tokens, n), torch.empty(2, tokens, d)
+        given = (several, half_rows(n, d), own.out_bias, residual, out, own.partials)
+        yield f"live_down {d} {tokens}", partial(live_down.live_down, *given, True)
     yield f"pack {d}", partial(pack.pack, own.bits, own.listed, True)
     given = (own.hidden, half_rows(d, n), own.out_bias, x, own.y)
     yield f"dense_wide {d}", partial(dense_rows.dense_wide, *given, True)

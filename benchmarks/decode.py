@@ -75,6 +75,7 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) ->
         EngineOptions(
             batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy, pdl=cell.pdl,
             look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
+            zeros=cell.zeros,
         ),
     )  # fmt: skip
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once

@@ -46,6 +46,7 @@ class Cell:
     kv_policy: str = "backfill"
     pdl: bool = True
     crossover: bool = True
+    zeros: str = "auto"
     breakdown: bool = False
 
     @property

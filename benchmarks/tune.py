@@ -54,6 +54,7 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
         "registers": (128, 168, 248),
         "fetched": (0, 32),
     },
+    "live_down": {"programs": (4, 8), "block": (512, 1024), "rows": (4, 8), "warps": (2, 4)},
     "listed": {"programs": (1, 2), "block": (512, 1024, 2048, 4096), "rows": (1, 2, 4), "warps": (4, 8, 16)},
     "listed_int4": {"programs": (1, 2), "warps": (4, 8), "ahead": (2, 3, 4), "registers": (128, 168, 200, 224)},
     "predict": {"rows": (3, 5, 7), "block": (512, 1024, 2048), "warps": (4, 8)},

@@ -28,7 +28,7 @@ from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, dtype_name
 from dejavu_train.errors import Unsupported
-from dejavu_train.families import Target, UnitKey
+from dejavu_train.families import UnitKey
 from dejavu_train.kernels.common.checks import runs_on
 
 
@@ -74,18 +74,16 @@ class EngineBackend(EnginePool):
         engine = Engine.GPU if ops == "triton" else Engine.REFERENCE
         self.ranks = ranks_of(model)
         held, world = (self.shape, 1) if self.ranks is None else (self.ranks.shard.dims, self.ranks.shard.world)
-        plan_step(held, facts, formats_of(model, dtype), options, engine, world)  # refuses now what no engine can run
+        plan = plan_step(held, facts, formats_of(model, dtype), options, engine, world)  # refuses what no engine runs
         self.kv_policy, self.ops, self.guard, self._dtype = kv_policy, ops, guard, dtype
         self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor | None]] = {}
-        self._transposed = {
-            layer for (layer, target), e in bundle.specs.items() if target == Target.MLP and not e.dense
-        }
+        self._turned = plan.turned
 
     def _read(self, model: Any) -> DecodeWeights:
         if self.ranks is None:
-            return weights_of_model(model, self._dtype, self.device, True, self._transposed)
+            return weights_of_model(model, self._dtype, self.device, True, self._turned)
         shard = self.ranks.shard
-        return shard.with_head(weights_of_model(model, self._dtype, self.device, True, self._transposed, shard.dims))
+        return shard.with_head(weights_of_model(model, self._dtype, self.device, True, self._turned, shard.dims))
 
     def _build(self, batch: int, context: int) -> DecodeEngine:
         """An engine, at the price of those of other numbers of rows where the memory is short."""

@@ -8,6 +8,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Engine, Formats, HalfPlan, Kernels, Place, Run, StepPlan
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.families.dims import SILENT
 
 
 def plan_compiled(
@@ -20,7 +21,7 @@ def plan_compiled(
     """How the CPU engine runs a decoding step. See `plan_step`."""
     _check(formats, options)
     keys = [UnitKey(layer, target) for layer in range(dims.n_layers) for target in (Target.HEADS, Target.MLP)]
-    halves = tuple(_half(key, predictors) for key in keys)
+    halves = tuple(_half(key, predictors, dims.activation in SILENT) for key in keys)
     head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
     return StepPlan(Engine.CPU, dims, options.batch, context, options.kv_policy, formats, halves, False, head_why=head)
 
@@ -29,6 +30,8 @@ def _check(formats: Formats, options: EngineOptions) -> None:
     """Raise Unsupported for what the CPU engine does not do."""
     if options.guarded:
         raise Unsupported("the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it")
+    if options.zeros == "read":
+        raise Unsupported("the CPU engine never reads rows of silent neurons; leave zeros out")
     if options.kv_policy != "backfill":
         raise Unsupported(
             f"the CPU engine knows the policy backfill only, got {options.kv_policy}; pass kv_policy='backfill' to stay"
@@ -43,15 +46,15 @@ def _check(formats: Formats, options: EngineOptions) -> None:
         raise UserError(f"the CPU engine decodes 1 to {cpu.MAX_BATCH} rows at once, got a batch of {options.batch}")
 
 
-def _half(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None]) -> HalfPlan:
-    """Half a layer."""
-    facts = predictors.get(key)
+def _half(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None], silent: bool) -> HalfPlan:
+    """Half a layer. silent: neurons may be exactly zero."""
+    facts, skips = predictors.get(key), silent and key.target == Target.MLP
     if facts is None:
-        return HalfPlan(key.target, Run.ALL, Kernels.COMPILED, (why_all(key, predictors),))
+        return HalfPlan(key.target, Run.ALL, Kernels.COMPILED, (why_all(key, predictors),), skips=skips)
     return HalfPlan(
         key.target, Run.SELECTED, Kernels.COMPILED, ("rows read what they select together",), facts.site,
         Place.COMPILED, facts.format, key.site.half - facts.site.half, second_stage=facts.second_stage,
-        density=facts.density, union=facts.union,
+        density=facts.density, union=facts.union, skips=skips,
     )  # fmt: skip
 
 

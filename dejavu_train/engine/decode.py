@@ -39,6 +39,7 @@ from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights, dtype_name
 from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey, dims_of
+from dejavu_train.families.dims import SILENT
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.kernels.common.settings import settings_file
 from dejavu_train.models.finite import not_finite
@@ -130,7 +131,7 @@ class DecodeEngine(Session):
         self.plan = plan = with_screen(plan, options.screen, free_bytes(device) if device.type == "cuda" else None)
         self.memory = held_bytes(weights, loaded) | dict(plan.coming)
         check_room(plan.coming, device)
-        self.weights = weights.arranged(loaded, options.release or not given)
+        self.weights = weights.arranged(plan.turned, options.release or not given)
         self.shape, self.batch, self.context, self.device = shape, plan.batch, plan.context, device
         self.guard, self.predictors = guard, loaded
         self.ranks = ranks
@@ -141,6 +142,7 @@ class DecodeEngine(Session):
         self._selects: list[Any] = [options.kv_policy]  # what ranks must have alike, besides their models
         if ranks is not None:
             self._selects += sorted((*key, each.threshold.tolist()) for key, each in loaded.items())
+        self._verifies_live = shape.activation in SILENT and options.zeros != "read"
         self._pairs: dict[str | None, EnginePair] = {}
         super().__init__()
 
@@ -208,7 +210,7 @@ class DecodeEngine(Session):
         if draft.weights not in self._pairs:
             with self.core.on_device():
                 step = self.core if draft.weights is None else self._beside(draft.weights)
-                self._pairs[draft.weights] = EnginePair(step, self.weights, self.begin, self.ranks)
+                self._pairs[draft.weights] = EnginePair(step, self.weights, self.begin, self.ranks, self._verifies_live)
         return self._pairs[draft.weights]
 
     def _beside(self, asked: str) -> DecodeStep:

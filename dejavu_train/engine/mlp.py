@@ -56,7 +56,7 @@ class Mlp:
     def _rows(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         weights, work = self.weights, self.work
         work.ops.hidden_row(x, weights.norm2, weights.mlp, work.hidden, pdl=work.pdl)
-        if self.codes_down:  # what a ReLU has made zero is left out
+        if self.codes_down or self.plan.skips:
             self.down(work.hidden, base, out)
         else:
             work.ops.dense_wide(work.hidden, weights.down.weight, weights.down.bias, base, out, pdl=work.pdl)
@@ -97,14 +97,18 @@ class Mlp:
         return self.work.ops.hidden_products(x, self.weights.norm2, self.weights.mlp, pdl=self.work.pdl)
 
     def down(self, hidden: Tensor, x: Tensor, out: Tensor) -> None:
-        """out = x + down(hidden), all neurons of any number of rows: from the codes, or as a product of numbers."""
-        work, down, unit = self.work, self.weights.down, kept_unit(self.weights.mlp, hidden.dtype)
+        """out = x + down(hidden), hidden values of any number of rows: of rows of neurons, or as one product."""
+        work, down, plan = self.work, self.weights.down, self.plan
+        given, unit = (hidden, down.weight, down.bias, x, out), kept_unit(self.weights.mlp, hidden.dtype)
         if self.codes_down:
-            hidden = hidden.float() if len(x) == 1 else hidden
-            work.ops.int4_fc2(hidden, down.weight, down.bias, x, out, work.partials, pdl=work.pdl, unit=unit)
+            every = plan.run is Run.ALL and not plan.skips
+            given = (hidden.float(), *given[1:]) if len(x) == 1 else given
+            work.ops.int4_fc2(*given, work.partials, pdl=work.pdl, unit=unit, every=every)
+        elif plan.skips and not self.weights.packed:
+            work.ops.live_down(*given, work.partials, pdl=work.pdl, unit=unit)
         else:
             turned = self.weights.down_transposed
-            work.ops.dense_add(hidden, down.weight, down.bias, x, out, transposed=turned, pdl=work.pdl, unit=unit)
+            work.ops.dense_add(*given, transposed=turned, pdl=work.pdl, unit=unit)
 
 
 WAYS = {

@@ -5,7 +5,7 @@ from dejavu_train.engine.reference import of_numbers
 from dejavu_train.kernels.attention import out_projection
 from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
-from dejavu_train.kernels.mlp import int4_fc2, pack
+from dejavu_train.kernels.mlp import int4_fc2, live_down, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, norm, predict, predict_rows, qkv, select
 from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
@@ -35,6 +35,7 @@ class StepOps:
     dense_wide = staticmethod(dense_rows.dense_wide)
     dense_rows = staticmethod(dense_rows.dense_rows)
     int4_fc2 = staticmethod(int4_fc2.int4_fc2)
+    live_down = staticmethod(live_down.live_down)
     hidden_row = staticmethod(hidden.hidden_row)
     hidden_tokens = staticmethod(hidden.hidden_tokens)
     hidden_products = staticmethod(dense_batch.hidden_products)
@@ -72,6 +73,7 @@ class TorchOps(StepOps):
     dense_wide = staticmethod(of_numbers(dense_rows.dense_wide_reference))
     dense_rows = staticmethod(of_numbers(dense_rows.dense_rows_reference))
     int4_fc2 = staticmethod(of_numbers(int4_fc2.int4_fc2_reference))
+    live_down = staticmethod(of_numbers(live_down.live_down_reference))
     hidden_row = staticmethod(reference.hidden_row)
     hidden_tokens = staticmethod(reference.hidden_tokens)
     hidden_products = staticmethod(reference.hidden_products)

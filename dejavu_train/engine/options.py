@@ -12,6 +12,8 @@ from dejavu_train.errors import UserError
 POLICIES = ("backfill", "always", "stale")
 LOOK_AHEADS = ("fused", "stream", "inline")
 OPERATIONS = ("triton", "reference")
+ZEROS = ("auto", "skip", "read")
+CHOICES = (("kv_policy", POLICIES), ("look_ahead", LOOK_AHEADS), ("ops", OPERATIONS), ("zeros", ZEROS))
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class EngineOptions:
         screen: find the greedy token of one row through an int8 screen of the LM head. It is the token that all logits
             give, for half of the bytes. The screen takes as many beside the LM head. None = on a GPU where it fits.
             True = also under the interpreter.
+        zeros: what becomes of rows of neurons that are exactly zero, where a layer selects nothing. "skip": they are
+            not read. "read": they are. "auto": they are left out where that was measured to be no slower. The output is
+            the same.
     Raises:
         UserError: a value that is not allowed.
     """
@@ -55,9 +60,10 @@ class EngineOptions:
     release: bool = False
     guard: Guard | GuardState | None = None
     screen: bool | None = None
+    zeros: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kv_policy", POLICIES), ("look_ahead", LOOK_AHEADS), ("ops", OPERATIONS)):
+        for name, allowed in CHOICES:
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)}")
         if not 1 <= self.batch <= MAX_BATCH:

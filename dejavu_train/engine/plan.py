@@ -34,7 +34,7 @@ from dejavu_train.engine.ranks.refusals import check_ranks
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
-from dejavu_train.families.dims import engine_refusal
+from dejavu_train.families.dims import SILENT, engine_refusal
 from dejavu_train.kernels.common.limits import (
     DRIVERS_CARVEOUT,
     HEAD_DIMS,
@@ -49,6 +49,7 @@ from dejavu_train.kernels.common.limits import (
     takes_down,
     takes_nibbles,
     takes_row_words,
+    tokens_at_once,
 )
 from dejavu_train.models.opt import DTYPES
 
@@ -59,6 +60,13 @@ MEASURED_FROM = 4096  # d from which lists of several rows were timed
 # adds, and more rows, leave less. Below 4096: not measured.
 DENSE_FROM_BATCHES = ((0, 0.0), (MEASURED_FROM, 0.6), (9216, 0.65))
 CODES_FROM = 4096  # d from which a dense step of one row and 4-bit weights runs up and down apart. Not measured below.
+# Share of the neurons that trained ReLU models keep live, by rows together: 6 % of one row, and unions that grow as
+# Polar Sparsity's of OPT-6.7B do. Which share a model has is not known when a plan is made.
+LIVE = {1: 0.06, 2: 0.092, 4: 0.124, 8: 0.174}
+# Live share from which reading all rows of down is no slower, by rows and width: benchmarks/results/zeros.csv. One row
+# never gets there below 0.85, two rows never. Widths below the first take its value.
+READ_FROM = {1: ((0, 1.0),), 2: ((0, 1.0),), 4: ((0, 0.5), (4096, 0.8)), 8: ((0, 0.22), (4096, 0.43), (7168, 0.3))}
+APART_FROM = 7168  # d from which one row without a gate runs up, then live rows of down. Below, one grid is faster.
 DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 SPARE = 2**31  # bytes that stay free beside a screen of the LM head, for weights that are still to be arranged
 
@@ -294,18 +302,52 @@ class _Chooser:
             return True, "crossover is off, or was not measured here"
         return False, "several rows would compute K/V of missing positions, each of its own"
 
+    def _silent_left_out(self) -> tuple[bool, str]:
+        """Whether a layer that computes all neurons leaves out rows of those that are exactly zero, and why."""
+        dims, asked = self.dims, self.options.zeros
+        if dims.activation not in SILENT:
+            if asked == "skip":
+                raise UserError(
+                    f"zeros='skip' needs an activation that gives exact zeros ({', '.join(SILENT)}), and this model has"
+                    f" {dims.activation}; leave zeros out"
+                )
+            return False, f"{dims.activation} makes no neuron silent"
+        if self.packed and self.batch == 1 and not self.codes_down:
+            return True, "the kernel of 4-bit rows in such groups has no other form"
+        if asked == "read":
+            return False, "rows of silent neurons are read, as zeros='read' asks"
+        if self.batch > MOST_TOKENS:
+            return False, f"more than {MOST_TOKENS} rows leave few neurons silent"
+        if self.packed and not self.codes_down:
+            return False, "4-bit rows in such groups are written out whole for several rows"
+        if self.packed or asked == "skip" or not crossover_measured(self.engine):
+            return True, "a silent neuron adds nothing"
+        rows = tokens_at_once(self.batch)
+        live, limit = LIVE[rows], at_width(READ_FROM[rows], dims.d_model)
+        together = "a row keeps" if self.batch == 1 else f"{self.batch} rows together keep"
+        why = f"{together} {live:.2f} of the neurons live in trained models, and reading all pays from {limit:.2f} on"
+        return live < limit, why
+
+    def _all_neurons(self) -> tuple[Kernels, bool, str]:
+        """(kernels of a layer that computes all neurons, whether silent ones are left out, why)."""
+        skips, why = self._silent_left_out()
+        if self.batch > 1:
+            return Kernels.PRODUCTS, skips, why
+        if self.packed:
+            apart = self.codes_down and (self.dims.d_model >= CODES_FROM or self.options.zeros == "read")
+            return Kernels.ROWS if apart else Kernels.LISTED_GRID, skips, why
+        apart = not skips or (self.dims.d_model >= APART_FROM and not self.dims.gated)
+        return Kernels.ROWS if apart else Kernels.LISTED_GRID, skips, why
+
     def mlp(self, layer: int) -> HalfPlan:
         facts, hidden = self.facts(layer, Target.MLP), hidden_values(self.dims)
-        if self.batch > 1:
-            kernels = Kernels.PRODUCTS
-        elif self.packed and not (self.codes_down and self.dims.d_model >= CODES_FROM):
-            kernels = Kernels.LISTED_GRID
-        else:
-            kernels = Kernels.ROWS
+        kernels, skips, silent = self._all_neurons()
         if facts is None:
             early = Early.LIST if kernels is Kernels.LISTED_GRID else None  # of all neurons: it never changes
-            reason = why_all(UnitKey(layer, Target.MLP), self.predictors)
-            return HalfPlan(Target.MLP, Run.ALL, kernels, (reason,), early=early, hidden=hidden, gated=self.dims.gated)
+            reasons = why_all(UnitKey(layer, Target.MLP), self.predictors), silent
+            return HalfPlan(
+                Target.MLP, Run.ALL, kernels, reasons, early=early, hidden=hidden, gated=self.dims.gated, skips=skips
+            )
         ahead, place = self._site(layer, Target.MLP, facts)
         why = [f"not in attention's grids: {self.fused[layer]}"] if self.fused[layer] else []
         if not self.fused[layer]:
@@ -331,10 +373,13 @@ class _Chooser:
             why.append("candidates of a second stage are read whole: it saves bytes, and no time here")
         if facts.stored not in (facts.format, ""):
             why.append(f"{facts.stored} is read as codes by one row, or int4 in float16 by 2 to {MOST_TOKENS} rows")
+        if not selected:
+            why.append(silent)
         return HalfPlan(
             Target.MLP, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
             facts.format, ahead, packer=packer, early=early, products=products, density=facts.density,
             union=facts.union, hidden=hidden, gated=self.dims.gated,
+            skips=self.dims.activation in SILENT if selected else skips,
         )  # fmt: skip
 
     def _neurons_selected(self, union: float) -> tuple[bool, str]:
@@ -362,7 +407,12 @@ def dense_from(d: int) -> float:
 
     Between two widths, the narrower decides.
     """
-    return [limit for width, limit in DENSE_FROM_BATCHES if width <= d][-1]
+    return at_width(DENSE_FROM_BATCHES, d)
+
+
+def at_width(measured: Sequence[tuple[int, float]], d: int) -> float:
+    """What was measured at the widest model that is no wider than d, of (width, value) in order."""
+    return [value for width, value in measured if width <= d][-1]
 
 
 def read_as_codes(bundle: Any, dtype: torch.dtype, rows: int) -> frozenset[UnitKey]:

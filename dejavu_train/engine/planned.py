@@ -105,6 +105,7 @@ class HalfPlan:
         ahead: halves between the predictor's site and this one. late: the MLP before makes this half's input, and its
             norm comes with the products. second_stage: runs, and tests the predictor's selection once more.
         packer, early: of an MLP's list, or None. hidden, gated: what an MLP makes of a neuron's products.
+        skips: rows of neurons that are exactly zero are not read.
         density, union: the share of units that one row and all rows select.
         why: reasons, also of what is not done.
     """
@@ -126,6 +127,7 @@ class HalfPlan:
     union: float = 1.0
     hidden: Hidden | None = None
     gated: bool = False
+    skips: bool = False
 
     @property
     def own(self) -> bool:
@@ -140,6 +142,7 @@ class HalfPlan:
             parts.append(f"predictor in {self.format} of {where}, {self.place.value}")
         parts += ["its norm comes late"] * self.late + ["a second stage"] * self.second_stage
         parts += [f"list packed by {self.packer.value}"] if self.packer is not None else []
+        parts += ["rows of silent neurons are not read"] * self.skips
         return "; ".join(parts)
 
 
@@ -175,6 +178,12 @@ class StepPlan:
     def selecting(self) -> dict[UnitKey, HalfPlan]:
         """The halves with a predictor."""
         return {UnitKey(i // 2, half.target): half for i, half in enumerate(self.halves) if half.place is not None}
+
+    @property
+    def turned(self) -> frozenset[int]:
+        """The layers whose down lies as rows of neurons, as lists of neurons need it."""
+        mlps = enumerate(self.halves[1::2])
+        return frozenset(layer for layer, half in mlps if half.place is not None or half.skips)
 
     @property
     def streams(self) -> bool:

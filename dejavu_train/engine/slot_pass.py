@@ -7,7 +7,7 @@ at a sum, because processors promise nothing of the kind.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class SlotPass:
     Args:
         caches: of its layers. ops: kernels, or the same in plain torch. screen: of its LM head, or None.
         join: of eight rows, see `joins`. None = of one GPU.
+        skips: rows of neurons that are zero in every slot are not read, where neurons are rows of numbers.
     Attributes:
         logits: (8, V) fp32, of the last pass.
     Raises:
@@ -50,8 +51,9 @@ class SlotPass:
         pdl: bool,
         screen: ScreenedHead | None = None,
         join: Join | None = None,
+        skips: bool = False,
     ) -> None:
-        self.join = join or Join()
+        self.join, self.skips = join or Join(), skips and not weights.packed
         self.weights, self.caches, self.ops, self.pdl = weights, caches, ops, pdl
         shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
         if (why := engine_refusal(shape, runs.VERIFIED)) is not None:
@@ -97,7 +99,8 @@ class SlotPass:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         head = "the LM head behind its screen where greedy" if self.screen is not None else "the whole LM head"
         found = f"launch settings {settings_file(device)}, {capacity} positions, {where}"
-        return f"verification: {SLOTS} slots, {head}, equal by {found}"
+        zeros = "rows of silent neurons are not read" if self.skips else "all rows of neurons are read"
+        return f"verification: {SLOTS} slots, {head}, {zeros}, equal by {found}"
 
     def reset(self) -> None:
         """Tickets are zero between passes, unless one was cut short."""
@@ -119,19 +122,26 @@ class SlotPass:
         ops, pdl = self.ops, self.pdl
         ops.layer_norm(self.x[1], layer.norm2, self.normed, pdl=pdl)
         ops.slot_hidden(self.normed, layer.mlp, self.hidden, self.products, pdl=pdl)
-        unit = kept_unit(layer.mlp, self.hidden.dtype)
-        self._add(layer.down, self.hidden, self.x[0], self.x[1], layer.down_transposed or layer.packed, unit)
+        self._down(layer, self.hidden, self.join.part(self.x[0]), self.join.base(self.x[1]))
+        self.join.close(self.x[0])
         self._normalise(self.x[0], layer.behind[1])
+
+    def _down(self, layer: LayerWeights, hidden: Tensor, out: Tensor, residual: Tensor) -> None:
+        """out = residual + down of the slots' hidden values. A silent neuron adds zero to a slot, whoever needs it."""
+        down, unit, turned = layer.down, kept_unit(layer.mlp, hidden.dtype), layer.down_transposed or layer.packed
+        if self.skips and turned:
+            given = (hidden, down.weight, down.bias, residual, out, self.products.sums)
+            self.ops.live_down(*given, pdl=self.pdl, unit=unit)
+        else:
+            self._project(down, hidden, out, residual, turned, unit)
 
     def _normalise(self, x: Tensor, norm: LayerNormWeights | None) -> None:
         if norm is not None:
             self.ops.layer_norm(x, norm, x, pdl=self.pdl)
 
-    def _add(
-        self, linear: Linear, x: Tensor, out: Tensor, before: Tensor, turned: bool = False, unit: float = 1.0
-    ) -> None:
+    def _add(self, linear: Linear, x: Tensor, out: Tensor, before: Tensor) -> None:
         """out = before + what all ranks' products give."""
-        self._project(linear, x, self.join.part(out), self.join.base(before), turned, unit)
+        self._project(linear, x, self.join.part(out), self.join.base(before))
         self.join.close(out)
 
     def _head(self) -> Tensor:
@@ -164,13 +174,15 @@ class SlotPass:
             written = room[:, 0, :, position.long()].permute(2, 0, 1, 3)
             return torch.cat((self.q.flatten(1), written.flatten(1)), dim=1)
 
-        def linear(weights: Linear, turned: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
-            def run(x: Tensor, _position: Tensor) -> Tensor:
-                out = torch.zeros(2, SLOTS, shape.d_model, dtype=torch.float32, device=device)
-                self._project(weights, x, out[0], out[1], turned)
-                return out[0]
+        def project_out(x: Tensor, _position: Tensor) -> Tensor:
+            out = torch.zeros(2, SLOTS, shape.d_model, dtype=torch.float32, device=device)
+            self._project(layer.out, x, out[0], out[1])
+            return out[0]
 
-            return run
+        def down(x: Tensor, _position: Tensor) -> Tensor:
+            out = torch.zeros(2, SLOTS, shape.d_model, dtype=torch.float32, device=device)
+            self._down(layer, x, out[0], out[1])
+            return out[0]
 
         def head(x: Tensor, _position: Tensor) -> Tensor:
             self.normed.copy_(x)
@@ -188,9 +200,9 @@ class SlotPass:
 
         products = {
             "q/k/v": (qkv, shape.d_model),
-            "the output projection": (linear(layer.out), shape.n_heads * shape.head_dim),
+            "the output projection": (project_out, shape.n_heads * shape.head_dim),
             "up": (up, shape.d_model),
-            "down": (linear(layer.down, layer.down_transposed or layer.packed), shape.d_ffn),
+            "down": (down, shape.d_ffn),
             "the LM head": (head, shape.d_model),
             "a sum over GPUs": (total, shape.d_model),
         }

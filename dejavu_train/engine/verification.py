@@ -62,6 +62,7 @@ class EnginePair(Pair):
         step: of the draft. dense: weights of the model, the step's own or others beside them.
         begin: starts a row of the engine whose caches the step shares, as `Session.begin`.
         ranks: of one of several GPUs. All of them run the same cycles. None = one GPU.
+        skips: verification leaves rows of silent neurons out, see `SlotPass`.
     Raises:
         UserError: a guard, a policy other than backfill, or products whose rows depend on each other here.
     """
@@ -69,7 +70,12 @@ class EnginePair(Pair):
     ahead = True
 
     def __init__(
-        self, step: DecodeStep, dense: DecodeWeights, begin: Callable[..., None], ranks: Ranks | None = None
+        self,
+        step: DecodeStep,
+        dense: DecodeWeights,
+        begin: Callable[..., None],
+        ranks: Ranks | None = None,
+        skips: bool = False,
     ) -> None:
         if step.guard is not None:
             raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
@@ -78,7 +84,7 @@ class EnginePair(Pair):
         self.step, self._begin, self._ranks = step, begin, ranks
         self.weights, device = dense, step.device
         join = None if ranks is None else RankJoin(ranks.shard, ranks.sums.by_rank(), SLOTS, device)
-        self.dense = SlotPass(self.weights, step.caches, step.ops, step.work.pdl, step.screen, join)
+        self.dense = SlotPass(self.weights, step.caches, step.ops, step.work.pdl, step.screen, join, skips)
         self.dense.check_slots_alone()
         vocab = self.weights.shape.vocab_size
         self.slots = TokenState.empty(SLOTS, step.state.tokens.shape[1], device, vocab=vocab)

@@ -1,8 +1,8 @@
 """The tensors of a model as the decode engine reads them: one layout for dense and sparse.
 
 - up, gate: as stored (ffn, d).
-- down: transposed to (ffn, d) where the MLP is sparse, so that a neuron is a row of both. Where it is dense it is as
-  stored (d, ffn), so that every output row has one owner.
+- down: transposed to (ffn, d) where neurons are left out, so that a neuron is a row of both. Where all are read it is
+  as stored (d, ffn), so that every output row has one owner.
 - q, k, v: grouped by head of K and V, (g, r + 2, head_dim, d), so that a head is one contiguous range. r heads of q
   share it. Where positions are rotary, the rows of q and k lie in pairs that turn together (`common.positions`).
 - output projection: as stored (d, h * head_dim). A head's columns of a row are contiguous. Every output
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.planned import Formats
-from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.families import ModelDims
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.formats.format import Format
@@ -94,9 +94,10 @@ class DecodeWeights:
     embedding_norm: LayerNormWeights | None = None
     drafts: "dict[str, DecodeWeights]" = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
-    def arranged(self, predictors: Collection[UnitKey], release: bool = False) -> "DecodeWeights":
-        """The weights as an engine with predictors of these reads them. This object keeps its own layers.
+    def arranged(self, turned: Collection[int], release: bool = False) -> "DecodeWeights":
+        """The weights as an engine reads them. This object keeps its own layers.
 
+        turned: layers whose down lies as rows of neurons (`StepPlan.turned`).
         release: this object gives its layers up, so that a model that fills the GPU never exists twice. Engines made
             from it before go on with their own.
         """
@@ -106,7 +107,7 @@ class DecodeWeights:
         layers = []
         for number, layer in enumerate(given):
             assert layer is not None
-            layers.append(layer.arranged(UnitKey(number, Target.MLP) in predictors))
+            layers.append(layer.arranged(number in turned))
             given[number] = layer = None
         return dataclasses.replace(self, layers=layers)
 

@@ -7,6 +7,7 @@
 x (8, d) in the weights' dtype, of 4-bit rows fp16. Rows of numbers have `slot_walk`. Rows of 4 bits are multiplied by
 `stages.rows`, with eight tokens always: a token has its own columns of the tensor cores there as well. Where rows of 4
 bits are neurons, none is left out. Which neurons are zero for other slots would change the order of a slot's sums.
+Rows of numbers that are neurons have `mlp.live_down`, whose order is that of the neurons.
 """
 
 import torch

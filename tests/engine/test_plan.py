@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.engine import plan as plans
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_screen
@@ -147,7 +148,7 @@ def test_what_a_bundle_leaves_dense_is_said_to_be_so(engine, formats):
     del predictors[UnitKey(1, Target.HEADS)], predictors[UnitKey(1, Target.MLP)]
     made = plan(predictors, formats, OPT_6B, engine)
     dense = "dense in this bundle: its predictor has neither a threshold nor a top k"
-    assert [half.why for half in made.halves[:2]] == [(dense,), (dense,)]
+    assert [half.why[0] for half in made.halves[:2]] == [dense, dense]
     assert [half.why[0] for half in made.halves[2:4]] == ["no predictor of its heads", "no predictor of its neurons"]
     assert [half.run for half in made.halves[:5]] == [ALL, ALL, ALL, ALL, SELECTED]
 
@@ -179,7 +180,49 @@ def test_narrow_dense_steps_of_four_bits_run_in_one_grid():
     small = ModelDims(2048, 8192, 24, 32, 50272, 2048)
     formats = Formats("int4", "float16", "float16", part_sizes(small)["down"].group)
     assert plan(None, formats, small).half(0, Target.MLP).kernels is K.LISTED_GRID
-    assert plan(None, HALF, small).half(0, Target.MLP).kernels is K.ROWS
+    assert plan(None, formats, small, zeros="read").half(0, Target.MLP).kernels is K.ROWS
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "expected"),
+    [
+        (OPT_6B, {}, (K.LISTED_GRID, True)),
+        (OPT_6B, {"zeros": "read"}, (K.ROWS, False)),
+        (OPT_66B, {}, (K.ROWS, True)),  # one grid sums all columns in every program: apart is faster where d is large
+        (replace(OPT_66B, gated=True), {}, (K.LISTED_GRID, True)),  # rows of up stay unread too
+        (OPT_6B, {"batch": 8}, (K.PRODUCTS, True)),
+        (OPT_6B, {"batch": 8, "zeros": "read"}, (K.PRODUCTS, False)),
+        (OPT_6B, {"batch": 9, "zeros": "skip"}, (K.PRODUCTS, False)),
+        (replace(OPT_6B, activation=Activation.GELU), {}, (K.ROWS, False)),
+    ],
+)
+def test_rows_of_silent_neurons(dims, options, expected):
+    half = plan(None, HALF, dims, **options).half(0, Target.MLP)
+    assert (half.kernels, half.skips) == expected
+    assert ("rows of silent neurons are not read" in str(half)) == half.skips
+    assert plan(None, HALF, dims, **options).turned == (frozenset(range(dims.n_layers)) if half.skips else frozenset())
+
+
+def test_several_rows_read_all_from_the_measured_share_on(monkeypatch):
+    monkeypatch.setitem(plans.LIVE, 8, 0.42)
+    assert plan(None, HALF, OPT_6B, batch=8).half(0, Target.MLP).skips
+    monkeypatch.setitem(plans.LIVE, 8, 0.44)
+    half = plan(None, HALF, OPT_6B, batch=8).half(0, Target.MLP)
+    assert not half.skips and "reading all pays from 0.43 on" in half.why[-1]
+    assert plan(None, HALF, OPT_6B, batch=8, zeros="skip").half(0, Target.MLP).skips
+
+
+def test_an_activation_without_zeros_cannot_skip_them():
+    bloom = replace(OPT_6B, activation=Activation.GELU_TANH)
+    with pytest.raises(UserError, match="zeros='skip' needs an activation that gives exact zeros .* has gelu_tanh"):
+        plan(None, HALF, bloom, zeros="skip")
+    assert plan(None, HALF, bloom).half(0, Target.MLP).why[-1] == "gelu_tanh makes no neuron silent"
+
+
+def test_a_bundle_and_zeros_together_are_said():
+    assert "rows of silent neurons are not read" in plan(facts(OPT_6B), HALF, OPT_6B, zeros="skip").describe()
+    masked = plan(facts(OPT_6B, union=0.9), HALF, OPT_6B, batch=8)
+    assert masked.half(3, Target.MLP).run is MASKED and masked.half(3, Target.MLP).skips
 
 
 def test_the_carveout_of_a_step():

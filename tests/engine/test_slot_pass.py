@@ -75,7 +75,7 @@ def test_a_slot_of_a_family_does_not_see_what_others_read(name):
     found, position = {}, torch.arange(6, 14, dtype=torch.int32)
     for ops in ("reference", "triton"):
         engine = family_engine(name, ops, **sizes)
-        made = SlotPass(engine.weights, engine.core.caches, engine.core.ops, False)
+        made = SlotPass(engine.weights, engine.core.caches, engine.core.ops, False, skips=name != "bloom")
         for others in (20, 40):
             tokens = torch.tensor([7, 8, 9, *range(others, others + 5)], dtype=torch.int32)
             with torch.no_grad():
@@ -103,4 +103,5 @@ def test_an_engine_says_what_its_verification_is_equal_by():
     engine = engine_of("reference")
     assert "verification" not in engine.describe()
     engine.generate([ROW], 3, lossless=Draft(0), stop_tokens=())
-    assert "verification: 8 slots, the whole LM head, equal by launch settings interpreter.json " in engine.describe()
+    said = "verification: 8 slots, the whole LM head, rows of silent neurons are not read, equal by launch settings"
+    assert said in engine.describe()
