@@ -279,6 +279,8 @@ class Bundle:
         return card(model, self.weight_hash, self.shape, self.specs, self.metadata, rows, together)
 
     def _write(self, folder: Path, model: str, results: str | Path | None = None) -> None:
+        if not self.specs:
+            raise UserError("this bundle has no predictors to save; python train.py trains some")
         _check_parts(self, "this bundle")
         text = self.card(model, results)
         (folder / METADATA).unlink(missing_ok=True)
@@ -297,6 +299,15 @@ class Bundle:
             "predictors": [dataclasses.asdict(self.specs[key]) for key in sorted(self.specs)],
         }
         write_json(folder / METADATA, metadata | {"sha256": json_digest(metadata)})
+
+    @classmethod
+    def exact(cls, model: str, shape: ModelDims, weight_hash: str = "") -> "Bundle":
+        """A bundle without predictors: a model that runs with it computes all units, and skips silent neurons alone.
+
+        Args:
+            model, weight_hash: as of the class. shape: of the model.
+        """
+        return cls(model, weight_hash, shape, {}, {})
 
     @classmethod
     def from_pretrained(

@@ -13,8 +13,10 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, predictor_layout
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SMOOTH
-from dejavu_train.models.weight_format import WeightFormat
+from dejavu_train.models.weight_format import UnitBytes, WeightFormat
 from dejavu_train.predictors.metrics import SelectionSums
+
+PREDICTOR_SHARE = 0.04  # bytes of predictors over those of the dense MLP, as of rank d / 16 in the weights' format
 
 
 def predictor_bytes(spec: PredictorSpec) -> float:
@@ -49,6 +51,32 @@ def spec_bytes(spec: PredictorSpec, shape: ModelDims, weights: WeightFormat) -> 
         return unit_bytes(spec, shape, weights, 1.0, 1.0)
     selected = read_curve(spec.curve, spec.density)["selected"] if spec.kind == "cascade" else None
     return predictor_bytes(spec) + unit_bytes(spec, shape, weights, spec.density, spec.recall, selected)
+
+
+def exact_bytes(shape: ModelDims, weights: WeightFormat, active: float) -> float:
+    """Bytes of a layer's weights in a step without predictors, which leaves rows of silent neurons out.
+
+    active: the share of the neurons that are not zero.
+    """
+    unit = weights.unit_bytes(shape)
+    live = 1.0 if shape.activation in SMOOTH else active
+    return unit.dense(shape, Target.HEADS) + exact_mlp_bytes(live, shape, unit)
+
+
+def exact_mlp_bytes(live: float, shape: ModelDims, unit: UnitBytes) -> float:
+    """Those of its MLP. Behind a gate rows of the second map are read of live neurons alone."""
+    gate = unit.up / 2 if shape.gated else unit.up
+    return shape.d_ffn * (gate + live * (unit.up - gate + unit.down))
+
+
+def selected_bytes(shape: ModelDims, weights: WeightFormat, active: float, density: float) -> float:
+    """Those of a step that reads all heads and a share of the neurons, among which are the active ones.
+
+    Predictors take `PREDICTOR_SHARE` of the dense MLP's bytes.
+    """
+    unit = weights.unit_bytes(shape)
+    mlp = density * exact_mlp_bytes(active / density, shape, unit)
+    return unit.dense(shape, Target.HEADS) + mlp + PREDICTOR_SHARE * unit.dense(shape, Target.MLP)
 
 
 def mlp_share(bundle: Bundle, weights: WeightFormat) -> float:

@@ -6,6 +6,7 @@ are the caches of each engine. Of a bundle with a second stage the candidates ar
 """
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class EngineBackend(EnginePool):
         bundle: predictors and thresholds.
         kv_policy: as in `DecodeEngine`.
         ops: "triton", or "reference" for plain torch on any device (slow, for tests).
-        guard: what all engines share of a guard, or None.
+        guard: what all engines share of a guard, or None. zeros: as in `EngineOptions`.
     Raises:
         Unsupported: no GPU, a model spread over several devices, a head dim or dtype without kernels.
         UserError: thresholds that were never calibrated. NotPlain: a module that must be called.
@@ -55,6 +56,7 @@ class EngineBackend(EnginePool):
         kv_policy: str = "backfill",
         ops: str = "triton",
         guard: GuardState | None = None,
+        zeros: str = "auto",
     ) -> None:
         super().__init__(model, bundle)
         devices = {parameter.device for parameter in model.parameters()}
@@ -70,12 +72,12 @@ class EngineBackend(EnginePool):
             )
         dtype = engine_dtype(model, ops)
         facts = facts_of(bundle, read_as_codes(bundle, dtype, 1), dtype_name(dtype), 1)
-        options = EngineOptions(kv_policy=kv_policy, ops=ops, guard=guard)
+        options = EngineOptions(kv_policy=kv_policy, ops=ops, guard=guard, zeros=zeros)
         engine = Engine.GPU if ops == "triton" else Engine.REFERENCE
         self.ranks = ranks_of(model)
         held, world = (self.shape, 1) if self.ranks is None else (self.ranks.shard.dims, self.ranks.shard.world)
         plan = plan_step(held, facts, formats_of(model, dtype), options, engine, world)  # refuses what no engine runs
-        self.kv_policy, self.ops, self.guard, self._dtype = kv_policy, ops, guard, dtype
+        self.guard, self._options, self._dtype = guard, options, dtype
         self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor | None]] = {}
         self._turned = plan.turned
 
@@ -109,12 +111,9 @@ class EngineBackend(EnginePool):
         return DecodeEngine(
             self.weights,
             self._predictors[codes],
-            EngineOptions(
-                batch=batch, context=context, kv_policy=self.kv_policy, device=self.device, ops=self.ops,
-                guard=self.guard,
-            ),
+            replace(self._options, batch=batch, context=context, device=self.device),
             self.ranks,
-        )  # fmt: skip
+        )
 
     def logits(self, input_ids: Tensor, visible: Tensor, sparse_from: int | Tensor | str) -> Tensor:
         """(B, T, V) in the model's dtype, every position through the engine's steps. Zeros at padding.

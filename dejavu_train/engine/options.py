@@ -8,6 +8,7 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.errors import UserError
+from dejavu_train.families.dims import SILENT, Activation
 
 POLICIES = ("backfill", "always", "stale")
 LOOK_AHEADS = ("fused", "stream", "inline")
@@ -72,3 +73,12 @@ class EngineOptions:
     @property
     def guarded(self) -> bool:
         return self.guard is not None and not (isinstance(self.guard, Guard) and not self.guard.every)
+
+
+def check_zeros(asked: str, activation: Activation) -> None:
+    """Raise UserError for rows of zeros that are to be skipped where an activation makes no neuron zero."""
+    if asked == "skip" and activation not in SILENT:
+        raise UserError(
+            f"zeros='skip' needs an activation that gives exact zeros ({', '.join(SILENT)}), and this model has"
+            f" {activation}; leave zeros out"
+        )

@@ -17,7 +17,7 @@ import torch
 from dejavu_train.engine.cpu_plan import plan_compiled
 from dejavu_train.engine.facts import PredictorFacts, why_all
 from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
-from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.options import EngineOptions, check_zeros
 from dejavu_train.engine.planned import (
     Early,
     Engine,
@@ -88,6 +88,7 @@ def plan_step(
         Unsupported: what the engine has no kernels for. UserError: a context that does not fit the model.
     """
     _check_dims(dims, engine)
+    check_zeros(options.zeros, dims.activation)
     limit = dims.max_positions
     if options.context is not None and not 2 <= options.context <= limit:
         raise UserError(
@@ -306,11 +307,6 @@ class _Chooser:
         """Whether a layer that computes all neurons leaves out rows of those that are exactly zero, and why."""
         dims, asked = self.dims, self.options.zeros
         if dims.activation not in SILENT:
-            if asked == "skip":
-                raise UserError(
-                    f"zeros='skip' needs an activation that gives exact zeros ({', '.join(SILENT)}), and this model has"
-                    f" {dims.activation}; leave zeros out"
-                )
             return False, f"{dims.activation} makes no neuron silent"
         if self.packed and self.batch == 1 and not self.codes_down:
             return True, "the kernel of 4-bit rows in such groups has no other form"

@@ -62,6 +62,8 @@ def _listed(config: InferConfig, bundle: Bundle) -> tuple[tuple[float, ...], tup
 
 def described(bundle: Bundle) -> str:
     """What the bundle selects of neurons and of heads, in words."""
+    if not bundle.targets:
+        return "all neurons and heads"
     return " and ".join(_described(bundle, target) for target in TARGETS)
 
 
@@ -80,6 +82,8 @@ def _described(bundle: Bundle, target: Target) -> str:
 def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
     """The first line of infer.py: the bundle, its densities, the backend, how the weights lie."""
     line = f"{config.bundle}: as calibrated, {described(bundle)}"
+    if not bundle.targets:
+        line = f"{config.model}: no predictors, so all neurons and heads are computed, and silent neurons left out"
     used = timed(config, bundle)
     if used is not bundle:
         line += f"; timed and generated at {described(used)}"
@@ -91,7 +95,7 @@ def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
     weights = "weights in 4 bits, the rest in float32" if coded else config.dtype
     backend = _backend(config, device, coded)
     line += f"; backend {backend}{'' if device.type == 'cpu' else f' on {device}'}, {weights}"
-    if not any(_asked(config, target) for target in TARGETS):
+    if bundle.targets and not any(_asked(config, target) for target in TARGETS):
         line += "; others are asked for, such as --densities 0.1,0.2 or --timing_mlp_density 0.2"
     return line
 
@@ -111,7 +115,7 @@ def ignored(config: InferConfig, bundle: Bundle) -> list[str]:
     """A line for each target without predictors of which densities are asked for all the same."""
     given = {target: _asked(config, target) for target in TARGETS if target not in bundle.targets}
     return [
-        f"{config.bundle} has no predictors for {target}: {', '.join(flags)} change nothing, all {UNITS[target]} run"
+        f"{config.bundle or config.model} has no predictors for {target}: {', '.join(flags)} change nothing, all {UNITS[target]} run"
         for target, flags in given.items()
         if flags
     ]

@@ -65,7 +65,8 @@ def check(config: InferConfig) -> None:
         check_project(config.wandb)
     check_device_map(config.device_map, "--device_map")
     check_device_name(config.device, "--device")
-    check_bundle(config.bundle)
+    if config.bundle:
+        check_bundle(config.bundle)
     require_model(config.model, config.bundle)
     shape = read_dims(config.model, config.revision)
     check_folder(config.model, shape)

@@ -22,10 +22,14 @@ _FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 class InferConfig(TextConfig):
     """What infer.py does: with the bundle as it was calibrated, and at other densities where they are asked for.
 
+    A model without a bundle runs exactly: all units are computed, and rows of silent neurons are not read.
+
     Densities are means over the layers. 1.0 is dense. A target without predictors is dense whatever is asked.
     """
 
+    EXACT = True
     EXAMPLES = (
+        "python infer.py --model facebook/opt-125m               no predictors: exact, and what predictors could add",
         "python infer.py --config configs/infer/opt-mini.yaml                    the demo's results and report.html",
         "python infer.py --bundle checkpoints/mine/bundle --text heldout.txt     quality and speed of your bundle",
         'python infer.py --bundle checkpoints/mine/bundle --tokens 0 --timing false --generate "Once"    only text',

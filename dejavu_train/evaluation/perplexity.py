@@ -299,12 +299,21 @@ class _Evaluation:
         """Score the dense row. Returns for each yardstick in which order it takes units: (B, T, n) or (n,)."""
         orders: dict[str, dict[UnitKey, Tensor]] = {name: {} for name in self.selections}
 
+        def count_active(layer: int, got: dict[str, Tensor]) -> None:
+            for row, quality in self.scored.items():
+                if row.selection == "dense":
+                    sums = quality.sums[UnitKey(layer, Target.MLP)]
+                    self.meter.add(sums, layer, Target.MLP, None, got["activation"], batch.real)
+
         def rank_contributions(layer: int, got: dict[str, Tensor]) -> None:
             orders["oracle"][UnitKey(layer, Target.MLP)] = ranks(self.meter.neurons(layer, got["activation"]))
             orders["oracle"][UnitKey(layer, Target.HEADS)] = ranks(self.meter.heads(layer, got["head_out"]))
 
         if "oracle" in self.selections:
             with record(self.model, {"activation", "head_out"}, on_layer=rank_contributions):
+                nats = window_nats(self.model, batch)
+        elif not self.bundle.specs:  # of a model without predictors: what they could select
+            with record(self.model, {"activation"}, on_layer=count_active):
                 nats = window_nats(self.model, batch)
         else:
             nats = window_nats(self.model, batch)

@@ -33,6 +33,6 @@ def hashes(model: str, revision: str | None, bundle: str | None) -> dict[str, st
 
     None for a bundle that is no folder here, and where there is none.
     """
-    metadata = None if bundle is None else Path(bundle) / METADATA
+    metadata = Path(bundle) / METADATA if bundle else None
     bundle_hash = read_json(metadata, "the bundle")["sha256"] if metadata is not None and metadata.is_file() else None
     return {"model": weight_hash(model, revision=revision), "bundle": bundle_hash}

@@ -120,7 +120,7 @@ def _quality_row(quality: EvalResult, dense: EvalResult | None, held: EvalCorpus
         "head_retained_mass": _rounded(heads.retained_mass) if sparse_heads else None,
         "mlp_bytes": _rounded(quality.mlp_bytes if sparse else 1.0),
         "tokens": held.tokens,
-    }
+    } | ({} if sparse or not int(mlp.units) else {"mlp_active": _rounded(mlp.active_density)})
 
 
 def _candidate_density(quality: EvalResult) -> float:

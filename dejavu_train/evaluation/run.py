@@ -43,12 +43,14 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
-from dejavu_train.evaluation.verdict import verdict
+from dejavu_train.evaluation.verdict import exact_report, verdict
 from dejavu_train.experiments import record_of, use_wandb_offline_without_key
 from dejavu_train.families import TARGETS, Target, dims_of
 from dejavu_train.kernels.common.checks import runs_on
+from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.finite import FiniteLogits
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.weight_format import loaded_format
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseCausalLM
@@ -65,6 +67,8 @@ def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: b
         first: of the first text. Later ones take predicted and oracle rows only, because each row is a pass. They take
             the heads' densities at the largest of ``densities``. With ``yardstick_texts`` ``all`` they have every row.
     """
+    if not targets:
+        return [EvalSetting("dense")]
     whole = first or config.yardstick_texts == "all"
     names = [name for name in config.selections if name in ("predicted", "oracle") or (whole and name != "dense")]
     densities = sorted(config.densities) if Target.MLP in targets else []
@@ -122,6 +126,8 @@ def _run(config: InferConfig, group: Group | None) -> None:
     timings = _time(config, dense, bundle, texts[0].held, not_measured) if config.timing else []
     results = report.results(config.model, config.bundle, scored, timings, _bandwidth(timings)) | about
     results["not_measured"] = not_measured
+    if not bundle.specs:
+        results["exact"] = exact_report(results["quality"], bundle.shape, loaded_format(dense))
     writes = group is None or group.rank == 0
     if timings and writes:  # kept, whatever comes after, as what was scored is
         report.write_results(results, config.output)
@@ -153,7 +159,7 @@ def _run(config: InferConfig, group: Group | None) -> None:
     logger.info("wrote %s", " and ".join(written))
     if said := verdict(results):
         print("\n" + "\n".join(said))
-    record = record_of(config.bundle, bundle.metadata)
+    record = record_of(config.bundle, bundle.metadata) if bundle.specs else None
     if record is not None:
         use_wandb_offline_without_key()
         attach(results, record, wandb_too=config.wandb is None)
@@ -178,8 +184,12 @@ def checked(config: InferConfig) -> tuple[Bundle, torch.device]:
             give what is asked. A device that is not there.
     """
     check(config)
-    bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
-    if config.verify == "full" and not bundle.weight_hash.startswith("full:"):
+    if not config.bundle:
+        shape, digest = read_dims(config.model, config.revision), weight_hash(config.model, revision=config.revision)
+        bundle = Bundle.exact(config.model, shape, digest)
+    else:
+        bundle = Bundle.from_pretrained(config.bundle, predictor_class=_predictor_class(config))
+    if config.verify == "full" and config.bundle and not bundle.weight_hash.startswith("full:"):
         raise UserError(
             f"--verify full: the bundle {config.bundle} was made with sampled hashes; train with verify full"
         )
@@ -342,6 +352,8 @@ def _time(
     if config.device_map is not None:
         engines = ()  # the engines run on one device
     every: tuple[Timed, ...] = ("dense", *engines) if ranks_of(dense) is None else ("dense-engine", "triton")
+    if not bundle.specs:
+        every = tuple(name for name in every if name not in ENGINES)
     waiting: list[Timed] = sorted(config.timing_backends or every, key=lambda name: name != "dense")
     for backend in waiting:
         logger.info("timing %s", backend)

@@ -1,12 +1,15 @@
 """The keys that commands of a model and its bundle share, with their defaults. Readable without torch."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
-from dejavu_train.bundle.folder import beside, named_model
+from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER, beside, named_model
 from dejavu_train.data.text import TextSource
+from dejavu_train.errors import UserError
 from dejavu_train.models.installed import installed
 
+DEFAULT = "checkpoints/demo/bundle"
 TextSet = Literal["train", "calibration", "val", "test"]
 
 
@@ -15,11 +18,13 @@ class ModelConfig:
     """Which model is run with which bundle, and on what."""
 
     RESULTS = ""  # the folder of results within the one that the bundle's lies in
+    EXACT = False  # whether a model runs without a bundle as well
 
     model: str = ""
     """Folder or hub id of a model that docs/guides/families.md lists. Empty: the one that the bundle was made for."""
-    bundle: str = "checkpoints/demo/bundle"
-    """Folder or hub id of predictors and thresholds, as train.py writes them."""
+    bundle: str = ""
+    """Folder or hub id of predictors and thresholds, as train.py writes them. Empty: those in the model's folder, and
+    without a model checkpoints/demo/bundle. infer.py also runs a model that has none, exactly."""
     output: str = ""
     """Folder of results. Empty: beside the bundle's folder, for a bundle of the hub in checkpoints/NAME. Within it the
     folder tasks is of dejavu tasks. Results of an earlier run of infer.py there are kept under another name."""
@@ -29,11 +34,26 @@ class ModelConfig:
     """Type of the weights."""
 
     def __post_init__(self) -> None:
+        if self.bundle == "":
+            object.__setattr__(self, "bundle", self._found_bundle())
         if not self.output and self.bundle:
             object.__setattr__(self, "output", beside(self.bundle, self.RESULTS))
+        elif not self.output and self.bundle == "":
+            object.__setattr__(self, "output", f"checkpoints/{Path(self.model).name}-exact")
         if self.bundle:
             object.__setattr__(self, "bundle", installed(self.bundle))
         object.__setattr__(self, "model", installed(self.model) or named_model(self.bundle))
+
+    def _found_bundle(self) -> str:
+        """The bundle where none is named. "" for a model that runs without one."""
+        if not self.model:
+            return DEFAULT
+        within = Path(installed(self.model)) / PREDICTORS_FOLDER
+        if (within / METADATA).is_file():
+            return str(within)
+        if not self.EXACT:
+            raise UserError(f"{self.model} holds no predictors; give --bundle FOLDER, or train some with train.py")
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dejavu_train.bundle.cost_model import exact_bytes, selected_bytes
 from dejavu_train.bundle.spec import GOOD_MASS
+from dejavu_train.families import ModelDims
+from dejavu_train.families.dims import SILENT
+from dejavu_train.models.weight_format import WeightFormat
 
 Found = dict[str, Any]
+SELECTED_OF_ACTIVE = 1.7  # neurons selected for each active one: 10 % of the neurons where 6 % are active
 ADVICE = (  # increase of perplexity up to which -> what it means
     (0.01, "The sparse model writes almost as the dense one."),
     (0.05, "The sparse model is close to the dense one."),
@@ -16,7 +21,58 @@ ADVICE = (  # increase of perplexity up to which -> what it means
 
 def verdict(found: Found) -> list[str]:
     """Sentences about a results.json: quality as calibrated, or at the densities of most texts, and speed."""
+    if "exact" in found:
+        return [*_exact_speed(found), *_exact(found["exact"])]
     return [*_quality(found), *_speed(found)]
+
+
+def exact_report(rows: Sequence[Found], shape: ModelDims, weights: WeightFormat) -> Found:
+    """What a model without predictors leaves out, and what predictors could: shares, and bytes of a layer.
+
+    rows: quality rows of all texts, of which each has a dense one. Empty where nothing was scored.
+    """
+    shares = [row["mlp_active"] for row in rows if row.get("mlp_active") is not None]
+    found: Found = {"activation": str(shape.activation), "silent": shape.activation in SILENT}
+    if not shares:
+        return found
+    active = sum(shares) / len(shares)
+    density = min(1.0, SELECTED_OF_ACTIVE * active)
+    layer = {
+        "dense": exact_bytes(shape, weights, 1.0),
+        "exact": exact_bytes(shape, weights, active),
+        "predicted": selected_bytes(shape, weights, active, density),
+    }
+    return found | {"active": active, "density": density, "layer_bytes": layer}
+
+
+def _exact(found: Found) -> list[str]:
+    """What predictors could add to a model that runs without."""
+    if not found["silent"]:
+        return [f"The activation {found['activation']} makes no neuron silent: without predictors all rows are read."]
+    if "active" not in found:
+        return ["No text was scored, so the share of active neurons is not known (--tokens)."]
+    layer = found["layer_bytes"]
+    gain = layer["exact"] / layer["predicted"]
+    lines = [
+        f"{100 * found['active']:.2g} % of the neurons are active. Without predictors a layer reads"
+        f" {100 * layer['exact'] / layer['dense']:.3g} % of its bytes, and the text is the dense model's."
+    ]
+    if gain < 1.05:
+        return [*lines, "Predictors could leave out hardly more."]
+    return [
+        *lines,
+        f"Predictors that select {100 * found['density']:.2g} % could read {gain:.2g} times less, by bytes of a layer."
+        " What they cost in quality is not known before they are trained (python train.py).",
+    ]
+
+
+def _exact_speed(found: Found) -> list[str]:
+    times = {row["backend"]: row["ms_per_token"]["p50"] for row in found["timing"]}
+    engines = [ms for name, ms in times.items() if name.startswith("dense-")]
+    if not engines:
+        return []
+    line = f"A token takes {min(engines):.3g} ms in our engine without predictors"
+    return [f"{line}, and {times['dense']:.3g} in transformers." if "dense" in times else f"{line}."]
 
 
 def _quality(found: Found) -> list[str]:

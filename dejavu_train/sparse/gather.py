@@ -4,7 +4,8 @@ The reference for the semantics of sparse decoding, in plain torch, for any devi
 is a row. The maps into the neurons are as stored. The one out of them and the output projection are transposed once.
 The model's own parameters become views of the transposed memory, and nothing is kept twice. q, k and v are as stored,
 where a head's rows lie together. The union of the batch's selections decides what is read. Each row is masked by its
-own selection. Heads that share K and V are selected together.
+own selection. Heads that share K and V are selected together. Of the map out of the neurons, rows are read whose neuron
+is not zero in some batch row.
 
 Letters: B batch rows, T columns, S columns in the cache, d model width. There are h heads, g of K and V, each e wide,
 and u units in the union.
@@ -365,6 +366,8 @@ def _mlp(block: BlockParts, mlp_in: Tensor, keep: Tensor, rows: Tensor | None = 
     gate = None if block.gate is None else selected(block.gate, None)
     neurons = replace(block, up=selected(block.up, rows), gate=gate).neurons(mlp_in)
     hidden = torch.where(keep[:, units], neurons, 0.0)
+    live = (hidden != 0).any(dim=0).nonzero().flatten()  # NaN is not zero: it is never left out
+    hidden, units = _units(hidden, live, dim=1), _units(units, live)
     out = (hidden @ _units(block.down.weight.t(), units).to(hidden.dtype)).to(mlp_in.dtype)
     return out if block.down.bias is None else out + block.down.bias
 

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from dejavu_train.families.base import dense_type
 from dejavu_train.families.plain import exchanged_forward
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.opt import load_with_info
+from dejavu_train.models.opt import load_with_info, weight_hash
 from dejavu_train.models.stored import stored_files
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.keywords import check_config, hub_keywords, refuse_keywords, sort_keywords
+
+logger = logging.getLogger(__name__)
 
 Classes = PredictorClass | Mapping[str, PredictorClass] | None
 
@@ -91,13 +94,14 @@ def _find_bundle(
     classes: Classes,
     hub: Mapping[str, Any],
 ) -> Bundle:
-    """The bundle that was given, or the one in the model's folder. Raises :class:`UserError` where there is none."""
+    """The bundle that was given, or the one in the model's folder. One without predictors where there is none."""
     if isinstance(predictors, Bundle):
         return predictors
     if predictors is not None:
         return Bundle.from_pretrained(predictors, predictor_class=classes, **hub)
     if not (folder / PREDICTORS_FOLDER / METADATA).is_file():
-        raise UserError(f"{name} holds no {PREDICTORS_FOLDER} folder; give predictors=FOLDER, or --bundle FOLDER")
+        logger.info("%s holds no predictors: all units are computed, and rows of silent neurons are not read", name)
+        return Bundle.exact(name, dims_of(read_values(str(folder)), str(folder)), weight_hash(str(folder)))
     bundle = Bundle.from_pretrained(folder / PREDICTORS_FOLDER, predictor_class=classes)
     return bundle if Path(name).is_dir() else dataclasses.replace(bundle, model=name)
 

@@ -31,6 +31,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.errors import UserError
+from dejavu_train.families import dims_of
 from dejavu_train.families.plain import execution_device
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
@@ -78,12 +79,13 @@ class SparseCausalLM(_Dense):
     def from_model(
         cls,
         model: PreTrainedModel,
-        bundle: Bundle,
+        bundle: Bundle | None = None,
         backend: str = "auto",
         sparse_from: SparseFrom = 0,
         kv_policy: str = "backfill",
         ops: str = "triton",
         guard: Guard | None = None,
+        zeros: str = "auto",
     ) -> Self:
         """Wrap a dense model. The weights are shared, not copied. The caller knows that the bundle belongs to it.
 
@@ -92,23 +94,29 @@ class SparseCausalLM(_Dense):
         ``models/grouped.py``.
 
         Args:
+            bundle: None: no predictors. All units are computed, exactly, and rows of silent neurons are not read.
             ops: of the engine: ``triton``, or ``reference`` for plain torch on any device, slow, for tests.
             guard: decode every N-th token densely and move thresholds, see :class:`Guard`. ``gather`` and ``triton``.
                 Its thresholds and measurements are state of the model, and go on from one call to the next. They end
                 with :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype.
 
+            zeros: of layers that select nothing: ``skip`` leaves rows of neurons that are exactly zero out, ``read``
+                reads them, ``auto`` leaves them out where that was measured to be no slower. The text is the same.
+
         Raises:
             UserError: an unknown backend or policy, a backend that cannot run here, no guard, or a bundle or backend
-                that cannot be guarded.
+                that cannot be guarded. ``skip`` for an activation that makes no neuron zero.
         """
         if not isinstance(guard, Guard | None):
             raise UserError(f"guard must be a Guard or None, got {guard!r}; write guard=Guard(every=64)")
         sparse_from = read_sparse_from(sparse_from)
         dense = wrapped_class(cls, model)
+        if bundle is None:
+            bundle = Bundle.exact(model.config.name_or_path, dims_of(model.config))
         check_bundle_of(model, bundle)
         sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
         sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
-        sparse._current = Current(Settings(backend, ops, guard if guard is not None and guard.every else None))
+        sparse._current = Current(Settings(backend, ops, guard if guard is not None and guard.every else None, zeros))
         sparse.set_bundle(bundle)
         return sparse.eval()
 
@@ -127,6 +135,7 @@ class SparseCausalLM(_Dense):
         predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
         guard: Guard | None = None,
         torch_dtype: str | torch.dtype | None = None,
+        zeros: str = "auto",
         **keywords: Any,
     ) -> Any:
         """Load a model and its predictors.
@@ -134,6 +143,7 @@ class SparseCausalLM(_Dense):
         Args:
             pretrained_model_name_or_path: folder or hub id of a model.
             predictors: a bundle, or where it lies. None: in the model's folder, as :meth:`save_pretrained` leaves it.
+                Where there is none, the model runs without predictors, see :meth:`from_model`.
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             sparse_from: first sparse position: one for all rows, (B,) one per row, or ``prompt``: the prompt is dense.
             kv_policy: of heads that a token skips: ``backfill``, ``always`` or ``stale``, see ``gather``.
@@ -142,7 +152,7 @@ class SparseCausalLM(_Dense):
             revision: commit or tag of a hub model.
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of your own.
-            guard: as in :meth:`from_model`.
+            guard, zeros: as in :meth:`from_model`.
             torch_dtype: ``dtype`` by its earlier name in transformers.
             keywords: of transformers, as ``sparse/keywords.py`` lists them: those of the hub, ``subfolder``, ``config``
                 and its values, ``attn_implementation`` (of ``mask``), ``max_memory``, ``offload_folder`` and the like.
@@ -159,7 +169,7 @@ class SparseCausalLM(_Dense):
             str(pretrained_model_name_or_path), predictors, kind, device, device_map, revision, predictor_class,
             keywords, cls.__name__,
         )  # fmt: skip
-        model = cls.from_model(loaded.dense, loaded.bundle, backend, sparse_from, kv_policy, guard=guard)
+        model = cls.from_model(loaded.dense, loaded.bundle, backend, sparse_from, kv_policy, guard=guard, zeros=zeros)
         if "attn_implementation" in keywords and model.backend != "mask":
             logger.warning("attn_implementation is of the backend mask; %s computes attention itself", model.backend)
         return (model, loaded.info) if keywords.get("output_loading_info") else model

@@ -15,7 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.engine.options import POLICIES
+from dejavu_train.engine.options import POLICIES, ZEROS, check_zeros
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.engine.turns import Turns
@@ -40,17 +40,21 @@ class Settings:
 
     Attributes:
         backend: one of BACKENDS. ops: of the engine on a GPU, "triton" or "reference". guard: None without one.
+        zeros: one of ZEROS, what becomes of silent neurons where nothing is selected.
     Raises:
-        UserError: an unknown backend.
+        UserError: an unknown backend or choice of zeros.
     """
 
     backend: str = "mask"
     ops: str = "triton"
     guard: Guard | None = None
+    zeros: str = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend}")
+        if self.zeros not in ZEROS:
+            raise UserError(f"zeros must be one of {', '.join(ZEROS)}, got {self.zeros}")
 
     @property
     def auto(self) -> bool:
@@ -79,6 +83,7 @@ class Runtime:
         check_bundle_of(model, bundle)
         if kv_policy not in POLICIES:
             raise UserError(f"kv_policy must be one of {', '.join(POLICIES)}, got {kv_policy}")
+        check_zeros(settings.zeros, dims_of(model.config).activation)
         self.bundle, self.kv_policy = bundle, kv_policy
         self.device, self.dtype = model.device, model.dtype
         self.backend = settings.backend
@@ -100,7 +105,7 @@ class Runtime:
             if settings.auto:
                 self.backend = "cpu" if model.device.type == "cpu" and settings.ops == "triton" else "triton"
             try:
-                self.engines = _engine_backend(self.backend, model, bundle, kv_policy, settings.ops, self.guarded)
+                self.engines = _engine_backend(self.backend, model, bundle, kv_policy, settings, self.guarded)
             except Unsupported as refusal:
                 if ranks_of(model) is not None:
                     raise refusal.among_ranks() from None
@@ -215,7 +220,7 @@ def check_lossless(runtime: Runtime) -> None:
 
 
 def _engine_backend(
-    backend: str, model: Any, bundle: Bundle, kv_policy: str, ops: str, guarded: GuardState | None
+    backend: str, model: Any, bundle: Bundle, kv_policy: str, settings: Settings, guarded: GuardState | None
 ) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
     if (why := engine_refusal(dims_of(model.config), RUNS)) is not None:
@@ -224,10 +229,10 @@ def _engine_backend(
         if backend == "cpu":
             from dejavu_train.engine.cpu.backend import CpuBackend
 
-            return CpuBackend(model, bundle, kv_policy, guarded)
+            return CpuBackend(model, bundle, kv_policy, guarded, settings.zeros)
         from dejavu_train.engine.backend import EngineBackend
 
-        return EngineBackend(model, bundle, kv_policy, ops, guarded)
+        return EngineBackend(model, bundle, kv_policy, settings.ops, guarded, settings.zeros)
     except ImportError as error:
         raise Unsupported(f"the engine {backend} cannot be loaded ({error})") from None
     except NotPlain as refusal:

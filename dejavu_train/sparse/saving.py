@@ -111,6 +111,8 @@ def _write(dense: PreTrainedModel, bundle: Bundle, aside: Path, architecture: st
             " (peft: merge_and_unload) and take off parametrisations first"
         ) from None
     write_json(aside / "config.json", config | {"model_type": SAVED_TOGETHER + kind, "architectures": [architecture]})
+    if not bundle.specs:
+        return
     digest = weight_hash(str(aside), bundle.weight_hash.startswith("full:"))
     saved = dataclasses.replace(bundle, model=str(aside), weight_hash=digest, shape=shape)
     saved.save_pretrained(aside / PREDICTORS_FOLDER)
@@ -133,8 +135,9 @@ def _replace(aside: Path, folder: Path) -> None:
         with open(aside / name, "rb") as written:
             os.fsync(written.fileno())
         share(aside / name)
-    predictors = folder / PREDICTORS_FOLDER
-    predictors.mkdir(exist_ok=True)
+    predictors, coming = folder / PREDICTORS_FOLDER, aside / PREDICTORS_FOLDER
+    if coming.is_dir():
+        predictors.mkdir(exist_ok=True)
     (predictors / METADATA).unlink(missing_ok=True)
     if INDEX in new:
         (folder / INDEX).unlink(missing_ok=True)  # it would name new shards among the old
@@ -142,5 +145,5 @@ def _replace(aside: Path, folder: Path) -> None:
         os.replace(aside / name, folder / name)
     for name in before - new:
         (folder / name).unlink()
-    for file in sorted((aside / PREDICTORS_FOLDER).iterdir(), key=lambda file: file.name == METADATA):
+    for file in sorted(coming.glob("*"), key=lambda file: file.name == METADATA):
         os.replace(file, predictors / file.name)

@@ -443,3 +443,20 @@ def test_a_check_says_of_a_screen_what_only_the_engine_can_decide(tmp_path):
     assert "greedy tokens through a screen, where the GPU has room when the engine is built" in said("cuda")
     assert "all logits, because a screen is for one row" in said("cuda", batch=2)
     assert "greedy tokens through a screen\n" in said("cpu")
+
+
+def test_a_model_without_predictors(tiny_opt, tmp_path, capsys):
+    """Scored, timed and written exactly. The verdict says what predictors could leave out."""
+    text = tmp_path / "text.txt"
+    text.write_text("the model reads a token and the layer keeps only those rows that matter. " * 400)
+    common = ["--model", str(tiny_opt), "--text", str(text), "--tokens", "600", "--window", "64"]
+    main([*common, "--new_tokens", "8", "--generate", "the model", "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["selection"] for row in found["quality"]] == ["dense"]
+    assert {row["backend"] for row in found["timing"]} == {"dense", "dense-cpu"}
+    active = found["quality"][0]["mlp_active"]
+    assert 0.2 < active < 0.8 and found["exact"]["active"] == pytest.approx(active)
+    layer = found["exact"]["layer_bytes"]
+    assert layer["exact"] / layer["dense"] == pytest.approx((4 + 2 * (1 + active)) / 8, rel=1e-3)  # d_ffn = 2 d
+    assert "without predictors" in printed and f"{100 * active:.2g} % of the neurons are active" in printed

@@ -36,7 +36,12 @@ class CpuBackend(EnginePool):
     max_rows = MAX_BATCH
 
     def __init__(
-        self, model: Any, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
+        self,
+        model: Any,
+        bundle: Bundle,
+        kv_policy: str = "backfill",
+        guard: GuardState | None = None,
+        zeros: str = "auto",
     ) -> None:
         load_engine()
         from dejavu_train.engine.cpu.engine import SUPPORTED
@@ -48,7 +53,7 @@ class CpuBackend(EnginePool):
         if not SUPPORTED:
             raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
         formats = Formats("float32", "float32", str(model.dtype).removeprefix("torch."))
-        options = EngineOptions(kv_policy=kv_policy, guard=guard)
+        options = EngineOptions(kv_policy=kv_policy, guard=guard, zeros=zeros)
         plan_step(self.shape, {}, formats, options, Engine.CPU)  # refuses now what no engine can run
         self._owner = os.getpid()
         self._rules: Rules | None = None
