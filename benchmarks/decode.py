@@ -2,8 +2,8 @@
 
 Writes rows to benchmarks/results/decode.csv as they come, so a run that is cut short loses nothing. No layer shares
 weights. Tokens are random and forced. The predictors really run. Their thresholds are set on the model's own
-activations, to the stated densities. The bias of fc1 is shifted so that the stated share of neurons is active. Rank,
-densities and the active share in a row are measured, not asked.
+activations, to the stated densities. A share of all neurons is active (`active_sets`), the same for every engine.
+Densities, what is active, and the predictors' recall are measured, not asked.
 
     python -m benchmarks.decode --models 6.7b
     python -m benchmarks.decode --models 6.7b --cells "engine=dense,sparse prompt=128,512" "batch=8 mlp_density=0.29"
@@ -11,6 +11,7 @@ densities and the active share in a row are measured, not asked.
 
 import dataclasses
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -23,6 +24,7 @@ from benchmarks.decode_breakdown import breakdown
 from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_hf import hugging_face
 from benchmarks.decode_problem import (
+    ACTIVE,
     RANKS,
     SHAPES,
     measured,
@@ -44,6 +46,7 @@ from dejavu_train.models.int4_sizes import part_sizes
 EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
 COLUMNS = (
     "date gpu torch triton commit model engine batch prompt positions mlp_union mlp_selected head_union active_share "
+    "active live overlap recall "
     "rank options steps p20_ms p50_ms p80_ms tokens_per_s gb_per_step best_tb_s floor_ms share_of_floor floor45_ms "
     "share45 note sources"
 ).split()
@@ -51,7 +54,7 @@ COLUMNS = (
 
 def append(path: Path, row: dict[str, Any]) -> None:
     append_row(path, five_digits(row), COLUMNS)
-    shown = "model engine batch prompt options mlp_union mlp_selected head_union active_share p50_ms share45 note"
+    shown = "model engine batch prompt options mlp_union head_union active live overlap recall p50_ms share45 note"
     parts = [f"{row[k]:.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in shown.split()]
     print(" | ".join(parts), flush=True)
 
@@ -62,20 +65,21 @@ def summary(times: list[float], batch: int) -> dict[str, float]:
     return {"steps": len(times), "p20_ms": cuts[0], "p50_ms": p50, "p80_ms": cuts[3], "tokens_per_s": 1e3 * batch / p50}
 
 
-def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> DecodeEngine:
+def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, share: float) -> DecodeEngine:
     """A cell's engine behind its prompt, thresholds set, with room for so many steps and EXTRA. Takes the layers."""
     shape, rank = weights.shape, cell.rank or RANKS[name]
     predictors = None
     if cell.engine == "sparse":
         mlp, heads = (1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density))
-        predictors = random_predictors(shape, rank, mlp, heads, cell.site, cell.predictors, cell.heads_site)
+        kinds = (cell.site, cell.predictors, cell.heads_site)
+        predictors = random_predictors(shape, rank, mlp, heads, *kinds, active_share=share)
     engine = DecodeEngine(
         weights,
         predictors,
         EngineOptions(
             batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy, pdl=cell.pdl,
             look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
-            zeros=cell.zeros,
+            zeros="read" if cell.engine == "dense" else "auto",
         ),
     )  # fmt: skip
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once
@@ -86,9 +90,9 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) ->
     return engine
 
 
-def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dict[str, Any]:
+def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, share: float) -> dict[str, Any]:
     """One cell of our engine: row values."""
-    engine = started_engine(cell, name, weights, steps)
+    engine = started_engine(cell, name, weights, steps, share)
     with torch.no_grad():
         row = measured(engine)
         row |= summary(step_times(engine.step, steps), cell.batch)
@@ -104,14 +108,16 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int) -> dic
     return row
 
 
-def run_cell(cell: Cell, name: str, weights: DecodeWeights | None, steps: int, best: float) -> dict[str, Any]:
+def run_cell(
+    cell: Cell, name: str, weights: DecodeWeights | None, steps: int, best: float, share: float = ACTIVE
+) -> dict[str, Any]:
     """Row values of any cell. A cell that does not fit or fails is a row that says so."""
     shape = SHAPES[name]
     try:
         if weights is None:
             times = hugging_face(name, shape, cell.engine == "hf-compile", cell.prompt, cell.batch, steps)
             return summary(times, cell.batch) | {"note": "generate(), second call; a host's loop, see p20 and p80"}
-        row = run_engine(cell, name, weights, steps)
+        row = run_engine(cell, name, weights, steps, share)
     except (torch.cuda.OutOfMemoryError, DoesNotFit):
         needed = bytes_needed(shape, cell.batch, cell.prompt + steps + EXTRA, cell.weights != "float16")
         room = torch.cuda.mem_get_info()[1]
@@ -136,7 +142,8 @@ def main() -> int:
     help_cells = "key=value[,value...] words, see benchmarks/decode_cells.py; default: those of the committed table"
     parser.add_argument("--cells", nargs="+", metavar="CELLS", help=help_cells)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--active-share", type=float, default=0.6)
+    parser.add_argument("--active-shares", type=float, nargs="+", default=[ACTIVE], help="of all neurons, of a token")
+    parser.add_argument("--of-active", type=float, help="sparse cells select so many times the active share")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.csv"))
     args = parser.parse_args()
@@ -144,13 +151,15 @@ def main() -> int:
     needs_gpu(parser)
     began = time.monotonic()
     best = best_read()
-    metadata = made_now("kernels", "dejavu_train/engine") | gpu_versions() | {"best_tb_s": best}
-    for name in args.models:
+    metadata: dict[str, Any] = made_now("kernels", "dejavu_train/engine") | gpu_versions() | {"best_tb_s": best}
+    for name, share in itertools.product(args.models, args.active_shares):
         weights, kind = None, ("", "")
         for cell in asked or required_cells(name):
             if time.monotonic() - began > args.time_limit:
                 print("time limit: left out from here:", name, cell, flush=True)
                 return 0
+            if args.of_active and cell.engine == "sparse":
+                cell = dataclasses.replace(cell, mlp_density=args.of_active * share)
             wanted = cell.weights, cell.lm_head
             if cell.engine.startswith("hf") or wanted != kind or (weights is not None and not weights.layers):
                 weights = None  # not needed, of another format, or lost with an engine that did not fit
@@ -158,10 +167,10 @@ def main() -> int:
             torch.cuda.empty_cache()
             if weights is None and not cell.engine.startswith("hf"):
                 formats = (kept == "int4" for kept in wanted)
-                weights, kind = random_weights(SHAPES[name], args.active_share, *formats), wanted
+                weights, kind = random_weights(SHAPES[name], share, *formats), wanted
             row = metadata | {"model": name, "options": cell.options} | dataclasses.asdict(cell)
             row["rank"] = ""  # asked; what a row holds is measured
-            append(args.out, row | run_cell(cell, name, weights, args.steps, best))
+            append(args.out, row | run_cell(cell, name, weights, args.steps, best, share))
     return 0
 
 

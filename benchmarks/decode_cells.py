@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.decode_problem import UNION
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 
-ENGINES = ("dense", "sparse", "hf", "hf-compile")
+ENGINES = ("dense", "exact", "sparse", "hf", "hf-compile")
 NOT_OPTIONS = ("engine", "batch", "prompt", "breakdown")
 FAMILIES = ("afm-4.5b", "prosparse-7b", "minitron-8b", "nemotron-4-15b", "bloom-7b1")
 
@@ -17,7 +17,8 @@ class Cell:
     """One engine under one condition.
 
     Args:
-        engine: dense and sparse are ours. hf is transformers' generate(), hf-compile the same with a static cache.
+        engine: ours are dense, which reads all rows, exact, which leaves silent neurons out, and sparse, which leaves
+            out what predictors do not select. hf is transformers' generate(), hf-compile the same with a static cache.
         mlp_density, head_density: of what the rows of the batch select together. 1 = no predictor, dense.
         rank: of the MLP predictors. 0 = 4 % of the dense MLP's bytes in fp16.
         predictors: dtype of the MLP predictors, float16, int8 or int4.
@@ -46,7 +47,6 @@ class Cell:
     kv_policy: str = "backfill"
     pdl: bool = True
     crossover: bool = True
-    zeros: str = "auto"
     breakdown: bool = False
 
     @property

@@ -1,27 +1,26 @@
 """What the decoding benchmark runs: shapes with random weights, predictors that really run, thresholds, counts.
 
-Neurons are active with a stated probability: zero rows of fc2 are skipped, and random weights would decide how many.
-Thresholds are set on the model's own activations to stated densities of what the rows of a batch select together.
+What is active is that of `active_sets`: rows of down whose neuron is zero are skipped, by dense steps too. Thresholds
+are set on the model's own activations to stated densities of what the rows of a batch select together.
 """
 
 import itertools
-import math
-import statistics
 from dataclasses import replace
 
 import torch
 
+from benchmarks.active_sets import ActiveSets, overlap_of
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.engine.random_weights import CODE_SIZE, weights_of_shape
+from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims, Site
 from dejavu_train.families.dims import SMOOTH, Activation, Norm, Positions
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 from dejavu_train.kernels.stages.select import predict_reference
-from dejavu_train.predictors.quantization import quantise_rows
+from dejavu_train.predictors.quantization import quantise_rows, stored_rows
 
 SHAPES = {
     "1.3b": ModelDims(2048, 8192, 24, 32, 50272, 2048),
@@ -73,18 +72,23 @@ UNION = {
     "66b": {2: 0.08, 4: 0.116, 8: 0.175, 16: 0.263, 32: 0.374},
 }
 STD = 0.02
+ACTIVE = 0.06  # share of all neurons that are active in a token
 
 
 def random_weights(
     shape: ModelDims, active_share: float, packed: bool = False, packed_head: bool = False, device: str = "cuda"
 ) -> DecodeWeights:
-    """Random weights, of 4 bits where `packed`, whose neurons are active with a probability, selected or not."""
+    """Random weights, of 4 bits where `packed`. A share of all neurons is active in a token, selected or not."""
     weights = weights_of_shape(shape, torch.float16, device, std=STD, packed=packed, packed_head=packed_head)
-    # A norm's output has norm sqrt(d), so pre-activations are normal with deviation STD * sqrt(d).
-    shift = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
-    for layer in weights.layers:
-        (layer.gate or layer.up).bias.fill_(shift + layer.hidden.threshold)
+    sets = sets_of(shape, active_share, device)
+    for number, layer in enumerate(weights.layers):
+        sets.put(number, layer)
     return weights
+
+
+def sets_of(shape: ModelDims, active_share: float, device: str = "cuda") -> ActiveSets:
+    """What is active in a shape's layers. The rank is that of predictors with 4 % of the dense MLP's bytes."""
+    return ActiveSets(shape, active_share, max(8, shape.d_model // 16), STD, device)
 
 
 def random_predictors(
@@ -96,6 +100,7 @@ def random_predictors(
     dtype: str = "float16",
     heads_ahead: int = 0,
     device: str = "cuda",
+    active_share: float = ACTIVE,
 ) -> dict[tuple[int, str], TargetPredictor]:
     """Predictors of both targets, none for a density of 1. Thresholds are set later, see `set_thresholds`.
 
@@ -103,7 +108,9 @@ def random_predictors(
         mlp_density, head_density: what one row selects, by which the engine chooses how a layer runs.
         lookahead: halves between the MLP's site and fc1. heads_ahead: between the heads' site and q/k/v.
         dtype: of the MLP predictors: float16, or int8 or int4 with a scale a row.
+        active_share: of the weights that they predict. Of a rank above that of the weights, the rest is zero.
     """
+    sets = sets_of(shape, active_share, device)
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*size: int) -> torch.Tensor:
@@ -122,9 +129,11 @@ def random_predictors(
         if target == "heads":
             folded = normal(n, shape.d_model)
         else:
-            pair = PredictorWeights(normal(rank, shape.d_model), normal(n, rank), torch.zeros(n, device=device))
+            (down, up), bias = (fitted(each, rank) for each in sets.pair(layer)), sets.biases(layer)
+            pair = PredictorWeights(down.half(), up.half(), bias)
             if dtype == "int4":
-                pair = nibbles(pair)
+                (down, down_scale), (up, up_scale) = stored_rows(down, "int4"), stored_rows(up, "int4")
+                pair = PredictorWeights(down, up, bias, down_scale.float(), up_scale.float())
             elif dtype != "float16":
                 (down, down_scale), (up, up_scale) = quantise_rows(pair.down), quantise_rows(pair.up)
                 pair = replace(pair, down=down, up=up, down_scale=down_scale, up_scale=up_scale)
@@ -135,16 +144,12 @@ def random_predictors(
     return result
 
 
-def nibbles(pair: PredictorWeights) -> PredictorWeights:
-    """Random codes of the same sizes, two a byte, with scales that give the same variance."""
-
-    def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, columns = weight.shape
-        codes = torch.randint(0, 256, (rows, (columns + 1) // 2), dtype=torch.uint8, device=weight.device)
-        return codes, torch.full((rows,), STD / CODE_SIZE, device=weight.device)
-
-    (down, down_scale), (up, up_scale) = packed(pair.down), packed(pair.up)
-    return PredictorWeights(down, up, pair.bias, down_scale, up_scale)
+def fitted(matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    """A predictor's matrix with this rank, whose axis is the shorter one: cut, or filled up with zeros."""
+    axis = int(matrix.shape[0] > matrix.shape[1])
+    kept = matrix.narrow(axis, 0, min(rank, matrix.shape[axis]))
+    padding = [0, rank - kept.shape[axis]] if axis else [0, 0, 0, rank - kept.shape[axis]]
+    return torch.nn.functional.pad(kept, padding)
 
 
 def logits_of(engine: DecodeEngine, predictor: TargetPredictor) -> torch.Tensor:
@@ -177,14 +182,16 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
 
 
 def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
-    """Densities and the active share over some eager steps, and the bytes that a step must read.
+    """Densities, what is active over some eager steps, and the bytes that a step must read.
 
-    Rows of the union are read once. Of down those that are active for a row that selects them. K and V of a head are
-    read for each row that selects it.
+    active is the share of all neurons in a row, live that of the rows together, overlap what two tokens have in common,
+    and recall the share of the active neurons that are selected. Rows of the union are read once. Of down those that
+    are active for a row that selects them, unless all are read. K and V of a head are read for each row with it.
     """
     shape, size = engine.plan.dims, engine.weights.embedding.element_size()  # of several GPUs those of this one
     selected = {"mlp": [0.0, 0.0], "heads": [0.0, 0.0]}  # of the union, of single rows; shares, summed
-    alive, total = [0.0, 0.0], 0.0
+    active_sums = dict.fromkeys(("one", "together", "hit", "selected"), 0.0)  # neurons, summed over steps and layers
+    total, earlier, overlaps = 0.0, {}, []
     for _ in range(n_steps):
         engine.core.eager("greedy", False)
         screen = engine.core.screen
@@ -209,26 +216,42 @@ def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
             by_head = (layer.qkv.weight.nbytes + layer.out.weight.nbytes) / shape.n_kv_heads
             total += by_head * int(chosen["heads"].any(0).sum())
             total += 2 * shape.head_dim * size * float(chosen["heads"].sum(1).double() @ context)
-            n = positive = int(chosen["mlp"].any(0).sum())
-            if (number, "mlp") in engine.predictors:
-                x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.up.bias.dtype)
-                first = layer.gate or layer.up
-                active = torch.nn.functional.linear(x, first.weight.dense(x.dtype), first.bias) > layer.hidden.threshold
-                if shape.activation not in SMOOTH:  # of those every selected row counts
-                    positive = int((active & chosen["mlp"]).any(0).sum())
-                alive = [alive[0] + positive, alive[1] + n]
+            active = active_neurons(engine, number)
+            tokens = active if engine.batch > 1 else torch.cat((earlier.get(number, active[:0]), active))
+            overlaps += [overlap_of(tokens)] if len(tokens) > 1 else []
+            earlier[number] = active
+            hit, n = active & chosen["mlp"], int(chosen["mlp"].any(0).sum())
+            found = (active.sum() / engine.batch, active.any(0).sum(), hit.sum(), active.sum())
+            for name, value in zip(active_sums, found, strict=True):
+                active_sums[name] += float(value)
+            # Rows of down: those that are read. Of smooth activations every selected row counts.
+            skips = engine.plan.half(number, "mlp").skips and shape.activation not in SMOOTH
+            positive = int(hit.any(0).sum()) if skips else n
             read = (n * layer.up.weight.nbytes + positive * layer.down.weight.nbytes) / shape.d_ffn
             if layer.gate is not None:  # of up the rows whose gate is open
-                read += positive * layer.gate.weight.nbytes / shape.d_ffn
+                gated = positive if engine.batch == 1 or (number, "mlp") in engine.predictors else n
+                read += gated * layer.gate.weight.nbytes / shape.d_ffn
             total += read
     steps = n_steps * shape.n_layers
     return {
         "mlp_union": selected["mlp"][0] / steps,
         "mlp_selected": selected["mlp"][1] / steps,
         "head_union": selected["heads"][0] / steps,
-        "active_share": alive[0] / alive[1] if alive[1] else 1.0,
+        "active": active_sums["one"] / steps / shape.d_ffn,
+        "live": active_sums["together"] / steps / shape.d_ffn,
+        "overlap": sum(overlaps) / max(1, len(overlaps)),
+        "recall": active_sums["hit"] / max(1.0, active_sums["selected"]),
         "gb_per_step": total / n_steps / 1e9,
     }
+
+
+def active_neurons(engine: DecodeEngine, number: int) -> torch.Tensor:
+    """(B, d_ffn) bool: neurons of a layer that were not zero in the last step, had all been computed."""
+    layer = engine.weights.layers[number]
+    x = layer_norm_reference(engine.core.x[2 * number + 1], layer.norm2, layer.up.bias.dtype)
+    first = layer.gate or layer.up
+    products = torch.nn.functional.linear(x, first.weight.dense(x.dtype), first.bias)
+    return products > layer.hidden.threshold
 
 
 def start(engine: DecodeEngine, prompt: int, steps: int) -> None:

@@ -29,7 +29,7 @@ def test_generate_and_its_engine_choose_the_same_tokens_at_the_asked_densities()
         row = measured(engine, 6)
         out = model.generate(ids, **greedy(6))
     assert row["mlp_union"] == pytest.approx(0.25, abs=0.06) and 0.2 < row["head_union"] < 0.8
-    assert row["active_share"] == pytest.approx(0.6, abs=0.15)
+    assert row["active"] == pytest.approx(0.6, abs=0.15)
     assert out[0, 9:].tolist() == engine.generate(ids.tolist(), 6, stop_tokens=())[0]
     assert engine is model._runtime.engines.engine(1, 15), "one engine for both"
     assert cache_bytes(engine) == 2 * 3 * 64 * 64 * 4
