@@ -72,6 +72,7 @@ UNION = {
     "66b": {2: 0.08, 4: 0.116, 8: 0.175, 16: 0.263, 32: 0.374},
 }
 STD = 0.02
+QUIET = 0.02  # of what layers add to the residual stream
 ACTIVE = 0.06  # share of all neurons that are active in a token
 
 
@@ -81,8 +82,12 @@ def random_weights(
     """Random weights, of 4 bits where `packed`. A share of all neurons is active in a token, selected or not."""
     weights = weights_of_shape(shape, torch.float16, device, std=STD, packed=packed, packed_head=packed_head)
     sets = sets_of(shape, active_share, device)
+    # What tokens have in common would make them activate the same neurons: what layers add stays below the embedding.
+    weights.embedding.mul_(1 / STD)
     for number, layer in enumerate(weights.layers):
         sets.put(number, layer)
+        for linear in (layer.out, layer.down):
+            linear.weight.parts()[-1].mul_(QUIET)  # numbers, or the scales of codes
     return weights
 
 
@@ -181,7 +186,7 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
             predictor.threshold.fill_(values[min(round(density * len(values)), len(values) - 1)])
 
 
-def measured(engine: DecodeEngine, n_steps: int = 4) -> dict[str, float]:
+def measured(engine: DecodeEngine, n_steps: int = 3) -> dict[str, float]:
     """Densities, what is active over some eager steps, and the bytes that a step must read.
 
     active is the share of all neurons in a row, live that of the rows together, overlap what two tokens have in common,

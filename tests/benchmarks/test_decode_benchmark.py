@@ -33,7 +33,7 @@ def test_cells_are_read_from_words():
     for text, part in (
         ("colour=red", "no 'colour=red'"),
         ("batch", "key=value"),
-        ("engine=other", "dense, sparse"),
+        ("engine=other", "dense, exact, sparse"),
         ("batch=9 predictors=int4", "for up to 8 rows"),
     ):
         with pytest.raises(SystemExit, match=part):
