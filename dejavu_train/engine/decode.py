@@ -32,7 +32,8 @@ from dejavu_train.engine.ranks.joins import Join, RankJoin
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks, waiting
 from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
-from dejavu_train.engine.session import Session, Sight
+from dejavu_train.engine.scores import Score
+from dejavu_train.engine.session import NO_SCORES, Session, Sight
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
 from dejavu_train.engine.verification import EnginePair
@@ -180,16 +181,19 @@ class DecodeEngine(Session):
         self.core.reset()
         self.state.stops[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
 
-    def place(self, b: int, row: Row) -> None:
+    def place(self, b: int, row: Row) -> list[Score]:
         """See `Session.place`. Raises UserError for an engine with a guard, whose thresholds all rows share, and for
         one of several ranks."""
         if self.guard is not None:
             raise UserError("rows that join others have no guard; pass guard=None")
         if self.ranks is not None:
             raise UserError("rows that join others are served by one GPU; start one process, without torchrun")
+        if row.scored_from is not None:
+            raise UserError(NO_SCORES)
         check_rows([row], self.batch, self.context, self.shape, unheld=1)
         self._see(b, [row])
         self.prompts.join(b, row)
+        return []
 
     def _see(self, first: int, rows: Sequence[Row]) -> None:
         """Which tokens penalties find in rows from number ``first`` on, where a row has any."""

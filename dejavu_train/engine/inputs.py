@@ -96,6 +96,7 @@ class Row:
         sparse_from: first sparse position. Behind the row's end it is dense. prefilled: tokens that are run densely at
             once.
         least: tokens before which no stop token is chosen. number: of the row among those of a call, for its noise.
+        scored_from: first position whose log-probability is kept, above 0. None = none. top: how many others' are.
     """
 
     tokens: Sequence[int]
@@ -105,6 +106,8 @@ class Row:
     prefilled: int = 0
     least: int = 0
     number: int = 0
+    scored_from: int | None = None
+    top: int = 0
 
     def __post_init__(self) -> None:
         for name in ("sparse_from", "least"):
@@ -205,7 +208,7 @@ def per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> 
     """
     if sparse_from is None:
         return list(lengths)
-    starts = [sparse_from] * len(lengths) if isinstance(sparse_from, Integral) else list(sparse_from)
+    starts = [int(sparse_from)] * len(lengths) if isinstance(sparse_from, (int, Integral)) else list(sparse_from)
     if len(starts) != len(lengths) or any(start < 0 for start in starts):
         raise UserError(f"sparse_from must be at least 0, one for all rows or one each, got {sparse_from}")
     return [min(int(start), LAST) for start in starts]

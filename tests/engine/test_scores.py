@@ -1,0 +1,118 @@
+"""Log-probabilities that rows keep: those of a forward pass, whoever else is served."""
+
+import dataclasses
+
+import pytest
+import torch
+from bundles import make_bundle
+
+from dejavu_train.engine.cpu.engine import CpuEngine
+from dejavu_train.engine.inputs import Row, Sampling
+from dejavu_train.engine.rows import Rows
+from dejavu_train.errors import UserError
+from dejavu_train.models.opt import load_opt
+from dejavu_train.sparse.model import SparseOPTForCausalLM
+
+PROMPT = [2, 30, 31, 200, 33, 170, 91]
+OTHER = [2, 8, 15, 60]
+
+
+def written(rows, b, steps=64):
+    """Tokens and scores of row b until it is done."""
+    tokens, scores = [], []
+    for _ in range(steps):
+        for news in rows.step(8):
+            if news.row == b:
+                tokens, scores = tokens + news.tokens, scores + news.scores
+                assert news.error is None
+                if news.done:
+                    return tokens, scores
+    raise AssertionError("the row is not done")
+
+
+@pytest.fixture
+def made(tiny_opt):
+    bundle = make_bundle(tiny_opt).at(0.3, 0.5)
+    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "gather")
+    return bundle, model, CpuEngine(load_opt(str(tiny_opt)), bundle, batch=4, context=48)
+
+
+def wanted(model, tokens, start, top):
+    """Of a forward pass: nats of each token but the first, and the likeliest ones."""
+    model.sparse_from = start
+    nats = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+    return [
+        (nats[at - 1, token].item(), nats[at - 1].topk(top).values.tolist()) for at, token in enumerate(tokens) if at
+    ]
+
+
+def agree(scores, tokens, expected):
+    assert [score.token for score in scores] == list(tokens)
+    for score, (nats, best) in zip(scores, expected, strict=True):
+        assert score.logprob == pytest.approx(nats, abs=1e-4)
+        assert [value for _, value in score.top] == pytest.approx(best, abs=1e-4)
+
+
+@pytest.mark.parametrize("start", [0, 4, len(PROMPT)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=5, presence_penalty=1.0)], ids=["greedy", "drawn"])
+def test_scores_are_those_of_a_forward_pass(made, start, sampling):
+    _, model, engine = made
+    rows = Rows(engine, [])
+    b = rows.join(Row(PROMPT, len(PROMPT) + 9, sampling, start, start, scored_from=1, top=3))
+    tokens, scores = written(rows, b)
+    text = PROMPT + tokens
+    assert len(tokens) == 9
+    agree(scores, text[1:], wanted(model, text, start, 3))
+
+
+@pytest.mark.parametrize("length", [1, 2, len(PROMPT)])
+@pytest.mark.parametrize("start", [0, len(PROMPT)])
+def test_a_prompt_alone_is_scored(made, length, start):
+    _, model, engine = made
+    rows, prompt = Rows(engine, []), PROMPT[:length]
+    prefilled = min(start, length - 1)
+    tokens, scores = written(rows, rows.join(Row(prompt, length, Sampling(), start, prefilled, scored_from=1, top=2)))
+    assert tokens == [] and rows.taken == 0
+    agree(scores, prompt[1:], wanted(model, prompt, start, 2))
+
+
+def test_others_keep_their_text_and_their_screen(made):
+    """Beside a row that is scored. Of the others the LM head reads little more than its screen."""
+    _, _, engine = made
+    rows = Rows(engine, [])
+    alone = written(rows, rows.join(Row.of_prompt(OTHER, 40)))[0]
+    engine.bytes_read()
+    written(rows, rows.join(Row.of_prompt(OTHER, 40)))
+    screened = engine.bytes_read()["lm_head"]
+    a = rows.join(Row.of_prompt(OTHER, 40))
+    b = rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=len(PROMPT)))
+    texts = {a: [], b: []}
+    while rows.taken:
+        for news in rows.step(8):
+            texts[news.row] += news.tokens
+            assert news.row == b or not news.scores
+    assert texts[a] == alone and len(texts[b]) == 13
+    whole = 13 * engine.shape.vocab_size * 4 * engine.weights.model.rows.shape[1]
+    assert engine.bytes_read()["lm_head"] == pytest.approx(screened + whole, rel=0.1)
+
+
+def test_a_row_that_ends_at_once_is_scored_once(made):
+    """Its first token ends it, and others take steps before anybody hears of it."""
+    _, _, engine = made
+    rows = Rows(engine, [])
+    first = written(rows, rows.join(Row.of_prompt(PROMPT, len(PROMPT) + 1)))[0][0]
+    rows = Rows(engine, [first])
+    a = rows.join(Row.of_prompt(OTHER, 40, Sampling(), 40))
+    b = rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=len(PROMPT)))
+    tokens, scores = written(rows, b)
+    assert tokens == [first] == [score.token for score in scores]
+    rows.leave(a)
+
+
+def test_an_engine_without_scores_says_so(tiny_opt):
+    bundle = make_bundle(tiny_opt).at(0.3, 0.5)
+    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "triton", ops="reference")
+    rows = Rows(model.engine_pool().engine(2, 32), [])
+    with pytest.raises(UserError, match="gives no log-probabilities; leave logprobs and echo out"):
+        rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=1))
+    assert rows.taken == 0
