@@ -65,7 +65,7 @@ def check_numbers(config: GenerationConfig) -> None:
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         ids = getattr(config, name)
         for token in ids if isinstance(ids, (list, tuple)) else [ids]:
-            if isinstance(token, Integral) and not -LAST <= token <= LAST:
+            if isinstance(token, Integral) and not -LAST <= int(token) <= LAST:
                 raise UserError(f"{name} must be a token id, at most {LAST}, got {token}")
     repeats = config.num_return_sequences
     if repeats is not None and not 1 <= repeats <= MOST_SEQUENCES:
