@@ -63,7 +63,7 @@ def make_app(
     if origins:  # around the other: a page reads refusals too, and asks without a key whether it may ask
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.state.reader = reader
-    texts = TokenTexts(reader.tokenizer, reader.hidden)
+    texts = TokenTexts(reader.tokenizer, reader.vocabulary)
     model = {"id": name, "object": "model", "created": 0, "owned_by": "dejavu"}
 
     @app.exception_handler(Refusal)
@@ -147,7 +147,7 @@ def make_app(
 
             row, new = each.row, asked.min_tokens
             ends = line.stops | each.ends
-            text = Text(reader.tokenizer, row.tokens, asked.stop, ends, reader.hidden, not asked.stream, new)
+            text = Text(reader.tokenizer, row.tokens, asked.stop, ends, reader.vocabulary, not asked.stream, new)
             return Ticket(row, text, hear, asked.stream, each.echo or "")
 
         line.deliver = deliver  # there is one loop
@@ -169,7 +169,7 @@ def make_app(
         return await exchange.whole(request)
 
     def before(each: Wanted) -> Decoder:
-        return Decoder(reader.tokenizer, each.row.tokens if each.echo is None else (), reader.hidden)
+        return Decoder(reader.tokenizer, each.row.tokens if each.echo is None else (), reader.vocabulary)
 
     return app
 
@@ -216,9 +216,13 @@ class Exchange:
     async def stream(self) -> AsyncIterator[str]:
         """Events of the texts as they come. A client that goes ends the generator, which frees its rows."""
         try:
+            begun = not self.reply.chat
             while not self.done:
                 i, what = await self.heard.get()
                 self.take(i, what)
+                if not begun:
+                    yield self.reply.first_chunks(len(self.choices))
+                    begun = True
                 if what.text or what.finish:
                     yield self.reply.chunk(i, what.text, what.finish, await self.choices[i].told())
             if self.reply.tells_usage:

@@ -57,6 +57,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         bundle = self.bundle if self.bundle or self.model else "checkpoints/opt-mini/bundle"
+        if isinstance(self.allow_origin, str):  # of a caller in Python, who has one
+            object.__setattr__(self, "allow_origin", (self.allow_origin,))
         object.__setattr__(self, "bundle", installed(bundle) if bundle else "")
         object.__setattr__(self, "model", installed(self.model) if self.model else named_model(self.bundle))
 
@@ -71,8 +73,7 @@ class ServeConfig:
             raise UserError(f"--sparse_from must be prompt or a position from 0 on, got {self.sparse_from}")
         if self.lossless and self.sparse_from != "prompt":
             raise UserError("a lossless server runs prompts densely; leave --sparse_from out")
-        if self.api_key is not None and not self.api_key.strip():
-            raise UserError("--api_key is empty; give a key, or leave it out for none")
+        self.key({})
         for origin in self.allow_origin:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise UserError(f"--allow_origin must be * or such as https://example.org:8080, got {origin!r}")
@@ -81,10 +82,12 @@ class ServeConfig:
         """What clients must send as their key. None: nothing is asked for.
 
         Raises:
-            UserError: a variable that is set and empty, which would be a server without a key by accident.
+            UserError: an option or a variable that is set and empty: a server without a key by accident.
         """
         if self.api_key is not None:
-            return self.api_key
+            if not self.api_key.strip():
+                raise UserError("--api_key is empty; give a key, or leave it out for none")
+            return self.api_key.strip()
         found = environment.get(KEY)
         if found is not None and not found.strip():
             raise UserError(f"the environment's {KEY} is empty; set it to a key, or unset it for a server without one")

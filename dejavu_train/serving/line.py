@@ -194,12 +194,16 @@ class Line:
         return True
 
     def _join(self, ticket: Ticket) -> None:
+        row = ticket.row
+        if row.total == len(row.tokens) and row.scored_from is None:  # nothing is asked of the engine
+            self._finish(ticket, Event(ticket.kept, finish="length"))
+            return
         try:
-            b = self.rows.join(ticket.row)
+            b = self.rows.join(row)
         except Exception as error:  # of this row alone, whatever it is
             self._fail(ticket, error)
             return
-        self.metrics.add("prompt_tokens_total", len(ticket.row.tokens))
+        self.metrics.add("prompt_tokens_total", len(row.tokens))
         self._served[b], self._burst = ticket, 1
 
     def _tell(self, news: News) -> None:

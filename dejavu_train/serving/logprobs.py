@@ -1,11 +1,11 @@
 """Log-probabilities in OpenAI's two forms."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dejavu_train.engine.scores import Score
-from dejavu_train.serving.text import UNFINISHED, Decoder
+from dejavu_train.serving.text import UNFINISHED, Decoder, Vocabulary
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -24,11 +24,11 @@ class TokenTexts:
     """What single tokens write behind others. Each is looked up once.
 
     Args:
-        hidden: tokens that texts do not show, with their names.
+        vocabulary: of the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, hidden: Mapping[int, str]) -> None:
-        self._tokenizer, self._hidden = tokenizer, hidden
+    def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
+        self._tokenizer, self._hidden = tokenizer, vocabulary.hidden
         self._before = tokenizer("a", add_special_tokens=False).input_ids
         self._known: dict[int, tuple[str, bytes]] = {}
 

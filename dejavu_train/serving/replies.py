@@ -77,7 +77,6 @@ class Reply:
     acceptance: float | None = None
     made: int = field(default_factory=lambda: int(time.time()))
     name: str = ""
-    begun: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.name = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -104,12 +103,20 @@ class Reply:
         return self._object(made, "") | {"usage": self.usage(choices)}
 
     def chunk(self, i: int, text: str, finish: str | None, logprobs: dict[str, Any] | None = None) -> str:
-        """An event of a stream. The first of a choice of a chat tells its role: clients join what chunks repeat."""
+        """An event of a stream."""
         part: dict[str, Any] = {"text": text}
         if self.chat:
-            delta = {"content": text} if text or i not in self.begun else {}
-            part = {"delta": delta if i in self.begun else {"role": "assistant", **delta}}
-            self.begun.add(i)
+            part = {"delta": {"content": text} if text else {}}
+        return self._chunk(i, part, finish, logprobs)
+
+    def first_chunks(self, n: int) -> str:
+        """Events that begin the messages of a chat, in their order. Clients join what chunks repeat, so no other tells
+        the role."""
+        return "".join(self._chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in range(n))
+
+    def _chunk(
+        self, i: int, part: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> str:
         made = self._object([{"index": i, **part, "logprobs": logprobs, "finish_reason": finish}], ".chunk")
         return event(made | {"usage": None} if self.tells_usage else made)
 

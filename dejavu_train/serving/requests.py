@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from dejavu_train.engine.inputs import SEEDS, Row, Sampling
 from dejavu_train.errors import UserError, first_line
 from dejavu_train.serving.replies import Refusal
-from dejavu_train.serving.text import hidden_tokens
+from dejavu_train.serving.text import Vocabulary
 
 MOST_CHOICES = 32
 MOST_STOPS = 16
@@ -90,6 +90,7 @@ def _none_of_false(value: Any) -> Any:
     return None if value is False else value
 
 
+Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
 Whole = Annotated[str, AfterValidator(_check_characters)]
 
 
@@ -172,7 +173,7 @@ class Completion(Asked):
     prompt: Any
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    logprobs: Annotated[int | None, BeforeValidator(_none_of_false), Field(ge=0, le=MOST_TOP)] = None
+    logprobs: Annotated[Top | None, BeforeValidator(_none_of_false)] = None
 
     @property
     def top(self) -> int | None:
@@ -201,7 +202,7 @@ class Chat(Asked):
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    top_logprobs: Top = 0
 
     @property
     def top(self) -> int | None:
@@ -241,9 +242,9 @@ class Reader:
     sparse_from: int | None = None
 
     @functools.cached_property
-    def hidden(self) -> dict[int, str]:
-        """See `hidden_tokens`."""
-        return hidden_tokens(self.tokenizer)
+    def vocabulary(self) -> Vocabulary:
+        """What decoders must know of the tokenizer."""
+        return Vocabulary.of(self.tokenizer)
 
     @functools.cached_property
     def most_characters(self) -> int:

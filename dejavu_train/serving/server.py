@@ -46,11 +46,15 @@ def load(config: ServeConfig) -> SparseCausalLM:
 class Served:
     """What is served, its line started.
 
+    Args:
+        key: that clients must send. None: that of the configuration, if it has one.
+
     Raises:
         UserError: no such model or bundle, or no engine for it here.
     """
 
     def __init__(self, config: ServeConfig, key: str | None = None) -> None:
+        key = config.key({}) if key is None else key
         self.model = load(config)
         tokenizer, pool = load_tokenizer(config.model, config.revision), self.model.engine_pool()
         if config.rows > pool.max_rows:

@@ -6,28 +6,56 @@ depends on those before it: in the manner of SentencePiece a first word has no s
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 UNFINISHED = "\ufffd"  # what a tokenizer writes for a part of a character
 TAIL = 8  # last tokens of a prompt that are looked at, or more where these write nothing
 
 
-def hidden_tokens(tokenizer: Any) -> dict[int, str]:
-    """The tokens that a text does not show, by id, with their names: special ones, such as ``</s>``."""
-    known = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    known |= {token: tokenizer.convert_ids_to_tokens(token) for token in tokenizer.all_special_ids}
-    return {token: name for token, name in known.items() if not tokenizer.decode([token], skip_special_tokens=True)}
+@dataclass(frozen=True)
+class Vocabulary:
+    """Of a tokenizer what a decoder must know.
+
+    Attributes:
+        hidden: tokens that a text does not show, with their names: special ones, such as ``</s>``.
+        bytes: tokens that spell a byte each. What such a token writes depends on all of those beside it.
+    """
+
+    hidden: Mapping[int, str] = field(default_factory=dict)
+    bytes: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "Vocabulary":
+        """That of a tokenizer of transformers."""
+        known = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        known |= {token: tokenizer.convert_ids_to_tokens(token) for token in tokenizer.all_special_ids}
+        hidden = {
+            token: name for token, name in known.items() if not tokenizer.decode([token], skip_special_tokens=True)
+        }
+        ids = tokenizer.get_vocab()
+        return cls(hidden, frozenset(ids[name] for name in BYTES if name in ids))
+
+
+PLAIN = Vocabulary()
 
 
 class Decoder:
     """Tokens to text, a part at a time.
 
     Args:
-        prompt: ids before the first. hidden: ids that write nothing.
+        prompt: ids before the first. unseen: ids that write nothing, beside hidden ones.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), hidden: Collection[int] = ()) -> None:
-        self._tokenizer, self._hidden = tokenizer, hidden
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int] = (),
+        vocabulary: Vocabulary = PLAIN,
+        unseen: Collection[int] = (),
+    ) -> None:
+        self._tokenizer, self._vocabulary, self._unseen = tokenizer, vocabulary, unseen
         n = TAIL
         self._ids = self._visible(prompt[-n:])
         while n < len(prompt) and not self._text(0, len(self._ids)):
@@ -39,7 +67,7 @@ class Decoder:
     def add(self, ids: Sequence[int], last: bool = False) -> str:
         """What these tokens add. A part of a character is held back. last: nothing follows, so nothing is."""
         self._ids += self._visible(ids)
-        if self._shown == len(self._ids):
+        if self._shown == len(self._ids) or (self._ids[-1] in self._vocabulary.bytes and not last):
             return ""
         before = self._text(self._next, self._shown)
         if before:
@@ -62,7 +90,8 @@ class Decoder:
         del self._ids[length:]
 
     def _visible(self, ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token not in self._hidden]
+        hidden = self._vocabulary.hidden
+        return [token for token in ids if token not in hidden and token not in self._unseen]
 
     def _text(self, start: int, stop: int) -> str:
         if start == stop:
@@ -79,7 +108,6 @@ class Text:
         stops: strings before which the text ends. What may be the beginning of one is held back. A stop may name tokens
             that the text does not show.
         ends: ids at which the text ends. It does not show them.
-        hidden: tokens that the text does not show, with their names, see `hidden_tokens`.
         whole: nobody reads it before its end. Without stops its tokens become text at once then.
         least: tokens before which no id of ``ends`` counts.
     Attributes:
@@ -93,14 +121,14 @@ class Text:
         prompt: Sequence[int] = (),
         stops: Sequence[str] = (),
         ends: Collection[int] = (),
-        hidden: Mapping[int, str] | None = None,
+        vocabulary: Vocabulary = PLAIN,
         whole: bool = False,
         least: int = 0,
     ) -> None:
-        names = hidden or {}
+        names = vocabulary.hidden
         self._stops, self._ends, self._late = tuple(stops), ends, whole and not stops
         self._named = {token: name for token, name in names.items() if any(name in stop for stop in stops)}
-        self._decoder = Decoder(tokenizer, prompt, {*names, *ends})
+        self._decoder = Decoder(tokenizer, prompt, vocabulary, ends)
         self._waiting: list[int] = []
         self._least = least
         self._held, self._unseen = "", ""  # text that may begin a stop, and a mark below each character: is it shown?
