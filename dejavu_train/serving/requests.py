@@ -286,8 +286,8 @@ class Reader:
         if not body:
             raise Refusal(400, "the body must be a JSON object")
         most = 1000 + VALUES_A_TOKEN * self.context
-        if _values(body) > most and (count := _values(STRING.sub(b"", body))) > most:
-            raise Refusal(400, f"the body has {count} values, and a request has at most {most}; send fewer")
+        if 1 + _marks(body) > most and _has_more_values(body, most):
+            raise Refusal(400, f"the body has more than {most} values, which no request has; send fewer")
         try:
             given = json.loads(body, parse_constant=_refuse_constant)
         except json.JSONDecodeError as error:
@@ -456,9 +456,19 @@ def _as_templates_know(message: Message) -> dict[str, str]:
     return {"role": "system" if message.role == "developer" else message.role, "content": message.content}
 
 
-def _values(body: bytes) -> int:
-    """At least as many as the values of a body, by the marks between them."""
-    return 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
+def _marks(part: bytes) -> int:
+    """How many values a part of a body begins at most."""
+    return part.count(b",") + part.count(b"[") + part.count(b"{")
+
+
+def _has_more_values(body: bytes, most: int) -> bool:
+    """Whether a body has more than ``most`` values, by the marks outside of its texts. It stops looking when it does."""
+    count, end = 1, 0
+    for texts, found in enumerate(STRING.finditer(body)):
+        count, end = count + _marks(body[end : found.start()]), found.end()
+        if count > most or texts > 2 * most:  # a key and a value have one mark, and texts in a row are no JSON
+            return True
+    return count + _marks(body[end:]) > most
 
 
 def _refuse_constant(name: str) -> Any:

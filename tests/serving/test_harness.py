@@ -39,7 +39,8 @@ def tasks(tmp_path_factory):
     shared = data | {"test_split": "test", "num_fewshot": 0, "metadata": {"version": 0}}
     choices = {
         "task": "own_choices", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
-        "doc_to_choice": "choices", "doc_to_target": "label", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+        "doc_to_choice": "choices", "doc_to_target": "label", "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
     }  # fmt: skip
     rolling = {
         "task": "own_texts", "output_type": "loglikelihood_rolling", "doc_to_text": "",
