@@ -462,7 +462,7 @@ def _marks(part: bytes) -> int:
 
 
 def _has_more_values(body: bytes, most: int) -> bool:
-    """Whether a body has more than ``most`` values, by the marks outside of its texts. It stops looking when it does."""
+    """Whether a body has more than ``most`` values, by the marks outside of its texts."""
     count, end = 1, 0
     for texts, found in enumerate(STRING.finditer(body)):
         count, end = count + _marks(body[end : found.start()]), found.end()
