@@ -103,15 +103,18 @@ class Rows:
 
         Where steps run beside the caller, news are of the call before. The first call has none.
         """
-        taken = self._take(n)
-        if self.engine.beside:
-            self._ahead, taken = taken, self._ahead
-        return [] if taken is None else self._tell(taken)
+        ahead, taken = self._ahead, self._take(n)
+        if self.engine.beside and not self.engine.scoring:
+            self._ahead, taken = taken, None
+        else:  # logits are looked at behind every step
+            self._ahead = None
+        return [news for each in (ahead, taken) if each is not None for news in self._tell(each)]
 
     def _take(self, n: int) -> Taken | None:
         """Ask for as many steps as some row may need. None where the steps ahead are the last of all rows."""
         known = {} if self._ahead is None else self._ahead.seats
         scored = [(b, seat) for b, seat in self._seats.items() if seat.row.scored_from is not None]
+        self.engine.scoring = bool(scored)
         if scored:
             done = self.engine.read(self.engine.batch)[1]
             scored = [(b, seat) for b, seat in scored if not done[b]]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 AT_ONCE = 64  # positions whose logits are looked at together
@@ -28,7 +29,8 @@ def scores_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:
     for first in range(0, len(tokens), AT_ONCE):
         nats = logits[first : first + AT_ONCE].double().log_softmax(-1)
         best = nats.topk(min(top, nats.shape[1]), dim=-1)
-        part = tokens[first : first + AT_ONCE]
-        for row, token, values, ids in zip(nats, part, best.values.tolist(), best.indices.tolist(), strict=True):
-            found.append(Score(token, float(row[token]), tuple(zip(ids, values, strict=True))))
+        part = list(tokens[first : first + AT_ONCE])
+        chosen = nats.gather(1, torch.tensor(part, device=nats.device)[:, None])[:, 0].tolist()
+        for token, value, values, ids in zip(part, chosen, best.values.tolist(), best.indices.tolist(), strict=True):
+            found.append(Score(token, value, tuple(zip(ids, values, strict=True))))
     return found

@@ -44,10 +44,12 @@ class Session(ABC):
         acceptance: of the last lossless call.
         beside: steps go on while the caller does something else. Otherwise `steps` returns when they are done.
         scores: a row may keep log-probabilities, see `Row.scored_from`.
+        scoring: some of the rows that step keep them.
     """
 
     beside = False
     scores = False
+    scoring = False
 
     shape: ModelDims
     batch: int

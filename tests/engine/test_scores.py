@@ -7,10 +7,13 @@ import torch
 from bundles import make_bundle
 
 from dejavu_train.engine.cpu.engine import CpuEngine
+from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row, Sampling
+from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.rows import Rows
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_opt
+from dejavu_train.serving.lossless_rows import LosslessRows
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 PROMPT = [2, 30, 31, 200, 33, 170, 91]
@@ -30,11 +33,20 @@ def written(rows, b, steps=64):
     raise AssertionError("the row is not done")
 
 
-@pytest.fixture
-def made(tiny_opt):
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", "reference", GPU])
+def made(request, tiny_opt):
+    """A bundle, a model of plain torch, and an engine: the CPU's, or the GPU's by its references or its kernels."""
     bundle = make_bundle(tiny_opt).at(0.3, 0.5)
     model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "gather")
-    return bundle, model, CpuEngine(load_opt(str(tiny_opt)), bundle, batch=4, context=48)
+    if request.param == "cpu":
+        return bundle, model, CpuEngine(load_opt(str(tiny_opt)), bundle, batch=4, context=48)
+    cuda = request.param == "cuda"
+    dense = load_opt(str(tiny_opt)).to("cuda" if cuda else "cpu")
+    engine = DecodeEngine(dense, bundle, EngineOptions(4, 48, ops="triton" if cuda else "reference"))
+    return bundle, model, engine
 
 
 def wanted(model, tokens, start, top):
@@ -49,8 +61,8 @@ def wanted(model, tokens, start, top):
 def agree(scores, tokens, expected):
     assert [score.token for score in scores] == list(tokens)
     for score, (nats, best) in zip(scores, expected, strict=True):
-        assert score.logprob == pytest.approx(nats, abs=1e-4)
-        assert [value for _, value in score.top] == pytest.approx(best, abs=1e-4)
+        assert score.logprob == pytest.approx(nats, abs=2e-3)
+        assert [value for _, value in score.top] == pytest.approx(best, abs=2e-3)
 
 
 @pytest.mark.parametrize("start", [0, 4, len(PROMPT)])
@@ -77,13 +89,13 @@ def test_a_prompt_alone_is_scored(made, length, start):
 
 
 def test_others_keep_their_text_and_their_screen(made):
-    """Beside a row that is scored. Of the others the LM head reads little more than its screen."""
+    """Beside a row that is scored. On a CPU the LM head of the others reads little more than its screen."""
     _, _, engine = made
-    rows = Rows(engine, [])
+    rows, counts = Rows(engine, []), getattr(engine, "bytes_read", lambda: {"lm_head": 0})
     alone = written(rows, rows.join(Row.of_prompt(OTHER, 40)))[0]
-    engine.bytes_read()
+    counts()
     written(rows, rows.join(Row.of_prompt(OTHER, 40)))
-    screened = engine.bytes_read()["lm_head"]
+    screened = counts()["lm_head"]
     a = rows.join(Row.of_prompt(OTHER, 40))
     b = rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=len(PROMPT)))
     texts = {a: [], b: []}
@@ -92,8 +104,33 @@ def test_others_keep_their_text_and_their_screen(made):
             texts[news.row] += news.tokens
             assert news.row == b or not news.scores
     assert texts[a] == alone and len(texts[b]) == 13
-    whole = 13 * engine.shape.vocab_size * 4 * engine.weights.model.rows.shape[1]
-    assert engine.bytes_read()["lm_head"] == pytest.approx(screened + whole, rel=0.1)
+    if screened:
+        whole = 13 * engine.shape.vocab_size * 4 * engine.weights.model.rows.shape[1]
+        assert counts()["lm_head"] == pytest.approx(screened + whole, rel=0.1)
+
+
+def test_a_row_that_is_scored_joins_steps_ahead(made):
+    """An engine whose steps run beside the caller owes news when it comes. Everybody has all tokens and scores."""
+    _, _, engine = made
+    rows = Rows(engine, [])
+    alone = written(rows, rows.join(Row.of_prompt(OTHER, 30)))[0]
+    a = rows.join(Row.of_prompt(OTHER, 30))
+    texts, scores = {a: []}, []
+    for news in rows.step(4):
+        texts[news.row] += news.tokens
+    b = rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 15), scored_from=1))
+    scored = texts[b] = []
+    c = None
+    while rows.taken:
+        for news in rows.step(4):
+            texts[news.row] += news.tokens
+            scores += news.scores
+            assert news.row == b or not news.scores
+        if c is None and len(scored) == 8:
+            c = rows.join(Row.of_prompt(OTHER, 20))
+            texts[c] = []
+    assert texts[a] == alone and texts[c] == alone[:16]
+    assert [score.token for score in scores] == PROMPT[1:] + scored
 
 
 def test_a_row_that_ends_at_once_is_scored_once(made):
@@ -109,10 +146,9 @@ def test_a_row_that_ends_at_once_is_scored_once(made):
     rows.leave(a)
 
 
-def test_an_engine_without_scores_says_so(tiny_opt):
-    bundle = make_bundle(tiny_opt).at(0.3, 0.5)
-    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "triton", ops="reference")
-    rows = Rows(model.engine_pool().engine(2, 32), [])
+def test_a_lossless_server_says_that_it_has_none(tiny_opt):
+    engine = CpuEngine(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.5), batch=1, context=48)
+    rows = LosslessRows(engine, [])
     with pytest.raises(UserError, match="gives no log-probabilities; leave logprobs and echo out"):
         rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=1))
     assert rows.taken == 0
