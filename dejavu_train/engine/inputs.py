@@ -6,14 +6,13 @@ from numbers import Integral
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ranges import COLDEST, WIDEST
 
 MAX_BATCH = 32  # rows of the engine on a GPU
 MAX_STOPS = 8
 SEEDS = 2**26  # times at most 32 rows of a batch it fits 32 bits
 LAST = 2**31 - 1  # positions and counts of an engine are 32 bits. No row is as long, and no vocabulary as large
-COLDEST = 1e-6  # times the noise of a choice it is less than a logit's own rounding
 SMALLEST_P = 1e-9  # the likeliest token of any vocabulary is likelier, so that a smaller set has it alone
-WIDEST = 1e30  # a number that fp32 holds, also as a factor or divisor of a logit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from dejavu_train.engine.inputs import COLDEST, LAST, WIDEST
+from dejavu_train.engine.inputs import LAST
 from dejavu_train.engine.request import padding_mask
 from dejavu_train.errors import UserError
+from dejavu_train.ranges import COLDEST, WIDEST
 
 SparseFrom = int | Tensor | str
 MOST_SEQUENCES = 2**16  # of a prompt. More are out of any memory

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from bundles import make_bundle
+from conftest import save_tiny_opt
 
 from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.engine.decode import DecodeEngine
@@ -34,18 +35,28 @@ def written(rows, b, steps=64):
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+INTERPRETED = pytest.param("triton", marks=pytest.mark.long)
 
 
-@pytest.fixture(params=["cpu", "reference", GPU])
-def made(request, tiny_opt):
+@pytest.fixture(scope="module")
+def wide_opt(tmp_path_factory):
+    """Heads as wide as kernels take them."""
+    folder = tmp_path_factory.mktemp("scores") / "model"
+    return save_tiny_opt(folder, hidden_size=64, word_embed_proj_dim=64)
+
+
+@pytest.fixture(params=["cpu", "reference", INTERPRETED, GPU])
+def made(request, wide_opt):
     """A bundle, a model of plain torch, and an engine: the CPU's, or the GPU's by its references or its kernels."""
-    bundle = make_bundle(tiny_opt).at(0.3, 0.5)
-    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "gather")
+    bundle = make_bundle(wide_opt).at(0.3, 0.5)
+    model = SparseOPTForCausalLM.from_model(load_opt(str(wide_opt)), bundle, "gather")
     if request.param == "cpu":
-        return bundle, model, CpuEngine(load_opt(str(tiny_opt)), bundle, batch=4, context=48)
+        return bundle, model, CpuEngine(load_opt(str(wide_opt)), bundle, batch=4, context=48)
     cuda = request.param == "cuda"
-    dense = load_opt(str(tiny_opt)).to("cuda" if cuda else "cpu")
-    engine = DecodeEngine(dense, bundle, EngineOptions(4, 48, ops="triton" if cuda else "reference"))
+    dense = load_opt(str(wide_opt)).to("cuda" if cuda else "cpu")
+    engine = DecodeEngine(
+        dense, bundle, EngineOptions(4, 48, ops="reference" if request.param == "reference" else "triton")
+    )
     return bundle, model, engine
 
 
@@ -146,8 +157,8 @@ def test_a_row_that_ends_at_once_is_scored_once(made):
     rows.leave(a)
 
 
-def test_a_lossless_server_says_that_it_has_none(tiny_opt):
-    engine = CpuEngine(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.5), batch=1, context=48)
+def test_a_lossless_server_says_that_it_has_none(wide_opt):
+    engine = CpuEngine(load_opt(str(wide_opt)), make_bundle(wide_opt).at(0.3, 0.5), batch=1, context=48)
     rows = LosslessRows(engine, [])
     with pytest.raises(UserError, match="gives no log-probabilities; leave logprobs and echo out"):
         rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=1))
