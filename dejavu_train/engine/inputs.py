@@ -6,7 +6,7 @@ from numbers import Integral
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
-from dejavu_train.ranges import COLDEST, WIDEST
+from dejavu_train.ranges import COLDEST, WIDEST, check_whole
 
 MAX_BATCH = 32  # rows of the engine on a GPU
 MAX_STOPS = 8
@@ -45,8 +45,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):
-            if not isinstance(getattr(self, name), Integral):
-                raise UserError(f"{name} must be a whole number, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name))
         if not 0 <= self.temperature <= WIDEST:
             raise UserError(f"temperature must be a number from 0 to {WIDEST:g}, got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -159,6 +158,8 @@ def check_continuation(max_new_tokens: int, min_new_tokens: int, stop_tokens: Se
         UserError: nothing to generate, a least number above the most, too many stop tokens or what is none, an unknown
             phase.
     """
+    check_whole("max_new_tokens", max_new_tokens)
+    check_whole("min_new_tokens", min_new_tokens)
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if min_new_tokens > max_new_tokens:

@@ -1,5 +1,6 @@
 """Reported faults of numbers that pass a check and break behind it: the same at every door."""
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 from reported_case import GREEDY, IDS, Case, Row, refusal
 
+from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import LAST, Sampling, rows_of
 from dejavu_train.errors import UserError
 
@@ -80,9 +83,24 @@ def sampling(_: Case) -> bool:
 
 
 def a_stop_that_no_token_is(case: Case) -> bool:
-    engine = case.sparse("triton", ops="reference").engine_pool().engine(1, 32)
+    model = case.sparse("triton", ops="reference")
+    engine = model.engine_pool().engine(1, 32)
     line = refusal(lambda: engine.generate([[2, 5]], 3, stop_tokens=[2**40]))
     return line is not None and "stop_tokens must be token ids" in line
+
+
+def whole_numbers(case: Case) -> bool:
+    """What counts something has no fraction, whoever is asked."""
+    model = case.sparse("cpu")
+    engine = model.engine_pool().engine(1, 32)
+    calls: list[Callable[[Any], Any]] = [
+        lambda value: Guard(every=value),
+        lambda value: Guard(every=8, memory=value),
+        lambda value: Draft(length=value),
+        lambda value: engine.generate([[2, 5]], value),
+        lambda value: engine.generate([[2, 5]], 4, min_new_tokens=value),
+    ]
+    return all("whole number" in str(refusal(lambda c=c, v=v: c(v))) for c in calls for v in (2.5, math.nan))
 
 
 FLOATS = (1e-46, 1e-39, 1e39, 1e300, float("inf"), float("nan"))
@@ -97,5 +115,6 @@ ROWS = (
     Row("T1", "min_p", each(answered_or_refused(min_p=(5e-324, *FLOATS))), EACH),
     Row("T1", "sequences", each(answered_or_refused(num_return_sequences=(0, -1, 2**31, 2**63))), EACH),
     Row("T1", "an engine's own numbers", sampling),
+    Row("T1", "counts with a fraction", whole_numbers),
     Row("T1", "an engine's stop tokens", a_stop_that_no_token_is),
 )
