@@ -6,6 +6,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
+from family_models import CASES, random_family
 
 from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.engine.decode import DecodeEngine
@@ -163,3 +164,23 @@ def test_a_lossless_server_says_that_it_has_none(wide_opt):
     with pytest.raises(UserError, match="gives no log-probabilities; leave logprobs and echo out"):
         rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=1))
     assert rows.taken == 0
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_scores_a_prompt(name, stored):
+    """At once and token by token: LM heads with caps, norms behind them, codes of 8 bits."""
+    dense = random_family(name).eval()
+    if stored == "reference":
+        engine = DecodeEngine(dense, None, EngineOptions(2, 48, ops="reference"))
+    else:
+        engine = CpuEngine(dense, None, batch=2, context=48, stored=stored)
+    rows, within = Rows(engine, []), 0.3 if stored == "int8" else 2e-3
+    with torch.no_grad():
+        nats = random_family(name).eval()(torch.tensor([PROMPT])).logits[0].double().log_softmax(-1)
+    right = [float(nats[at - 1, token]) for at, token in enumerate(PROMPT) if at]
+    for prefilled in (0, len(PROMPT) - 1):
+        b = rows.join(Row(PROMPT, len(PROMPT), Sampling(), len(PROMPT), prefilled, scored_from=1))
+        found = [score.logprob for score in written(rows, b)[1]]
+        assert found == pytest.approx(right, abs=within), prefilled
+        right, within = found, 0.01  # both ways have the same weights
