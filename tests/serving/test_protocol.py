@@ -274,6 +274,20 @@ def test_who_is_scored_changes_nobodys_text(server):
     assert scored["text"] == alone and len(scored["logprobs"]["tokens"]) <= 30
 
 
+def test_a_server_that_is_sparse_from_zero_scores_the_sparse_model(folder, dense):
+    running = Running(folder, folder / "predictors", rows=2, context=64, sparse_from=0)
+    said = complete(running, prompt=IDS, max_tokens=4, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    dense.sparse_from = 0
+    written = dense.generate(torch.tensor([IDS]), max_new_tokens=4, do_sample=False)[0].tolist()
+    expected, _ = nats(dense, written, 0)
+    assert said["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    different, _ = nats(dense, written, len(IDS))
+    assert said["token_logprobs"][1:] != pytest.approx(different, abs=1e-2)
+    for wrong in ({"sparse_from": -1}, {"sparse_from": 0, "lossless": True}):
+        with pytest.raises(UserError, match="sparse_from"):
+            ServeConfig(str(folder), str(folder / "predictors"), **wrong).check()
+
+
 def test_a_lossless_server_gives_no_scores(folder):
     running = Running(folder, folder / "predictors", rows=1, context=64, lossless=True)
     refused = post(running, "completions", prompt="a", logprobs=1).json()["error"]
