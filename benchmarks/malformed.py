@@ -21,13 +21,14 @@ HUNDRED = 100
 SHOWN = 60  # characters of a body in a row
 COLUMNS = "date commit number asked status raised type param code message sources".split()
 WRONG: tuple[dict[str, Any], ...] = (
-    {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"max_tokens": 1.5}, {"max_tokens": 10**9},
+    {"max_tokens": -1}, {"max_tokens": True}, {"max_tokens": "x"}, {"max_tokens": 1.5}, {"max_tokens": 10**9},
     {"temperature": -1}, {"temperature": "hot"}, {"temperature": 3}, {"top_p": 0}, {"top_p": 2},
     {"top_k": -1}, {"min_p": 2}, {"repetition_penalty": 0}, {"presence_penalty": 9}, {"n": 0}, {"n": 1000},
-    {"n": True}, {"seed": "a"}, {"stop": ""}, {"stop": [""]}, {"stop": ["a"] * 9}, {"stop": 3},
+    {"n": True}, {"seed": "a"}, {"stop": {}}, {"stop": [""]}, {"stop": ["a"] * 17}, {"stop": 3},
     {"stream": "yes"}, {"stream_options": 1}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]},
     {"prompt": [10**9]}, {"prompt": [2**70]}, {"prompt": ["a", 1]}, {"prompt": None}, {"prompt": {}},
-    {"prompt": "a " * 1500}, {"logprobs": 3}, {"echo": True}, {"best_of": 4}, {"suffix": "b"}, {"logit_bias": {}},
+    {"prompt": "a " * 1500}, {"logprobs": 99}, {"echo": "yes"}, {"best_of": 4}, {"suffix": "b"},
+    {"logit_bias": {"5": 9}},
     {"unknown": 1}, {"model": "other"}, {"model": None},
 )  # fmt: skip
 

@@ -30,6 +30,7 @@ from benchmarks.rows import append_json, command_line, made_now
 from benchmarks.serve_speed import PROMPT, tokens_per_second
 from benchmarks.servers import environment
 from dejavu_train.engine.inputs import Row
+from dejavu_train.engine.scores import Score
 from dejavu_train.engine.session import Session, Sight
 
 CHUNK = 16  # steps at most between two looks, as the GPU engine has it
@@ -57,9 +58,10 @@ class Clock(Session):
     def begin(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
 
-    def place(self, b: int, row: Row) -> None:
+    def place(self, b: int, row: Row) -> list[Score]:
         self._held[b], self._total[b] = len(row.tokens) + 1, row.total
         self._queue(self._join)
+        return []
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
         n = min(n, CHUNK)

@@ -6,6 +6,7 @@
     --densities 0.1,0.2                      a list, with commas or repeated; a list of texts: --text a.txt b.txt
     --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
     --generation                             a section that may be null: with its defaults
+    --api-key K                              dashes within a name are underscores
 
 Mappings are merged, any other value replaces the one before, so does a mapping that names a class_path.
 """
@@ -284,6 +285,13 @@ def _parser(
     return _ConfigParser(kind, description, sections, documented, prog=prog)
 
 
+def _underscored(word: str, known: Iterable[str]) -> str:
+    """A word of a command line. Of an option whose name was written with dashes it has underscores."""
+    name, equals, value = word.partition("=")
+    meant = name[2:].replace("-", "_")
+    return f"--{meant}{equals}{value}" if name.startswith("--") and meant in known else word
+
+
 def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str) -> T:
     """A ``kind``, a dataclass whose sections are dataclasses, from flags (None: those of the process) and YAML files.
 
@@ -299,7 +307,7 @@ def parse(kind: type[T], argv: Sequence[str] | None, prog: str, description: str
     documented = any(word.partition("=")[0] in ("-h", "--help", "--print_config") for word in argv)
     parser_of = functools.partial(_parser, kind, description, prog, documented)  # type: ignore[arg-type]
     parser = parser_of()
-    values, flags = parser.read(argv)
+    values, flags = parser.read([_underscored(word, parser.types) for word in argv])
     given = {name for name in parser.optional if values.get(name) is not None}
     given |= {flag[2:].partition(".")[0] for flag in flags}
     absent = [name for name in parser.optional if name not in given and "--help" not in flags]

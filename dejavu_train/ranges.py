@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from dejavu_train.errors import UserError
@@ -29,6 +30,14 @@ NUMBER = Range(0, 10**12)  # zero means: not at all
 SHARE = Range(0, 1, above=True)
 RATE = Range(0, 10, above=True)  # of learning; Adam moves every weight by about so much a step
 SEED = Range(0, 2**32 - 1)
+COLDEST = 1e-6  # temperature; times the noise of a choice it is less than a logit's own rounding
+WIDEST = 1e30  # a number that fp32 holds, also as a factor or divisor of a logit
+
+
+def check_whole(name: str, number: Any) -> None:
+    """Raise :class:`UserError` for a number with a fraction, or what is no number. None stands for no number."""
+    if number is not None and not isinstance(number, Integral):
+        raise UserError(f"{name} must be a whole number, got {number!r}")
 
 
 def check_ranges(values: Any, prefix: str, ranges: Mapping[str, Range]) -> None:

@@ -361,3 +361,13 @@ def test_a_mistake_is_told_before_torch_is_imported(command):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "2 []" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_dashes_within_a_name_are_underscores():
+    from dejavu_train.serving.config import ServeConfig
+
+    argv = ["--bundle", "b", "--allow-origin", "https://a.example", "--api-key=a-b", "--log", "a-b"]
+    config = parse(ServeConfig, argv, "dejavu serve", "")
+    assert (config.allow_origin, config.api_key, config.log) == (("https://a.example",), "a-b", "a-b")
+    with pytest.raises(UserError, match="unknown option --api-kee; did you mean api_key"):
+        parse(ServeConfig, ["--api-kee", "x"], "dejavu serve", "")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dejavu_train.errors import UserError
-from dejavu_train.ranges import COUNT, NUMBER, check_ranges
+from dejavu_train.ranges import COUNT, NUMBER, check_ranges, check_whole
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Guard:
     memory: int = 512
 
     def __post_init__(self) -> None:
+        check_whole("guard.every", self.every)
+        check_whole("guard.memory", self.memory)
         check_ranges(self, "guard.", {"every": NUMBER})
         if self.every == 1:
             raise UserError(f"guard.every must be at least 2, or 0 for no guard, got {self.every}")

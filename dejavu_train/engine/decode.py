@@ -32,6 +32,7 @@ from dejavu_train.engine.ranks.joins import Join, RankJoin
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks, waiting
 from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
+from dejavu_train.engine.scores import Score, scores_of
 from dejavu_train.engine.session import Session, Sight
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
@@ -67,6 +68,7 @@ class DecodeEngine(Session):
     """
 
     beside = True
+    scores = True
 
     def __init__(
         self, model: Any, bundle: Any = None, options: EngineOptions = DEFAULTS, ranks: Ranks | None = None
@@ -182,7 +184,7 @@ class DecodeEngine(Session):
         self.core.reset()
         self.state.stops[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
 
-    def place(self, b: int, row: Row) -> None:
+    def place(self, b: int, row: Row) -> list[Score]:
         """See `Session.place`. Raises UserError for an engine with a guard, whose thresholds all rows share, and for
         one of several ranks."""
         if self.guard is not None:
@@ -191,7 +193,14 @@ class DecodeEngine(Session):
             raise UserError("rows that join others are served by one GPU; start one process, without torchrun")
         check_rows([row], self.batch, self.context, self.shape, unheld=1)
         self._see(b, [row])
+        scores = self.prompts.scores(b, row)
         self.prompts.join(b, row)
+        return scores
+
+    def score_last(self, b: int, top: int) -> Score:
+        """See `Session.score_last`. It waits for the step."""
+        token = int(self.state.tokens[b, self.state.position[b]])
+        return scores_of(self.core.logits[b : b + 1], [token], top)[0]
 
     def _see(self, first: int, rows: Sequence[Row]) -> None:
         """Which tokens penalties find in rows from number ``first`` on, where a row has any."""
@@ -228,8 +237,8 @@ class DecodeEngine(Session):
         return DecodeStep(weights, self.predictors, plan, options, self.device, self.guard, self.core, self.join)
 
     def steps(self, n: int, mode: str, score: bool = False) -> int:
-        """Up to CHUNK steps. See `Session.steps`."""
-        n = min(n, CHUNK)
+        """Up to CHUNK steps. See `Session.steps`. Where rows keep log-probabilities, all have the LM head whole."""
+        n, score = min(n, CHUNK), score or self.scoring
         with waiting(self.ranks):
             for _ in range(n):
                 self.core.step(mode, score)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError
+from dejavu_train.ranges import check_whole
 
 MOST_DRAFTED = 7  # verified in eight slots with the token before them
 DRAFT_WEIGHTS = ("int4", "int8")
@@ -28,6 +29,7 @@ class Draft:
     weights: str | None = None
 
     def __post_init__(self) -> None:
+        check_whole("draft_length", self.length)
         if self.length is not None and not 0 <= self.length <= MOST_DRAFTED:
             raise UserError(f"draft_length must lie in 0 to {MOST_DRAFTED}, or be left out, got {self.length}")
         if self.weights is not None and self.weights not in DRAFT_WEIGHTS and not Path(self.weights).is_dir():

@@ -1,15 +1,18 @@
 """What a decode engine is asked for: how tokens are sampled, and the checks that every engine makes of its input."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
+from numbers import Integral
 
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ranges import COLDEST, WIDEST, check_whole
 
 MAX_BATCH = 32  # rows of the engine on a GPU
 MAX_STOPS = 8
 SEEDS = 2**26  # times at most 32 rows of a batch it fits 32 bits
+LAST = 2**31 - 1  # positions and counts of an engine are 32 bits. No row is as long, and no vocabulary as large
+SMALLEST_P = 1e-9  # the likeliest token of any vocabulary is likelier, so that a smaller set has it alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +20,14 @@ class Sampling:
     """How a next token is chosen.
 
     Attributes:
-        temperature: 0 = greedy.
+        temperature: 0 = greedy, and so is what lies below 1e-6. At most 1e30.
         top_p: below 1 = from the smallest set of most likely tokens whose probability reaches top_p.
-        top_k: above 0 = from the top_k most likely tokens, before top_p.
+        top_k: above 0 = from the top_k most likely tokens, before top_p. More than the vocabulary has are all of them.
         min_p: above 0 = of what these leave, from tokens at least min_p times as likely as the likeliest.
-        repetition_penalty: a logit of a token that the row holds is divided by it if positive, else multiplied.
+        repetition_penalty: a logit of a token that the row holds is divided by it if positive, else multiplied. From
+            1e-30 to 1e30.
         presence_penalty: taken from the logits of tokens that were generated. frequency_penalty: as often as they were.
+            Both at most 1e30, of either sign.
         seed: 0 to 2^26 - 1. A row's random numbers follow from it, its number in the batch and the position.
     Raises:
         UserError: a value outside its range.
@@ -39,21 +44,29 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature must be a number of at least 0, got {self.temperature}")
+        for name in ("top_k", "seed"):
+            check_whole(name, getattr(self, name))
+        if not 0 <= self.temperature <= WIDEST:
+            raise UserError(f"temperature must be a number from 0 to {WIDEST:g}, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie above 0 and at most at 1, got {self.top_p}")
         if self.top_k < 0:
             raise UserError(f"top_k must be at least 0 (0 = off), got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p must lie in 0 to 1 (0 = off), got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise UserError(f"repetition_penalty must be above 0 (1 = off), got {self.repetition_penalty}")
+        if not 1 / WIDEST <= self.repetition_penalty <= WIDEST:
+            allowed = f"from {1 / WIDEST:g} to {WIDEST:g} (1 = off)"
+            raise UserError(f"repetition_penalty must be a number {allowed}, got {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise UserError(f"{name} must be a number (0 = off), got {getattr(self, name)}")
+            if not -WIDEST <= getattr(self, name) <= WIDEST:
+                allowed = f"from {-WIDEST:g} to {WIDEST:g} (0 = off)"
+                raise UserError(f"{name} must be a number {allowed}, got {getattr(self, name)}")
         if not 0 <= self.seed < SEEDS:
             raise UserError(f"seed must lie in 0 to {SEEDS - 1}, got {self.seed}")
+        held = {"top_k": min(int(self.top_k), LAST), "top_p": max(self.top_p, SMALLEST_P)}
+        held["temperature"] = self.temperature if self.temperature >= COLDEST else 0.0
+        for name, value in held.items():  # the same choice, in a number that every engine holds
+            object.__setattr__(self, name, value)
 
     @property
     def mode(self) -> str:
@@ -78,8 +91,10 @@ class Row:
 
     Attributes:
         tokens: known ones. total: tokens at most, the known ones included.
-        sparse_from: first sparse position. prefilled: tokens that are run densely at once.
+        sparse_from: first sparse position. Behind the row's end it is dense. prefilled: tokens that are run densely at
+            once.
         least: tokens before which no stop token is chosen. number: of the row among those of a call, for its noise.
+        scored_from: first position whose log-probability is kept, above 0. None = none. top: how many others' are.
     """
 
     tokens: Sequence[int]
@@ -89,6 +104,12 @@ class Row:
     prefilled: int = 0
     least: int = 0
     number: int = 0
+    scored_from: int | None = None
+    top: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sparse_from", "least"):
+            object.__setattr__(self, name, min(int(getattr(self, name)), LAST))
 
     @classmethod
     def of_prompt(
@@ -134,8 +155,11 @@ def check_continuation(max_new_tokens: int, min_new_tokens: int, stop_tokens: Se
     """Check what ``generate`` was given beside its prompts.
 
     Raises:
-        UserError: nothing to generate, a least number above the most, too many stop tokens, an unknown phase.
+        UserError: nothing to generate, a least number above the most, too many stop tokens or what is none, an unknown
+            phase.
     """
+    check_whole("max_new_tokens", max_new_tokens)
+    check_whole("min_new_tokens", min_new_tokens)
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if min_new_tokens > max_new_tokens:
@@ -145,6 +169,9 @@ def check_continuation(max_new_tokens: int, min_new_tokens: int, stop_tokens: Se
         )
     if len(stop_tokens) > MAX_STOPS:
         raise UserError(f"at most {MAX_STOPS} stop tokens are supported, got {len(stop_tokens)}")
+    for token in stop_tokens:
+        if not -LAST <= token <= LAST:
+            raise UserError(f"stop_tokens must be token ids, at most {LAST}, got {token}")
     if prompt_phase not in ("dense", "steps"):
         raise UserError(f"prompt_phase must be dense or steps, got {prompt_phase}")
 
@@ -181,7 +208,7 @@ def per_row(sparse_from: int | Sequence[int] | None, lengths: Sequence[int]) -> 
     """
     if sparse_from is None:
         return list(lengths)
-    starts = [sparse_from] * len(lengths) if isinstance(sparse_from, int) else list(sparse_from)
+    starts = [int(sparse_from)] * len(lengths) if isinstance(sparse_from, (int, Integral)) else list(sparse_from)
     if len(starts) != len(lengths) or any(start < 0 for start in starts):
         raise UserError(f"sparse_from must be at least 0, one for all rows or one each, got {sparse_from}")
-    return starts
+    return [min(int(start), LAST) for start in starts]

@@ -22,6 +22,7 @@ from dejavu_train.kernels.common.positions import Alibi, Rotary, turned_referenc
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.hidden import kept_unit
 
+HEAD_ROWS = 4096  # of the LM head at once
 TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
 ONE_GPU = Join()
 
@@ -73,6 +74,19 @@ def run_prompts(
     Returns:
         (n, d) fp32, the residual stream of each last token after the last layer.
     """
+    x = run_tokens(weights, ids, rows, k_cache, v_cache, join)
+    return x[torch.arange(len(x), device=x.device), ends]
+
+
+def run_tokens(
+    weights: DecodeWeights,
+    ids: Tensor,
+    rows: Tensor,
+    k_cache: list[Tensor],
+    v_cache: list[Tensor],
+    join: Join = ONE_GPU,
+) -> Tensor:
+    """The same, (n, T, d) fp32 of all tokens."""
     ids = ids.long()
     length = ids.shape[1]
     positions = torch.arange(length, device=ids.device).expand_as(ids)
@@ -93,7 +107,20 @@ def run_prompts(
     x = embedded(weights, ids, positions)
     for layer, keys, values in zip(weights.layers, k_cache, v_cache, strict=True):
         x = forward_block(dense_block(weights, layer, join), x, partial(attend, keys, values), positions)[0]
-    return x[torch.arange(len(x), device=x.device), ends]
+    return x
+
+
+def logits_of(weights: DecodeWeights, x: Tensor) -> Tensor:
+    """The logits (n, V) fp32 of the residual stream x (n, d) behind the last layer. Products are fp32 as in kernels."""
+    dtype, head = weights.embedding.dtype, weights.lm_head
+    n = (x if weights.final_norm is None else layer_norm_reference(x, weights.final_norm, dtype)).to(dtype).float()
+    logits = torch.empty(len(x), weights.shape.vocab_size, device=x.device)
+    for first in range(0, logits.shape[1], HEAD_ROWS):
+        part = slice(first, first + HEAD_ROWS)
+        logits[:, part] = F.linear(n, type(head)(*(each[part] for each in head.parts())).dense())
+    if cap := weights.shape.logit_cap:
+        logits.div_(cap).tanh_().mul_(cap)
+    return logits
 
 
 def embedded(weights: DecodeWeights, ids: Tensor, positions: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.inputs import Row
-from dejavu_train.engine.prefill import run_prompts
+from dejavu_train.engine.prefill import logits_of, run_prompts, run_tokens
 from dejavu_train.engine.row_numbers import FIRST, row_numbers, sent, write_rows
+from dejavu_train.engine.scores import AT_ONCE, Score, scores_of
 from dejavu_train.engine.step import DecodeStep
+from dejavu_train.models.finite import not_finite
 
 STEP = 32  # tokens between two sizes
 LONGEST = 256  # beyond it the GPU needs longer than the host
@@ -51,8 +53,8 @@ class Prompts:
                 given = self._given[width]
                 given.copy_(sent(numbers, core.device))
                 core.replay(("prompt", width, size), partial(self._begin, given, size), shared=True)
-            mode = row.sampling.mode
-            core.replay(("joined", mode), partial(self._end, mode), shared=True)
+            mode, score = row.sampling.mode, row.scored_from is not None
+            core.replay(("joined", mode, score), partial(self._end, mode, score), shared=True)
         except BaseException:
             self._put_back()
             raise
@@ -73,9 +75,32 @@ class Prompts:
             last = run_prompts(core.weights, tokens[:, :size], row, prefilled - 1, keys, values)
             core.x[-1].index_copy_(0, row, last)
 
-    def _end(self, mode: str) -> None:
+    @torch.no_grad()
+    def scores(self, b: int, row: Row) -> list[Score]:
+        """The scores of a row's prefilled tokens, from ``row.scored_from`` on, before it joins in place b.
+
+        Raises:
+            UserError: numbers that are not finite.
+        """
+        core, first = self.core, row.scored_from
+        if first is None or first >= row.prefilled:
+            return []
+        with core.on_device():
+            ids = torch.tensor([row.tokens[: row.prefilled]], device=core.device)
+            keys, values = [cache.k for cache in core.caches], [cache.v for cache in core.caches]
+            behind = run_tokens(core.weights, ids, torch.tensor([b], device=core.device), keys, values)[0]
+            found: list[Score] = []
+            for start in range(first, row.prefilled, AT_ONCE):  # logits of position p stand behind token p - 1
+                stop = min(row.prefilled, start + AT_ONCE)
+                logits = logits_of(core.weights, behind[start - 1 : stop - 1])
+                if not bool(logits.isfinite().all()):
+                    raise not_finite(f"the logits of row {b} hold NaN", core.weights.embedding.dtype)
+                found += scores_of(logits, row.tokens[start:stop], row.top)
+        return found
+
+    def _end(self, mode: str, score: bool) -> None:
         """The LM head and the choice of the next token. Then other rows go on."""
-        self.core.tail(mode, False)
+        self.core.tail(mode, score)
         for tensor, kept in zip(self._changed, self._kept, strict=True):
             kept.index_copy_(0, self._row, tensor.index_select(0, self._row))
         self._put_back()

@@ -223,8 +223,6 @@ def _sampling(config: GenerationConfig) -> Sampling:
     if not config.do_sample:
         return Sampling(repetition_penalty=penalty)
     temperature = 1.0 if config.temperature is None else float(config.temperature)
-    if temperature <= 0:
-        raise UserError(f"temperature must be above 0 when sampling, got {temperature}; for greedy use do_sample=False")
     top_p = 1.0 if config.top_p is None else min(1.0, float(config.top_p))  # above 1 it is off in transformers too
     if top_p == 0:
         raise Unsupported(

@@ -11,27 +11,41 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from dejavu_train.engine.inputs import Row
+from dejavu_train.engine.scores import Score
 from dejavu_train.engine.session import Session, Sight
 from dejavu_train.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """What steps have given a row: new tokens, whether it is done, and what was not finite, if anything was."""
+    """What steps have given a row: new tokens, whether it is done, and what was not finite, if anything was.
+
+    scores: of a row that keeps them, those of the new tokens. The first news have those of the prompt in front.
+    """
 
     row: int
     tokens: list[int]
     done: bool
     error: UserError | None = None
+    scores: list[Score] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
 class Seat:
-    """A row in its place. shown: tokens that the caller knows. reach: that it has at most, by the steps asked for."""
+    """A row in its place. shown: tokens that the caller knows. reach: that it has at most, by the steps asked for.
+
+    scores: that the caller does not know.
+    """
 
     row: Row
     shown: int
     reach: int
+    scores: list[Score] = dataclasses.field(default_factory=list)
+
+    def score(self, engine: Session, b: int) -> None:
+        """Keep the score of the token that the last step gave, where it is wanted."""
+        if self.row.scored_from is not None and self.reach > self.row.scored_from:
+            self.scores.append(engine.score_last(b, self.row.top))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +88,9 @@ class Rows:
         if not self.free:
             raise UserError(f"this engine holds {self.engine.batch} rows, all taken; wait until one is done")
         b = next(b for b in range(self.engine.batch) if b not in self._seats)
-        self.engine.place(b, row)
-        self._seats[b] = Seat(row, len(row.tokens), row.prefilled + 1)
+        seat = Seat(row, len(row.tokens), row.prefilled + 1, self.engine.place(b, row))
+        seat.score(self.engine, b)
+        self._seats[b] = seat
         return b
 
     def leave(self, b: int) -> None:
@@ -88,20 +103,29 @@ class Rows:
 
         Where steps run beside the caller, news are of the call before. The first call has none.
         """
-        taken = self._take(n)
-        if self.engine.beside:
-            self._ahead, taken = taken, self._ahead
-        return [] if taken is None else self._tell(taken)
+        ahead, taken = self._ahead, self._take(n)
+        if self.engine.beside and not self.engine.scoring:
+            self._ahead, taken = taken, None
+        else:  # logits are looked at behind every step
+            self._ahead = None
+        return [news for each in (ahead, taken) if each is not None for news in self._tell(each)]
 
     def _take(self, n: int) -> Taken | None:
         """Ask for as many steps as some row may need. None where the steps ahead are the last of all rows."""
         known = {} if self._ahead is None else self._ahead.seats
-        n = min(n, max((seat.row.total - seat.reach for seat in self._seats.values()), default=0))
+        scored = [(b, seat) for b, seat in self._seats.items() if seat.row.scored_from is not None]
+        self.engine.scoring = bool(scored)
+        if scored:
+            done = self.engine.read(self.engine.batch)[1]
+            scored = [(b, seat) for b, seat in scored if not done[b]]
+        n = min(1 if scored else n, max((seat.row.total - seat.reach for seat in self._seats.values()), default=0))
         if n > 0:
             modes = {seat.row.sampling.mode for seat in self._seats.values()}
             n = self.engine.steps(n, modes.pop() if len(modes) == 1 else "mixed")
             for seat in self._seats.values():
                 seat.reach = min(seat.row.total, seat.reach + n)
+            for b, seat in scored:
+                seat.score(self.engine, b)
         elif all(known.get(b) is seat for b, seat in self._seats.items()):
             return None
         return Taken(dict(self._seats), self.engine.sight())
@@ -115,7 +139,8 @@ class Rows:
             seat, held = self._seats[b], sight.held[b]
             tokens = sight.tokens[b, seat.shown : held].tolist()
             seat.shown = max(seat.shown, held)
-            news.append(News(b, tokens, sight.done[b], sight.faults.get(b)))
+            news.append(News(b, tokens, sight.done[b], sight.faults.get(b), seat.scores))
+            seat.scores = []
             if sight.done[b]:
                 del self._seats[b]
         return news

@@ -16,11 +16,13 @@ from dejavu_train.engine.draft import Draft, check_alone
 from dejavu_train.engine.inputs import Row, Sampling, check_continuation, check_length, check_rows, rows_of
 from dejavu_train.engine.lossless import Acceptance, Pair
 from dejavu_train.engine.planned import StepPlan
+from dejavu_train.engine.scores import Score
 from dejavu_train.engine.turns import Turns, in_turn
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 
 Callback = Callable[[int, int], Any]
+NO_SCORES = "this engine gives no log-probabilities; leave logprobs and echo out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,13 @@ class Session(ABC):
         state: has ``tokens`` (batch, T) integers and ``nll`` (batch, T) fp32, tensors or arrays. T: at least context.
         acceptance: of the last lossless call.
         beside: steps go on while the caller does something else. Otherwise `steps` returns when they are done.
+        scores: a row may keep log-probabilities, see `Row.scored_from`.
+        scoring: some of the rows that step keep them.
     """
 
     beside = False
+    scores = False
+    scoring = False
 
     shape: ModelDims
     batch: int
@@ -109,13 +115,23 @@ class Session(ABC):
         """
         raise UserError("rows of this engine begin together; use generate()")
 
-    def place(self, b: int, row: Row) -> None:
+    def place(self, b: int, row: Row) -> list[Score]:
         """Begin a row in the place of row b, and choose its next token. Other rows stay as they are.
 
+        Returns:
+            the scores of the tokens that are prefilled, from ``row.scored_from`` on.
         Raises:
-            UserError: a row that does not fit.
+            UserError: a row that does not fit, or that asks for scores where the engine has none.
         """
         raise UserError("rows of this engine begin together; use generate()")
+
+    def score_last(self, b: int, top: int) -> Score:
+        """Of a row that keeps log-probabilities, the score of its last token. Asked behind every step.
+
+        Raises:
+            UserError: an engine without scores.
+        """
+        raise UserError(NO_SCORES)
 
     @abstractmethod
     def end(self, b: int) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.shared_config import ModelConfig, TextConfig, TextOptions
-from dejavu_train.ranges import SHARE, check_ranges
+from dejavu_train.ranges import COLDEST, SHARE, WIDEST, check_ranges
 
 # Deja Vu's seven and HellaSwag.
 TASKS = ("cb", "copa", "lambada", "openbookqa", "piqa", "rte", "winogrande", "hellaswag")
@@ -58,8 +58,8 @@ class GenerationOptions(TextOptions):
             if not getattr(self, name):
                 raise UserError(f"--{name} is empty; name one")
         check_ranges(self, "--", {"densities": SHARE, "head_density": SHARE})
-        if self.temperature <= 0:
-            raise UserError(f"--temperature must lie above 0, got {self.temperature}")
+        if not COLDEST <= self.temperature <= WIDEST:
+            raise UserError(f"--temperature must lie in {COLDEST:g} to {WIDEST:g}, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top_p must lie above 0 and at most at 1, got {self.top_p}")
         if 0 in self.every:

@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve. Raises :class:`UserError` for what the user can mend."""
     config = parse(ServeConfig, argv, "dejavu serve", "Serve a sparse model through OpenAI's protocol.")
     config.check()
+    key = config.key(os.environ)
     check_device_name(config.device, "device")
     for package in ("fastapi", "uvicorn"):
         require_package(package, "dejavu serve", "'dejavu-train[serve]'")
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     log = None if config.log is None else LogFile(config.log)
     from dejavu_train.serving.server import Served, run
 
-    served = Served(config, config.api_key or os.environ.get("DEJAVU_API_KEY") or None)
+    served = Served(config, key)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if listening.family == socket.AF_INET6 else host
     print(f"serving {served.name} at http://{shown}:{port}/v1, {served.about}", file=sys.stderr, flush=True)

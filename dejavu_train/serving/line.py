@@ -5,6 +5,7 @@ Between two steps texts leave that are done or wanted no longer, and others take
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +14,12 @@ from typing import Any
 
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.rows import News
+from dejavu_train.engine.scores import Score
 from dejavu_train.errors import UserError
 from dejavu_train.serving.metrics import Metrics
 from dejavu_train.serving.text import Text
 
+BUG = "the server has a bug; its log has the traceback"
 BURST = 8  # steps between two looks at the line, at most. One behind a text that has joined: others often follow it
 
 
@@ -30,13 +33,18 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """What a text has got. finish: stop or length at its end. error: why it ended otherwise."""
+    """What a text has got. finish: stop or length at its end. error: why it ended otherwise, with HTTP's status.
+
+    scores: of tokens, where the row keeps them.
+    """
 
     text: str = ""
     tokens: int = 0
     finish: str | None = None
     error: str | None = None
+    status: int = 500
     acceptance: float | None = None
+    scores: Sequence[Score] = ()
 
 
 @dataclass(eq=False)
@@ -45,6 +53,7 @@ class Ticket:
 
     Attributes:
         hear: called with each `Event`, as `Line.deliver` says. streamed: hears more than the end.
+        kept, scores: that were not told yet. kept begins with what the answer repeats of the prompt.
     """
 
     row: Row
@@ -55,6 +64,7 @@ class Ticket:
     told: int = 0
     begun: float = field(default_factory=time.perf_counter)
     wanted: bool = True
+    scores: list[Score] = field(default_factory=list)
 
 
 class Line:
@@ -109,12 +119,17 @@ class Line:
             Full: they would not all have a row or a place. Ended: the line is closed.
         """
         with self._changed:
-            full = len(tickets) > self.most + self.rows.free - len(self._waiting)
-            if self._closed or full:
-                self.metrics.add("requests_total", len(tickets), 'outcome="refused"')
-                raise Ended(self._why) if self._closed else Full
+            self.look(len(tickets))
             self._waiting.extend(tickets)
             self._changed.notify()
+
+    def look(self, n: int) -> None:
+        """Whether n tickets could be queued now. Raises as `submit`."""
+        with self._changed:
+            full = n > self.most + self.rows.free - len(self._waiting)
+            if self._closed or full:
+                self.metrics.add("requests_total", n, 'outcome="refused"')
+                raise Ended(self._why) if self._closed else Full
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Nobody wants these any longer. Their rows are free before the next step."""
@@ -146,7 +161,7 @@ class Line:
             self._served.clear()
             self._waiting.clear()
         for ticket in left:
-            self._finish(ticket, Event(error=self._why))
+            self._finish(ticket, Event(error=self._why, status=503))
         self._hand_out()
 
     def _next(self) -> bool:
@@ -179,22 +194,43 @@ class Line:
         return True
 
     def _join(self, ticket: Ticket) -> None:
-        try:
-            b = self.rows.join(ticket.row)
-        except UserError as error:
-            self._finish(ticket, Event(error=str(error)))
+        row = ticket.row
+        if row.total == len(row.tokens) and row.scored_from is None:  # nothing is asked of the engine
+            self._finish(ticket, Event(ticket.kept, finish="length"))
             return
-        self.metrics.add("prompt_tokens_total", len(ticket.row.tokens))
+        try:
+            b = self.rows.join(row)
+        except Exception as error:  # of this row alone, whatever it is
+            self._fail(ticket, error)
+            return
+        self.metrics.add("prompt_tokens_total", len(row.tokens))
         self._served[b], self._burst = ticket, 1
 
     def _tell(self, news: News) -> None:
+        """Hand on what a row has got. Where that fails it is the end of this text, and of no other."""
         ticket = self._served[news.row]
+        try:
+            self._hand_on(ticket, news)
+        except Exception as error:
+            self._fail(ticket, error)
+            if self._served.pop(news.row, None) is not None and not news.done:
+                self.rows.leave(news.row)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """End a text with an error. One of ours leaves its traceback."""
+        if not isinstance(error, UserError):
+            traceback.print_exception(error)
+        self._finish(ticket, Event(error=str(error) if isinstance(error, UserError) else BUG))
+
+    def _hand_on(self, ticket: Ticket, news: News) -> None:
         if not ticket.text.tokens and news.tokens:
             self.metrics.add("first_token_seconds_sum", time.perf_counter() - ticket.begun)
             self.metrics.add("first_token_seconds_count")
         before = ticket.text.tokens
         text = ticket.text.add(news.tokens, news.done)
         self.metrics.add("generated_tokens_total", ticket.text.tokens - before)
+        unread = len(news.tokens) - (ticket.text.tokens - before)  # behind a stop
+        ticket.scores += news.scores[: len(news.scores) - unread]
         finish = None
         if ticket.text.ended or (news.done and news.tokens and news.tokens[-1] in self.stops):
             finish = "stop"
@@ -207,8 +243,9 @@ class Line:
             return
         error = None if news.error is None else str(news.error)
         new = ticket.text.tokens - ticket.told
-        event = Event(ticket.kept, new, finish, error, getattr(self.rows, "acceptance", None))
-        ticket.kept, ticket.told = "", ticket.text.tokens
+        rate = getattr(self.rows, "acceptance", None)
+        event = Event(ticket.kept, new, finish, error, acceptance=rate, scores=tuple(ticket.scores))
+        ticket.kept, ticket.told, ticket.scores = "", ticket.text.tokens, []
         if finish is None:
             self._events.append((ticket, event))
         else:

@@ -6,7 +6,7 @@ from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row, check_rows
 from dejavu_train.engine.lossless import Acceptance, Verified
 from dejavu_train.engine.rows import News
-from dejavu_train.engine.session import Session
+from dejavu_train.engine.session import NO_SCORES, Session
 from dejavu_train.errors import UserError
 
 
@@ -40,7 +40,9 @@ class LosslessRows:
         return self._counts.rate
 
     def join(self, row: Row) -> int:
-        """See `Rows.join`."""
+        """See `Rows.join`. Raises UserError also for a row that keeps log-probabilities."""
+        if row.scored_from is not None:
+            raise UserError(NO_SCORES)
         check_rows([row], 1, self.engine.context, self.engine.shape)
         self._verified = self.pair.begin(row, self.stops)
         self._row, self._shown, self._counts = row, len(row.tokens), Acceptance()

@@ -1,5 +1,6 @@
 """What clients get: OpenAI's bodies, chunks of a stream, and errors."""
 
+import asyncio
 import json
 import time
 import uuid
@@ -7,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dejavu_train.engine.scores import Score
+from dejavu_train.serving.logprobs import Scored
+
+SEPARATORS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}  # that some clients end lines at
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -20,17 +25,39 @@ class Refusal(Exception):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's form of an error."""
+    message = _whole(message)
+    param = None if param is None else _whole(param)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def _whole(text: str) -> str:
+    """A text that UTF-8 can write, whatever a client has put into it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 @dataclass
 class Choice:
-    """A text that is being written."""
+    """A text that is being written. logprobs: of its tokens in OpenAI's form, where they are asked for."""
 
     text: str = ""
     tokens: int = 0
     finish: str | None = None
+    logprobs: dict[str, Any] | None = None
+    scores: list[Score] = field(default_factory=list)
+    scored: Scored | None = None
+    first: int | None = None
+
+    def keep(self, scored: Scored, first: int | None) -> None:
+        """Its log-probabilities are asked for. first: a token in front of them, see `Scored.part`."""
+        self.scored, self.first = scored, first
+
+    async def told(self) -> dict[str, Any] | None:
+        """Log-probabilities since the last call. Those of a long prompt take a while, so a thread writes them."""
+        if self.scored is None:
+            return None
+        scores, first, self.scores, self.first = self.scores, self.first, [], None
+        return await asyncio.to_thread(self.scored.part, scores, first)
 
 
 @dataclass
@@ -39,12 +66,14 @@ class Reply:
 
     Attributes:
         prompt_tokens: of all prompts, each counted once. density: of the bundle, by target. chat: its form.
+        tells_usage: a stream's last chunk tells usage.
     """
 
     model: str
     prompt_tokens: int
     density: Mapping[str, float]
     chat: bool
+    tells_usage: bool = False
     acceptance: float | None = None
     made: int = field(default_factory=lambda: int(time.time()))
     name: str = ""
@@ -70,13 +99,26 @@ class Reply:
             text: dict[str, Any] = {"text": choice.text}
             if self.chat:
                 text = {"message": {"role": "assistant", "content": choice.text}}
-            made.append({"index": i, **text, "logprobs": None, "finish_reason": choice.finish})
+            made.append({"index": i, **text, "logprobs": choice.logprobs, "finish_reason": choice.finish})
         return self._object(made, "") | {"usage": self.usage(choices)}
 
-    def chunk(self, i: int, text: str, finish: str | None) -> str:
+    def chunk(self, i: int, text: str, finish: str | None, logprobs: dict[str, Any] | None = None) -> str:
         """An event of a stream."""
-        part: dict[str, Any] = {"delta": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return event(self._object([{"index": i, **part, "logprobs": None, "finish_reason": finish}], ".chunk"))
+        part: dict[str, Any] = {"text": text}
+        if self.chat:
+            part = {"delta": {"content": text} if text else {}}
+        return self._chunk(i, part, finish, logprobs)
+
+    def first_chunks(self, n: int) -> str:
+        """Events that begin the messages of a chat, in their order. Clients join what chunks repeat, so no other tells
+        the role."""
+        return "".join(self._chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in range(n))
+
+    def _chunk(
+        self, i: int, part: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> str:
+        made = self._object([{"index": i, **part, "logprobs": logprobs, "finish_reason": finish}], ".chunk")
+        return event(made | {"usage": None} if self.tells_usage else made)
 
     def last_chunk(self, choices: Sequence[Choice]) -> str:
         """The event that tells usage."""
@@ -88,5 +130,8 @@ class Reply:
 
 
 def event(body: Mapping[str, Any]) -> str:
-    """A body as a server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    """A body as a server-sent event, without what a client may take for the end of a line."""
+    data = json.dumps(body, ensure_ascii=False)
+    for separator, escaped in SEPARATORS.items():
+        data = data.replace(separator, escaped)
+    return f"data: {data}\n\n"

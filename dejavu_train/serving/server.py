@@ -12,6 +12,7 @@ import torch
 import uvicorn
 from transformers.generation import GenerationConfig
 
+from dejavu_train.engine.inputs import MAX_STOPS
 from dejavu_train.engine.request import token_list
 from dejavu_train.engine.rows import Rows
 from dejavu_train.errors import UserError
@@ -45,11 +46,15 @@ def load(config: ServeConfig) -> SparseCausalLM:
 class Served:
     """What is served, its line started.
 
+    Args:
+        key: that clients must send. None: that of the configuration, if it has one.
+
     Raises:
         UserError: no such model or bundle, or no engine for it here.
     """
 
     def __init__(self, config: ServeConfig, key: str | None = None) -> None:
+        key = config.key({}) if key is None else key
         self.model = load(config)
         tokenizer, pool = load_tokenizer(config.model, config.revision), self.model.engine_pool()
         if config.rows > pool.max_rows:
@@ -57,7 +62,12 @@ class Served:
         context = min(config.context or pool.shape.max_positions, pool.shape.max_positions)
         self.name = config.name or config.model
         settings: GenerationConfig = self.model.generation_config
-        stops = token_list(settings.eos_token_id)
+        stops = [token for token in token_list(settings.eos_token_id) if 0 <= token < pool.shape.vocab_size]
+        if len(stops) > MAX_STOPS:
+            raise UserError(
+                f"the engine knows at most {MAX_STOPS} stop tokens, and the model's eos_token_id has"
+                f" {len(stops)}; leave some out in its generation_config.json"
+            )
         with pool.turn():
             engine = pool.engine(1 if config.lossless else config.rows, context)
             rows = LosslessRows(engine, stops) if config.lossless else Rows(engine, stops)
@@ -65,8 +75,10 @@ class Served:
         self.line = Line(rows, stops, config.queue, Metrics(), pool.turn())
         bundle = self.model.bundle
         density = {str(target.value): round(bundle.mean_density(target), 4) for target in bundle.targets}
-        reader = Reader(tokenizer, context, pool.shape.vocab_size, config.lossless)
-        self.app = make_app(self.line, reader, self.name, density, key)
+        start = None if config.sparse_from == "prompt" else int(config.sparse_from)
+        scores = engine.scores and not config.lossless
+        reader = Reader(tokenizer, context, pool.shape.vocab_size, config.lossless, scores, start)
+        self.app = make_app(self.line, reader, self.name, density, key, config.allow_origin)
         self.line.start()
 
 

@@ -13,7 +13,7 @@ from dejavu_train.families import dims_of
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
 from dejavu_train.sparse.forward import check_cache
-from dejavu_train.sparse.inputs import read_prompt, refuse_for_gather
+from dejavu_train.sparse.inputs import check_numbers, read_prompt, refuse_for_gather
 from dejavu_train.sparse.masked import refuse_compiled
 from dejavu_train.sparse.runtime import check_lossless
 
@@ -44,6 +44,7 @@ def generated(
     if kwargs.get("use_cache", True) is None:
         del kwargs["use_cache"]  # transformers would run all tokens again at every step, and keep them all
     config, _ = model._prepare_generation_config(generation_config, **kwargs)
+    check_numbers(config)
     cache = kwargs.get("past_key_values")
     limit = dims_of(model.config).max_positions
     table = getattr(model.get_input_embeddings(), "weight", None)  # of an adapter around an embedding as well

@@ -3,7 +3,6 @@
 ``docs/reference/signatures.md`` lists every parameter of transformers' calls and what becomes of it here.
 """
 
-import contextlib
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -13,10 +12,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from dejavu_train.engine.inputs import LAST
 from dejavu_train.engine.request import padding_mask
 from dejavu_train.errors import UserError
+from dejavu_train.ranges import COLDEST, WIDEST
 
 SparseFrom = int | Tensor | str
+MOST_SEQUENCES = 2**16  # of a prompt. More are out of any memory
 
 # Keywords of a forward pass, beside its parameters, that are read; the loss takes all of them.
 READ = frozenset("return_dict output_attentions output_hidden_states is_causal".split())
@@ -31,14 +33,44 @@ def read_sparse_from(value: Any) -> SparseFrom:
     """
     if isinstance(value, str) and value == "prompt":
         return value
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0:
-        return int(value)
-    with contextlib.suppress(ValueError, TypeError):  # a list of anything
-        starts = torch.tensor(value, device="cpu") if isinstance(value, (list, tuple)) else value
-        whole = isinstance(starts, Tensor) and not starts.is_floating_point() and starts.dtype != torch.bool
-        if whole and starts.numel() and int(starts.min()) >= 0:
-            return starts.reshape(-1)
+    if _is_position(value):
+        return min(int(value), LAST)
+    if isinstance(value, Tensor) and not value.is_floating_point() and value.numel():
+        starts = value.reshape(-1).tolist()
+    else:
+        starts = list(value) if isinstance(value, (list, tuple)) else []
+    if starts and all(map(_is_position, starts)):
+        device = value.device if isinstance(value, Tensor) else None
+        return torch.tensor([min(int(start), LAST) for start in starts], device=device)
     raise UserError(f"sparse_from must be a position from 0 on, one per row, or 'prompt', got {value!r}")
+
+
+def _is_position(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def check_numbers(config: GenerationConfig) -> None:
+    """Refuse numbers of ``generate()`` that transformers lets pass, and that nothing behind it holds.
+
+    Raises:
+        UserError: the first by name.
+    """
+    allowed: dict[str, tuple[float, float]] = {"repetition_penalty": (1 / WIDEST, WIDEST)}
+    if config.do_sample:
+        allowed["temperature"] = (COLDEST, WIDEST)
+    for name, (least, most) in allowed.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value <= most:
+            hint = "; for greedy use do_sample=False" if name == "temperature" and value < least else ""
+            raise UserError(f"{name} must be a number from {least:g} to {most:g}, got {value}{hint}")
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        ids = getattr(config, name)
+        for token in ids if isinstance(ids, (list, tuple)) else [ids]:
+            if isinstance(token, Integral) and not -LAST <= int(token) <= LAST:
+                raise UserError(f"{name} must be a token id, at most {LAST}, got {token}")
+    repeats = config.num_return_sequences
+    if repeats is not None and not 1 <= repeats <= MOST_SEQUENCES:
+        raise UserError(f"num_return_sequences must lie in 1 to {MOST_SEQUENCES}, got {repeats}")
 
 
 def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:

@@ -177,7 +177,7 @@ def test_what_is_compared(bundle_folder):
         ({"decodings": "beam"}, "--decodings must be a list"),
         ({"new_tokens": "600"}, "exceed the model's 512 positions"),
         ({"prompts": "500"}, "prompts of 12 tokens, not 500"),
-        ({"temperature": "0"}, "--temperature must lie above 0"),
+        ({"temperature": "0"}, "--temperature must lie in 1e-06 to"),
         ({"bundle": "nowhere"}, "nowhere"),
     ],
     ids=str,

@@ -4,11 +4,13 @@ import logging
 
 import pytest
 import reported_calls
+import reported_numbers
+import reported_served
 import reported_state
 from bundles import make_bundle
 from reported_case import Case
 
-ROWS = (*reported_state.ROWS, *reported_calls.ROWS)
+ROWS = (*reported_state.ROWS, *reported_calls.ROWS, *reported_numbers.ROWS, *reported_served.ROWS)
 
 
 @pytest.fixture

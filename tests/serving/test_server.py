@@ -107,13 +107,13 @@ def test_text_holds_back_what_may_be_a_stop():
         def decode(self, ids, **_):
             return "".join(map(chr, ids)).replace("~", "\ufffd")
 
-    text = Text(Letters(), ["end", "dog"])
+    text = Text(Letters(), stops=["end", "dog"])
     assert [text.add(list(map(ord, part))) for part in ("an e", "n", "xen", "d more")] == ["an ", "", "enx", ""]
     assert text.ended and text.tokens == 9, "what came behind the stop is not counted"
     text = Text(Letters())
     assert [text.add([97, 126]), text.add([98], last=True)] == ["", "a\ufffdb"]
-    assert Text(Letters(), ["abc"]).add([97, 98], last=True) == "ab"
-    text = Text(Letters(), ["en"])
+    assert Text(Letters(), stops=["abc"]).add([97, 98], last=True) == "ab"
+    text = Text(Letters(), stops=["en"])
     assert [text.add(list(map(ord, part))) for part in ("an~", "end")] == ["", "an\ufffd"] and text.tokens == 5
 
 
@@ -124,7 +124,7 @@ def test_a_text_that_nobody_reads_before_its_end_is_the_same(tiny_opt):
         texts = []
         for size in (1, 3, 8, len(ids)):
             for whole in (False, True):
-                text = Text(tokenizer, stops, whole)
+                text = Text(tokenizer, stops=stops, whole=whole)
                 parts = [text.add(ids[i : i + size], i + size >= len(ids)) for i in range(0, len(ids), size)]
                 assert stops or not whole or not any(parts[:-1])
                 texts.append(("".join(parts), text.tokens, text.ended))

@@ -134,8 +134,8 @@ class Selectors(Group):
 class State(Group):
     """Per row: sequence (B), the number of the sequence whose token it runs, 0 to S - 1. Engines have a row for each
     sequence. Verification has eight rows of one. position, known, least, limit, sparse_from, row_state, and how the row
-    samples (B): see ``advance``. fault (B): 0, or the position before which numbers were first not finite. fault_site
-    (B): the half that they came from, as `normalise` counts, 0 = the LM head.
+    samples (B): see ``advance``. scored (B): whether its logits are kept. fault (B): 0, or the position before which
+    numbers were first not finite. fault_site (B): the half that they came from, as `normalise` counts, 0 = the LM head.
 
     Per sequence: tokens (S, T) int32, nll (S, T) fp32, seen (S, V) int32, see `penalise`. Caches: keys (L, S, g, e, T),
     values (L, S, g, T, e) fp32. attn_in (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T).
@@ -151,6 +151,7 @@ class State(Group):
     limit: np.ndarray
     sparse_from: np.ndarray
     row_state: np.ndarray
+    scored: np.ndarray
     stops: np.ndarray
     temperature: np.ndarray
     top_p: np.ndarray
@@ -172,7 +173,7 @@ class State(Group):
     def clear(self) -> None:
         """Forget all rows. Caches keep their content, which no watermark and no position reaches."""
         zero = (self.position, self.known, self.least, self.limit, self.sparse_from, self.fault, self.fault_site)
-        for array in (*zero, self.watermark, self.min_p, self.presence, self.frequency):
+        for array in (*zero, self.scored, self.watermark, self.min_p, self.presence, self.frequency):
             array[:] = 0
         self.row_state[:], self.stops[:], self.repetition[:] = DONE, -1, 1
 
@@ -183,7 +184,8 @@ class Scratch(Group):
     (N, max(T, g, e)), mask, heads (N, g). units, unit_rows, found, found_rows (N, f). A list of row numbers (N, .)
     int32, with results or factors of each (N, B, .) fp32, and a second of them where MLPs are gated. best_token and
     faulty (N, B), counts and bytes_read (N, 4). What all share: hidden (P, B, R), q and heads_out (B, h e), unit_logits
-    (B, f), logits (B, V), residual (B, d), ones (B).
+    (B, f), logits (B, V), residual (B, d), ones (B). raw (B, V): logits
+    as the model gives them, of scored rows.
     """
 
     x: np.ndarray
@@ -213,6 +215,7 @@ class Scratch(Group):
     heads_out: np.ndarray
     unit_logits: np.ndarray
     logits: np.ndarray
+    raw: np.ndarray
     residual: np.ndarray
     ones: np.ndarray
 
@@ -271,6 +274,7 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
         limit=ints(batch),
         sparse_from=ints(batch),
         row_state=ints(batch),
+        scored=ints(batch),
         temperature=floats(batch) + 1,
         top_p=floats(batch) + 1,
         top_k=ints(batch),
@@ -331,6 +335,7 @@ def new_scratch(
         heads_out=floats(batch, wide),
         unit_logits=floats(batch, f),
         logits=floats(batch, vocab),
+        raw=floats(batch, vocab),
         residual=floats(batch, d),
         ones=np.ones(batch, np.float32),
     )

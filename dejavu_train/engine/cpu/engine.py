@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dejavu_train.engine.cpu import arrays
 from dejavu_train.engine.cpu.entry_point import enter
 from dejavu_train.engine.cpu.lossless import CpuPair
-from dejavu_train.engine.cpu.prefill import fault, prefill
+from dejavu_train.engine.cpu.prefill import fault, logits_of, prefill
 from dejavu_train.engine.cpu.selectors import Rules, read_rules
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.cpu.threads import SUPPORTED
@@ -25,6 +26,7 @@ from dejavu_train.engine.inputs import Row, check_rows
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine
+from dejavu_train.engine.scores import AT_ONCE, Score, scores_of
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import UserError
@@ -60,6 +62,8 @@ class CpuEngine(Session):
     Raises:
         UserError: a size or format that does not fit, or an uncalibrated bundle.
     """
+
+    scores = True
 
     def __init__(
         self,
@@ -157,25 +161,45 @@ class CpuEngine(Session):
         self.state.clear()
         self.state.stops[: len(stops)] = list(stops)
 
-    def place(self, b: int, row: Row) -> None:
+    def place(self, b: int, row: Row) -> list[Score]:
         """See `Session.place`."""
         check_rows([row], self.batch, self.context, self.shape)
         state = self.state
         others = state.row_state.copy()
+        others[b] = arrays.DONE
         try:
             state.row_state[:] = arrays.DONE
-            self._write(b, row)
+            behind = self._write(b, row)
             self._team.call(1, row.sampling.mode, tail_only=True)
-        finally:
             others[b] = state.row_state[b]
+        finally:
             state.row_state[:] = others
+        if row.scored_from is None or row.scored_from >= row.prefilled:
+            return []
+        first = row.scored_from
+        found: list[Score] = []
+        for start in range(first, row.prefilled, AT_ONCE):  # logits of position p stand behind token p - 1
+            stop = min(row.prefilled, start + AT_ONCE)
+            logits = logits_of(self.weights, behind[start - 1 : stop - 1], b, start - 1)
+            found += scores_of(logits, row.tokens[start:stop], row.top)
+        return found
+
+    def score_last(self, b: int, top: int) -> Score:
+        """See `Session.score_last`."""
+        raw = torch.from_numpy(self.scratch.raw[b : b + 1])
+        token = int(self.state.tokens[self.state.sequence[b], self.state.position[b]])
+        return scores_of(raw, [token], top)[0]
 
     def end(self, b: int) -> None:
         """See `Session.end`."""
         self.state.row_state[b] = arrays.DONE
 
-    def _write(self, b: int, row: Row) -> None:
-        """A row's state and the residual stream of its prefilled tokens, behind which the tail chooses the next."""
+    def _write(self, b: int, row: Row) -> Tensor:
+        """A row's state and the residual stream of its prefilled tokens, behind which the tail chooses the next.
+
+        Returns:
+            (prefilled, d) fp32, the residual stream.
+        """
         state, known, sampler = self.state, len(row.tokens), row.sampling
         state.tokens[b, :known] = row.tokens
         state.known[b], state.limit[b], state.sparse_from[b] = known, row.total, row.sparse_from
@@ -188,10 +212,14 @@ class CpuEngine(Session):
         state.seen[b] = 0
         state.seen[b, list(row.tokens[: row.prefilled])] = 1
         state.watermark[:, b] = row.prefilled
+        state.scored[b] = row.scored_from is not None
+        behind = torch.empty(0, self.shape.d_model)
         if row.prefilled:
-            self.scratch.residual[b] = prefill(self.weights, self.selectors, state, b, row.prefilled).numpy()
+            behind = prefill(self.weights, self.selectors, state, b, row.prefilled)
+            self.scratch.residual[b] = behind[-1].numpy()
         # Not done, so that the tail gives the row its next token. Whether it is sparse is decided there.
         state.row_state[b] = arrays.DENSE
+        return behind
 
     def pair(self, draft: Draft) -> CpuPair:
         """See `Session.pair`. Weights in 8 bits are made here, once for all engines with these weights."""

@@ -67,7 +67,7 @@ class CpuPair(Pair):
             state.limit[:], state.least[:], state.sparse_from[:] = row.total, row.least, n
         draft.tokens[0, :n], draft.stops[: len(stops)] = row.tokens, list(stops)
         draft.position[0] = n - 1
-        self.slot_scratch.residual[0] = prefill(self.dense, self.rules, self.slots, 0, n).numpy()
+        self.slot_scratch.residual[0] = prefill(self.dense, self.rules, self.slots, 0, n)[-1].numpy()
         return self._call(0, sampler.mode, behind_prompt=True)
 
     def cycle(self, drafted: int, mode: str) -> Verified:

@@ -29,6 +29,8 @@ from dejavu_train.families.dims import Activation
 from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.models.finite import name_half, not_finite
 
+HEAD_ROWS = 4096  # of the LM head at once
+
 
 def fault(site: int, row: int, position: int) -> UserError:
     """What to raise where the input of norm ``site``, in order of use, is not finite. -1 = of the LM head."""
@@ -47,7 +49,7 @@ def prefill(
     Args:
         watched: look for numbers that are not finite behind every half, instead of once behind all of them.
     Returns:
-        (d,) fp32, the residual stream of the last of these tokens after the last layer.
+        (count, d) fp32, the residual stream of these tokens after the last layer.
     Raises:
         UserError: numbers that are not finite, by layer and position.
     """
@@ -84,7 +86,27 @@ def prefill(
         if not watched:
             return prefill(weights, selectors, state, row, count, watched=True)
         norm(2 * shape.n_layers, x)
-    return x[0, -1]
+    return x[0]
+
+
+def logits_of(weights: CpuWeights, x: Tensor, row: int, first: int) -> Tensor:
+    """The logits (n, V) of the residual stream x (n, d) behind the last layer, of a row's positions from ``first`` on.
+
+    Raises:
+        UserError: numbers that are not finite.
+    """
+    shape, model = weights.shape, weights.model
+    if not model.post_norm or model.final_norm:
+        x = _norm(x, model.norms[2 * shape.n_layers], model.eps, model.centred)
+    logits = torch.empty(len(x), shape.vocab_size)
+    for start in range(0, shape.vocab_size, HEAD_ROWS):  # rows of codes are copied as numbers
+        n = min(HEAD_ROWS, shape.vocab_size - start)
+        logits[:, start : start + n] = F.linear(x, weights.rows(model.lm_head + start, n))
+    if model.logit_cap:
+        logits.div_(model.logit_cap).tanh_().mul_(model.logit_cap)
+    if not bool((finite := logits.isfinite().all(dim=1)).all()):
+        raise fault(-1, row, first + int(finite.int().argmin()))
+    return logits
 
 
 def _norm(x: Tensor, values: np.ndarray, eps: float, centred: int) -> Tensor:

@@ -189,9 +189,20 @@ def not_finite(logits):
 def head_needed(state, score):
     """Whether any row needs logits: not where the next token is known and not scored."""
     for b in range(state.row_state.shape[0]):
-        if state.row_state[b] != DONE and (score or state.position[b] + 1 >= state.known[b]):
+        wanted = score or state.scored[b] or state.position[b] + 1 >= state.known[b]
+        if state.row_state[b] != DONE and wanted:
             return True
     return False
+
+
+@compiled()
+def scored_rows(state):
+    """Bits of the rows whose logits are kept."""
+    found = 0
+    for b in range(state.scored.shape[0]):
+        if state.scored[b]:
+            found |= 1 << b
+    return found
 
 
 @compiled()

@@ -25,7 +25,15 @@ from dejavu_train.engine.cpu.attention import (
 )
 from dejavu_train.engine.cpu.mlp import listed_neurons, take_all, take_share
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu.sampling import advance, bar_stops, head_needed, largest_of, not_finite, penalise
+from dejavu_train.engine.cpu.sampling import (
+    advance,
+    bar_stops,
+    head_needed,
+    largest_of,
+    not_finite,
+    penalise,
+    scored_rows,
+)
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled
 from dejavu_train.engine.cpu.vector_ops import add, add_list, cap, copy, dot_list, layer_norm, norm, round_to_levels
@@ -144,18 +152,20 @@ def mlp_half(model, selectors, state, work, control, layer, any_sparse, thread, 
 
 
 @compiled()
-def all_logits(model, state, work, start, stop, thread):
-    """Logits of the tokens from start to stop."""
+def all_logits(model, state, work, live, start, stop, thread):
+    """Logits of the tokens from start to stop, for the rows of the bits ``live``."""
     numbers, results, n = work.numbers[thread], work.results[thread], stop - start
     for i in range(n):
         numbers[i] = model.lm_head + start + i
-    operands, units, live = work.operand[thread], work.operand_unit[thread], live_rows(state)
+    operands, units = work.operand[thread], work.operand_unit[thread]
     dot_list(model.rows, model.scales, model.group, numbers, n, operands, units, live, results)
     for b in range(state.row_state.shape[0]):
         if live >> b & 1:
             work.faulty[thread, b] = not_finite(results[b, :n])
             if model.logit_cap:
                 cap(results[b, :n], model.logit_cap)
+            if state.scored[b]:
+                copy(work.raw[b, start:stop], results[b, :n])
             penalise(state, b, start, results[b, :n])
             bar_stops(state, b, start, results[b, :n])
             copy(work.logits[b, start:stop], results[b, :n])
@@ -164,14 +174,15 @@ def all_logits(model, state, work, start, stop, thread):
 
 
 @compiled()
-def likeliest_tokens(model, state, work, start, stop, thread):
+def likeliest_tokens(model, state, work, live, start, stop, thread):
     """The token with the largest logit from start to stop, by fp32 rows of those alone that can have it.
+
+    Of the rows of the bits ``live``.
 
     A logit of the LM head in int8 is off by a known bound at most. Tokens whose logit cannot reach the largest by these
     bounds need no fp32 row, which are four times the bytes.
     """
     numbers, results, n = work.numbers[thread], work.results[thread], stop - start
-    live = live_rows(state)
     for b in range(state.row_state.shape[0]):
         if live >> b & 1:
             work.operand_unit[thread, b] = round_to_levels(work.normed[thread, b], LEVELS, work.levels[thread, b])
@@ -225,10 +236,14 @@ def head(model, state, work, control, mode, score, thread, n_threads):
     if head_needed(state, score):
         normalise(model, state, work, 2 * model.first.shape[0], thread)
         start, stop = model.vocab * thread // n_threads, model.vocab * (thread + 1) // n_threads
+        live = live_rows(state)
+        whole = live
         if model.rows.itemsize == 4 and mode == GREEDY and not score:
-            likeliest_tokens(model, state, work, start, stop, thread)
-        else:
-            all_logits(model, state, work, start, stop, thread)
+            whole = live & scored_rows(state)
+        if live != whole:
+            likeliest_tokens(model, state, work, live & ~whole, start, stop, thread)
+        if whole:
+            all_logits(model, state, work, whole, start, stop, thread)
     barrier(control, n_threads)
 
 

@@ -74,7 +74,7 @@ class CpuWeights:
         blocks, ends = blocks_of(model), read_ends(model)
         stored, note = how_stored(model, stored)
         own = blocks[0].up.layout.sizes.group if stored == "codes" else 0
-        if group is not None and own % group:
+        if group and own % group:
             raise UserError(f"group must divide the model's groups of {own} columns, got {group}; or leave group out")
         norms = [_norm(norm, shape) for each in blocks for norm in (each.norm_attn, each.norm_mlp)]
         norms += [each or ReadNorm(None, None, norms[0].eps) for each in (ends.final_norm, ends.embedding_norm)]
