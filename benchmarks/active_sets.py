@@ -2,7 +2,7 @@
 
 Which neurons are active depends on the token. A neuron's frequency is drawn from a beta distribution whose mean is the
 asked share. Its spread is such that two tokens share `OVERLAP` of what is active. Then unions of 2, 4 and 8 rows grow
-as those of OPT-6.7B do in Polar Sparsity (`decode_problem.UNION`, which begins at a tenth of the neurons), scaled.
+as those of OPT-6.7B do in Polar Sparsity. Those begin at a tenth of the neurons (`decode_problem.UNION`).
 
 The map into the neurons is a product of two low-rank matrices and `NOISE` of something else. A predictor has these two
 matrices and the biases. So it sees the hidden state alone, and misses about a hundredth of the active neurons where it

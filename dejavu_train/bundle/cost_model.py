@@ -64,13 +64,13 @@ def exact_bytes(shape: ModelDims, weights: WeightFormat, active: float) -> float
 
 
 def exact_mlp_bytes(live: float, shape: ModelDims, unit: UnitBytes) -> float:
-    """Those of its MLP. Behind a gate rows of the second map are read of live neurons alone."""
+    """Bytes of its MLP. Behind a gate the second map's rows are read for live neurons alone."""
     gate = unit.up / 2 if shape.gated else unit.up
     return shape.d_ffn * (gate + live * (unit.up - gate + unit.down))
 
 
 def selected_bytes(shape: ModelDims, weights: WeightFormat, active: float, density: float) -> float:
-    """Those of a step that reads all heads and a share of the neurons, among which are the active ones.
+    """Bytes of a layer's weights in a step that reads all heads and a share of the neurons, among which are the active ones.
 
     Predictors take `PREDICTOR_SHARE` of the dense MLP's bytes.
     """

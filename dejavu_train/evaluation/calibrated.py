@@ -114,8 +114,9 @@ def _backend(config: InferConfig, device: torch.device, coded: bool) -> str:
 def ignored(config: InferConfig, bundle: Bundle) -> list[str]:
     """A line for each target without predictors of which densities are asked for all the same."""
     given = {target: _asked(config, target) for target in TARGETS if target not in bundle.targets}
+    named = config.bundle or config.model
     return [
-        f"{config.bundle or config.model} has no predictors for {target}: {', '.join(flags)} change nothing, all {UNITS[target]} run"
+        f"{named} has no predictors for {target}: {', '.join(flags)} change nothing, all {UNITS[target]} run"
         for target, flags in given.items()
         if flags
     ]

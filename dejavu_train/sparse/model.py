@@ -100,8 +100,9 @@ class SparseCausalLM(_Dense):
                 Its thresholds and measurements are state of the model, and go on from one call to the next. They end
                 with :meth:`reset_guard`, :meth:`set_bundle` or a move to another device or dtype.
 
-            zeros: of layers that select nothing: ``skip`` leaves rows of neurons that are exactly zero out, ``read``
-                reads them, ``auto`` leaves them out where that was measured to be no slower. The text is the same.
+            zeros: what becomes of rows of neurons that are exactly zero, in layers that select nothing. ``skip`` leaves
+                them out, ``read`` reads them. ``auto`` leaves them out where that was measured to be no slower. The
+                text is the same.
 
         Raises:
             UserError: an unknown backend or policy, a backend that cannot run here, no guard, or a bundle or backend

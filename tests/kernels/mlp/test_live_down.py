@@ -1,4 +1,4 @@
-"""fc2 over live neurons of numbers, one to eight tokens, against float64 and against itself."""
+"""The map out of live neurons, one to eight tokens, against float64 and against itself."""
 
 from contextlib import nullcontext
 
