@@ -189,7 +189,7 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
 def measured(engine: DecodeEngine, n_steps: int = 3) -> dict[str, float]:
     """Densities, what is active over some eager steps, and the bytes that a step must read.
 
-    active is the share of all neurons in a row, live that of the rows together. overlap is what two tokens have in common.
+    active is the share of all neurons in a row, live that of the rows together. overlap is what two tokens share.
     recall is the share of the active neurons that are selected. Rows of the union are read once. Of down those that
     are active for a row that selects them, unless all are read. K and V of a head are read for each row with it.
     """

@@ -64,14 +64,15 @@ def exact_bytes(shape: ModelDims, weights: WeightFormat, active: float) -> float
 
 
 def exact_mlp_bytes(live: float, shape: ModelDims, unit: UnitBytes) -> float:
-    """Bytes of its MLP. Behind a gate the second map's rows are read for live neurons alone."""
+    """Bytes of its MLP. Behind a gate the second map's rows are read for active neurons alone."""
     gate = unit.up / 2 if shape.gated else unit.up
     return shape.d_ffn * (gate + live * (unit.up - gate + unit.down))
 
 
 def selected_bytes(shape: ModelDims, weights: WeightFormat, active: float, density: float) -> float:
-    """Bytes of a layer's weights in a step that reads all heads and a share of the neurons, among which are the active ones.
+    """Bytes of a layer's weights in a step that reads all heads and the neurons that are selected.
 
+    density: the share of the neurons that is selected. Active ones are among them.
     Predictors take `PREDICTOR_SHARE` of the dense MLP's bytes.
     """
     unit = weights.unit_bytes(shape)

@@ -1,4 +1,4 @@
-"""The map out of the neurons over live ones, for one to eight tokens, of matrices of numbers:
+"""The map out of the neurons over those that are not zero, for one to eight tokens, of matrices of numbers:
 
     out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] w[i, j]        over i with h[b, i] != 0 for some b
 

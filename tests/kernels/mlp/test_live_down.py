@@ -1,4 +1,4 @@
-"""The map out of live neurons, one to eight tokens, against float64 and against itself."""
+"""The map out of the neurons over those that are not zero, one to eight tokens, against float64 and itself."""
 
 from contextlib import nullcontext
 
