@@ -4,11 +4,12 @@ import logging
 
 import pytest
 import reported_calls
+import reported_files
 import reported_state
 from bundles import make_bundle
 from reported_case import Case
 
-ROWS = (*reported_state.ROWS, *reported_calls.ROWS)
+ROWS = (*reported_state.ROWS, *reported_calls.ROWS, *reported_files.ROWS)
 
 
 @pytest.fixture
