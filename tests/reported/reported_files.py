@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from reported_case import Case, Row
+from reported_case import ALL, GREEDY, IDS, Case, Row, refusal
 
 from dejavu_train import Bundle
 from dejavu_train.errors import UserError
@@ -75,7 +75,42 @@ def results_that_find_no_room(case: Case) -> Any:
     ]
 
 
+# ------------------------------------------------------------------------------------------ T8: a check at one door
+
+
+def masks_of_other_values(backend: str) -> Callable[[Case], Any]:
+    """How many masks are refused, of five with other values than 0 and 1, and whether every dtype of 0 and 1 is one."""
+
+    def call(case: Case) -> Any:
+        model = case.sparse(backend)
+        ids = IDS.repeat(2, 1)
+        mask = torch.ones_like(ids)
+        mask[1, :2] = 0
+        asked = {"forward": lambda m: model(ids, attention_mask=m).logits[:, -1]}
+        asked["generate"] = lambda m: model.generate(input_ids=ids, attention_mask=m, **GREEDY)
+        refused = []
+        for name, door in asked.items():
+            for value in (2, -1, 0.5, -1e9, float("nan")):
+                other = mask.float() if isinstance(value, float) else mask.clone()
+                other[0, 1] = value
+                line = refusal(lambda other=other, door=door: door(other))
+                refused.append((name, line is not None and "attention_mask must hold 0 for padding" in line))
+            own = door(mask)
+            assert all(torch.equal(door(mask.to(kind)), own) for kind in (torch.bool, torch.int32, torch.float32))
+        return sum(done for _, done in refused)
+
+    return call
+
+
+def masks_of_the_engine(case: Case) -> Any:
+    from dejavu_train.engine.request import padding_mask
+
+    return refusal(lambda: padding_mask(IDS, IDS, case.dense().generation_config)) is not None
+
+
 ROWS = (
+    *(Row("T8", f"masks of other values, {name}", masks_of_other_values(name), 10) for name in ALL),
+    Row("T8", "masks of other values, an engine by itself", masks_of_the_engine),
     Row("T6", "a set in metadata", a_save_that_fails(lambda b: b.metadata.update(a={1})), ("UserError", True)),
     Row("T6", "no room for tensors", a_save_that_fails(lambda b: None, 1000), ("OSError", True)),
     Row(
