@@ -79,7 +79,7 @@ def results_that_find_no_room(case: Case) -> Any:
 
 
 def masks_of_other_values(backend: str) -> Callable[[Case], Any]:
-    """How many masks are refused, of five with other values than 0 and 1, and whether every dtype of 0 and 1 is one."""
+    """The number of refused masks. Asserts that zeros and ones of every dtype are a mask."""
 
     def call(case: Case) -> Any:
         model = case.sparse(backend)
