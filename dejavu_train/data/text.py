@@ -196,7 +196,7 @@ def cut_plain_text(text: str) -> list[Document]:
 def local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
     """The documents of a file, or with ``most`` those among its first bytes. Raises as :func:`load_documents`."""
     kind = text_kind(path)
-    if kind == ".parquet":
+    if path.suffix.lower() == ".parquet":
         rows = enumerate(parquet_rows(path, field, first=most >= 0), 1)
         documents = [document for number, row in rows for document in _of_row(row, f"row {number} of {path}", field)]
     else:
