@@ -342,7 +342,7 @@ class Bundle:
             raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
         if not (folder / TENSORS).is_file():
             raise UserError(f"{where}: {TENSORS} is missing, and no other format is read; {MAKE_ANEW}")
-        if sha256_file(folder / TENSORS) != metadata["tensors_sha256"]:
+        if sha256_file(folder / TENSORS) != metadata.get("tensors_sha256"):
             raise UserError(
                 f"{where}: {TENSORS} is not the file that {METADATA} describes (its SHA-256 differs: truncated, changed"
                 " or replaced); restore it or make the bundle anew"
@@ -356,7 +356,7 @@ class Bundle:
                 logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
                 metadata, tensors = from_schema_1(metadata, tensors)
             specs = [PredictorSpec(**spec) for spec in metadata["predictors"]]
-            shape = ModelDims.from_stored(metadata["shape"])
+            shape = ModelDims.from_stored(dict(metadata["shape"]))
             bundle = cls(
                 referenced_model(metadata, folder),
                 metadata["weight_hash"],
@@ -366,13 +366,19 @@ class Bundle:
                 metadata["metadata"],
                 tokenizer_hash=metadata.get("tokenizer_hash"),
             )
-            if not isinstance(bundle.tokenizer_hash, str | None):
-                raise TypeError("tokenizer_hash is no text")
-        except (KeyError, TypeError) as error:
+            if not isinstance(bundle.tokenizer_hash, str | None) or not isinstance(bundle.weight_hash, str):
+                raise TypeError("weight_hash or tokenizer_hash is no text")
+            if not isinstance(bundle.model, str):
+                raise TypeError("model is no text")
+            if not isinstance(bundle.metadata, dict):
+                raise TypeError("metadata holds no keys and values")
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{where}: {METADATA} does not hold what schema {SCHEMA} asks ({error}); {MAKE_ANEW}"
             ) from None
-        if len(specs) != len(bundle.specs) or metadata["targets"] != bundle.targets:
+        if len(specs) != len(bundle.specs) or metadata.get("targets") != bundle.targets:
             raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold; {MAKE_ANEW}")
         _check_parts(bundle, where)
         if bundle.tokenizer_hash is None:

@@ -37,6 +37,9 @@ SPELLED = {  # as safetensors spells the dtypes of stored tensors
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPE_SPELLED = {spelled: dtype for dtype, spelled in SPELLED.items()}
+UNKNOWN = (
+    "\u2603 \u00fe\u0180\ufffc"  # that a tokenizer may have no tokens for: it says so now, not in the middle of a run
+)
 HASH_SAMPLE_BYTES = 64 * 1024
 Spelling = Callable[[str, str], tuple[str, str] | None]  # of a stored name and dtype; None leaves the tensor out
 
@@ -284,7 +287,9 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """
     folder = model_folder(name, revision=revision)
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        made = AutoTokenizer.from_pretrained(str(folder))
+        made(UNKNOWN)
+        return made
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"cannot load a tokenizer from {name}: {first_line(error)}") from None
     except Exception as error:  # so the package tokenizers, which is compiled, refuses what it cannot read

@@ -172,19 +172,20 @@ def _group_of(m: int, groups: int, size: Any, given: Tensor | None) -> Tensor:
             shorter where they do not divide m.
         given: (m,) the groups as the checkpoint has them, None or empty where it has none.
     """
-    if size is None:
-        _fit(groups > 0 and m % groups == 0, f"{groups} scales for {m} inputs, and the config says no group_size")
-        size = m // groups
-    whole = isinstance(size, int) and not isinstance(size, bool) and (size == -1 or size > 0)
+    given = None if given is None or given.numel() == 0 else given
+    whole = size is None or (type(size) is int and (size == -1 or size > 0))
     _fit(whole, f"group_size must be -1 or a count of inputs, got {size!r}")
-    size = m if size == -1 else size
-    _fit(groups == math.ceil(m / size), f"{groups} scales for {m} inputs in groups of {size}")
-    if given is None or given.numel() == 0:
-        return torch.arange(m) // size
+    wide = m if size in (None, -1) else size
+    if size is None:
+        _fit(groups == 1 or given is not None, f"{groups} scales for {m} inputs, and the config says no group_size")
+    else:
+        _fit(groups == math.ceil(m / wide), f"{groups} scales for {m} inputs in groups of {wide}")
+    if given is None:
+        return torch.arange(m) // wide
     index = given.long()
     _fit(tuple(index.shape) == (m,), f"g_idx is {_described(given)} for {m} inputs")
     counts = torch.bincount(index, minlength=groups) if bool((index >= 0).all()) else torch.tensor([])
-    _fit(len(counts) == groups and int(counts.max()) <= size, f"g_idx does not sort {m} inputs into groups of {size}")
+    _fit(len(counts) == groups and int(counts.max()) <= wide, f"g_idx does not sort {m} inputs into groups of {wide}")
     return index
 
 
@@ -218,7 +219,9 @@ def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
         (n, m), groups = stored.shape, len(parts["scales"])
         _check_scales(parts["scales"], (groups, n))
         _fit(tuple(zeros.shape) == (groups, n), f"qzeros are {_described(parts['qzeros'])} for {groups} x {n} scales")
-        group_of = _group_of(m, groups, config.get("group_size"), parts.get("g_idx"))
+        index = parts.get("g_idx")
+        _fit(not config.get("desc_act") or (index is not None and index.numel() > 0), "desc_act without g_idx")
+        group_of = _group_of(m, groups, config.get("group_size"), index)
         return _around_zero(stored, _gptq_zeros(zeros, config)[group_of].T, parts["scales"][group_of].T)
 
     return decode

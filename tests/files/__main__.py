@@ -10,9 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # helpers that tests share
 
+from programs.program import quiet
+
 from benchmarks.rows import made_now
 
-from ..programs.program import quiet
 from .kinds import Base
 from .run import run
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dejavu_train import Bundle
+from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.data.text_check import check_source
 from dejavu_train.files import json_digest
@@ -307,7 +308,7 @@ def draw_gptq(rng: random.Random, folder: Path, base: Base) -> Drawn:
     way = rng.choice(("whole", "whole", "config", "size", "dropped", "cut", "cast", "index"))
     if way == "config":
         config, about = mutate.json_of(rng, config)
-    elif way == "size":
+    elif way == "size" and any(key.endswith("g_idx") for key in tensors):  # else nothing but the config tells the width
         config["group_size"] = rng.choice((16, 32, 64, 96, 7))
     elif way == "dropped":
         del tensors[name]
@@ -323,7 +324,6 @@ def draw_gptq(rng: random.Random, folder: Path, base: Base) -> Drawn:
     save_file(tensors, file, {"format": "pt"})
     values = json.loads((folder / "model" / "config.json").read_text()) | {"quantization_config": config}
     (folder / "model" / "config.json").write_text(json.dumps(values))
-    biased = name.endswith("bias")
 
     def read() -> Any:
         where = str(folder / "model")
@@ -333,9 +333,9 @@ def draw_gptq(rng: random.Random, folder: Path, base: Base) -> Drawn:
         assert found["model_type"] == "opt"
         return {stem: reader.read(stem, layouts.get(stem, _Layout()))[0].float().numpy() for stem in weights}
 
-    mended = {"dropped": name.endswith("g_idx") and not form["desc_act"], "cut": biased, "cast": biased}
+    told = way == "dropped" and name.endswith("g_idx") and not form["desc_act"]  # by the config
     about = f"{form} {label} {way} {name if way not in ('whole', 'config') else ''} {about}"
-    return Drawn(about, read, lambda: weights, way == "whole" or (way == "dropped" and mended["dropped"]))
+    return Drawn(about, read, lambda: weights, way == "whole" or told)
 
 
 class _Layout:
@@ -374,7 +374,12 @@ def draw_bundle(rng: random.Random, folder: Path, base: Base) -> Drawn:
     def truth() -> Any:
         try:
             found = json.loads((folder / "bundle" / "bundle.json").read_text())
-            return described(found["predictors"], load_file(folder / "bundle" / "predictors.safetensors"))
+            usual = {each.name: each.default for each in dataclasses.fields(PredictorSpec)}
+            usual |= {"curve": {}, "init_args": {}, "tensors": {}}
+            return described(
+                [{**usual, **spec} for spec in found["predictors"]],
+                load_file(folder / "bundle" / "predictors.safetensors"),
+            )
         except Exception:
             return None
 

@@ -72,7 +72,7 @@ def test_awq():
     stored, scales, expected = weights(zero=3)
     parts = {"qweight": packed(stored.T.contiguous(), foreign.AWQ_ORDER), "scales": scales.T.contiguous()}
     parts["qzeros"] = packed(torch.full((2, N), 3), foreign.AWQ_ORDER)
-    decoded = foreign.DECODERS["awq"]({"bits": 4, "version": "gemm"})(parts)
+    decoded = foreign.DECODERS["awq"]({"bits": 4, "version": "gemm", "group_size": GROUP})(parts)
     torch.testing.assert_close(decoded.weight, expected, rtol=0, atol=0)
     assert decoded.codes is None
 
@@ -80,7 +80,9 @@ def test_awq():
 def test_compressed_tensors():
     stored, scales, expected = weights()
     parts = {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": torch.tensor([N, M])}
-    decoded = foreign.DECODERS["compressed-tensors"]({"format": "pack-quantized"})(parts)
+    grouped = {"group_0": {"weights": {"num_bits": 4, "group_size": GROUP}}}
+    config = {"format": "pack-quantized", "config_groups": grouped}
+    decoded = foreign.DECODERS["compressed-tensors"](config)(parts)
     torch.testing.assert_close(foreign.exact_rows(decoded, LAYOUT).dense(), expected, rtol=0, atol=0)
     with pytest.raises(UserError, match="symmetric integers"):
         groups = {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}}
@@ -198,6 +200,8 @@ def test_nf4_in_the_bytes_of_other_numbers(storage):
     ("gptq", {}, {"scales": torch.full((2, N), torch.inf)}, "not finite"),
     ("gptq", {}, {"scales": torch.ones(2, N - 1)}, "scales are float32"),
     ("gptq", {}, {"scales": torch.ones(3, N)}, "qzeros are"),
+    ("gptq", {}, {"g_idx": torch.empty(0, dtype=torch.int32)}, "says no group_size"),
+    ("gptq", {"group_size": 64, "desc_act": True}, {"g_idx": torch.empty(0, dtype=torch.int32)}, "without g_idx"),
     ("gptq", {}, {"qweight": torch.zeros(16, N)}, "not int32"),
     ("gptq", {}, {"qzeros": torch.zeros(2, 1, dtype=torch.int32)}, "qzeros are"),
 ])  # fmt: skip
