@@ -189,6 +189,11 @@ ROWS = [{"text": f"document {number} " + "word " * 9} for number in range(5)]
 LINES, ARRAY = "\n".join(map(json.dumps, ROWS)).encode(), json.dumps(ROWS, indent=1).encode()
 
 
+def without_bytes(value):
+    """Ids that do not hold what a compressor writes, such as the time."""
+    return "" if isinstance(value, bytes) else None
+
+
 def zstd(data):
     made = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(made, "zstd") as packed:
@@ -208,7 +213,7 @@ def parquet(rows):
     ("g.json.xz", lzma.compress(LINES)), ("h.jsonl.zst", zstd(LINES)), ("i.JSON.ZST", zstd(ARRAY)),
     ("j.jsonl.zst", zstd(LINES + b"\n") + zstd(b"")), ("k.parquet", parquet(ROWS)),
     ("l.jsonl.gz", gzip.compress(LINES[:50]) + gzip.compress(LINES[50:])),
-])  # fmt: skip
+], ids=without_bytes)  # fmt: skip
 def test_containers_hold_the_same_documents(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     documents, _ = load_documents(TextSource(source=str(tmp_path / name)))
@@ -258,7 +263,7 @@ def test_ids_of_rows_name_documents(tmp_path):
     ("a.txt", "text".encode("utf-16-le"), "holds zero bytes"),
     ("a.txt", "text".encode("utf-32"), "is UTF-32"),
     ("a.pdf", b"%PDF-1.7 text", "is a PDF; unpack it, or convert it"),
-])  # fmt: skip
+], ids=without_bytes)  # fmt: skip
 def test_other_containers_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
