@@ -19,10 +19,15 @@ _COMPRESSED = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}  # by the last suffix
 _TEXTS = (".txt", ".json", ".jsonl", ".ndjson", ".parquet", *_COMPRESSED)
 _UNREAD = (".bz2", ".zip", ".7z", ".tar", ".lz4", ".csv", ".tsv")  # names that can only be meant as files
 _BEGINNINGS = (  # of files
-    (b"\x1f\x8b", "gzip"), (b"\xfd7zXZ\x00", "xz"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh", "bzip2"),
+    (b"\x1f\x8b", "gzip"), (b"\xfd7zXZ\x00", "xz"), (b"\x28\xb5\x2f\xfd", "zstd"),
+    *((b"BZh%d" % level, "bzip2") for level in range(1, 10)),
     (b"PAR1", PARQUET), (b"PK\x03\x04", "a zip archive"), (b"PK\x05\x06", "a zip archive"), (b"7z\xbc\xaf", "7z"),
     (b"\x04\x22\x4d\x18", "lz4"), (b"ARROW1", "Arrow"), (b"%PDF-", "a PDF"), (b"\x89HDF", "HDF5"),
     (b"SQLite format 3", "a database of SQLite"), (b"Rar!", "rar"), (b"\x1f\x9d", "compress"),
+    (b"\x5d\x00\x00", "lzma"), (b"\x78\x9c", "zlib"), (b"\x78\xda", "zlib"), (b"\xff\x06\x00\x00sNaPpY", "snappy"),
+    (b"FEA1", "Feather"), (b"Obj\x01", "Avro"), (b"\x93NUMPY", "an array of NumPy"),
+    *((bytes([128, version]), "a pickle") for version in range(2, 6)),
+    (b"\x89PNG", "a picture"), (b"\xff\xd8\xff", "a picture"),
     (b"\xff\xfe\x00\x00", "UTF-32"), (b"\x00\x00\xfe\xff", "UTF-32"), (b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"),
 )  # fmt: skip
 _PARQUET_ROWS = 1000  # read at a time

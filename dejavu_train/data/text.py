@@ -62,13 +62,13 @@ class SampleConfig:
     batch_size: int = 32
     """Rows written at once. On a GPU more than 32 are written by transformers, not by the engine."""
     seed: int = 0
-    """Of the draws."""
+    """Of the draws, below 67,108,864: what the engine holds for a row."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value out of range."""
         ranges = {
-            "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT, "seed": SEED,
-            "batch_size": Range(1, 4096), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
+            "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT,
+            "seed": Range(0, 2**26 - 1), "batch_size": Range(1, 4096), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
         }  # fmt: skip
         check_ranges(self, "text.sample.", ranges)
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from dejavu_train.data.paragraphs import (
 from dejavu_train.data.text import (
     SETS,
     Document,
+    SampleConfig,
     TextSource,
     cut_plain_text,
     load_documents,
@@ -262,6 +264,7 @@ def test_ids_of_rows_name_documents(tmp_path):
     ("a.txt", "text".encode("utf-16"), "is UTF-16; it is not UTF-8: convert it by iconv -f UTF-16"),
     ("a.txt", "text".encode("utf-16-le"), "holds zero bytes"),
     ("a.txt", "text".encode("utf-32"), "is UTF-32"),
+    ("a.txt", pickle.dumps(["text"]), "is a pickle"),
     ("a.pdf", b"%PDF-1.7 text", "is a PDF; unpack it, or convert it"),
 ], ids=without_bytes)  # fmt: skip
 def test_other_containers_are_named(tmp_path, name, content, message):
@@ -303,6 +306,12 @@ def test_rows_of_a_hub_dataset_are_text(monkeypatch, rows, message):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: SimpleNamespace(shuffle=lambda **_: rows))
     with pytest.raises(UserError, match=message):
         load_documents(TextSource(source="owner/name"))
+
+
+def test_a_seed_that_no_row_of_the_engine_holds_is_refused():
+    SampleConfig(seed=2**26 - 1).check()
+    with pytest.raises(UserError, match="text.sample.seed must be at most 67,108,863"):
+        SampleConfig(seed=2**26).check()
 
 
 def test_copies_of_a_text_are_in_one_set(tmp_path, tiny_opt, caplog):
