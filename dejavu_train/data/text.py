@@ -68,7 +68,8 @@ class SampleConfig:
         """Raise :class:`UserError` for a value out of range."""
         ranges = {
             "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT,
-            "seed": Range(0, 2**26 - 1), "batch_size": Range(1, 4096), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
+            "seed": Range(0, 2**26 - 1), "batch_size": Range(1, 4096),
+            "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
         }  # fmt: skip
         check_ranges(self, "text.sample.", ranges)
 
@@ -132,7 +133,7 @@ class TextSource:
 def require_file(name: str) -> None:
     """Raise :class:`UserError` for a text file that is not there, or is a folder."""
     if Path(name).is_dir():
-        raise UserError(f"the text {name} is a folder; name a file in it")
+        raise UserError(f"the text {name} is a folder; name a .txt or .jsonl file in it")
     if not Path(name).is_file():
         raise UserError(f"there is no text file {name}")
 

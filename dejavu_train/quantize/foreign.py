@@ -260,6 +260,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]
         n, width = stored.shape
         _fit(len(shape) == 2 and shape[0] == n and 0 <= width - shape[1] < 8, f"codes of {n} x {width}, shape {shape}")
         m, scales = shape[1], parts["weight_scale"]
+        _fit(scales.numel() > 0, f"scales are {_described(scales)}")
         scales = scales.expand(n, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
         groups = scales.shape[1]
         _check_scales(scales, (n, groups))
@@ -289,19 +290,23 @@ def _nf4(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
             offset = float(state["nested_offset"]) if _nested(parts) else 0.0
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError("its quant_state is damaged; fetch the checkpoint again") from None
-        packed = parts["weight"].contiguous().flatten().view(torch.uint8)  # stored in bytes, or seen as other numbers
-        table = parts["weight.quant_map"].float()
+        stored, table = parts["weight"].contiguous().flatten(), parts["weight.quant_map"]
+        _fit(stored.is_floating_point() or stored.element_size() == 1, f"codes are {_described(stored)}")
+        packed = stored.view(torch.uint8)  # stored in bytes, or seen as other numbers
         _fit(min(n, m, *sizes) > 0 and packed.numel() == -(-n * m // 2), f"{packed.numel()} bytes for {n} x {m} codes")
-        _fit(table.shape == (16,), f"quant_map is {_described(table)}, not 16 numbers")
+        _fit(table.shape == (16,) and table.is_floating_point(), f"quant_map is {_described(table)}, not 16 numbers")
         absmax, blocks = parts["weight.absmax"].flatten(), math.ceil(n * m / sizes[0])
         _fit(absmax.numel() == blocks, f"{absmax.numel()} scales for {blocks} blocks of {sizes[0]}")
         if _nested(parts):
-            nested, codes = parts["weight.nested_absmax"].flatten(), parts["weight.nested_quant_map"].float()
-            _fit(absmax.dtype == torch.uint8 and codes.shape == (256,), f"nested scales are {_described(absmax)}")
-            _fit(nested.numel() == math.ceil(blocks / sizes[1]), f"{nested.numel()} nested scales for {blocks}")
-            absmax = codes[absmax.long()] * nested.float().repeat_interleave(sizes[1])[:blocks] + offset
+            nested, codes = parts["weight.nested_absmax"].flatten(), parts.get("weight.nested_quant_map")
+            _fit(codes is not None, "nested scales without nested_quant_map")
+            assert codes is not None
+            _check_scales(codes, (256,))
+            _check_scales(nested, (math.ceil(blocks / sizes[1]),))
+            _fit(absmax.dtype == torch.uint8, f"nested scales are {_described(absmax)}")
+            absmax = codes.float()[absmax.long()] * nested.float().repeat_interleave(sizes[1])[:blocks] + offset
         _check_scales(absmax, (blocks,))
-        values = table[torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()][: n * m]
+        values = table.float()[torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()][: n * m]
         return Decoded((values * absmax.float().repeat_interleave(sizes[0])[: n * m]).view(n, m))
 
     return decode

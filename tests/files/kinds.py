@@ -308,6 +308,7 @@ def draw_gptq(rng: random.Random, folder: Path, base: Base) -> Drawn:
     way = rng.choice(("whole", "whole", "config", "size", "dropped", "cut", "cast", "index"))
     if way == "config":
         config, about = mutate.json_of(rng, config)
+        config |= {} if form["sym"] else {"checkpoint_format": label}  # which alone says what zero points are
     elif way == "size" and any(key.endswith("g_idx") for key in tensors):  # else nothing but the config tells the width
         config["group_size"] = rng.choice((16, 32, 64, 96, 7))
     elif way == "dropped":
@@ -325,17 +326,25 @@ def draw_gptq(rng: random.Random, folder: Path, base: Base) -> Drawn:
     values = json.loads((folder / "model" / "config.json").read_text()) | {"quantization_config": config}
     (folder / "model" / "config.json").write_text(json.dumps(values))
 
-    def read() -> Any:
-        where = str(folder / "model")
-        found, reader = read_values(where), MatrixReader(StoredTensors(where), read_values(where))
-        layouts = {module: layout for part, layout in row_layouts("opt", read_dims(where)).items()
-                   for module in LINEAR if module.endswith(part)}  # fmt: skip
-        assert found["model_type"] == "opt"
-        return {stem: reader.read(stem, layouts.get(stem, _Layout()))[0].float().numpy() for stem in weights}
-
     told = way == "dropped" and name.endswith("g_idx") and not form["desc_act"]  # by the config
     about = f"{form} {label} {way} {name if way not in ('whole', 'config') else ''} {about}"
-    return Drawn(about, read, lambda: weights, way == "whole" or told)
+    return Drawn(about, _matrices(folder / "model", weights), lambda: weights, way == "whole" or told)
+
+
+def _matrices(folder: Path, weights: dict[str, np.ndarray]) -> Callable[[], Any]:
+    """What reads the matrices of a folder, and the hash of its weights."""
+
+    def read() -> Any:
+        values = read_values(str(folder))
+        reader, layouts = MatrixReader(StoredTensors(str(folder)), values), row_layouts("opt", read_dims(str(folder)))
+        assert weight_hash(str(folder))
+        by_module = {module: layouts.get(module.rpartition(".")[2], _Layout()) for module in LINEAR}
+        return {
+            stem: reader.read(stem, next(by_module[each] for each in LINEAR if stem.endswith(each)))[0].float().numpy()
+            for stem in weights
+        }
+
+    return read
 
 
 class _Layout:
@@ -346,6 +355,93 @@ class _Layout:
 
     class sizes:
         group = 1
+
+
+# ------------------------------------------------------------------------------------- codes of three other packages
+
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word of AWQ the nibble of each of eight numbers that follow one another
+
+
+def _awq(made: Any, rng: random.Random, size: tuple[int, int]) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
+    group = rng.choice((32, 64, -1))
+    n, m = size
+    each = np.arange(m) // (m if group == -1 else group)
+    groups = each[-1] + 1
+    codes, zeros = made.integers(0, 16, (n, m)), made.integers(0, 16, (groups, n))
+    scales = torch.from_numpy(made.uniform(0.01, 0.1, (groups, n))).half()
+
+    def placed(numbers: np.ndarray) -> torch.Tensor:
+        eights = numbers.reshape(len(numbers), -1, 8)
+        return _packed(np.stack([eights[..., AWQ_PLACES.index(i)] for i in range(8)], -1).reshape(len(numbers), -1), 1)
+
+    parts = {"qweight": placed(codes.T), "qzeros": placed(zeros), "scales": scales}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    return config, parts, (codes - zeros[each].T) * scales.float().numpy()[each].T
+
+
+def _compressed(made: Any, rng: random.Random, size: tuple[int, int]) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    (n, m), strategy = size, rng.choice(("group", "channel", "tensor"))
+    group = rng.choice((32, 40, 64)) if strategy == "group" else None
+    each = np.arange(m) // (group or m)
+    codes, shape = made.integers(0, 16, (n, m)), (1,) if strategy == "tensor" else (n, each[-1] + 1)
+    scales = torch.from_numpy(made.uniform(0.01, 0.1, shape)).to(rng.choice((torch.bfloat16, torch.float16)))
+    wide = np.broadcast_to(scales.float().numpy().reshape(-1, shape[-1]), (n, each[-1] + 1))[:, each]
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    parts = {"weight_packed": _packed(codes, 1), "weight_scale": scales, "weight_shape": torch.tensor([n, m])}
+    return config, parts, (codes - 8) * wide
+
+
+def _nf4(made: Any, rng: random.Random, size: tuple[int, int]) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
+    (n, m), block = size, rng.choice((32, 64, 128))
+    table = np.sort(made.uniform(-1, 1, 16)).astype(np.float32)
+    codes, blocks = made.integers(0, 16, n * m).astype(np.uint8), -(-n * m // block)
+    absmax = made.uniform(0.1, 1, blocks).astype(np.float32)
+    state: dict[str, Any] = {"blocksize": block, "shape": [n, m], "dtype": "float16", "quant_type": "nf4"}
+    stored = torch.from_numpy(codes[::2] << 4 | codes[1::2])
+    parts = {"weight": stored.view(rng.choice((torch.uint8, torch.bfloat16, torch.float32)))[:, None]}
+    parts |= {"weight.quant_map": torch.from_numpy(table), "weight.absmax": torch.from_numpy(absmax)}
+    if rng.random() < 0.5:
+        second, steps = made.uniform(0, 1, 256).astype(np.float32), made.integers(0, 256, blocks).astype(np.uint8)
+        outer = made.uniform(0.1, 1, -(-blocks // 8)).astype(np.float32)
+        state |= {"nested_blocksize": 8, "nested_offset": 0.25}
+        parts |= {"weight.absmax": torch.from_numpy(steps), "weight.nested_absmax": torch.from_numpy(outer)}
+        parts["weight.nested_quant_map"] = torch.from_numpy(second)
+        absmax = second[steps] * np.repeat(outer, 8)[:blocks] + np.float32(0.25)
+    said = json.dumps(state).encode()
+    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(said), dtype=torch.uint8)
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return config, parts, (table[codes] * np.repeat(absmax, block)[: n * m]).reshape(n, m)
+
+
+def draw_codes(rng: random.Random, folder: Path, base: Base) -> Drawn:
+    shutil.copytree(base.model, folder / "model")
+    file, tensors = folder / "model" / "model.safetensors", load_file(base.model / "model.safetensors")
+    code, seed, weights, config = rng.choice((_awq, _compressed, _nf4)), rng.randrange(2**32), {}, {}
+    for number, part in enumerate(LINEAR):  # one form for all of them
+        stem = f"model.decoder.layers.0.{part}"
+        size, made = tuple(tensors.pop(f"{stem}.weight").shape), np.random.default_rng([seed, number])
+        config, parts, weights[stem.removeprefix("model.")] = code(made, random.Random(seed), size)
+        tensors |= {f"{stem}.{name}": tensor for name, tensor in parts.items()}
+    way, about = rng.choice(("whole", "whole", "config", "dropped", "cut", "cast")), ""
+    name = rng.choice(
+        [key for key in sorted(tensors) if "layers.0." in key and "norm" not in key and "bias" not in key]
+    )
+    if way == "config":
+        config, about = mutate.json_of(rng, config)
+    elif way == "dropped":
+        del tensors[name]
+    elif way == "cut":
+        tensors[name] = tensors[name][:-1].contiguous() if tensors[name].ndim else tensors[name]
+    elif way == "cast":
+        tensors[name] = tensors[name].to(rng.choice((torch.int64, torch.int16)))
+    save_file(tensors, file, {"format": "pt"})
+    values = json.loads((folder / "model" / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "model" / "config.json").write_text(json.dumps(values))
+    return Drawn(
+        f"{code.__name__} {way} {name} {about}", _matrices(folder / "model", weights), lambda: weights, way == "whole"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- bundles
@@ -396,5 +492,5 @@ def draw_bundle(rng: random.Random, folder: Path, base: Base) -> Drawn:
 
 KINDS: dict[str, Callable[[random.Random, Path, Base], Drawn]] = {
     "text": draw_text, "tokenizer": draw_tokenizer, "safetensors": draw_safetensors, "gptq": draw_gptq,
-    "bundle": draw_bundle,
+    "bundle": draw_bundle, "codes": draw_codes,
 }  # fmt: skip
