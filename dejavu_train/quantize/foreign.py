@@ -247,8 +247,11 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]
     name = "compressed-tensors"
     _require(config.get("format") == "pack-quantized", name, f"the format {config.get('format')}")
     sizes: set[Any] = set()
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    listed = config.get("config_groups") or {}
+    _require(isinstance(listed, dict), name, f"config_groups {listed!r}")
+    for group in listed.values():
+        weights = group.get("weights") or {} if isinstance(group, dict) else {}
+        _require(isinstance(weights, dict), name, f"weights {weights!r}")
         four = weights.get("num_bits") == 4 and weights.get("type", "int") == "int"
         _require(four and bool(weights.get("symmetric", True)), name, "anything but symmetric integers of 4 bits")
         strategy = weights.get("strategy") or "group"

@@ -111,6 +111,8 @@ def test_nf4(nested):
 
 @pytest.mark.parametrize(("method", "config", "message"), [
     ("gptq", {"bits": 8}, "8 bits"),
+    ("compressed-tensors", {"format": "pack-quantized", "config_groups": 3}, "config_groups 3"),
+    ("compressed-tensors", {"format": "pack-quantized", "config_groups": {"a": 3}}, "symmetric integers"),
     ("gptq", {"bits": 4, "checkpoint_format": "marlin"}, "the format marlin"),
     ("gptq", {"bits": 4, "is_marlin_format": True}, "the format marlin"),
     (
