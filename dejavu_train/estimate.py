@@ -69,7 +69,11 @@ class Estimate:
         length = max(16, min(run.window, tokens))
         rows = max(1, min(run.batch_size, tokens // length))
         model = _one_block(config, device)
-        heads = {0: HeadReference.of(blocks_of(model)[0], torch.zeros(shape.n_kv_heads, shape.group_dim))}
+        heads = {
+            0: HeadReference.of(
+                blocks_of(model)[0], torch.zeros(shape.n_kv_heads, shape.group_dim, dtype=torch.float32)
+            )
+        }
         record = _recorded(model, heads, config, rows, length)
         write = _recorded(model, heads, config, 32, 1)
         steps = functools.partial(seconds_of_steps, config, shape)
@@ -180,17 +184,23 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tup
     predictor = make_predictor(config, UnitKey(0, target), shape.d_model, n_units)
     module = LitPredictor(target, predictor, n_units, section.density or 0.1, section.loss).to(device)
     weights = LayerWeights(
-        torch.randn(1, shape.d_model).repeat(shape.d_ffn, 1),
-        torch.zeros(shape.d_ffn),
-        torch.ones(shape.d_ffn),
-        torch.zeros(shape.n_kv_heads, shape.group_dim),
+        torch.randn(1, shape.d_model, dtype=torch.float32).repeat(shape.d_ffn, 1),
+        torch.zeros(shape.d_ffn, dtype=torch.float32),
+        torch.ones(shape.d_ffn, dtype=torch.float32),
+        torch.zeros(shape.n_kv_heads, shape.group_dim, dtype=torch.float32),
     )
     module.init_predictor("small", weights.to(device))
     most = int(TRIAL_FLOPS[device.type] / (6 * shape.d_model * shape.d_ffn))  # of contributions, forward and backward
     rows = max(16, min(config.data.batch_size, most))
-    held = torch.randn(4 * rows, shape.d_model, device=device).half()
-    raw: dict[str, Any] = {"active": pack_bits(torch.rand(4 * rows, shape.d_ffn, device=device) < 0.1)}
-    raw = raw if target == Target.MLP else {"contribution": torch.rand(4 * rows, n_units, device=device).half()}
+    held = torch.randn(4 * rows, shape.d_model, device=device, dtype=torch.float32).half()
+    raw: dict[str, Any] = {
+        "active": pack_bits(torch.rand(4 * rows, shape.d_ffn, device=device, dtype=torch.float32) < 0.1)
+    }
+    raw = (
+        raw
+        if target == Target.MLP
+        else {"contribution": torch.rand(4 * rows, n_units, device=device, dtype=torch.float32).half()}
+    )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6)
 
     def batch() -> dict[str, Any]:

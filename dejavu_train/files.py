@@ -39,26 +39,65 @@ def replacing(path: str | Path) -> Iterator[Path]:
             handle, name = tempfile.mkstemp(prefix=".tmp-", suffix="-" + path.name, dir=path.parent)
             temporary = Path(name)
             os.close(handle)
-        try:
+        with _system_errors(path):
             yield temporary
-        except Exception as error:
-            reason = system_error(error)
-            if reason is None or isinstance(error, UserError):
-                raise
-            raise OSError(reason, os.strerror(reason), str(path)) from error
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        share(temporary)
+        _settle(temporary)
         os.replace(temporary, path)
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def replacing_files(folder: str | Path, last: str) -> Iterator[Path]:
+    """Yield an empty folder within ``folder``. On success its files take their places, the one called ``last`` last.
+
+    Until all of them are written nothing in ``folder`` changes. The files that are there may be read, or mapped, while
+    they are replaced. A folder that is new is removed on failure.
+    """
+    folder = Path(folder)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder))
+    try:
+        with _system_errors(folder):
+            yield aside
+        written = sorted(aside.iterdir(), key=lambda path: (path.name == last, path.name))
+        for path in written:
+            _settle(path)
+        with deferred():  # a signal between two of them would leave some of either
+            for path in written:
+                os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # nothing was written
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """An error of writing as the operating system's, of ``path``."""
+    try:
+        yield
+    except Exception as error:
+        reason = system_error(error)
+        if reason is None or isinstance(error, UserError):
+            raise
+        raise OSError(reason, os.strerror(reason), str(path)) from error
+
+
+def _settle(path: Path) -> None:
+    """Have a written file on the disk, in the mode of any new file."""
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())
+    share(path)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what processes that were killed began to write into a folder. Call it where nobody else writes there."""
     for leftover in folder.glob(".tmp-*"):
-        leftover.unlink()
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def system_error(error: BaseException) -> int | None:
@@ -79,8 +118,28 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON to ``path`` atomically."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    """Write ``value`` as indented JSON to ``path`` atomically. Numbers and paths are as :func:`plain` has them."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False, default=_plain) + "\n")
+
+
+def plain(value: Any, what: str) -> Any:
+    """``value`` as JSON has it: numbers and arrays of numpy and torch as numbers and lists, paths as text.
+
+    Raises:
+        UserError: something in it that JSON cannot hold. ``what`` names it.
+    """
+    try:
+        return json.loads(json.dumps(value, default=_plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{what} cannot be written as JSON ({error}); leave that out, or make it text") from None
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a {type(value).__name__} is no number, text, list or mapping")
 
 
 def read_json(path: str | Path, what: str) -> Any:
@@ -119,7 +178,7 @@ def read_sealed(path: str | Path, what: str) -> dict[str, Any]:
 
 def json_digest(value: Any) -> str:
     """SHA-256 of ``value`` as canonical JSON: insensitive to layout, sensitive to every value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True, default=_plain).encode()).hexdigest()
 
 
 def sha256_file(path: str | Path) -> str:

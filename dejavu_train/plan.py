@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from dejavu_train.config import RunConfig
+from dejavu_train.data.containers import is_compressed
 from dejavu_train.data.samples import CYCLE, SampleManifest, tokens_needed
 from dejavu_train.data.shards import SETS, ActivationManifest
-from dejavu_train.data.text import SELF, is_compressed
+from dejavu_train.data.text import SELF
 from dejavu_train.estimate import Estimate
 from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.footprint import memory_line

@@ -29,7 +29,7 @@ from dejavu_train.bundle.schema_1 import from_schema_1
 from dejavu_train.bundle.spec import CASCADE_PARTS, PredictorSpec, check_spec, tensor_name
 from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
-from dejavu_train.files import json_digest, read_json, replacing, sha256_file, write_json, write_text
+from dejavu_train.files import json_digest, plain, read_json, replacing_files, sha256_file, write_json, write_text
 from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import check_repository, fetch, looks_local, push
 from dejavu_train.models.installed import hint
@@ -263,8 +263,13 @@ class Bundle:
 
         ``results`` is a folder in which ``infer.py`` scored this bundle. The card has its rows.
 
-        The card may be changed or removed afterwards: no digest covers it. The metadata is written last: a kill in
-        between leaves a folder without ``bundle.json``, which is no bundle.
+        The card may be changed or removed afterwards: no digest covers it. All files are written aside and take their
+        places together, so that a save that fails leaves what was there. Numbers of numpy and torch in the metadata are
+        written as numbers, paths as text.
+
+        Raises:
+            UserError: metadata that JSON cannot hold. ``results`` of another bundle.
+            OSError: no room, or no permission.
         """
         self._write(Path(folder), model_reference(self.model, Path(folder)), results)
 
@@ -276,29 +281,31 @@ class Bundle:
         """
         specs = [self.specs[key] for key in sorted(self.specs)]
         rows = None if results is None else measured_rows(results, self.weight_hash, specs)
-        return card(model, self.weight_hash, self.shape, self.specs, self.metadata, rows, together)
+        metadata = plain(self.metadata, "the metadata of this bundle")
+        return card(model, self.weight_hash, self.shape, self.specs, metadata, rows, together)
 
     def _write(self, folder: Path, model: str, results: str | Path | None = None) -> None:
         if not self.specs:
             raise UserError("this bundle has no predictors to save; python train.py trains some")
         _check_parts(self, "this bundle")
         text = self.card(model, results)
-        (folder / METADATA).unlink(missing_ok=True)
-        with replacing(folder / TENSORS) as temporary:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, temporary)
-        write_text(folder / CARD, text)
-        metadata: dict[str, Any] = {
+        stored = {
             "schema": SCHEMA,
             "model": model,
             "weight_hash": self.weight_hash,
             "tokenizer_hash": self.tokenizer_hash,
             "shape": self.shape.stored(),
             "targets": self.targets,
-            "tensors_sha256": sha256_file(folder / TENSORS),
+            "tensors_sha256": "",
             "metadata": self.metadata,
             "predictors": [dataclasses.asdict(self.specs[key]) for key in sorted(self.specs)],
         }
-        write_json(folder / METADATA, metadata | {"sha256": json_digest(metadata)})
+        metadata: dict[str, Any] = plain(stored, "the metadata of this bundle")
+        with replacing_files(folder, last=METADATA) as aside:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}, aside / TENSORS)
+            write_text(aside / CARD, text)
+            metadata["tensors_sha256"] = sha256_file(aside / TENSORS)
+            write_json(aside / METADATA, metadata | {"sha256": json_digest(metadata)})
 
     @classmethod
     def exact(cls, model: str, shape: ModelDims, weight_hash: str = "") -> "Bundle":
@@ -346,7 +353,7 @@ class Bundle:
             raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
         if not (folder / TENSORS).is_file():
             raise UserError(f"{where}: {TENSORS} is missing, and no other format is read; {MAKE_ANEW}")
-        if sha256_file(folder / TENSORS) != metadata["tensors_sha256"]:
+        if sha256_file(folder / TENSORS) != metadata.get("tensors_sha256"):
             raise UserError(
                 f"{where}: {TENSORS} is not the file that {METADATA} describes (its SHA-256 differs: truncated, changed"
                 " or replaced); restore it or make the bundle anew"
@@ -360,7 +367,7 @@ class Bundle:
                 logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
                 metadata, tensors = from_schema_1(metadata, tensors)
             specs = [PredictorSpec(**spec) for spec in metadata["predictors"]]
-            shape = ModelDims.from_stored(metadata["shape"])
+            shape = ModelDims.from_stored(dict(metadata["shape"]))
             bundle = cls(
                 referenced_model(metadata, folder),
                 metadata["weight_hash"],
@@ -370,13 +377,19 @@ class Bundle:
                 metadata["metadata"],
                 tokenizer_hash=metadata.get("tokenizer_hash"),
             )
-            if not isinstance(bundle.tokenizer_hash, str | None):
-                raise TypeError("tokenizer_hash is no text")
-        except (KeyError, TypeError) as error:
+            if not isinstance(bundle.tokenizer_hash, str | None) or not isinstance(bundle.weight_hash, str):
+                raise TypeError("weight_hash or tokenizer_hash is no text")
+            if not isinstance(bundle.model, str):
+                raise TypeError("model is no text")
+            if not isinstance(bundle.metadata, dict):
+                raise TypeError("metadata holds no keys and values")
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{where}: {METADATA} does not hold what schema {SCHEMA} asks ({error}); {MAKE_ANEW}"
             ) from None
-        if len(specs) != len(bundle.specs) or metadata["targets"] != bundle.targets:
+        if len(specs) != len(bundle.specs) or metadata.get("targets") != bundle.targets:
             raise UserError(f"{where}: {METADATA} names a predictor twice, or targets it does not hold; {MAKE_ANEW}")
         _check_parts(bundle, where)
         if bundle.tokenizer_hash is None:

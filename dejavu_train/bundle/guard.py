@@ -56,10 +56,12 @@ class GuardState:
         self.promised, self.rate, self.lowest, self.highest = (
             column(getattr(law, name) for law in laws) for name in ("promised", "rate", "lowest", "highest")
         )
-        self.thresholds = torch.zeros(len(used), PADDING, device=device)  # the first column counts
-        self.now = torch.zeros(len(used), len(COUNTS), device=device)  # of the step that is being measured
+        self.thresholds = torch.zeros(len(used), PADDING, device=device, dtype=torch.float32)  # the first column counts
+        self.now = torch.zeros(
+            len(used), len(COUNTS), device=device, dtype=torch.float32
+        )  # of the step that is being measured
         self.sums = torch.zeros(len(used), len(COUNTS), dtype=torch.float64, device=device)
-        self.scale = torch.zeros(len(used), device=device)  # running mean of a token's mass
+        self.scale = torch.zeros(len(used), device=device, dtype=torch.float32)  # running mean of a token's mass
         self.tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.steps = 0
         self.reset()

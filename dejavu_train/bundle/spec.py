@@ -198,6 +198,9 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
     if spec.top_k is not None and not 1 <= spec.top_k <= spec.n_out:
         raise UserError(f"{part}: top_k must lie in 1..{spec.n_out}, got {spec.top_k}")
     if spec.curve:
+        numbers = [value for values in spec.curve.values() for value in values]
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers):
+            raise UserError(f"{part}: the calibration curve holds a value that is not a finite number")
         lengths = {len(spec.curve.get(column, [])) for column in CURVE_COLUMNS} | {
             len(values) for values in spec.curve.values()
         }
@@ -206,9 +209,6 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
             raise UserError(f"{part}: the calibration curve of a cascade has no column selected")
         if len(lengths) != 1 or len(grid) < 2 or any(a >= b for a, b in zip(grid, grid[1:], strict=False)):
             raise UserError(f"{part}: the calibration curve is not one (rising densities, equally long columns)")
-        numbers = [value for values in spec.curve.values() for value in values]
-        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers):
-            raise UserError(f"{part}: the calibration curve holds a value that is not a finite number")
         thresholds = spec.curve["threshold"]
         if any(a < b for a, b in zip(thresholds, thresholds[1:], strict=False)) or not 0 < grid[0] <= grid[-1] <= 1:
             raise UserError(f"{part}: the calibration curve needs falling thresholds and densities above 0, at most 1")

@@ -142,7 +142,7 @@ def run_of_layer(walk: LayerWalk, ids: Tensor, layer: int, hidden: Tensor | None
     given, (args, kwargs) = walk.call(ids, layer)
     calls: list[Any] = [None] * len(walk.layers)
     calls[layer] = ((given if hidden is None else hidden, *args), kwargs)
-    return DenseRun(calls, {}, torch.empty(0))
+    return DenseRun(calls, {}, torch.empty(0, dtype=torch.float32))
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def _inputs_of_layers(model: ByLayers, states: States, plan: Plan) -> None:
                     used: Any = probe.predictor
                     states.write(f"{w}-feature-{target}", layer, feature(used, run.sites[probe.site]))
             done[w] = layer + 1
-            states.write(f"{w}-done", done[w], torch.empty(0))
+            states.write(f"{w}-done", done[w], torch.empty(0, dtype=torch.float32))
 
 
 def _gradients_behind(model: ByLayers, states: States, windows: Windows) -> None:

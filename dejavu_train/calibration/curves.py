@@ -59,7 +59,11 @@ class LogitHistogram:
                 code = max(lowest, 1024)
             else:
                 # the first code with at most density * total above it
-                code = int(torch.searchsorted(-above["all"], torch.tensor(-density * total["all"]).double()))
+                code = int(
+                    torch.searchsorted(
+                        -above["all"], torch.tensor(-density * total["all"], dtype=torch.float32).double()
+                    )
+                )
             count, hits = float(above["all"][code]), float(above["active"][code])
             rows["density"].append(float(density))
             rows["threshold"].append(_fp16_value(code))

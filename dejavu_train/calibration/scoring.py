@@ -124,7 +124,7 @@ def score_predictor(
             kept.append(logits.half().cpu() if target == Target.MLP else logits.cpu())
     if rows == 0:
         raise UserError("the calibration set has no rows; collect more documents")
-    all_logits = torch.cat(kept) if kept else torch.empty(0)
+    all_logits = torch.cat(kept) if kept else torch.empty(0, dtype=torch.float32)
     frequency = torch.as_tensor(frequency) / rows
     if target == Target.HEADS:
         return Scored(head_curve(all_logits, torch.cat(contributions), HEAD_GRID), None, frequency, all_logits)

@@ -62,7 +62,7 @@ def masked(block: BlockParts, target: Target, keep: Tensor, mean: Tensor | None 
     else:
         module = block.out
         wide = keep.repeat_interleave(module.in_features // keep.shape[-1], dim=-1)
-        rest = torch.zeros(module.in_features) if mean is None else mean.flatten().float()
+        rest = torch.zeros(module.in_features, dtype=torch.float32) if mean is None else mean.flatten().float()
 
     def zero(values: Tensor) -> Tensor:  # with whatever leading shape the model gives it
         return torch.where(wide.to(values.device).reshape(values.shape), values, rest.to(values))
@@ -195,7 +195,7 @@ def run_sparse(model: Any, run: DenseRun, key: UnitKey, probe: SensitivityProbe)
     """(K, T, d), what the layer of ``key`` gives for its input in ``run`` at each threshold of its probe."""
     site = run.sites[probe.site].float()  # on the device of its layer
     logits = probe.predictor.to(site.device)(site)  # (1, T, n)
-    thresholds = torch.tensor(list(probe.thresholds), device=site.device).reshape(-1, 1, 1)
+    thresholds = torch.tensor(list(probe.thresholds), device=site.device, dtype=torch.float32).reshape(-1, 1, 1)
     keep = logits > thresholds
     layer, target = key
     if probe.cascade is not None:

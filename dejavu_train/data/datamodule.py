@@ -9,6 +9,8 @@ Rows that fit into ``memory_gb`` are read once, by several threads, and kept on 
 nor bus limits a step.
 """
 
+import mmap
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,10 @@ from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.errors import UserError
 from dejavu_train.families import Site, Target, UnitKey
+
+SHARED_MEMORY = Path("/dev/shm")
+BATCHES_AHEAD = 2  # that a loader process makes ahead, as torch has it
+LONGEST_WAIT = 300  # seconds for a batch of a loader process, after which it is taken for lost
 
 RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
 
@@ -116,6 +122,8 @@ class BlockShuffled(IterableDataset[RawBatch]):
                 began = time.perf_counter()
                 part = slice(number * self.batch_size, (number + 1) * self.batch_size)
                 batch: RawBatch = {name: tensor[part] for name, tensor in pool.items()}
+                if worker is not None:  # of a view the whole pool would go into shared memory
+                    batch = {name: tensor.clone() for name, tensor in batch.items()}
                 batch["seconds"] = spent / count + time.perf_counter() - began
                 yielded += 1
                 if yielded > own_skip:
@@ -186,6 +194,29 @@ def _joined(row_ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
+def _row_bytes(sources: dict[str, tuple[ShardReader, str]]) -> int:
+    return sum(reader.read_stored(dataset, 0, 1).nbytes for reader, dataset in sources.values())
+
+
+def _require_shared_memory(dataset: BlockShuffled, workers: int) -> None:
+    """Refuse loader processes whose batches do not fit into shared memory: one that cannot write waits for ever.
+
+    Raises:
+        UserError: with the bytes that are needed and there.
+    """
+    if not SHARED_MEMORY.is_dir():  # as on macOS and Windows
+        return
+    pages = len(dataset.sources) * mmap.PAGESIZE  # each tensor has a file
+    needed = (BATCHES_AHEAD * workers + 1) * (dataset.batch_size * _row_bytes(dataset.sources) + pages)
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise UserError(
+            f"{workers} loader processes need {needed / 1e6:.1f} MB of shared memory for their batches, and"
+            f" {SHARED_MEMORY} has {free / 1e6:.1f} MB free; set data.num_workers 0, lower data.batch_size, or enlarge"
+            " it (docker run --shm-size 1g)"
+        )
+
+
 class ShardDataModule(lightning.LightningDataModule):
     """Train and val batches of one (layer, target).
 
@@ -236,7 +267,7 @@ class ShardDataModule(lightning.LightningDataModule):
             sources["active"] = (reader, "mlp_active")
             if not self._mlp_in_is_input:
                 sources["mlp_in"] = (reader, "mlp_in")
-        row_bytes = sum(row.read_stored(dataset, 0, 1).nbytes for row, dataset in sources.values())
+        row_bytes = _row_bytes(sources)
         resident = reader.rows * row_bytes <= self.config.memory_gb * 1e9 * world
         workers = 0 if resident else self.config.num_workers
         consumers = world * max(1, workers)
@@ -260,12 +291,15 @@ class ShardDataModule(lightning.LightningDataModule):
                 dataset.skip = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if resident:
             return InMemoryLoader(dataset, torch.device("cpu") if trainer is None else trainer.strategy.root_device)
+        if workers:
+            _require_shared_memory(dataset, workers)
         return DataLoader(
             dataset,
             batch_size=None,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
+            timeout=LONGEST_WAIT if workers else 0,
         )
 
     def train_dataloader(self) -> DataLoader[RawBatch] | InMemoryLoader:

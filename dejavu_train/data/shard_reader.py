@@ -165,7 +165,7 @@ class ShardReader:
         if self._owner != os.getpid():
             self._files, self._owner = {}, os.getpid()
         if shard not in self._files:
-            self._files[shard] = open_shard(self._paths[shard], "r")
+            self._files[shard] = open_shard(self._paths[shard])
         return self._files[shard]
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
     if not path.is_file():
         raise UserError(f"the shard {path} is missing; run train.py again, which collects what is missing")
     try:
-        with open_shard(path, "r") as file:
+        with open_shard(path) as file:
             attributes = dict(file.attrs)
             sizes = {name: len(file[name]) for name in ("attn_in", "mlp_in", "mlp_active", "head_norm", "document")}
     except (OSError, KeyError, RuntimeError) as error:

@@ -18,11 +18,12 @@ Chunks are whole rows, about 1 MB of a hidden state, the same rows in every data
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import h5py
 import numpy as np
@@ -152,16 +153,16 @@ def shard_path(activations: str | Path, layer: int, index: int) -> Path:
     return layer_folder(activations, layer) / f"shard_{index:04d}.h5"
 
 
-def open_shard(path: str | Path, mode: Literal["r", "w"]) -> h5py.File:
-    """A shard's file, without HDF5's locks, which some file systems do not have. Writers hold the folder (locks.py),
-    and a shard appears whole under its name.
+def open_shard(path: str | Path) -> h5py.File:
+    """A shard's file to read, without HDF5's locks, which some file systems do not have. Writers hold the folder
+    (locks.py), and a shard appears whole under its name.
 
     Raises:
         UserError: the environment asks for locks, and the file system has none.
         OSError: what the system says. One without a number if the file is no HDF5 file or truncated.
     """
     try:
-        return h5py.File(path, mode, locking=False)
+        return h5py.File(path, "r", locking=False)
     except OSError as error:
         if "lock file" not in str(error):
             raise
@@ -170,6 +171,48 @@ def open_shard(path: str | Path, mode: Literal["r", "w"]) -> h5py.File:
             f"HDF5 cannot lock {path} ({reason}), as HDF5_USE_FILE_LOCKING={asked} asks; set"
             " HDF5_USE_FILE_LOCKING=FALSE, locks are not needed here"
         ) from None
+
+
+class _Recorded(io.FileIO):
+    """A file that keeps the first error of writing and takes what comes after it without writing.
+
+    HDF5 cannot close a file that it cannot write, and ends the process with a segmentation fault when it tries again at
+    exit. So it does not hear of the error, which :meth:`check` raises.
+    """
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left and self.error is None:
+                left = left[super().write(left) or 0 :]
+        except OSError as error:
+            self.error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        if self.error is None:
+            try:
+                return super().truncate(size)
+            except OSError as error:
+                self.error = error
+        return size or 0
+
+    def check(self) -> None:
+        """Raise the error that came, if one did."""
+        if self.error is not None:
+            raise self.error
+
+
+@contextlib.contextmanager
+def new_shard(path: Path) -> Iterator[tuple[h5py.File, _Recorded]]:
+    """A new shard's file, and what says whether it could be written. Raises ``OSError`` at the end if it could not."""
+    with _Recorded(path, "w+") as stored:
+        with h5py.File(stored, "w") as file:
+            yield file, stored
+        stored.check()
 
 
 def refuse_unreadable(error: Exception, path: Path, message: str) -> NoReturn:
@@ -219,6 +262,7 @@ class ShardWriter:
         self._folder, self._manifest, self._entry = Path(folder), manifest, entry
         self._stack = contextlib.ExitStack()
         self._files: dict[int, h5py.File] = {}
+        self._stored: dict[int, _Recorded] = {}
         layers = range(manifest.shape.n_layers) if layers is None else layers
         self._active = dict.fromkeys(layers, 0)
         self._rows = dict.fromkeys(self._active, 0)
@@ -228,7 +272,7 @@ class ShardWriter:
         with contextlib.ExitStack() as opening:
             for layer in self._active:
                 path = opening.enter_context(replacing(shard_path(self._folder, layer, entry.index)))
-                file = opening.enter_context(open_shard(path, "w"))
+                file, self._stored[layer] = opening.enter_context(new_shard(path))
                 file.attrs.update(self._attributes(layer))
                 for name, (width, dtype) in self._datasets().items():
                     rows = min(chunk_rows(shape.d_model), entry.tokens)
@@ -279,6 +323,7 @@ class ShardWriter:
         stop = start + len(rows["document"])
         for name, values in rows.items():
             self._files[layer][name][start:stop] = values
+        self._stored[layer].check()
         self._active[layer] += active
         self._rows[layer] += stop - start
 

@@ -5,14 +5,11 @@ and exchange nothing.
 """
 
 import dataclasses
-import gzip
 import hashlib
 import itertools
 import json
 import logging
-import lzma
 import re
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.class_path import bound_arguments, import_named
+from dejavu_train.data.containers import is_file_name, parquet_rows, read_text, text_kind
 from dejavu_train.data.paragraphs import read_paragraph_hashes, without_pretrained
 from dejavu_train.errors import UserError, first_line
 from dejavu_train.files import sha256_file, sha256_text
@@ -64,13 +62,14 @@ class SampleConfig:
     batch_size: int = 32
     """Rows written at once. On a GPU more than 32 are written by transformers, not by the engine."""
     seed: int = 0
-    """Of the draws."""
+    """Of the draws, below 67,108,864: what the engine holds for a row."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value out of range."""
         ranges = {
-            "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT, "seed": SEED,
-            "batch_size": Range(1, 4096), "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
+            "tokens": Range(2, COUNT.most), "length": Range(2, COUNT.most), "prompt_tokens": COUNT,
+            "seed": Range(0, 2**26 - 1), "batch_size": Range(1, 4096),
+            "temperature": Range(0, 10**6, above=True), "top_p": SHARE,
         }  # fmt: skip
         check_ranges(self, "text.sample.", ranges)
 
@@ -81,8 +80,8 @@ class TextSource:
 
     source: str | dict[str, Any] = SELF
     """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), or a
-    local .txt or .jsonl file (also .gz, .xz). A hub dataset such as allenai/c4. Or class_path and init_args of your own
-    text, see docs/guides/extend.md."""
+    local .txt, .json, .jsonl or .parquet file (also .gz, .xz, .zst). A hub dataset such as allenai/c4. Or class_path
+    and init_args of your own text, see docs/guides/extend.md."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None
@@ -139,19 +138,8 @@ def require_file(name: str) -> None:
         raise UserError(f"there is no text file {name}")
 
 
-def suffixes(path: str | Path) -> list[str]:
-    """The suffixes of a file's name, by which its kind is known, in small letters: A.JSONL.XZ is as a.jsonl.xz."""
-    return [suffix.lower() for suffix in Path(path).suffixes]
-
-
-def is_compressed(path: str | Path) -> bool:
-    """Whether a file's name says that it is compressed."""
-    return suffixes(path)[-1:] in ([".xz"], [".gz"])
-
-
 def _names_file(source: str) -> bool:
-    suffixed = suffixes(source)[-1:] in ([".txt"], [".jsonl"], [".xz"], [".gz"])
-    return (Path(source).exists() and source not in INSTALLED) or suffixed or source.startswith((".", "/", "~"))
+    return (Path(source).exists() and source not in INSTALLED) or is_file_name(source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,21 +161,6 @@ class TextManifest:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-def _read_local(path: Path, most: int = -1) -> str:
-    """The text of a file, with ``most``, its whole lines among the first so many bytes."""
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix.lower(), open)
-    try:
-        with opener(path, "rb") as file:
-            data = file.read(most)
-        if len(data) == most:
-            data = data[: data.rfind(b"\n") + 1]
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"the text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from None
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"the text file {path} is damaged ({error}); fetch it again") from None
 
 
 _BLANK = re.compile(r"\n[ \t\f\v\r]*\n")
@@ -223,45 +196,102 @@ def cut_plain_text(text: str) -> list[Document]:
 
 def local_documents(path: Path, field: str, most: int = -1) -> list[Document]:
     """The documents of a file, or with ``most`` those among its first bytes. Raises as :func:`load_documents`."""
-    text = _read_local(path, most)
-    if not text.strip() and most < 0:
-        raise UserError(f"the text file {path} is empty")
-    if ".jsonl" not in suffixes(path):
-        _warn_of_json(path, text)
-        return cut_plain_text(text)
-    documents = []
-    for number, line in enumerate(text.split("\n")):  # JSON strings may hold the other characters that end lines
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            value, name = row[field], str(row.get("id", row.get("name", number)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(
-                f"line {number + 1} of {path} is not a JSON object with a field {field!r}; mend that line, or name the"
-                " field that holds the text: --text.field, of infer.py --text_field"
-            ) from None
-        if not isinstance(value, str):
-            kind = "null" if value is None else type(value).__name__
-            raise UserError(f"line {number + 1} of {path}: the field {field!r} must be text, got {kind}")
-        if _has_surrogates(value) or _has_surrogates(name):
-            raise UserError(f"line {number + 1} of {path} holds half a surrogate pair, which is no text; leave it out")
-        if len(value) > MAX_DOCUMENT_CHARACTERS:
-            documents += [Document(f"{name}.{part.name}", part.text) for part in cut_plain_text(value)]
+    kind = text_kind(path)
+    if path.suffix.lower() == ".parquet":
+        rows = enumerate(parquet_rows(path, field, first=most >= 0), 1)
+        documents = [document for number, row in rows for document in _of_row(row, f"row {number} of {path}", field)]
+    else:
+        text = read_text(path, most)
+        if not text.strip() and most >= 0:
+            return []
+        if kind == ".json" and text.lstrip().startswith("["):
+            documents = _of_array(text, path, field, most)
+        elif kind in (".json", ".jsonl"):
+            documents = _of_lines(text, path, field)
         else:
-            documents.append(Document(name, value))
+            _warn_of_form(path, kind, text)
+            documents = cut_plain_text(text)
+    if not documents and most < 0:
+        raise UserError(f"the text file {path} is empty")
     return documents
 
 
-def _warn_of_json(path: Path, text: str) -> None:
-    """Say so where every line of what is read as plain text begins and ends as a JSON object does."""
-    lines = [line for line in text[:100_000].split("\n")[:20] if line.strip()]
-    if lines and all(line.strip().startswith('{"') for line in lines) and lines[0].strip().endswith("}"):
-        logger.warning("%s is read as plain text, but looks like JSON lines; name it .jsonl to read it as such", path)
+def _of_lines(text: str, path: Path, field: str) -> list[Document]:
+    documents = []
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold the other characters that end lines
+        if line.strip():
+            documents += _of_row(_parsed(line), f"line {number} of {path}", field)
+    return documents
 
 
-def _has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False
+def _of_array(text: str, path: Path, field: str, most: int) -> list[Document]:
+    """The items of a JSON array. Among its first bytes there is no whole array, so that nothing is known of it."""
+    if most >= 0:
+        return []
+    items = _parsed(text)
+    if not isinstance(items, list):
+        raise UserError(
+            f"the text file {path} is no whole JSON array; fetch it again, or name it .jsonl if it is lines"
+        )
+    documents = []
+    for number, item in enumerate(items, 1):
+        row = {field: item} if isinstance(item, str) else item
+        documents += _of_row(row, f"item {number} of {path}", field)
+    return documents
+
+
+def _parsed(text: str) -> Any:
+    """What JSON says. None where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _of_row(row: Any, place: str, field: str) -> list[Document]:
+    """The documents of a row of a file: one, or the parts of a long one.
+
+    Args:
+        place: for messages, and by its first number the name of a row without ``id`` or ``name``.
+    Raises:
+        UserError: no such field, or no text in it.
+    """
+    if not isinstance(row, dict) or field not in row:
+        raise UserError(
+            f"{place} is not a JSON object with a field {field!r}; mend that line, or name the field that holds the"
+            " text: --text.field, of infer.py --text_field"
+        )
+    value = _text_of(row[field], place, field)
+    number = int(place.split()[1]) - 1
+    name = next((str(row[key]) for key in ("id", "name") if row.get(key) is not None), str(number))
+    _text_of(name, place, "id")
+    if len(value) > MAX_DOCUMENT_CHARACTERS:
+        return [Document(f"{name}.{part.name}", part.text) for part in cut_plain_text(value)]
+    return [Document(name, value)]
+
+
+def _text_of(value: Any, place: str, field: str) -> str:
+    """``value`` as it is: the one check of what any source gives as text. Raises :class:`UserError` for no text."""
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise UserError(f"{place}: the field {field!r} must be text, got {kind}; leave that row out, or name the field")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise UserError(f"{place} holds half a surrogate pair, which is no text; leave it out")
+    return value
+
+
+def _warn_of_form(path: Path, kind: str, text: str) -> None:
+    """Say so where what is read as plain text looks like another form."""
+    lines = [line.strip() for line in text[:100_000].split("\n")[:20] if line.strip()]
+    looks, name = "", ""
+    if lines and all(line.startswith('{"') for line in lines) and lines[0].endswith("}"):
+        looks, name = "JSON lines", ".jsonl"
+    elif re.match(r'\s*\[\s*["{]', text) and text.rstrip().endswith("]"):
+        looks, name = "a JSON array", ".json"
+    elif kind in (".csv", ".tsv"):
+        looks, name = "a table", ".jsonl once it is converted"
+    if looks:
+        logger.warning("%s is read as plain text, but looks like %s; name it %s to read it as such", path, looks, name)
 
 
 def _hub_documents(source: TextSource, name: str) -> list[Document]:
@@ -280,9 +310,12 @@ def _hub_documents(source: TextSource, name: str) -> list[Document]:
         rows = list(itertools.islice(stream.shuffle(seed=source.seed, buffer_size=10_000), count))
     except Exception as error:  # the hub client raises many classes for one thing: not to be had
         raise UserError(f"cannot read {name}: no such file, and as a hub dataset: {first_line(error)}") from None
-    if rows and source.field not in rows[0]:
+    if not rows:
+        raise UserError(f"the dataset {name} has no rows in its split {source.split}; give another one by --text.split")
+    if source.field not in rows[0]:
         raise UserError(f"the dataset {name} has no field {source.field!r}; it has {', '.join(rows[0])}")
-    return [Document(sha256_text(row[source.field])[:16], row[source.field]) for row in rows]
+    texts = [_text_of(row[source.field], f"a row of the dataset {name}", source.field) for row in rows]
+    return [Document(sha256_text(text)[:16], text) for text in texts]
 
 
 def import_text(value: dict[str, Any], key: str = "text.source") -> tuple[Any, dict[str, Any]]:
@@ -304,6 +337,8 @@ def _own_documents(value: dict[str, Any]) -> list[Document]:
             raise UserError(f"text.source {value['class_path']}: document {number} is no pair of id and text")
         if item[0] in documents:
             raise UserError(f"text.source {value['class_path']}: two documents have the id {item[0]}")
+        for part in item:
+            _text_of(part, f"document {number} of text.source {value['class_path']}", "text")
         documents[item[0]] = Document(*item)
     return list(documents.values())
 
@@ -342,6 +377,24 @@ def split_of(source_key: str, name: str) -> str:
     return "train" if draw < 76 else SETS[1 + (draw - 76) // 8]
 
 
+def places_of(documents: Sequence[Document], source_key: str) -> list[str]:
+    """The set of each document. Copies of one text are in one set, so that what is held out was not trained on.
+
+    That set is the one of the first. White space makes no other text.
+    """
+    chosen: dict[str, str] = {}
+    return [chosen.setdefault(_folded(document.text), split_of(source_key, document.name)) for document in documents]
+
+
+def count_copies(documents: Sequence[Document]) -> int:
+    """How many documents have a text that another one before them has."""
+    return len(documents) - len({_folded(document.text) for document in documents})
+
+
+def _folded(text: str) -> str:
+    return sha256_text(" ".join(text.split()))
+
+
 def drop_pretrained(documents: Sequence[Document], hashes: np.ndarray) -> tuple[list[Document], int]:
     """Documents without paragraphs that the model was pretrained on, and how many paragraphs were dropped."""
     kept, skipped = [], 0
@@ -365,8 +418,8 @@ def split_documents(
         UserError: a set is empty.
     """
     sets: dict[str, list[Document]] = {name: [] for name in SETS}
-    for document in documents:
-        sets[split_of(source_key, document.name)].append(document)
+    for document, place in zip(documents, places_of(documents, source_key), strict=True):
+        sets[place].append(document)
     skipped = 0
     if pretrained_hashes is not None:
         for name in SETS[1:]:
@@ -389,6 +442,12 @@ def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]]
     """
     documents, versions = load_documents(source)
     sets, skipped = split_documents(documents, source.key, read_paragraph_hashes(model))
+    copies = count_copies(documents)
+    if copies:
+        logger.warning(
+            "%d of %d documents are copies of others; all copies of a text are in one set, so none is held out that"
+            " was trained on", copies, len(documents),
+        )  # fmt: skip
     if skipped:
         logger.info("%d paragraphs of held-out documents left out: the model was pretrained on them", skipped)
     manifest = TextManifest(

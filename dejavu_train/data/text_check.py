@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from dejavu_train.data.containers import is_compressed
 from dejavu_train.data.paragraphs import read_paragraph_hashes
 from dejavu_train.data.text import (
     INSTALLED,
     SELF,
     Document,
     TextSource,
-    is_compressed,
     load_documents,
     local_documents,
     require_file,

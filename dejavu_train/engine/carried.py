@@ -37,7 +37,7 @@ class Carried:
         self.inputs = torch.zeros(
             batch, plan.context if plan.shares_inputs else 0, dims.d_model, dtype=dtype, device=device
         )
-        self.estimate = torch.zeros(2, device=device)
+        self.estimate = torch.zeros(2, device=device, dtype=torch.float32)
         self.moments = torch.zeros(2, dtype=torch.int64, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self.normalised = torch.zeros(batch, dims.d_model, dtype=dtype, device=device)

@@ -65,7 +65,7 @@ def expected_union(density: float, batch: int, frequency: Tensor | None = None) 
     """
     if batch == 1 or not 0 < density < 1:
         return density
-    rates = torch.full((1,), density) if frequency is None else selected_rates(frequency, density)
+    rates = torch.full((1,), density, dtype=torch.float32) if frequency is None else selected_rates(frequency, density)
     return float((1 - (1 - rates) ** batch).mean())
 
 

@@ -86,5 +86,5 @@ def weights_of_shape(
 def usual_turns(dims: ModelDims) -> Tensor:
     """Cosines and sines (P, 2, r / 2) of a model with the base 10,000: for random weights."""
     half = int(dims.head_dim * dims.rotary_share) // 2
-    angles = torch.arange(dims.max_positions)[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    angles = torch.arange(dims.max_positions)[:, None] * 10_000.0 ** (-torch.arange(half).float() / half)
     return torch.stack([angles.cos(), angles.sin()], dim=1)

@@ -125,11 +125,26 @@ def token_list(value: Any) -> list[int]:
     return [int(token) for token in torch.as_tensor(value).reshape(-1).tolist()]
 
 
+def check_mask(mask: Any) -> None:
+    """Raise :class:`UserError` for a mask (B, T) that holds more than 0 for padding and 1 for tokens.
+
+    Transformers adds such values to scores, counts positions with them, or takes them for 1, each in its place.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype == torch.bool:
+        return
+    other = mask[(mask != 0) & (mask != 1)]
+    if len(other):
+        raise UserError(
+            f"attention_mask must hold 0 for padding and 1 for tokens, got {other[0].item():g}; give (mask != 0)"
+        )
+
+
 def padding_mask(input_ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> Tensor:
     """(B, T) bool, as transformers infers it: given, or where the padding token stands and does not end a text."""
     if mask is not None:
         if mask.shape != input_ids.shape:
             raise UserError(f"attention_mask must be (B, T) = {tuple(input_ids.shape)}, got {tuple(mask.shape)}")
+        check_mask(mask)
         return mask.bool().to(input_ids.device)
     pad = config.pad_token_id
     if pad is None or int(pad) in token_list(config.eos_token_id):

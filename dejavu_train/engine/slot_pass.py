@@ -218,7 +218,9 @@ class SlotPass:
                 self.screen = None
         position = torch.arange(SLOTS, dtype=torch.int32, device=device)
         for name, (product, columns) in products.items():
-            x = torch.randn(SLOTS, columns, device=device, generator=generator).to(self.normed.dtype)
+            x = torch.randn(SLOTS, columns, device=device, generator=generator, dtype=torch.float32).to(
+                self.normed.dtype
+            )
             together = product(x, position)
             for i in range(SLOTS):
                 other, places, place = torch.full_like(x, float("nan")), position.roll(3), (i + 3) % SLOTS

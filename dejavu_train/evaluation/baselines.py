@@ -62,7 +62,7 @@ def random_ranks(shape: tuple[int, ...], generator: torch.Generator, device: tor
     """
     *rows, n_units = shape
     n_rows = math.prod(rows)
-    pool = ranks(torch.rand(min(n_rows, 512), n_units, generator=generator))
+    pool = ranks(torch.rand(min(n_rows, 512), n_units, generator=generator, dtype=torch.float32))
     picks = torch.randint(len(pool), (n_rows,), generator=generator)
     return pool.index_select(0, picks).view(shape).to(device)
 

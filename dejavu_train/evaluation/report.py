@@ -13,7 +13,7 @@ from dejavu_train.evaluation.schema import SCHEMA
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.families import TARGETS, Target
-from dejavu_train.files import read_json, write_json
+from dejavu_train.files import read_json, replacing, write_json
 from dejavu_train.predictors.metrics import SelectionSums, total
 
 Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]
@@ -357,8 +357,14 @@ def _percent(value: float | None) -> str:
 
 
 def write_results(found: dict[str, Any], folder: str | Path) -> None:
-    """Write results.json atomically. One of another run is renamed to results-ID.json first, so no row is lost."""
+    """Write results.json atomically. One of another run is renamed to results-ID.json, so no row is lost."""
     path = Path(folder) / "results.json"
+    with replacing(path) as aside:
+        write_json(aside, found)
+        _keep_earlier(path, found)
+
+
+def _keep_earlier(path: Path, found: dict[str, Any]) -> None:
     if path.is_file():
         before = read_json(path, "results.json of an earlier run")
         run = before.get("run") if isinstance(before, dict) else None
@@ -366,4 +372,3 @@ def write_results(found: dict[str, Any], folder: str | Path) -> None:
             earlier = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
             name = run["id"] if isinstance(run, dict) and "id" in run else f"{earlier:%Y%m%d-%H%M%S}"
             path.rename(path.with_name(f"results-{name}.json"))
-    write_json(path, found)

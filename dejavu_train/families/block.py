@@ -100,7 +100,9 @@ def alibi_slopes(n_heads: int) -> Tensor:
     """
     whole = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
-    return torch.tensor(slopes + [2 ** (-4 * i / whole) for i in range(1, 2 * (n_heads - whole), 2)])
+    return torch.tensor(
+        slopes + [2 ** (-4 * i / whole) for i in range(1, 2 * (n_heads - whole), 2)], dtype=torch.float32
+    )
 
 
 def alibi(slopes: Tensor, at: Tensor, seen: Tensor) -> Tensor:

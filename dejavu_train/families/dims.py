@@ -1,5 +1,6 @@
 """The sizes of a model of any family, and the names of what a predictor chooses from. Loads no torch."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -145,6 +146,12 @@ class ModelDims:
     @classmethod
     def from_stored(cls, values: Mapping[str, Any]) -> "ModelDims":
         """What :meth:`stored` gave. Raises TypeError or ValueError for other values."""
+        for each in fields(cls):
+            value = values[each.name] if each.name in SIZES else values.get(each.name, each.default)
+            kinds: Any = {int: int, bool: bool, float: (int, float)}.get(each.type, str)  # type: ignore[arg-type]
+            number = kinds is not str and (isinstance(value, bool) != (kinds is bool) or not 0 <= value < math.inf)
+            if not isinstance(value, kinds) or number or (each.name in SIZES and value == 0):
+                raise ValueError(f"{each.name} of the shape is {value!r}")
         return cls(**values)
 
     def stored(self) -> dict[str, Any]:

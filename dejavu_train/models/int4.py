@@ -106,7 +106,7 @@ class CodedLinear(RowLinear):
         words = torch.int32 if layout.sizes.bits == 4 else torch.int8
         self.register_buffer("words", torch.zeros(stored["weight"], dtype=words))
         self.register_buffer("scales", torch.zeros(stored["scales"], dtype=torch.float16))
-        self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
+        self.bias = nn.Parameter(torch.zeros(out_features, dtype=torch.float32), requires_grad=False) if bias else None
         self._kept: tuple[Any, Tensor] | None = None  # states of words, scales and weight; the weight
 
     @property

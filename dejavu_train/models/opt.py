@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -20,7 +19,17 @@ from dejavu_train.families.base import dense_type
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.stored import HEAD, IN_LAYER, embedding_name, full_name, own_name, read_header, stored_files
+from dejavu_train.models.pickled import load_pickled
+from dejavu_train.models.stored import (
+    HEAD,
+    IN_LAYER,
+    check_numbers,
+    embedding_name,
+    full_name,
+    own_name,
+    read_header,
+    stored_files,
+)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SPELLED = {  # as safetensors spells the dtypes of stored tensors
@@ -28,6 +37,9 @@ SPELLED = {  # as safetensors spells the dtypes of stored tensors
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPE_SPELLED = {spelled: dtype for dtype, spelled in SPELLED.items()}
+UNKNOWN = (
+    "\u2603 \u00fe\u0180\ufffc"  # that a tokenizer may have no tokens for: it says so now, not in the middle of a run
+)
 HASH_SAMPLE_BYTES = 64 * 1024
 Spelling = Callable[[str, str], tuple[str, str] | None]  # of a stored name and dtype; None leaves the tensor out
 
@@ -66,11 +78,19 @@ def chosen_dtype(asked: str | torch.dtype | None, values: Mapping[str, Any], fil
 
 
 def _stored_dtype(file: Path) -> torch.dtype | None:
-    if file.suffix == ".safetensors":
-        dtypes = [DTYPE_SPELLED.get(entry.dtype) for entry in read_header(file).values()]
-    else:
-        dtypes = [tensor.dtype for tensor in torch.load(file, map_location="meta", weights_only=True).values()]
+    dtypes = [DTYPE_SPELLED.get(spelled) for spelled in stored_dtypes(file).values()]
     return next((dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point), None)
+
+
+def stored_dtypes(file: Path) -> dict[str, str]:
+    """The dtype of each tensor of a file by its stored name, as safetensors spells it.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if file.suffix == ".safetensors":
+        return {name: entry.dtype for name, entry in read_header(file).items()}
+    return {name: SPELLED.get(each.dtype, str(each.dtype)) for name, each in load_pickled(file, "meta").items()}
 
 
 def mapped_dtype(files: Sequence[Path]) -> torch.dtype | None:
@@ -154,6 +174,7 @@ def load_with_info(
     dims_of(values, name)
     refuse_foreign(values, name)
     files = stored_files(name, revision=revision)  # says what is missing, and that pickled weights are not read
+    check_numbers(name, values, {key: kind for file in files for key, kind in stored_dtypes(file).items()})
     options["dtype"] = torch.float32 if quant_method(values) == INT4 else chosen_dtype(dtype, values, files)
     if device_map is not None:
         options["device_map"] = _checked_map(device_map)
@@ -266,7 +287,9 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """
     folder = model_folder(name, revision=revision)
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        made = AutoTokenizer.from_pretrained(str(folder))
+        made(UNKNOWN)
+        return made
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"cannot load a tokenizer from {name}: {first_line(error)}") from None
     except Exception as error:  # so the package tokenizers, which is compiled, refuses what it cannot read
@@ -302,9 +325,8 @@ def _stored_tensors(file: Path) -> Iterator[tuple[str, str, list[int], int, Call
 
                 yield name, entry.dtype, list(entry.shape), entry.end - entry.begin, read
         return
-    # Only files of hub repositories come here (older OPT uploads have nothing else). weights_only runs no code.
-    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    for name, tensor in tensors.items():
+    # Only files of hub repositories come here (older OPT uploads have nothing else).
+    for name, tensor in load_pickled(file).items():
         flat = tensor.contiguous().flatten().view(torch.uint8).numpy()
         dtype = SPELLED.get(tensor.dtype, str(tensor.dtype))
         yield name, dtype, list(tensor.shape), len(flat), lambda start, stop: flat[start:stop].tobytes()  # noqa: B023

@@ -4,6 +4,7 @@ Headers alone are read, so that a folder of any size is checked in well under a 
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,14 @@ _SWITCHES = (
 )  # fmt: skip
 _SHARES = ("dropout", "attention_dropout", "layerdrop")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+    "U64": 8, "U32": 4, "U16": 2, "BOOL": 1,
+}  # fmt: skip
+NUMBERS = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights that stand for themselves. Any other one is of codes, which need scales."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> Non
     for file in loaded_files(Path(name)):
         tensors |= read_header(file)
     _check_tensors(name, tensors, expected_tensors(values, shape), shape)
+    check_numbers(name, values, {key: entry.dtype for key, entry in tensors.items()})
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -256,18 +266,28 @@ def read_header(file: Path) -> dict[str, Stored]:
             raise UserError(f"the weights file {file} is truncated or not safetensors; fetch or save it again")
         raw = stored.read(header_bytes)
     base = 8 + header_bytes
-    tensors = {}
+    tensors: dict[str, Stored] = {}
     try:
         for name, entry in json.loads(raw).items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                shape = tuple(int(length) for length in entry["shape"])
+                shape = tuple(entry["shape"])
+                if not all(type(each) is int and each >= 0 for each in (begin, end, *shape)):
+                    raise TypeError
                 tensors[name] = Stored(str(entry["dtype"]), shape, base + begin, base + end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"the weights file {file} is damaged; fetch or save it again") from None
-    for name, entry in tensors.items():
+    place = base
+    for name, entry in sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end)):
         if entry.end > size:
             raise UserError(f"the weights file {file} is truncated at tensor {name}; fetch or save it again")
+        width = ITEM_BYTES.get(entry.dtype)
+        if entry.begin != place or (width is not None and entry.nbytes != width * math.prod(entry.shape)):
+            raise UserError(
+                f"the weights file {file} is damaged: {name} has {entry.nbytes} bytes at {entry.begin - base} for"
+                f" {entry.dtype} {list(entry.shape)}; fetch or save it again"
+            )
+        place = entry.end
     return tensors
 
 
@@ -294,6 +314,27 @@ def layer_prefixes(values: Mapping[str, Any]) -> list[str]:
     names = family_named(values["model_type"], "this model").stored_tensors(values)
     found = ((name, IN_LAYER.search(name)) for name in names)
     return list(dict.fromkeys(name[: match.end()] for name, match in found if match))
+
+
+def check_numbers(model: str, values: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+    """Raise :class:`UserError` for weights that are no numbers, which transformers would take for such.
+
+    Args:
+        values: of config.json. The matrices of a quantised model are codes.
+        dtypes: by stored names, as safetensors spells them.
+    """
+    family = family_named(values["model_type"], model)
+    expected = {*family.stored_tensors(values), HEAD}
+    if quant_method(values) is not None:
+        parts = tuple(f".{part}.weight" for part in family.matrices.values())
+        expected = {name for name in expected if not name.endswith(parts)}
+        expected -= {HEAD} if head_kind(values) != "fp16" else set()
+    for name, dtype in dtypes.items():
+        if own_name(name) in expected and dtype not in NUMBERS:
+            raise UserError(
+                f"{name} of {model} is stored as {dtype}, and config.json names no quantisation of it; weights must be"
+                f" one of {', '.join(NUMBERS)}: give the config that belongs to them, or save the model in float16"
+            )
 
 
 def _check_tensors(
@@ -337,8 +378,9 @@ def _check_tokenizer(folder: Path, shape: ModelDims) -> None:
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        ids = [*values["model"]["vocab"].values(), *(token["id"] for token in values.get("added_tokens") or ())]
-        largest = max(ids)
+        vocabulary = values["model"]["vocab"]
+        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()  # a Unigram's is a list
+        largest = max([*ids, *(token["id"] for token in values.get("added_tokens") or ())])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"the tokenizer {path} is damaged; fetch it again, or save it again") from None
     if largest >= shape.vocab_size:

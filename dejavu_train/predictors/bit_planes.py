@@ -112,5 +112,7 @@ def build_second_stage(
 ) -> SecondStage:
     """The test for a layer's map into neurons, weight (n, d) and bias (n), on its device."""
     weight = weight.detach()
-    bias = torch.zeros(len(weight), device=weight.device) if bias is None else bias.detach().float()
+    bias = (
+        torch.zeros(len(weight), device=weight.device, dtype=torch.float32) if bias is None else bias.detach().float()
+    )
     return SecondStage(BitPlanes.of(weight, scale, steps), bias, stage2_threshold.to(weight.device))

@@ -36,12 +36,17 @@ def build_custom(kind: PredictorClass, value: dict[str, Any], d_in: int, n_out: 
     Raises:
         UserError: ``init_args`` that the class does not take, or logits of another shape or dtype.
     """
-    module = kind(**bound_arguments(kind, value, key, d_in=d_in, n_out=n_out))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # its class may name no dtype, and the program another default
+    try:
+        module = kind(**bound_arguments(kind, value, key, d_in=d_in, n_out=n_out))
+    finally:
+        torch.set_default_dtype(before)
     training = module.training
     module.eval()
     for leading in ((1,), (1, 1)):  # rows while training, (batch, positions) while selecting
         with torch.no_grad():
-            logits = module(torch.zeros(*leading, d_in))
+            logits = module(torch.zeros(*leading, d_in, dtype=torch.float32))
         expected = (*leading, n_out)
         if not isinstance(logits, Tensor) or tuple(logits.shape) != expected or not logits.is_floating_point():
             got = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__

@@ -40,9 +40,9 @@ class LowRankPredictor(nn.Module):
         self.nonlinearity = nonlinearity
         self.rounded_to: str | None = None
         """int8 or int4: the forward pass sees the weights as they will be stored, gradients pass through."""
-        self.down = nn.Parameter(torch.empty(rank, d_in))
-        self.up = nn.Parameter(torch.empty(n_out, rank))
-        self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
+        self.down = nn.Parameter(torch.empty(rank, d_in, dtype=torch.float32))
+        self.up = nn.Parameter(torch.empty(n_out, rank, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(n_out, dtype=torch.float32)) if bias else None
         nn.init.normal_(self.down, std=d_in**-0.5)
         nn.init.normal_(self.up, std=rank**-0.5)
 

@@ -1,10 +1,14 @@
 """Reads the matrices of a layer however a checkpoint stores them: in floating point, or quantised by another package.
 
     gptq                 qweight (m / 8, n) and qzeros int32, scales (groups, n), g_idx (m); format gptq (v1) holds a
-                         zero point less one, gptq_v2 the zero point itself
+                         zero point less one, gptq_v2 the zero point itself; of a symmetric matrix it is 8 either way
     awq                  qweight (m, n / 8) and qzeros int32, nibbles in the order 0 2 4 6 1 3 5 7; scales (groups, n)
     compressed-tensors   weight_packed (n, m / 8) int32, weight_scale (n, groups); pack-quantized, symmetric, int
-    bitsandbytes         NF4: weight uint8 in blocks of 64, absmax in 8 bits with scales of its own or in fp32
+    bitsandbytes         NF4: weight uint8 in blocks of 64, or the same bytes as numbers of 16 or 32 bits; absmax in 8
+                         bits with scales of its own or in fp32
+
+A group is as wide as the config says, so the last one may be shorter. Parts that contradict the config, or each other,
+are refused.
 
 Codes are taken over as they are where their groups are such as our rows can have. They lie around a zero point of 8, or
 mirrored around 7. Every other matrix is dequantised, to be quantised anew. A matrix that was left out of the
@@ -102,14 +106,16 @@ class MatrixReader:
         """
         parts = {part: self.source[name] for part, name in self._held[prefix].items()}
         alone = parts.keys() == {WEIGHT}
-        decoded = Decoded(parts[WEIGHT]) if self._decode is None or alone else self._decode(parts)
+        try:
+            decoded = Decoded(parts[WEIGHT]) if self._decode is None or alone else self._decode(parts)
+        except UserError as error:
+            raise UserError(f"{prefix} of {self.source.model}: {error}") from None
         size = self._sizes[prefix]
         if tuple(decoded.weight.shape) != size or not decoded.weight.is_floating_point():
             how = "stored as" if alone else f"by {self.method} with 4 bits"
-            described = f"{str(decoded.weight.dtype).removeprefix('torch.')} {list(decoded.weight.shape)}"
             raise UserError(
-                f"{prefix} of {self.source.model} is {how} {described}, where its config.json asks for numbers"
-                f" {list(size)}; give the config that belongs to these weights"
+                f"{prefix} of {self.source.model} is {how} {_described(decoded.weight)}, where its config.json"
+                f" asks for numbers {list(size)}; give the config that belongs to these weights"
             )
         return decoded.weight, exact_rows(decoded, layout)
 
@@ -127,6 +133,7 @@ def exact_rows(decoded: Decoded, layout: RowLayout) -> Int4Rows | None:
 
 def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """(..., w) int32 -> (..., 8 w) int64 in 0..15, the nibble of lowest bits first, or in ``order``."""
+    _fit(words.dtype == torch.int32 and words.ndim == 2, f"codes are {_described(words)}, not int32 in rows")
     shifts = torch.tensor([4 * order.index(place) for place in range(8)])
     return (words.long()[..., None] >> shifts & 15).flatten(-2)
 
@@ -146,31 +153,92 @@ def _require(condition: bool, method: str, what: str) -> None:
         )
 
 
+def _fit(condition: bool, what: str) -> None:
+    """Raise :class:`UserError` for parts of a matrix that contradict each other or the config."""
+    if not condition:
+        raise UserError(f"{what}; fetch the checkpoint again, or quantise the model in 16 bits from which it was made")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _group_of(m: int, groups: int, size: Any, given: Tensor | None) -> Tensor:
+    """(m,) the group of each input.
+
+    Args:
+        groups: how many scales an output has.
+        size: inputs of a group as the config says: -1 for all in one, None where it does not say. The last group is
+            shorter where they do not divide m.
+        given: (m,) the groups as the checkpoint has them, None or empty where it has none.
+    """
+    given = None if given is None or given.numel() == 0 else given
+    whole = size is None or (type(size) is int and (size == -1 or size > 0))
+    _fit(whole, f"group_size must be -1 or a count of inputs, got {size!r}")
+    wide = m if size in (None, -1) else size
+    if size is None:
+        _fit(groups == 1 or given is not None, f"{groups} scales for {m} inputs, and the config says no group_size")
+    else:
+        _fit(groups == math.ceil(m / wide), f"{groups} scales for {m} inputs in groups of {wide}")
+    if given is None:
+        return torch.arange(m) // wide
+    index = given.long()
+    _fit(tuple(index.shape) == (m,), f"g_idx is {_described(given)} for {m} inputs")
+    counts = torch.bincount(index, minlength=groups) if bool((index >= 0).all()) else torch.tensor([])
+    _fit(len(counts) == groups and int(counts.max()) <= wide, f"g_idx does not sort {m} inputs into groups of {wide}")
+    return index
+
+
+def _check_scales(scales: Tensor, size: tuple[int, ...]) -> None:
+    _fit(scales.is_floating_point() and tuple(scales.shape) == size, f"scales are {_described(scales)}, not {[*size]}")
+    _fit(bool(scales.isfinite().all()), "a scale is not finite")
+
+
+def _gptq_zeros(stored: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """The zero points of what is stored, by the name of the format.
+
+    Around a zero point of 8 lie all codes of a symmetric matrix. Some packages store that 8 under the name of v1, which
+    holds a zero point less one, and 7 under that of v2. So the data decide there.
+    """
+    symmetric = config.get("sym", None)
+    if symmetric is not False and bool((stored == stored[0, 0]).all()) and int(stored[0, 0]) in (7, 8):
+        return torch.full_like(stored, 8)
+    _fit(symmetric is not True, "the config says sym, and zero points differ, or are no 7 or 8")
+    return stored + (0 if config.get("checkpoint_format") == "gptq_v2" else 1) & 15
+
+
 def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     _require(config.get("bits") == 4, "gptq", f"{config.get('bits')} bits a weight")
-    shift = 0 if config.get("checkpoint_format", "gptq") == "gptq_v2" else 1
+    form = config.get("checkpoint_format") or "gptq"
+    form = "marlin" if config.get("is_marlin_format") else form
+    _require(form in ("gptq", "gptq_v2"), "gptq", f"the format {form}")
 
     def decode(parts: Parts) -> Decoded:
         stored = _nibbles(parts["qweight"].T)  # packed along inputs
-        m, groups = stored.shape[1], len(parts["scales"])
-        group_of = parts["g_idx"].long() if "g_idx" in parts else torch.arange(m) // math.ceil(m / groups)
-        zeros = _nibbles(parts["qzeros"]) + shift & 15
-        return _around_zero(stored, zeros[group_of].T, parts["scales"][group_of].T)
+        zeros = _nibbles(parts["qzeros"])
+        (n, m), groups = stored.shape, len(parts["scales"])
+        _check_scales(parts["scales"], (groups, n))
+        _fit(tuple(zeros.shape) == (groups, n), f"qzeros are {_described(parts['qzeros'])} for {groups} x {n} scales")
+        index = parts.get("g_idx")
+        _fit(not config.get("desc_act") or (index is not None and index.numel() > 0), "desc_act without g_idx")
+        group_of = _group_of(m, groups, config.get("group_size"), index)
+        return _around_zero(stored, _gptq_zeros(zeros, config)[group_of].T, parts["scales"][group_of].T)
 
     return decode
 
 
 def _awq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     _require(config.get("bits", config.get("w_bit")) == 4, "awq", "another width than 4 bits")
-    version = str(config.get("version", "gemm")).lower()
+    version = str(config.get("version") or "gemm").lower()
     _require(version == "gemm", "awq", f"the version {version}")
 
     def decode(parts: Parts) -> Decoded:
         stored, zeros = (_nibbles(parts[name], AWQ_ORDER) for name in ("qweight", "qzeros"))
-        times = len(stored) // len(zeros)
-        return _around_zero(
-            stored.T, zeros.repeat_interleave(times, 0).T, parts["scales"].repeat_interleave(times, 0).T
-        )
+        (m, n), groups = stored.shape, len(zeros)
+        _check_scales(parts["scales"], (groups, n))
+        _fit(zeros.shape[1] == n, f"qzeros are {_described(parts['qzeros'])} for {groups} x {n} scales")
+        group_of = _group_of(m, groups, config.get("group_size", config.get("q_group_size")), None)
+        return _around_zero(stored.T, zeros[group_of].T, parts["scales"][group_of].T)
 
     return decode
 
@@ -178,18 +246,37 @@ def _awq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
 def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     name = "compressed-tensors"
     _require(config.get("format") == "pack-quantized", name, f"the format {config.get('format')}")
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    sizes: set[Any] = set()
+    listed = config.get("config_groups") or {}
+    _require(isinstance(listed, dict), name, f"config_groups {listed!r}")
+    for group in listed.values():
+        weights = group.get("weights") or {} if isinstance(group, dict) else {}
+        _require(isinstance(weights, dict), name, f"weights {weights!r}")
         four = weights.get("num_bits") == 4 and weights.get("type", "int") == "int"
         _require(four and bool(weights.get("symmetric", True)), name, "anything but symmetric integers of 4 bits")
+        strategy = weights.get("strategy") or "group"
+        _require(strategy in ("group", "channel", "tensor"), name, f"the strategy {strategy}")
+        sizes.add(weights.get("group_size") if strategy == "group" else -1)
 
     def decode(parts: Parts) -> Decoded:
-        n, m = parts["weight_shape"].tolist()
-        stored = _nibbles(parts["weight_packed"])[:, :m]
-        scales = parts["weight_scale"].view(n, -1)
-        group_of = torch.arange(m) // math.ceil(m / scales.shape[1])
-        group_of = parts["weight_g_idx"].long() if "weight_g_idx" in parts else group_of
-        return _around_zero(stored, torch.full_like(stored, 8), scales[:, group_of])
+        stored, shape = _nibbles(parts["weight_packed"]), parts["weight_shape"].tolist()
+        n, width = stored.shape
+        _fit(len(shape) == 2 and shape[0] == n and 0 <= width - shape[1] < 8, f"codes of {n} x {width}, shape {shape}")
+        m, scales = shape[1], parts["weight_scale"]
+        _fit(scales.numel() > 0, f"scales are {_described(scales)}")
+        scales = scales.expand(n, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
+        groups = scales.shape[1]
+        _check_scales(scales, (n, groups))
+        zeros = parts.get("weight_zero_point")
+        neutral = zeros is None or not bool((_nibbles(zeros) - 8 if zeros.dtype == torch.int32 else zeros).any())
+        _fit(neutral, "zero points beside codes that the config calls symmetric")
+        fitting = {
+            size for size in sizes if isinstance(size, int) and groups == math.ceil(m / (size if size > 0 else m))
+        }
+        _fit(len(fitting) <= 1, f"{groups} scales for {m} inputs, in groups of {sorted(fitting)}")
+        size = next(iter(fitting or sizes), None)
+        group_of = _group_of(m, groups, size, parts.get("weight_g_idx"))
+        return _around_zero(stored[:, :m], torch.full((n, m), 8), scales[:, group_of])
 
     return decode
 
@@ -199,17 +286,38 @@ def _nf4(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     _require(four, "bitsandbytes", "anything but NF4")
 
     def decode(parts: Parts) -> Decoded:
-        state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
-        packed = parts["weight"].flatten()
-        values = parts["weight.quant_map"][torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()]
-        absmax = parts["weight.absmax"]
-        if "weight.nested_absmax" in parts:
-            blocks = parts["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(absmax)]
-            absmax = parts["weight.nested_quant_map"][absmax.long()] * blocks + state["nested_offset"]
-        scales = absmax.float().repeat_interleave(state["blocksize"])[: len(values)]
-        return Decoded((values.float() * scales).view(state["shape"]))
+        try:
+            state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
+            n, m = (int(length) for length in state["shape"])
+            sizes = [int(state[name]) for name in ("blocksize", *(["nested_blocksize"] if _nested(parts) else []))]
+            offset = float(state["nested_offset"]) if _nested(parts) else 0.0
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError("its quant_state is damaged; fetch the checkpoint again") from None
+        stored, table = parts["weight"].contiguous().flatten(), parts["weight.quant_map"]
+        _fit(stored.is_floating_point() or stored.element_size() == 1, f"codes are {_described(stored)}")
+        packed = stored.view(torch.uint8)  # stored in bytes, or seen as other numbers
+        _fit(min(n, m, *sizes) > 0 and packed.numel() == -(-n * m // 2), f"{packed.numel()} bytes for {n} x {m} codes")
+        _fit(table.shape == (16,) and table.is_floating_point(), f"quant_map is {_described(table)}, not 16 numbers")
+        absmax, blocks = parts["weight.absmax"].flatten(), math.ceil(n * m / sizes[0])
+        _fit(absmax.numel() == blocks, f"{absmax.numel()} scales for {blocks} blocks of {sizes[0]}")
+        if _nested(parts):
+            nested, codes = parts["weight.nested_absmax"].flatten(), parts.get("weight.nested_quant_map")
+            _fit(codes is not None, "nested scales without nested_quant_map")
+            assert codes is not None
+            _check_scales(codes, (256,))
+            _check_scales(nested, (math.ceil(blocks / sizes[1]),))
+            _fit(absmax.dtype == torch.uint8, f"nested scales are {_described(absmax)}")
+            absmax = codes.float()[absmax.long()] * nested.float().repeat_interleave(sizes[1])[:blocks] + offset
+        _check_scales(absmax, (blocks,))
+        values = table.float()[torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()][: n * m]
+        return Decoded((values * absmax.float().repeat_interleave(sizes[0])[: n * m]).view(n, m))
 
     return decode
+
+
+def _nested(parts: Parts) -> bool:
+    """Whether the scales of blocks are in codes of 8 bits themselves."""
+    return "weight.nested_absmax" in parts
 
 
 DECODERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Parts], Decoded]]] = {

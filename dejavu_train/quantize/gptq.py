@@ -55,7 +55,7 @@ class InputGroups:
     """scales (n, m / g), each chosen when its first input is reached."""
 
     def __init__(self, n: int, m: int, group: int, device: torch.device | str = "cpu") -> None:
-        self.block, self.scales = group, torch.empty(n, m // group, device=device)
+        self.block, self.scales = group, torch.empty(n, m // group, device=device, dtype=torch.float32)
 
     def enter(self, columns: Tensor, start: int) -> None:
         self.scales[:, start // self.block] = group_scales(columns, self.block)[:, 0]
@@ -82,7 +82,11 @@ class OutputGroups:
     """scales (m, n / g), of the columns in the order in which they are reached."""
 
     def __init__(self, n: int, m: int, group: int, device: torch.device | str = "cpu") -> None:
-        self.block, self.group, self.scales = BLOCK, group, torch.empty(m, n // group, device=device)
+        self.block, self.group, self.scales = (
+            BLOCK,
+            group,
+            torch.empty(m, n // group, device=device, dtype=torch.float32),
+        )
 
     def enter(self, columns: Tensor, start: int) -> None:
         pass
@@ -127,7 +131,7 @@ def inverse_factor(hessian: Tensor, config: QuantizeConfig) -> Tensor:
     """
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
-    mean = diagonal[~dead].mean() if bool((~dead).any()) else torch.ones((), device=hessian.device)
+    mean = diagonal[~dead].mean() if bool((~dead).any()) else torch.ones((), device=hessian.device, dtype=torch.float32)
     diagonal += config.damp_own * diagonal + config.damp_mean * mean
     diagonal[dead] = 1.0
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))

@@ -210,7 +210,10 @@ class Moments:
     """
 
     def __init__(self) -> None:
-        self.origin, self.sums, self.products_from_origin, self.tokens = *(torch.empty(0) for _ in range(3)), 0
+        self.origin, self.sums, self.products_from_origin, self.tokens = (
+            *(torch.empty(0, dtype=torch.float32) for _ in range(3)),
+            0,
+        )
 
     def add(self, inputs: Tensor, real: Tensor) -> None:
         """inputs (B, T, m), of which those at ``real`` (B, T) positions count."""

@@ -20,7 +20,7 @@ WEIGHTS_AT_ONCE = 1 << 18
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
     """On the device once: a copy for each of many columns would have the host wait for it."""
-    return torch.tensor(FACTORS, device=device)
+    return torch.tensor(FACTORS, device=device, dtype=torch.float32)
 
 
 def best_scales(groups: Tensor) -> Tensor:

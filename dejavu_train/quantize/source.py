@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dejavu_train.errors import UserError
 from dejavu_train.families.base import family_named
 from dejavu_train.models.config_values import read_values
-from dejavu_train.models.opt import dense_class
-from dejavu_train.models.stored import HEAD, own_names, stored_files
+from dejavu_train.models.opt import dense_class, stored_dtypes
+from dejavu_train.models.pickled import load_pickled
+from dejavu_train.models.stored import HEAD, check_numbers, own_names, stored_files
 
 
 class StoredTensors:
@@ -27,17 +27,12 @@ class StoredTensors:
         self.model, values = model, read_values(model, revision)
         self.embedding = family_named(values["model_type"], model).embedding
         self._around = dense_class(values)[0].base_model_prefix
-        files = {name: file for file in stored_files(model, revision=revision) for name in self._names(file)}
+        files: dict[str, Path] = {}
+        for file in stored_files(model, revision=revision):
+            dtypes = stored_dtypes(file)
+            check_numbers(model, values, dtypes)
+            files |= dict.fromkeys(dtypes, file)
         self._files = {own: (files[name], name) for own, name in own_names(files, model, self.embedding).items()}
-
-    def _names(self, file: Path) -> list[str]:
-        if file.suffix != ".safetensors":  # older uploads of the hub have nothing else; weights_only runs no code
-            return list(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-        try:
-            with safe_open(file, "pt") as stored:
-                return list(stored.keys())
-        except SafetensorError as error:
-            raise UserError(f"the weights file {file} is damaged ({error}); fetch or save it again") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -55,6 +50,9 @@ class StoredTensors:
             raise UserError(f"the weights of {self.model} lack the tensor {name}; fetch or save them again")
         file, stored_name = self._files[name]
         if file.suffix != ".safetensors":
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)[stored_name].clone()
-        with safe_open(file, "pt") as stored:
-            return stored.get_tensor(stored_name)
+            return load_pickled(file)[stored_name].clone()
+        try:
+            with safe_open(file, "pt") as stored:
+                return stored.get_tensor(stored_name)
+        except SafetensorError as error:
+            raise UserError(f"the weights file {file} is damaged ({error}); fetch or save it again") from None

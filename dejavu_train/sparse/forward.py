@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.bundle.selector import Predicted
+from dejavu_train.engine.request import check_mask
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.base import logits_of
@@ -209,6 +210,8 @@ def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call:
     """
     runtime = model._runtime if call is None else call.runtime
     start = model.sparse_from if call is None else call.start(given.past + given.tokens.shape[1])
+    if call is None:  # generate() has looked at its own
+        check_mask(given.attention_mask)
     if runtime.backend != "mask":
         given.attention_mask = visible_columns(given.attention_mask, given.tokens.shape[:2], given.past, model.device)
     shape = dims_of(model.config)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from dejavu_train.engine.inputs import LAST
-from dejavu_train.engine.request import padding_mask
+from dejavu_train.engine.request import check_mask, padding_mask
 from dejavu_train.errors import UserError
 from dejavu_train.ranges import COLDEST, WIDEST
 
@@ -241,6 +241,7 @@ def read_prompt(
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in (whole, behind):
         allowed = f"(batch, tokens) = {whole}" + (f", or {behind} with those in the cache" if past else "")
         raise UserError(f"attention_mask must be {allowed}, got {_kind(mask)}")
+    check_mask(mask)
     shown = mask != 0
     counts, columns = shown.sum(dim=1), shown.shape[1]
     if not counts.all():

@@ -87,10 +87,10 @@ def check_loss(named: str | dict[str, Any], key: str, predictor: nn.Module, d_in
     Raises:
         UserError: it does not.
     """
-    inputs = torch.randn(2, d_in)
+    inputs = torch.randn(2, d_in, dtype=torch.float32)
     logits = predictor.eval()(inputs)
-    active = torch.rand(logits.shape) < 0.5
-    loss = get_loss(named, key)(logits, Batch(inputs, active, torch.rand(logits.shape) * active))
+    active = torch.rand(logits.shape, dtype=torch.float32) < 0.5
+    loss = get_loss(named, key)(logits, Batch(inputs, active, torch.rand(logits.shape, dtype=torch.float32) * active))
     if not isinstance(loss, Tensor) or loss.shape != () or not loss.requires_grad:
         got = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         got += " without a gradient" if got == "()" else ""

@@ -54,7 +54,7 @@ SAVE_SECONDS = 60.0  # between two saves, and longer where one takes more than a
 def next_price(price: float, share: float, budget: float) -> float:
     """The price of bytes after a step that read ``share`` of the dense MLPs' bytes where the budget was ``budget``."""
     turn = 0.7 * (share / budget - 1)
-    return price * float(torch.tensor(min(max(turn, -HIGHEST_TURN), HIGHEST_TURN)).exp())
+    return price * float(torch.tensor(min(max(turn, -HIGHEST_TURN), HIGHEST_TURN), dtype=torch.float32).exp())
 
 
 def finetune(

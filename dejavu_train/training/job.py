@@ -272,9 +272,22 @@ def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataM
         if isinstance(error, ValueError) and "`val_check_interval`" not in str(error):
             raise
         raise UserError(f"the trainer's arguments do not fit ({first_line(error)}); see --trainer.help") from None
-    except (RuntimeError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        if resume is None or trainer.global_step > 0:
-            raise
+    except RuntimeError as error:
+        if "DataLoader" in str(error):  # a process of it was killed, or gave no batch
+            raise UserError(
+                f"the loader processes gave no batch ({first_line(error)}); set data.num_workers 0, or give more memory"
+                " and shared memory (docker run --shm-size 1g)"
+            ) from None
+        _refuse_resuming(last, resume is not None and trainer.global_step == 0, error)
+        raise
+    except (KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        _refuse_resuming(last, resume is not None and trainer.global_step == 0, error)
+        raise
+
+
+def _refuse_resuming(last: Path, is_resuming: bool, error: Exception) -> None:
+    """Raise :class:`UserError` for an error that came while a checkpoint was read."""
+    if is_resuming:
         raise UserError(f"cannot resume from {last} ({type(error).__name__}); delete it to start anew") from None
 
 

@@ -177,13 +177,8 @@ class LitPredictor(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         # One kernel a step on a GPU; not with a gradient scaler, which could not clip what such an optimiser unscales.
         fused = self.device.type == "cuda" and self.trainer.precision != "16-mixed"
-        half = any(parameter.dtype == torch.float16 for parameter in self.parameters())  # where 1e-8 is zero
         optimizer = torch.optim.AdamW(
-            self.parameters(),
-            lr=self.learning_rate,
-            weight_decay=self.weight_decay,
-            eps=1e-6 if half else 1e-8,
-            fused=fused,
+            self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay, fused=fused
         )
         steps = max(1, int(self.trainer.estimated_stepping_batches))
         warm = max(1, round(self.warmup * steps))

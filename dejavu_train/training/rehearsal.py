@@ -74,7 +74,12 @@ def rehearse(config: RunConfig, job: UnitKey) -> None:
 
 def _module() -> LitPredictor:
     module = LitPredictor(Target.MLP, LowRankPredictor(_WIDTH, 4, _UNITS), _UNITS)
-    weights = LayerWeights(torch.randn(_UNITS, _WIDTH), torch.zeros(_UNITS), torch.ones(_UNITS), torch.zeros(2, 8))
+    weights = LayerWeights(
+        torch.randn(_UNITS, _WIDTH, dtype=torch.float32),
+        torch.zeros(_UNITS, dtype=torch.float32),
+        torch.ones(_UNITS, dtype=torch.float32),
+        torch.zeros(2, 8, dtype=torch.float32),
+    )
     module.init_predictor("random", weights)
     return module
 
@@ -90,8 +95,8 @@ class _Rows(lightning.LightningDataModule):
 def _loader(batches: int) -> DataLoader[Any]:
     made: Any = [
         {
-            "inputs": torch.randn(_ROWS, _WIDTH).half(),
-            "active": pack_bits(torch.rand(_ROWS, _UNITS) < 0.3),
+            "inputs": torch.randn(_ROWS, _WIDTH, dtype=torch.float32).half(),
+            "active": pack_bits(torch.rand(_ROWS, _UNITS, dtype=torch.float32) < 0.3),
             "seconds": 0.0,
         }
         for _ in range(batches)

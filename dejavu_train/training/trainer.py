@@ -194,11 +194,13 @@ def build_trainer(
     """
     arguments = dict(config.trainer)
     section = config.predictor(job[1])
-    if arguments.get("max_epochs") is None and arguments.get("max_steps", -1) in (-1, None):
-        interval = max(1, section.steps // section.validations)
-        arguments |= {"max_epochs": -1, "max_steps": section.steps - section.steps % interval}
-        if arguments.get("val_check_interval") is None:
-            # Counted in steps over epochs, so that the last step is validated too.
+    interval = None
+    if arguments.get("max_epochs") in (None, -1) and arguments.get("max_steps", -1) in (-1, None):
+        steps = max(1, section.steps // section.validations)
+        arguments |= {"max_epochs": -1, "max_steps": section.steps - section.steps % steps}
+        if arguments.get("val_check_interval") is None and arguments.get("check_val_every_n_epoch") in (None, 1):
+            # Counted over epochs, so that the last step is validated too.
+            interval = steps
             arguments |= {"val_check_interval": interval, "check_val_every_n_epoch": None}
     # Lightning's bar knows the epochs of a fit; ours, in callbacks.py, knows which job of how many it is.
     quieter = {"num_sanity_val_steps": 0, "enable_model_summary": False, "enable_progress_bar": False}
@@ -213,7 +215,7 @@ def build_trainer(
         # The data module splits by rank itself; whatever else Lightning writes belongs to this job.
         arguments |= {"use_distributed_sampler": False, "default_root_dir": folder}
         with quiet():
-            return _made(
+            trainer = _made(
                 arguments,
                 logger=[CSVLogger(folder, "csv")],
                 callbacks=extra + callbacks,
@@ -223,6 +225,28 @@ def build_trainer(
         raise
     except (MisconfigurationException, ModuleNotFoundError, ValueError) as error:
         raise UserError(f"the trainer's arguments do not fit ({first_line(error)}); see --trainer.help") from None
+
+    if str(trainer.precision) in ("16-true", "bf16-true"):
+        raise UserError(
+            f"trainer.precision {trainer.precision} keeps weights and the optimiser's states in 16 bits, in which small"
+            f" steps are lost; use {str(trainer.precision).replace('true', 'mixed')} or 32-true"
+        )
+    if interval is not None:
+        _validate_by_steps(trainer, interval)
+    return trainer
+
+
+def _validate_by_steps(trainer: lightning.Trainer, interval: int) -> None:
+    """Validate behind every ``interval`` optimiser steps. Lightning counts batches, of which several make a step."""
+    epoch = trainer.fit_loop.epoch_loop
+
+    def is_due(_fetcher: Any) -> bool:
+        if not epoch._should_check_val_epoch():
+            return False
+        ends = trainer.should_stop and trainer.fit_loop._can_stop_early
+        return ends or (not epoch._should_accumulate() and trainer.global_step % interval == 0)
+
+    epoch._should_check_val_fx = is_due  # type: ignore[method-assign]
 
 
 def _environment(plugins: list[Any]) -> list[ClusterEnvironment]:

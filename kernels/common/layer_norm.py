@@ -83,7 +83,7 @@ class LayerNormWeights:
         """An RMSNorm that leaves a row as it is: x / sqrt(mean of x^2 + 2^64) * 2^32, in fp32 exact up to x of 2^20.
 
         It is for kernels that normalise what they read, where that is a norm's output already."""
-        return cls(torch.full((d,), 2.0**32, device=device), None, 2.0**64, NormKind.RMS_NORM)
+        return cls(torch.full((d,), 2.0**32, device=device, dtype=torch.float32), None, 2.0**64, NormKind.RMS_NORM)
 
     def args(self) -> RowNorm:
         """What a kernel is handed."""

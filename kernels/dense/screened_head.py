@@ -88,7 +88,7 @@ class Chosen:
 
     @classmethod
     def empty(cls, candidates: int, device: torch.device | str) -> "Chosen":
-        values = torch.full((candidates,), float("-inf"), device=device)
+        values = torch.full((candidates,), float("-inf"), device=device, dtype=torch.float32)
         return cls(values, torch.zeros(candidates, dtype=torch.int32, device=device))
 
 

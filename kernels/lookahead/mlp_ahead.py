@@ -85,7 +85,7 @@ class LateSite:
         if attn_in.shape[2] >= TILED_FROM and weight.format is Format.INT4:
             missing = -len(down) % TILE_ROWS
             codes = torch.nn.functional.pad(nibble_codes(down, attn_in.shape[2]), (0, 0, 0, missing))
-            ones = torch.ones(len(codes), weight.scales.shape[-1], device=codes.device)
+            ones = torch.ones(len(codes), weight.scales.shape[-1], device=codes.device, dtype=torch.float32)
             down, tile_scales = Int4Rows.of(codes, ones).parts()
             rows = tuple(torch.nn.functional.pad(each, (0, missing)) for each in rows)
         return cls(

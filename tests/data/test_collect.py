@@ -1,11 +1,15 @@
 import dataclasses
+import re
+import resource
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, make_text, save_tiny_opt
-from small_runs import COLLECT, activations
+from small_runs import COLLECT, activations, flags
 
 import dejavu_train.data.collect as collect_module
 import dejavu_train.files as files
@@ -221,3 +225,14 @@ def test_a_text_that_is_shorter_than_what_was_asked_for_is_said(caplog):
     _say_shortfall("train", 96, 100)
     _say_shortfall("val", 96, None)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("limit", [20_000, 200_000])
+def test_a_limit_of_file_sizes_ends_a_run_in_one_line(tiny_opt, text_file, tmp_path, limit):
+    """HDF5 ends a process with a segmentation fault where it cannot close a file."""
+    command = [sys.executable, str(REPOSITORY / "train.py"), *flags(tiny_opt, text_file, tmp_path / "run")]
+    room = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=room, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and re.fullmatch(r"error: .*File too large; raise the limit of file sizes.*", last)
+    assert "Traceback" not in done.stderr and not list((tmp_path / "run").rglob(".tmp-*"))

@@ -1,9 +1,11 @@
+import mmap
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from small_runs import activations
+from torch.utils.data import DataLoader
 
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import BlockShuffled, InMemoryLoader, ShardDataModule
@@ -131,3 +133,27 @@ def test_mistakes(tiny_opt, text_file):
     data = ShardDataModule(activations(tiny_opt, text_file), UnitKey(0, "mlp"), Site(0, "mlp_in"), config, 0)
     with pytest.raises(UserError, match="fewer than the 5000 readers"):
         data.val_dataloader()
+
+
+def test_workers_without_shared_memory_are_refused(tiny_opt, text_file, monkeypatch, tmp_path):
+    """Three batches of 500 rows, of 48 numbers in 16 bits and 96 bits, and a page for each of two tensors."""
+    folder = activations(tiny_opt, text_file)
+    config = DataConfig(batch_size=500, num_workers=1, memory_gb=0)
+    data = ShardDataModule(folder, UnitKey(0, "mlp"), Site(0, "mlp_in"), config, 0)
+    needed = 3 * (500 * (48 * 2 + 96 // 8) + 2 * mmap.PAGESIZE)
+    monkeypatch.setattr("dejavu_train.data.datamodule.SHARED_MEMORY", tmp_path)
+    free = {"bytes": needed}
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free["bytes"]))
+    assert data.train_dataloader().timeout > 0
+    free["bytes"] -= 1
+    for made in (data.train_dataloader, data.val_dataloader):
+        with pytest.raises(UserError, match="1 loader processes need .* set data.num_workers 0"):
+            made()
+    monkeypatch.setattr("dejavu_train.data.datamodule.SHARED_MEMORY", tmp_path / "none")  # as on macOS
+    data.train_dataloader()
+
+
+def test_a_worker_shares_its_batches_alone(reader):
+    loader = DataLoader(dataset(reader, pool_blocks=2, workers=1), batch_size=None, num_workers=1)
+    batch = next(iter(loader))
+    assert all(batch[name].untyped_storage().nbytes() == batch[name].nbytes for name in DATASETS)

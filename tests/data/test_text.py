@@ -1,11 +1,17 @@
 """text.py: documents, the split, windows, and every mistake a user can make with text."""
 
+import bz2
 import gzip
+import io
 import json
 import lzma
+import pickle
 import re
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from conftest import make_text
 
@@ -19,6 +25,7 @@ from dejavu_train.data.paragraphs import (
 from dejavu_train.data.text import (
     SETS,
     Document,
+    SampleConfig,
     TextSource,
     cut_plain_text,
     load_documents,
@@ -26,6 +33,7 @@ from dejavu_train.data.text import (
     split_documents,
     split_of,
 )
+from dejavu_train.data.text_check import check_source
 from dejavu_train.data.tokens import require_one_sequence, windows
 from dejavu_train.errors import UserError
 from dejavu_train.models.opt import load_tokenizer
@@ -177,6 +185,145 @@ def test_bad_files_are_one_clear_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_documents(TextSource(source=str(tmp_path / name)))
+
+
+ROWS = [{"text": f"document {number} " + "word " * 9} for number in range(5)]
+LINES, ARRAY = "\n".join(map(json.dumps, ROWS)).encode(), json.dumps(ROWS, indent=1).encode()
+
+
+def without_bytes(value):
+    """Ids that do not hold what a compressor writes, such as the time."""
+    return "" if isinstance(value, bytes) else None
+
+
+def zstd(data):
+    made = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(made, "zstd") as packed:
+        packed.write(data)
+    return made.getvalue().to_pybytes()
+
+
+def parquet(rows):
+    made = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.json", ARRAY), ("b.json", json.dumps(ROWS).encode()), ("c.json", LINES), ("d.ndjson", LINES),
+    ("e.json", json.dumps([row["text"] for row in ROWS]).encode()), ("f.json.gz", gzip.compress(ARRAY)),
+    ("g.json.xz", lzma.compress(LINES)), ("h.jsonl.zst", zstd(LINES)), ("i.JSON.ZST", zstd(ARRAY)),
+    ("j.jsonl.zst", zstd(LINES + b"\n") + zstd(b"")), ("k.parquet", parquet(ROWS)),
+    ("l.jsonl.gz", gzip.compress(LINES[:50]) + gzip.compress(LINES[50:])),
+], ids=without_bytes)  # fmt: skip
+def test_containers_hold_the_same_documents(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    documents, _ = load_documents(TextSource(source=str(tmp_path / name)))
+    assert documents == [Document(str(number), row["text"]) for number, row in enumerate(ROWS)]
+    check_source(TextSource(source=str(tmp_path / name)))
+
+
+def test_ids_of_rows_name_documents(tmp_path):
+    rows = [
+        {"text": "one", "id": "first", "name": None},
+        {"text": "two", "id": None, "name": "second"},
+        {"text": "three", "id": None},
+    ]
+    (tmp_path / "a.parquet").write_bytes(parquet(rows))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    for name in ("a.parquet", "a.json"):
+        documents, _ = load_documents(TextSource(source=str(tmp_path / name)))
+        assert [document.name for document in documents] == ["first", "second", "2"]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.jsonl.bz2", bz2.compress(LINES), "is bzip2; unpack it"),
+    ("a.txt", bz2.compress(LINES), "is bzip2; unpack it"),
+    ("a.txt", gzip.compress(LINES), "is gzip; give it a name that ends in .gz"),
+    ("a.jsonl", zstd(LINES), "is zstd; give it a name that ends in .zst"),
+    ("a.jsonl.gz", LINES, "is named as gzip and is not"),
+    ("a.jsonl.gz", lzma.compress(LINES), "is named as gzip and is xz; give it a name that ends in .xz"),
+    ("a.txt.xz", b"", "is named as xz and is not"),
+    ("a.zip", b"PK\x03\x04" + bytes(99), "is a zip archive; unpack it"),
+    ("a.tar.gz", gzip.compress(bytes(257) + b"ustar" + bytes(250)), "is gzip of tar, which is not read; unpack it"),
+    ("a.txt.gz", gzip.compress(gzip.compress(LINES)), "is gzip of gzip"),
+    ("a.jsonl", parquet(ROWS), "is Parquet; give it a name that ends in .parquet"),
+    ("a.parquet", LINES, "is named as Parquet and is not"),
+    ("a.parquet", parquet(ROWS)[:-9], "is damaged"),
+    ("a.parquet", parquet([{"body": "a"}]), "no field 'text'; it has body"),
+    ("a.parquet", parquet([{"text": None}, {"text": "a"}]), "row 1 of .* must be text, got null"),
+    ("a.parquet", parquet([{"text": ["a"]}]), "row 1 of .* must be text, got list"),
+    ("a.parquet", parquet(ROWS)[:100] + b"PAR1", "is damaged"),
+    ("a.jsonl.zst", zstd(LINES)[:-9], "is damaged"),
+    ("a.jsonl.zst", b"\x28\xb5\x2f\xfd" + bytes(99), "is damaged"),
+    ("a.json", ARRAY[:-5], "no whole JSON array"),
+    ("a.json", b"[1, 2]", "item 1 of .* is not a JSON object"),
+    ("a.json", b'[{"text": null}]', "item 1 of .* must be text, got null"),
+    ("a.json", b"[]", "is empty"),
+    ("a.json", b'{"data": ["a"]}', "line 1 of .* is not a JSON object with a field"),
+    ("a.txt", "text".encode("utf-16"), "is UTF-16; it is not UTF-8: convert it by iconv -f UTF-16"),
+    ("a.txt", "text".encode("utf-16-le"), "holds zero bytes"),
+    ("a.txt", "text".encode("utf-32"), "is UTF-32"),
+    ("a.txt", pickle.dumps(["text"]), "is a pickle"),
+    ("a.pdf", b"%PDF-1.7 text", "is a PDF; unpack it, or convert it"),
+], ids=without_bytes)  # fmt: skip
+def test_other_containers_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_documents(TextSource(source=str(tmp_path / name)))
+
+
+def test_other_forms_in_plain_text_are_said(tmp_path, caplog):
+    for name, text, said in (
+        ("a.txt", ARRAY.decode(), "looks like a JSON array; name it .json"),
+        ("b.csv", "a,b\n1,2\n", "looks like a table"),
+        ("c.txt", "[1] a note\n\n[2] another", None),
+    ):
+        caplog.clear()
+        (tmp_path / name).write_text(text)
+        load_documents(TextSource(source=str(tmp_path / name)))
+        assert (said in caplog.text) if said else not caplog.text
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("dejavu_train.machine.has_package", lambda name: name != "pyarrow")
+    for name, content in (("a.parquet", parquet(ROWS)), ("a.jsonl.zst", zstd(LINES))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match="needs the package pyarrow, .* pip install 'dejavu-train\\[train\\]'"):
+            load_documents(TextSource(source=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(("rows", "message"), [
+    ([{"text": "a"}, {"text": None}], "must be text, got null"),
+    ([{"text": ["a"]}], "must be text, got list"),
+    ([{"text": 3}], "must be text, got int"),
+    ([{"body": "a"}], "no field 'text'"),
+    ([], "no rows in its split train"),
+])  # fmt: skip
+def test_rows_of_a_hub_dataset_are_text(monkeypatch, rows, message):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: SimpleNamespace(shuffle=lambda **_: rows))
+    with pytest.raises(UserError, match=message):
+        load_documents(TextSource(source="owner/name"))
+
+
+def test_a_seed_that_no_row_of_the_engine_holds_is_refused():
+    SampleConfig(seed=2**26 - 1).check()
+    with pytest.raises(UserError, match="text.sample.seed must be at most 67,108,863"):
+        SampleConfig(seed=2**26).check()
+
+
+def test_copies_of_a_text_are_in_one_set(tmp_path, tiny_opt, caplog):
+    texts = [f"document {number} " * 40 for number in range(200)]
+    rows = [{"text": text} for text in [*texts, *texts, *(text + "\n" for text in texts[:50])]]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sets, _ = load_sets(TextSource(source=str(tmp_path / "a.jsonl")), str(tiny_opt))
+    assert "250 of 450 documents are copies of others" in caplog.text
+    found = [{document.text.strip() for document in sets[name]} for name in SETS]
+    assert sum(map(len, found)) == len(set.union(*found)) == 200
+    first = {split_of("a.jsonl", str(number)) for number, text in enumerate(texts) if text.strip() in found[0]}
+    assert first == {"train"}
 
 
 def test_missing_file_and_too_little_text(tmp_path, tiny_opt):

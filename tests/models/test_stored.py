@@ -215,3 +215,107 @@ def test_quantised_from_any_names(tmp_path):
     write(folder / SINGLE, renamed(HEADS["head only"](tensors)))
     main(["--model", str(folder), "--output", str(tmp_path / "q"), "--quantizer", "rtn"])
     assert load_opt(str(tmp_path / "q")).lm_head.weight.shape == tensors[EMBEDDING].shape
+
+
+FC1 = "model.decoder.layers.0.fc1.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", [FC1, MARK, EMBEDDING])
+def test_weights_that_are_no_numbers_are_refused(folder, tensors, dtype, name):
+    write(folder / SINGLE, {**tensors, name: tensors[name].to(dtype)})
+    for door in (
+        lambda: check_folder(str(folder), read_dims(str(folder))),
+        lambda: load_opt(str(folder)),
+        lambda: StoredTensors(str(folder)),
+    ):
+        with pytest.raises(UserError, match="names no quantisation"):
+            door()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_weights_in_every_width_of_numbers_are_read(folder, tensors, dtype):
+    write(folder / SINGLE, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    check_folder(str(folder), read_dims(str(folder)))
+    got = load_opt(str(folder)).state_dict()[FC1]
+    torch.testing.assert_close(got, tensors[FC1].to(dtype).float(), rtol=0, atol=0)
+
+
+def edited_header(path, change):
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    change(header)
+    made = json.dumps(header).encode()
+    path.write_bytes(len(made).to_bytes(8, "little") + made + raw[8 + size :])
+
+
+@pytest.mark.parametrize("change", [
+    lambda h: h[FC1].update(shape=[96, 47]),
+    lambda h: h[FC1].update(shape=[-96, -48]),
+    lambda h: h[FC1].update(dtype="F16"),
+    lambda h: h[FC1].update(data_offsets=[0, h[FC1]["data_offsets"][1]]),
+    lambda h: h[FC1].update(data_offsets=[place + 4 for place in h[FC1]["data_offsets"]]),
+    lambda h: h[FC1].update(data_offsets=[float(place) for place in h[FC1]["data_offsets"]]),
+    lambda h: h[FC1].pop("dtype"),
+], ids=["smaller", "negative", "narrower", "overlapping", "moved", "floats", "no dtype"])  # fmt: skip
+def test_a_header_that_contradicts_itself_is_refused(folder, change):
+    edited_header(folder / SINGLE, change)
+    for door in (lambda: check_folder(str(folder), read_dims(str(folder))), lambda: weight_hash(str(folder))):
+        with pytest.raises(UserError, match="damaged|truncated"):
+            door()
+
+
+def in_the_cache(folder, tmp_path):
+    hub = tmp_path / "models--o--n" / "snapshots" / "1"
+    shutil.copytree(folder, hub)
+    (hub / SINGLE).unlink()
+    return hub
+
+
+def test_a_container_of_old_torch_is_read(folder, tensors, tmp_path):
+    hub = in_the_cache(folder, tmp_path)
+    torch.save(tensors, hub / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert weight_hash(str(hub)) == weight_hash(str(folder)) and load_opt(str(hub), "auto").dtype == torch.float32
+    assert torch.equal(StoredTensors(str(hub))["decoder.layers.0.fc1.weight"], tensors[FC1])
+
+
+class Harmful:
+    def __reduce__(self):
+        return (Path.touch, (Path("ran"),))
+
+
+@pytest.mark.parametrize(("held", "message"), [
+    (lambda t: b"garbage" * 99, "is damaged"),
+    (lambda t: b"", "is damaged"),
+    (lambda t: {**t, "step": Harmful()}, "more than tensors"),
+    (lambda t: {"state_dict": t}, "'state_dict', which is no tensor"),
+    (lambda t: list(t.values()), "by name"),
+    (lambda t: {**t, FC1: t[FC1].to(torch.int8)}, "names no quantisation"),
+], ids=["garbage", "empty", "code", "nested", "list", "integers"])  # fmt: skip
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickled_weights_are_tensors_alone(folder, tensors, tmp_path, monkeypatch, held, message, zipped):
+    monkeypatch.chdir(tmp_path)
+    hub, made = in_the_cache(folder, tmp_path), held(tensors)
+    if isinstance(made, bytes):
+        (hub / "pytorch_model.bin").write_bytes(made)
+    else:
+        torch.save(made, hub / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    for door in (lambda: load_opt(str(hub)), lambda: StoredTensors(str(hub))):
+        with pytest.raises(UserError, match=message):
+            door()
+    assert not Path("ran").exists()
+
+
+def test_a_unigram_tokenizer_is_whole(folder):
+    values = json.loads((folder / "tokenizer.json").read_text())
+    pieces = [["<unk>", 0.0], *([f"p{number}", -1.0] for number in range(20))]
+    values["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces}
+    values["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    dims = read_dims(str(folder))
+    check_folder(str(folder), dims)
+    values["model"]["vocab"] += [["more", -1.0]] * dims.vocab_size
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="embeddings"):
+        check_folder(str(folder), dims)

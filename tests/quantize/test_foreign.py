@@ -72,7 +72,7 @@ def test_awq():
     stored, scales, expected = weights(zero=3)
     parts = {"qweight": packed(stored.T.contiguous(), foreign.AWQ_ORDER), "scales": scales.T.contiguous()}
     parts["qzeros"] = packed(torch.full((2, N), 3), foreign.AWQ_ORDER)
-    decoded = foreign.DECODERS["awq"]({"bits": 4, "version": "gemm"})(parts)
+    decoded = foreign.DECODERS["awq"]({"bits": 4, "version": "gemm", "group_size": GROUP})(parts)
     torch.testing.assert_close(decoded.weight, expected, rtol=0, atol=0)
     assert decoded.codes is None
 
@@ -80,7 +80,9 @@ def test_awq():
 def test_compressed_tensors():
     stored, scales, expected = weights()
     parts = {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": torch.tensor([N, M])}
-    decoded = foreign.DECODERS["compressed-tensors"]({"format": "pack-quantized"})(parts)
+    grouped = {"group_0": {"weights": {"num_bits": 4, "group_size": GROUP}}}
+    config = {"format": "pack-quantized", "config_groups": grouped}
+    decoded = foreign.DECODERS["compressed-tensors"](config)(parts)
     torch.testing.assert_close(foreign.exact_rows(decoded, LAYOUT).dense(), expected, rtol=0, atol=0)
     with pytest.raises(UserError, match="symmetric integers"):
         groups = {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}}
@@ -109,6 +111,15 @@ def test_nf4(nested):
 
 @pytest.mark.parametrize(("method", "config", "message"), [
     ("gptq", {"bits": 8}, "8 bits"),
+    ("compressed-tensors", {"format": "pack-quantized", "config_groups": 3}, "config_groups 3"),
+    ("compressed-tensors", {"format": "pack-quantized", "config_groups": {"a": 3}}, "symmetric integers"),
+    ("gptq", {"bits": 4, "checkpoint_format": "marlin"}, "the format marlin"),
+    ("gptq", {"bits": 4, "is_marlin_format": True}, "the format marlin"),
+    (
+        "compressed-tensors",
+        {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "block"}}}},
+        "the strategy block",
+    ),
     ("awq", {"bits": 4, "version": "gemv"}, "gemv"),
     ("compressed-tensors", {"format": "float-quantized"}, "float-quantized"),
     ("bitsandbytes", {"load_in_8bit": True}, "NF4"),
@@ -116,6 +127,90 @@ def test_nf4(nested):
 def test_what_is_not_read_is_named(method, config, message):
     with pytest.raises(UserError, match=message):
         foreign.DECODERS[method](config)
+
+
+@pytest.mark.parametrize(("form", "sym", "stored_zero"), [
+    ("gptq", True, 8), ("gptq_v2", True, 7), (None, None, 8), ("gptq", None, 8), ("gptq_v2", None, 7),
+])  # fmt: skip
+def test_a_symmetric_zero_point_is_8_under_either_name(form, sym, stored_zero):
+    stored, scales, expected = weights()
+    parts = gptq(stored, scales, zero=stored_zero, v2=True)
+    config = {"bits": 4, "checkpoint_format": form, "sym": sym, "group_size": GROUP}
+    torch.testing.assert_close(foreign.DECODERS["gptq"](config)(parts).weight, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("form", "less"), [("gptq", 1), ("gptq_v2", 0), (None, 1)])
+def test_zero_points_that_differ_are_read_by_the_format(form, less):
+    stored, scales, _ = weights()
+    zeros = torch.randint(1, 16, (2, N), generator=torch.Generator().manual_seed(1))
+    parts = gptq(stored, scales) | {"qzeros": packed(zeros - less)}
+    got = foreign.DECODERS["gptq"]({"bits": 4, "checkpoint_format": form, "sym": False})(parts).weight
+    each = torch.arange(M) // GROUP
+    torch.testing.assert_close(got, (stored - zeros[each].T) * scales.float()[:, each], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [48, -1, 128, 1000])
+def test_the_last_group_may_be_shorter(size):
+    group = M if size == -1 else size
+    stored, each = weights()[0], torch.arange(M) // group
+    scales = torch.rand(N, -(-M // group), generator=torch.Generator().manual_seed(2)).half() + 0.1
+    expected = (stored - 8) * scales.float()[:, each]
+    parts = gptq(stored, scales, g_idx=each)
+    for kept in (parts, {name: part for name, part in parts.items() if name != "g_idx"}):
+        got = foreign.DECODERS["gptq"]({"bits": 4, "group_size": size})(kept).weight
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    parts = {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": torch.tensor([N, M])}
+    for grouping in ({"strategy": "group", "group_size": size}, *([{"strategy": "channel"}] if size == -1 else [])):
+        config = {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 4, **grouping}}}}
+        torch.testing.assert_close(foreign.DECODERS["compressed-tensors"](config)(parts).weight, expected)
+    parts = {"qweight": packed(stored.T.contiguous(), foreign.AWQ_ORDER), "scales": scales.T.contiguous()}
+    parts["qzeros"] = packed(torch.full((scales.shape[1], N), 8), foreign.AWQ_ORDER)
+    torch.testing.assert_close(foreign.DECODERS["awq"]({"bits": 4, "group_size": size})(parts).weight, expected)
+
+
+def test_one_scale_of_a_whole_matrix():
+    stored, _, _ = weights()
+    config = {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "tensor"}}}}
+    parts = {"weight_packed": packed(stored), "weight_shape": torch.tensor([N, M])}
+    for scale in (torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([[0.5]])):
+        got = foreign.DECODERS["compressed-tensors"](config)(parts | {"weight_scale": scale}).weight
+        torch.testing.assert_close(got, (stored - 8) * 0.5)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32])
+def test_nf4_in_the_bytes_of_other_numbers(storage):
+    table, indices = torch.linspace(-1, 1, 16), torch.arange(N * M) * 7 % 16
+    state = {"blocksize": 64, "shape": [N, M], "dtype": "float16", "quant_type": "nf4"}
+    absmax = torch.rand(N * M // 64) + 0.1
+    parts = {
+        "weight": (indices[::2] << 4 | indices[1::2]).to(torch.uint8).view(storage)[:, None],
+        "weight.quant_map": table,
+        "weight.absmax": absmax,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    decoded = foreign.DECODERS["bitsandbytes"]({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})(parts)
+    torch.testing.assert_close(decoded.weight, (table[indices] * absmax.repeat_interleave(64)).view(N, M))
+
+
+@pytest.mark.parametrize(("method", "config", "changed", "message"), [
+    ("gptq", {"sym": True}, {"qzeros": packed(torch.arange(2 * N).view(2, N) % 9 + 1)}, "config says sym"),
+    ("gptq", {"group_size": 32}, {}, "2 scales for 128 inputs in groups of 32"),
+    ("gptq", {"group_size": 64.0}, {}, "group_size must be"),
+    ("gptq", {"group_size": 64}, {"g_idx": torch.zeros(M, dtype=torch.int32)}, "does not sort"),
+    ("gptq", {"group_size": 64}, {"g_idx": torch.full((M,), -1, dtype=torch.int32)}, "does not sort"),
+    ("gptq", {"group_size": 64}, {"g_idx": torch.zeros(M - 1, dtype=torch.int32)}, "g_idx is int32"),
+    ("gptq", {}, {"scales": torch.full((2, N), torch.inf)}, "not finite"),
+    ("gptq", {}, {"scales": torch.ones(2, N - 1)}, "scales are float32"),
+    ("gptq", {}, {"scales": torch.ones(3, N)}, "qzeros are"),
+    ("gptq", {}, {"g_idx": torch.empty(0, dtype=torch.int32)}, "says no group_size"),
+    ("gptq", {"group_size": 64, "desc_act": True}, {"g_idx": torch.empty(0, dtype=torch.int32)}, "without g_idx"),
+    ("gptq", {}, {"qweight": torch.zeros(16, N)}, "not int32"),
+    ("gptq", {}, {"qzeros": torch.zeros(2, 1, dtype=torch.int32)}, "qzeros are"),
+])  # fmt: skip
+def test_parts_that_contradict_each_other_are_refused(method, config, changed, message):
+    stored, scales, _ = weights()
+    with pytest.raises(UserError, match=message):
+        foreign.DECODERS[method]({"bits": 4, **config})(gptq(stored, scales) | changed)
 
 
 def test_a_gptq_folder_becomes_ours(tmp_path, capsys):

@@ -4,13 +4,16 @@ import logging
 
 import pytest
 import reported_calls
+import reported_files
 import reported_numbers
 import reported_served
 import reported_state
 from bundles import make_bundle
 from reported_case import Case
 
-ROWS = (*reported_state.ROWS, *reported_calls.ROWS, *reported_numbers.ROWS, *reported_served.ROWS)
+ROWS = (
+    *reported_state.ROWS, *reported_calls.ROWS, *reported_numbers.ROWS, *reported_served.ROWS, *reported_files.ROWS,
+)  # fmt: skip
 
 
 @pytest.fixture

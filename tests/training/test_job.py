@@ -148,3 +148,15 @@ def test_a_fit_that_time_ends_before_a_validation_keeps_its_values(config, caplo
     assert "ended before its first validation; the values of its last step are kept" in caplog.text
     metrics = read_predictor(job_folder(run.output, UnitKey(1, "mlp"))).metadata["metrics"]
     assert metrics["steps"] == 0 and 0 < metrics["recall"] <= 1
+
+
+@pytest.mark.parametrize("said", [
+    "DataLoader timed out after 300 seconds", "DataLoader worker (pid 7) is killed by signal: Bus error.",
+])  # fmt: skip
+def test_loader_processes_without_a_batch_are_one_line(config, monkeypatch, said):
+    def lost(*_, **__):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(lightning.Trainer, "fit", lost)
+    with pytest.raises(UserError, match=f"gave no batch .{said[:17]}.*set data.num_workers 0"):
+        fit(config(), UnitKey(0, "mlp"), "layer 0 mlp")

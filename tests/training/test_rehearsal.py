@@ -26,7 +26,8 @@ def callback(name, **init_args):
         callback("EarlyStopping", monitor="val/loss", patience=1),
         callback("GradientAccumulationScheduler", scheduling={0: 2}),
         callback("LearningRateFinder"),
-        {"precision": "16-true"},
+        {"precision": "64-true"},
+        {"precision": "bf16-mixed"},
         {"profiler": "simple", "gradient_clip_val": 1, "accumulate_grad_batches": 1000},
         {"devices": 2, "max_epochs": 10**6, "limit_train_batches": 10**6},  # how long and where is not rehearsed
     ],
@@ -41,6 +42,16 @@ def test_what_works_is_let_through(trainer):
         (callback("EarlyStopping", monitor="nothing"), "metric `nothing` which is not available"),
         (callback("ModelCheckpoint", monitor="nothing"), "could not find the monitored key"),
         (callback("BatchSizeFinder"), "batch_size"),
+        ({"precision": "16-true"}, "in 16 bits, in which small steps are lost; use 16-mixed or 32-true"),
+        ({"precision": "bf16-true"}, "use bf16-mixed or 32-true"),
+        (
+            {
+                "plugins": [
+                    {"class_path": "lightning.pytorch.plugins.HalfPrecision", "init_args": {"precision": "16-true"}}
+                ]
+            },
+            "use 16-mixed or 32-true",
+        ),
     ],
 )
 def test_what_does_not_work_is_one_line(trainer, words):

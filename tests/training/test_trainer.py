@@ -6,6 +6,7 @@ import re
 
 import lightning
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.environments import MPIEnvironment
 from small_runs import flags
 
@@ -14,12 +15,15 @@ from dejavu_train.errors import UserError
 from dejavu_train.experiments import clean_id, use_wandb_offline_without_key
 from dejavu_train.families import UnitKey
 from dejavu_train.stages import calibrate_stage, trained_identity
+from dejavu_train.training import rehearsal
 from dejavu_train.training.loggers import build_loggers
 from dejavu_train.training.trainer import (
     MPI,
     REFUSED,
     build_trainer,
     count_devices,
+    count_epochs,
+    quiet,
     resolved_arguments,
 )
 
@@ -148,6 +152,60 @@ def test_steps_end_on_a_validation_and_epochs_are_obeyed(config, tmp_path):
     assert trainer.max_steps == 80 and trainer.val_check_interval == 20
     trainer = build_trainer(config("--trainer.max_epochs=3"), UnitKey(0, "mlp"), tmp_path, [])
     assert trainer.max_epochs == 3 and trainer.max_steps == -1
+
+
+class Rows(lightning.LightningDataModule):
+    """Seven batches an epoch, so that its last step has fewer than the others."""
+
+    def train_dataloader(self):
+        return rehearsal._loader(7)
+
+    def val_dataloader(self):
+        return rehearsal._loader(1)
+
+
+class Validated(lightning.Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+
+
+def validated(config, folder, *more, **stop):
+    """The steps behind which a fit of 24 steps is validated."""
+    seen = Validated()
+    callbacks = [seen, *([EarlyStopping("val/recall", mode="max", min_delta=9, **stop)] if stop else [])]
+    run = config("--mlp.steps=24", "--mlp.validations=4", "--trainer.accelerator=cpu", *more)
+    trainer = build_trainer(run, UnitKey(0, "mlp"), folder, callbacks)
+    module = rehearsal._module()
+    module.epochs = count_epochs(trainer, 7)
+    with quiet():
+        trainer.fit(module, datamodule=Rows())
+    return seen.steps
+
+
+SCHEDULER = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
+SCHEDULING = f"--trainer.callbacks=[{{class_path: {SCHEDULER}, init_args: {{scheduling: {{0: 3, 2: 2}}}}}}]"
+
+
+@pytest.mark.parametrize("more", [
+    (), ("--trainer.accumulate_grad_batches=2",), ("--trainer.accumulate_grad_batches=3",), (SCHEDULING,),
+    ("--trainer.limit_train_batches=5", "--trainer.accumulate_grad_batches=4"), ("--trainer.max_epochs=-1",),
+    ("--trainer.accumulate_grad_batches=30",),
+])  # fmt: skip
+def test_validations_are_counted_in_steps(config, tmp_path, more):
+    assert validated(config, tmp_path, *more) == [6, 12, 18, 24]
+
+
+def test_patience_is_counted_in_validations_of_steps(config, tmp_path):
+    plain = validated(config, tmp_path, patience=2)
+    assert plain == validated(config, tmp_path, "--trainer.accumulate_grad_batches=3", patience=2) == [6, 12, 18]
+
+
+def test_what_says_when_to_validate_is_obeyed(config, tmp_path):
+    assert validated(config, tmp_path, "--trainer.check_val_every_n_epoch=2") == [14]  # of 24 steps, seven an epoch
+    assert validated(config, tmp_path, "--trainer.val_check_interval=4") == [4, 11, 18]  # batches, in each epoch
 
 
 def test_epochs_in_place_of_steps_are_said(caplog):

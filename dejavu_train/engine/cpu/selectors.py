@@ -72,7 +72,11 @@ def read_predictors(bundle: Any) -> list[CpuPredictor]:
         if entry.dense:
             continue
         module = bundle.predictor(layer, target)
-        bias = torch.zeros(module.up.shape[0]) if module.bias is None else module.bias.detach().float()
+        bias = (
+            torch.zeros(module.up.shape[0], dtype=torch.float32)
+            if module.bias is None
+            else module.bias.detach().float()
+        )
         parts: dict[str, Tensor] = {"down": module.down.detach().float(), "up": module.up.detach().float()}
         if entry.dtype in ("int8", "int4"):
             for part in ("down", "up"):

@@ -165,10 +165,10 @@ class CpuWeights:
             weights.model.slopes[:] = alibi_slopes(shape.n_heads).numpy()
         for start in range(0, len(weights.model.rows), ROWS_AT_ONCE):
             n = min(ROWS_AT_ONCE, len(weights.model.rows) - start)
-            weights.put(start, torch.empty(n, shape.d_model).normal_(0, std, generator=generator))
+            weights.put(start, torch.empty(n, shape.d_model, dtype=torch.float32).normal_(0, std, generator=generator))
         weights.screen()
         weights.model.positions[:] = (
-            torch.empty(weights.model.positions.shape).normal_(0, std, generator=generator).numpy()
+            torch.empty(weights.model.positions.shape, dtype=torch.float32).normal_(0, std, generator=generator).numpy()
         )
         return weights
 

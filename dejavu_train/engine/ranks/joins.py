@@ -53,10 +53,10 @@ class RankJoin(Join):
     def __init__(self, shard: Shard, sums: Sums, batch: int, device: torch.device) -> None:
         d, vocab = shard.whole.d_model, shard.whole.vocab_size
         self.shard, self.sums, self.number = shard, sums, shard.rank
-        self._zeros = torch.zeros(batch, d, device=device)
+        self._zeros = torch.zeros(batch, d, device=device, dtype=torch.float32)
         self._part, self._logits = sums.buffer(batch, d), sums.buffer(batch, vocab)
         rows = shard.head_rows
-        self._head = torch.zeros(batch, rows.stop - rows.start, device=device)
+        self._head = torch.zeros(batch, rows.stop - rows.start, device=device, dtype=torch.float32)
 
     def base(self, x: Tensor) -> Tensor:
         return x if self.shard.first else self._zeros

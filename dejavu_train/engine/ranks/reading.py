@@ -173,7 +173,7 @@ def _fill(
     else:
         linear.weight = _parameter(stored.take(f"{path}.weight", place.numbers, place.dim), dtype, device)
     if linear.bias is not None and place.once and not place.first:
-        linear.bias = _parameter(torch.zeros(linear.out_features), dtype, device)
+        linear.bias = _parameter(torch.zeros(linear.out_features, dtype=torch.float32), dtype, device)
     elif linear.bias is not None:
         linear.bias = _parameter(stored.take(f"{path}.bias", None if place.once else place.numbers), dtype, device)
     if place.dim:

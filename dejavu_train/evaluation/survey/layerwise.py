@@ -107,7 +107,7 @@ class LayerRunner:
         self._exchange.ask_first(ids[:1], self._run_copy)
         with self._exchange.exchanged(note):
             self._exchange.run(ids)
-        return hidden[0] if hidden else torch.empty(len(ids), 0, 0), arguments
+        return hidden[0] if hidden else torch.empty(len(ids), 0, 0, dtype=torch.float32), arguments
 
     def _run_copy(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         layer = copy.deepcopy(own).to(self.device, torch.float32)

@@ -155,7 +155,9 @@ class Survey:
 
     def _head_means(self, hidden: Tensor, out: Any, call: Callable[[Tensor], Tensor]) -> Tensor:
         """(g, h / g * e), the mean over tokens of what each group's heads give in the dense pass."""
-        total = torch.zeros(self.parts.groups, rows_in(out).shape[1] // self.parts.groups, device=hidden.device)
+        total = torch.zeros(
+            self.parts.groups, rows_in(out).shape[1] // self.parts.groups, device=hidden.device, dtype=torch.float32
+        )
 
         def add(values: Tensor) -> None:
             total.add_(values.view(len(self.real[0]), *total.shape)[self.real[window].to(hidden.device)].sum(0))
@@ -191,7 +193,7 @@ class Survey:
         found: list[Any] = [asdict(each) for each in done]
         tensors = {"hidden": hidden.cpu(), "nonzero": torch.tensor([each["nonzero"] for each in found])}
         tensors["needed"] = torch.tensor([each["needed"] for each in found])
-        tensors["mass"] = torch.tensor([list(each["mass"].values()) for each in found])
+        tensors["mass"] = torch.tensor([list(each["mass"].values()) for each in found], dtype=torch.float32)
         with replacing(self.state) as temporary:
             save_file(tensors, str(temporary), {"identity": self.identity})
 

@@ -107,7 +107,7 @@ def this_machine(device: torch.device) -> Machine:
 
 def _read_gpu(device: torch.device) -> float:
     """Bytes a second of sums over a gigabyte, the best of several."""
-    data = torch.ones(1 << 28, device=device)
+    data = torch.ones(1 << 28, device=device, dtype=torch.float32)
     best = 0.0
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -88,7 +88,7 @@ class Heldout:
     @torch.no_grad()
     def score(self, loss_of: Callable[[Tensor], tuple[Tensor, Tensor]]) -> float:
         """Nats a token of the model as it is."""
-        total = torch.zeros(1, device=self._ranks.device)
+        total = torch.zeros(1, device=self._ranks.device, dtype=torch.float32)
         for part in self._parts:
             total += loss_of(part)[1] * len(part) / self._count
         self._ranks.sum([total])

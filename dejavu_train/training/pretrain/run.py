@@ -25,7 +25,7 @@ from dejavu_train import signals
 from dejavu_train.data.paragraphs import PARAGRAPH_HASHES, hash_paragraphs, write_paragraph_hashes
 from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of, dims_of
-from dejavu_train.files import write_json
+from dejavu_train.files import replacing_files, write_json
 from dejavu_train.models.opt import load_tokenizer, resolve_device
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress, set_up_logging
@@ -301,7 +301,8 @@ def _tokenizer(config: PretrainConfig, texts: Sequence[str]) -> Any:
     if any(map(is_stream, config.text)):
         raise UserError(f"{output} has no tokenizer.json, and token ids were made by one; put it there")
     tokenizer = train_tokenizer(texts, config.vocab_size)
-    tokenizer.save_pretrained(output)
+    with replacing_files(output, last="tokenizer.json") as aside:
+        tokenizer.save_pretrained(aside)
     return tokenizer
 
 
@@ -322,7 +323,8 @@ def _write(
     for name, metrics in heldout.items():
         logger.info("%s: %s", name, metrics)
     model.half()
-    model.save_pretrained(output, max_shard_size=SHARD_SIZE)
+    with replacing_files(output, last="config.json") as aside:
+        model.save_pretrained(aside, max_shard_size=SHARD_SIZE)
     if texts:
         write_paragraph_hashes(output / PARAGRAPH_HASHES, hash_paragraphs(texts))
     # Names without folders: the file travels with the model.
