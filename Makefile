@@ -48,7 +48,7 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 	.venv/bin/python -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO) --prompts 8 --new_tokens 32 --every 16
 	test -z "$(TASKS)" || .venv/bin/python -m dejavu_train.evaluation.lm_eval --config configs/eval/opt-mini.yaml \
-		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --texts '[]' --limit 50 --shots 0
+		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --text '[]' --limit 50 --shots 0
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 
 # Tracing would make the interpreter a third slower and says nothing of kernels.

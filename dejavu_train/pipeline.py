@@ -300,6 +300,9 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
     measured = measured_before(config, curves) or measure(folder)
     bundle = choose(measured, config.calibrate, weights)
     about: dict[str, Any] = {"stage": stage.to_json(), "curves": curves.to_json()}
+    family = read_values(config.model, config.revision)["model_type"]
+    if family != "opt":  # what a card is tagged with
+        about["family"] = family
     if config.tune.steps:
         about["untuned_layers"] = untuned = untuned_layers(folder, bundle)
         if untuned:

@@ -174,7 +174,7 @@ def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
     if room is not None and size > room:
         raise UserError(
             f"{config.model} writes its own text as a whole, with {size / 1e9:.1f} GB of weights, and {device} has room"
-            f" for {room / 1e9:.1f} GB; give --text.source FILE or a data set"
+            f" for {room / 1e9:.1f} GB; give --text FILE or a data set"
         )
     model = load_opt(config.model, shape.half_dtype if on_gpu else "float32", device, revision=config.revision)
     return transformers_writer(model, config.text.sample), "transformers"

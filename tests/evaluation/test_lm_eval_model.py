@@ -258,7 +258,7 @@ def test_the_command_line_writes_rows_samples_and_a_table(tiny_opt, bundle_folde
         f"--bundle={bundle_folder}",
     ]
     flags += [f"--folder={data}", f"--include_path={REPOSITORY / 'configs/tasks'}", f"--output={tmp_path}", "--limit=3"]
-    flags += ["--texts=[wikitext, c4, prose]", "--shots=[0, 1]", "--log_samples=true", "--device=cpu"]
+    flags += ["--text=[wikitext, c4, prose]", "--shots=[0, 1]", "--log_samples=true", "--device=cpu"]
     assert exit_on_user_error(run_module.main, flags) == 0
     found = json.loads((tmp_path / "results.json").read_text())
     rows = {(row["task"], row["shots"], row["metric"]): row for row in found["rows"]}
