@@ -73,7 +73,11 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
             )
         try:
             importlib.import_module(command.module).main(given)  # takes seconds, in which a signal is heard already
-        except ModuleNotFoundError as error:
+        except ImportError as error:
+            if error.name == "dejavu_train.kernels":  # a checkout without links
+                raise UserError(str(error)) from None
+            if not isinstance(error, ModuleNotFoundError):
+                raise
             refusal = missing_extra(error, f"dejavu {name}")
             raise (error if refusal is None else refusal) from None
         except (UserError, OSError):

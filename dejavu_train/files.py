@@ -46,7 +46,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
             if reason is None or isinstance(error, UserError):
                 raise
             raise OSError(reason, os.strerror(reason), str(path)) from error
-        with open(temporary, "rb") as written:
+        with open(temporary, "r+b") as written:  # Windows writes out no file that is open for reading alone
             os.fsync(written.fileno())
         share(temporary)
         os.replace(temporary, path)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def free_memory() -> int | None:
             if limit and used:
                 free.append(max(0, limit[0] - used[0] + _entry(group / "memory.stat", cached)))
     return min(free, default=None)
+
+
+def peak_memory() -> int | None:
+    """Bytes of main memory that this process held at most. None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux kilobytes
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
