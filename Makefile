@@ -1,5 +1,5 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
-# make bundle  the predictors that ship with the embedded model, to the same bytes: one thread, 3.9 GB in build
+# make bundle  the predictors that ship with the embedded model, to the same bytes on the same kind of processor: one thread, 3.9 GB in build
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
 # make test COVERAGE=1  the same, and fails where less than 85 % of the lines of dejavu_train are run: .ci/run and make release ask for it

@@ -15,17 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PART = (  # kernels, engines, lossless, families, sparse, bundle, footprint
-    "engine/test_backend.py",
-    "engine/test_cpu_backend.py",
-    "engine/test_cpu_engine.py",
-    "engine/test_cpu_families.py",
-    "engine/test_cpu_four_bits.py",
-    "engine/test_decode_families.py",
-    "engine/test_four_bits.py",
-    "engine/test_lossless.py",
-    "engine/test_lossless_cpu.py",
-    "engine/test_slot_pass.py",
+KERNELS = (
     "kernels/attention/test_out_projection.py",
     "kernels/attention/test_sparse_attention.py",
     "kernels/common",
@@ -35,44 +25,65 @@ PART = (  # kernels, engines, lossless, families, sparse, bundle, footprint
     "kernels/test_decode_engine.py",
     "kernels/test_sampling.py",
     "kernels/verify",
+    "engine/test_decode_families.py",
+    "engine/test_four_bits.py",
+    "engine/test_lossless.py",
+    "engine/test_slot_pass.py",
+    "test_products.py",
+)
+CPU_ENGINE = (
+    "engine/test_cpu_backend.py",
+    "engine/test_cpu_engine.py",
+    "engine/test_cpu_families.py",
+    "engine/test_cpu_four_bits.py",
+    "engine/test_lossless_cpu.py",
+    "sparse/test_lossless_models.py",
+    "sparse/test_opt_mini.py",
+)
+MODELS = (
+    "engine/test_backend.py",
     "families/test_families.py",
     "families/test_llama.py",
     "sparse/test_generated.py",
     "sparse/test_inputs.py",
-    "sparse/test_lossless_models.py",
     "sparse/test_model.py",
-    "sparse/test_opt_mini.py",
     "sparse/test_saving.py",
     "bundle",
     "benchmarks/test_by_layers_benchmark.py",
     "test_footprint.py",
-    "test_products.py",
 )
-SECONDS = 600  # that a setting may take
+COMPUTED = (*CPU_ENGINE, *MODELS)  # with what is compiled, written and read
+ALL = (*KERNELS, *COMPUTED)
+SECONDS = 900  # that a setting may take
 CACHES = ("XDG_CACHE_HOME", "HF_HOME", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 UNWRITABLE = "/sys"  # a folder in which not even the administrator can make a file
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Variables of the environment, or options of pytest. `flag` is what /proc/cpuinfo calls what it needs."""
+    """Variables of the environment, or options of pytest, and the tests that they may change.
+
+    Attributes:
+        flag: what /proc/cpuinfo calls what the setting needs.
+    """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[str] = ()
     flag: str = ""
+    tests: Sequence[str] = ALL
 
 
 SETTINGS = {
-    "product by place": Setting(options=["--product", "by-place"]),
+    "product by place": Setting(options=["--product", "by-place"], tests=KERNELS),
     "ATEN_CPU_CAPABILITY=default": Setting({"ATEN_CPU_CAPABILITY": "default"}),
     "ATEN_CPU_CAPABILITY=avx2": Setting({"ATEN_CPU_CAPABILITY": "avx2"}, flag="avx2"),
     "ATEN_CPU_CAPABILITY=avx512": Setting({"ATEN_CPU_CAPABILITY": "avx512"}, flag="avx512f"),
-    "NUMBA_CPU_NAME=generic": Setting({"NUMBA_CPU_NAME": "generic"}),
-    "one thread": Setting({"OMP_NUM_THREADS": "1"}, ["--threads", "1"]),
-    "two threads": Setting({"OMP_NUM_THREADS": "2"}, ["--threads", "2"]),
+    "NUMBA_CPU_NAME=generic": Setting({"NUMBA_CPU_NAME": "generic"}, tests=CPU_ENGINE),
+    "one thread": Setting({"OMP_NUM_THREADS": "1"}, ["--threads", "1"], tests=COMPUTED),
+    "two threads": Setting({"OMP_NUM_THREADS": "2"}, ["--threads", "2"], tests=COMPUTED),
     "ONEDNN_MAX_CPU_ISA=AVX2": Setting({"ONEDNN_MAX_CPU_ISA": "AVX2"}, flag="avx2"),
-    "a C locale": Setting({"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
-    "a read-only home": Setting({"HOME": UNWRITABLE} | dict.fromkeys(CACHES, "")),
+    "a C locale": Setting({"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, tests=COMPUTED),
+    "a read-only home": Setting({"HOME": UNWRITABLE} | dict.fromkeys(CACHES, ""), tests=COMPUTED),
 }
 
 
@@ -133,16 +144,16 @@ def main(names: Sequence[str]) -> int:
         print(f"no setting {unknown[0]!r}: one of {', '.join(SETTINGS)}", file=sys.stderr)
         return 2
     print("| setting | passed | failed | skipped | seconds |\n| --- | --- | --- | --- | --- |", flush=True)
-    failures = []
+    failures: list[str] = []
     for name in names or SETTINGS:
         if not processor_has(SETTINGS[name].flag):
             print(f"| {name} | this processor has no {SETTINGS[name].flag} | | | |", flush=True)
             continue
-        outcome = run(SETTINGS[name], [f"tests/{each}" for each in PART])
+        outcome = run(SETTINGS[name], [f"tests/{each}" for each in SETTINGS[name].tests])
         counts = outcome.passed, len(outcome.failures), outcome.skipped, round(outcome.seconds)
         print(f"| {name} | {' | '.join(map(str, counts))} |", flush=True)
-        failures += [f"{name}: {failure}" for failure in outcome.failures]
-    print("\n".join(failures), file=sys.stderr)
+        print("".join(f"{name}: {failure}\n" for failure in outcome.failures), end="", file=sys.stderr, flush=True)
+        failures += outcome.failures
     return 1 if failures else 0
 
 
