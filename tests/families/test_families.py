@@ -295,7 +295,7 @@ def test_bloom_is_named_by_either_name_of_its_sizes(folder):
 
 @pytest.mark.parametrize(
     "changes, said",
-    [({"hidden_act": "silu"}, "uses the activation silu.*dejavu survey --model this model"),
+    [({"hidden_act": "silu"}, "uses the activation silu.*dejavu survey --model MODEL"),
      ({"hidden_act": "relu2"}, "activation relu2; supported in its family are relu, fatrelu, drelu;"),
      ({"mlp_bias": True}, "biases in its attention or its MLP alone"),
      ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "of the kind dynamic"),
