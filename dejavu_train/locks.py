@@ -68,7 +68,8 @@ def _machine() -> str:
 def _started(pid: int) -> str | None:
     """When the process began, as the system counts. Empty where it does not say, None if there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # in which the program's name may be of any encoding
+        fields = stat.rpartition(b")")[2].decode("ascii").split()
         return None if fields[0] in "ZX" else fields[19]
     except OSError:
         pass

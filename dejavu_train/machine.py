@@ -94,7 +94,7 @@ def peak_memory() -> int | None:
 def _control_groups(controller: str) -> Iterator[Path]:
     """The folders of this process's control group and of those above it, of both versions, where they usually lie."""
     try:
-        lines = (ROOT / "proc/self/cgroup").read_text().splitlines()
+        lines = os.fsdecode((ROOT / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return
     for _, names, path in (line.split(":", 2) for line in lines if line.count(":") > 1):

@@ -100,7 +100,7 @@ def test_windows_is_asked_whether_a_process_runs_and_none_is_ended(pid, running,
     kernel = Kernel32(running, denied)
     monkeypatch.setattr(ctypes, "WinDLL", lambda *_, **__: kernel, raising=False)
     monkeypatch.setattr(locks.sys, "platform", "win32")
-    monkeypatch.setattr(locks, "Path", lambda _: SimpleNamespace(read_text=missing))
+    monkeypatch.setattr(locks, "Path", lambda _: SimpleNamespace(read_bytes=missing))
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("os.kill ends a process of Windows"))
     assert locks._started(pid) == started
     assert kernel.closed == ([7] if pid in running or pid == 2 else [])
@@ -115,3 +115,13 @@ def test_a_child_is_stopped_where_processes_have_no_groups(monkeypatch):
     child = children.start_child([sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
     children.stop_child(child)
     assert child.returncode == -signal.SIGTERM
+
+
+def test_a_program_whose_name_is_of_another_encoding_is_looked_at(tmp_path):
+    program = tmp_path / os.fsdecode(b"sl\xe9ep")
+    shutil.copy("/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as process:
+        try:
+            assert locks._started(process.pid).isdigit()
+        finally:
+            process.kill()
