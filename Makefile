@@ -1,9 +1,10 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
-# make bundle  the predictors that ship with the embedded model, to the same bytes: one thread, 3.9 GB in build
+# make bundle  the predictors that ship with the embedded model, to the same bytes on the same kind of processor: one thread, 3.9 GB in build
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
 # make test COVERAGE=1  the same, and fails where less than 85 % of the lines of dejavu_train are run: .ci/run and make release ask for it
 # make test-long  what takes too long for that: kernels compiled for Ampere and Ada and by the oldest triton, Ray, SLURM, S3
+# make test-machines  a part of the tests as on other processors, with other threads, locale and home: a table, part of test-long
 # make tables  the tables of README.md and docs/ from committed rows
 # make release  says what a release says, fails where something is missing, then make test COVERAGE=1
 # make tag     make release, then the annotated tag of the version in pyproject.toml
@@ -16,6 +17,7 @@ PYTHON ?= python3
 INDEX ?=
 TASKS ?=
 COVERAGE ?=
+SETTING ?=
 DEMO = checkpoints/demo
 SHIPPED = checkpoints/opt-mini/bundle
 OLDEST_TRITON = build/triton-3.6.0
@@ -25,7 +27,7 @@ PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2
 CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
 
-.PHONY: demo train infer bundle report test test-long lint tables release tag wheels docs clean
+.PHONY: demo train infer bundle report test test-long test-machines lint tables release tag wheels docs clean
 
 demo: train infer
 
@@ -46,7 +48,7 @@ report: $(if $(TASKS),.venv/dev,.venv/train)
 	.venv/bin/python -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO) --prompts 8 --new_tokens 32 --every 16
 	test -z "$(TASKS)" || .venv/bin/python -m dejavu_train.evaluation.lm_eval --config configs/eval/opt-mini.yaml \
-		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --texts '[]' --limit 50 --shots 0
+		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --text '[]' --limit 50 --shots 0
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 
 # Tracing would make the interpreter a third slower and says nothing of kernels.
@@ -54,7 +56,11 @@ test: .venv/dev lint
 	$(if $(COVERAGE),$(PYTEST) --dist loadfile tests/kernels)
 	$(PYTEST) --dist loadfile $(if $(COVERAGE),--ignore=tests/kernels --cov=dejavu_train --cov-report=term --cov-fail-under=85)
 
-test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES)
+# One setting of the processor or the surroundings after another. With SETTING="two threads", that one.
+test-machines: .venv/dev
+	.venv/bin/python tests/machines.py $(if $(SETTING),"$(SETTING)")
+
+test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES) test-machines
 	OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) $(PYTEST) --dist worksteal -m long
 
 lint: .venv/dev

@@ -150,10 +150,16 @@ def watched(device: torch.device, row: dict[str, Any]) -> Iterator[None]:
     done, peak = threading.Event(), [0]
 
     def look() -> None:
-        while not done.wait(0.05):
-            found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-            peak[0] = max(peak[0], int(found[1]) * 1024 if found else 0)
+        ended = False
+        while not ended:  # looks once more when it has ended, however short it was
+            ended = done.wait(0.05)
+            note()
 
+    def note() -> None:
+        found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+        peak[0] = max(peak[0], int(found[1]) * 1024 if found else 0)
+
+    note()
     thread, began = threading.Thread(target=look, daemon=True), time.monotonic()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

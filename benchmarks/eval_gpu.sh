@@ -60,14 +60,14 @@ fi
 if wanted engine; then
   for dtype in $(pick "float32 float16" float32); do
     alone "engine-$dtype" 150 $rows engine $(tasks checkpoints/opt-mini "$bundle" "$dtype") --tasks "$all" --shots 0 \
-      --texts '[]' --limit "$(pick 110 1)" --backend "$engine"
+      --text '[]' --limit "$(pick 110 1)" --backend "$engine"
   done
 fi
 wanted cost && alone cost 40 "$python" -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml \
   --bundle null --parts cost --output "$out/cost" --device "$device"
 if wanted second && [ -n "${MODEL2:-}" ]; then
   second=$(tasks "$MODEL2" "$BUNDLE2" "${DTYPE2:-float32}")
-  alone second-engine 100 $rows engine $second --tasks "$all" --shots 0 --texts '[]' --limit "$(pick 110 1)" \
+  alone second-engine 100 $rows engine $second --tasks "$all" --shots 0 --text '[]' --limit "$(pick 110 1)" \
     --backend "$engine"
 fi
 
@@ -76,16 +76,16 @@ fi
 middle=$!
 if wanted second && [ -n "${MODEL2:-}" ]; then
   for shots in 0 5; do
-    beside "second-tasks-$shots" 420 $rows $second --tasks "$all" --shots "$shots" --texts '[]' \
+    beside "second-tasks-$shots" 420 $rows $second --tasks "$all" --shots "$shots" --text '[]' \
       --limit "$(pick $((shots ? 500 : 2000)) 1)"
   done
 fi
-wanted five && beside tasks-5 420 $rows $mini --tasks "$all" --shots 5 --texts '[]' --limit "$(pick 2000 1)"
+wanted five && beside tasks-5 420 $rows $mini --tasks "$all" --shots 5 --text '[]' --limit "$(pick 2000 1)"
 if wanted paper; then
   for shots in 0 5; do
     for tables in $(pick "fig7 table4,structures" table4); do
       beside "paper-$shots-${tables/,/-}" 420 $record --config papers/deja_vu/configs/tables.yaml --folder "$folder" \
-        --bundle "$bundle" --device "$device" --tasks "$all" --shots "$shots" --texts '[]' \
+        --bundle "$bundle" --device "$device" --tasks "$all" --shots "$shots" --text '[]' \
         --limit "$(pick 200 1)" --tables "[$tables]" --output "$out/paper-$shots-${tables/,/-}"
     done
   done
@@ -95,10 +95,10 @@ wanted generation && beside generation 420 "$python" -m dejavu_train.evaluation.
   --new_tokens "$(pick 128 8)" --device "$device" $(pick "" "--densities [0.1] --every [] --decodings [greedy]")
 if wanted second && [ -n "${MODEL2:-}" ]; then
   for heads in $(pick "0.9 0.95 1.0" 0.9); do  # the bundle's own share is a row of second-tasks-0
-    beside "second-lambada-$heads" 200 $rows $second --tasks '[lambada]' --shots 0 --texts '[]' \
+    beside "second-lambada-$heads" 200 $rows $second --tasks '[lambada]' --shots 0 --text '[]' \
       --limit "$(pick 2000 1)" --head_density "$heads"
   done
-  beside second-tasks-engine 300 $rows $second --tasks "$all" --shots 0 --texts '[]' --limit "$(pick 300 1)" \
+  beside second-tasks-engine 300 $rows $second --tasks "$all" --shots 0 --text '[]' --limit "$(pick 300 1)" \
     --backend "$engine"
 fi
 if wanted texts; then
@@ -108,12 +108,12 @@ if wanted texts; then
       --output "$out/paper-wikitext-${tables/,/-}"
   done
   for text in $(pick "wikitext prose" prose); do
-    beside "$text" 300 $rows $mini --tasks '[]' --texts "[$text]" --limit "$(pick null 1)"
+    beside "$text" 300 $rows $mini --tasks '[]' --text "[$text]" --limit "$(pick null 1)"
   done
 fi
 if wanted lambada; then
   for heads in $(pick "0.9 0.95 1.0" 0.9); do
-    beside "lambada-$heads" 200 $rows $mini --tasks '[lambada]' --shots 0 --texts '[]' --limit "$(pick 2000 1)" \
+    beside "lambada-$heads" 200 $rows $mini --tasks '[lambada]' --shots 0 --text '[]' --limit "$(pick 2000 1)" \
       --head_density "$heads"
   done
 fi

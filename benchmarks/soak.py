@@ -29,7 +29,7 @@ from benchmarks.tiny_run import bundle_bytes, flags, make_inputs, start
 
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 PHASES = {
-    "text and collecting": "collecting", "training": ": training", "sensitivity": "trained in", "tuning": "tuning:",
+    "text and collecting": "collecting", "training": "] layer ", "sensitivity": "trained in", "tuning": "tuning:",
     "last calibration": "step 11 of 12",
 }  # fmt: skip
 AIMED = 6  # interruptions of a run that aims

@@ -5,8 +5,8 @@
     python -m benchmarks.tables --demo checkpoints/demo/results.json    takes the demo's rows, draws, writes
 
 A table stands between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``. What stands there is replaced. A table
-whose rows do not exist is left empty, and one line says so. No number of a table is typed by hand. It is a field of a
-row, or a mean, a range, a ratio or a difference of such fields.
+whose rows do not exist is left empty, and one line says so. Sentences of a verdict are such a table. No number of a
+table is typed by hand. It is a field of a row, or a mean, a range, a ratio or a difference of such fields.
 """
 
 import json
@@ -21,12 +21,11 @@ from typing import Any
 from benchmarks import tables_decode
 from benchmarks.rows import ROOT, command_line, measured_sources
 from benchmarks.tables_cpu import cpu_table, pipeline_table
-from benchmarks.tables_decode import DECODE, timed_rows
+from benchmarks.tables_decode import DECODE
 from benchmarks.tables_families import FAMILY_TABLES
 from benchmarks.tables_format import (
     OLDER,
     NoRows,
-    Row,
     age,
     devices,
     markdown,
@@ -37,8 +36,7 @@ from benchmarks.tables_format import (
     several,
 )
 from benchmarks.tables_frontier import FRONTIER_TABLES
-from benchmarks.tables_lossless import CPU as LOSSLESS
-from benchmarks.tables_lossless import LOSSLESS_TABLES, last_of
+from benchmarks.tables_lossless import LOSSLESS_TABLES
 from benchmarks.tables_one_model import ONE_MODEL_TABLES
 from benchmarks.tables_plan import by_layers_table, own_text_table, plan_check_table, streaming_table, tuning_table
 from benchmarks.tables_ranks import RANKS_TABLES
@@ -46,6 +44,7 @@ from benchmarks.tables_serve import SERVE_TABLES
 from benchmarks.tables_stages import STAGE_TABLES
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
+from benchmarks.tables_verdicts import DEMO, VERDICTS
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.schema import SCHEMA, current
 
@@ -70,8 +69,6 @@ FILES = (
     "checkpoints/opt-mini/README.md",
 )
 CURVE = "docs/results/curve.png"
-DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
-LOSSLESS_WAYS = {"dense-cpu": "dense", "cpu": "sparse, 8 bits, and copies"}  # backend of the demo -> way of those rows
 GENERATE = "benchmarks/results/generate.jsonl"
 SAMPLES = "benchmarks/results/samples.csv"
 PEAK = "peak_without_caches_and_predictors_over_weights"
@@ -152,15 +149,8 @@ def opening_table(root: Path) -> str:
         cells += [f"{row['perplexity']:.4g}" for row in shown]
         read = timed["megabytes_per_token"]
         cells += [f"{timed['ms_per_token']['p50']:.3g}", f"{read:.3g}" if read else ""]
-        table.append([*cells, _lossless(root, LOSSLESS_WAYS.get(timed["backend"], ""))])
-    return markdown([*headings, "ms per token", "MB read per token", "lossless speed"], table)
-
-
-def _lossless(root: Path, way: str) -> str:
-    """How fast the last greedy texts of this way were, our dense engine = 1. "" for a way without rows."""
-    rows = read_csv(root / LOSSLESS)
-    found = last_of(rows, model="opt-mini", what="speed", decoding="greedy", text="all", way=way)
-    return f"{float(found['ratio']):.3g}" if found is not None else ""
+        table.append(cells)
+    return markdown([*headings, "ms per token", "MB read per token"], table)
 
 
 def _of(rows: Sequence[dict[str, Any]], text: str, mlp: float, heads: float) -> dict[str, Any]:
@@ -181,38 +171,17 @@ def _unit(text: str) -> str:
     return text if text.endswith("fold") else f"{text} %"
 
 
-KINDS = {  # column -> engine and options of its rows
-    "transformers eager": ("hf", ""),
-    "transformers compiled": ("hf-compile", ""),
-    "dense": ("dense", ""),
-    "sparse (heads 50 %)": ("sparse", ""),
-    "look-ahead (heads 50 %)": ("sparse", "site=1"),
-    "sparse (heads 85 %)": ("sparse", "head_density=0.85"),
-    "sparse (heads 100 %)": ("sparse", "head_density=1.0"),
-}
-
-
-def _decode_rows(root: Path) -> dict[tuple[str, str], list[Row]]:
-    """(model, column) -> its rows of one sequence behind a prompt of 128 tokens, oldest first."""
-    rows_of_kinds: dict[tuple[str, str], list[Row]] = {}
-    for row in timed_rows(root):
-        kind = next((name for name, key in KINDS.items() if key == (row["engine"], row["options"])), None)
-        if kind and row["batch"] == "1" and row["prompt"] == "128":
-            rows_of_kinds.setdefault((row["model"], kind), []).append(row)
-    return rows_of_kinds
-
-
 def _models(found: Sequence[tuple[str, str]]) -> list[str]:
     return sorted({model for model, _ in found}, key=lambda name: float(name.rstrip("b")))
 
 
 def speed_table(root: Path) -> str:
     """Milliseconds per token, the newest row of each kind, and how many times faster than our dense engine."""
-    newest = {key: rows[-1] for key, rows in _decode_rows(root).items()}
+    newest = {key: rows[-1] for key, rows in tables_decode.decode_rows(root).items()}
     table = []
     for model in _models(list(newest)):
         dense, cells = float(newest[model, "dense"]["p50_ms"]), [model.upper()]
-        for kind, (engine, _) in KINDS.items():
+        for kind, (engine, _) in tables_decode.KINDS.items():
             row = newest.get((model, kind))
             ms = float(row["p50_ms"]) if row else 0.0
             ratio = f" ({dense / ms:.2f}x)" if row and engine == "sparse" else ""
@@ -223,11 +192,11 @@ def speed_table(root: Path) -> str:
         here = [key for key, row in newest.items() if (row["date"], row["commit"]) == (date, commit)]
         parts = []
         for model in _models(here):
-            kinds = [kind for kind in KINDS if (model, kind) in here]
+            kinds = [kind for kind in tables_decode.KINDS if (model, kind) in here]
             whole = len(kinds) == sum(name == model for name, _ in newest)
             parts.append(model.upper() + ("" if whole else f" ({', '.join(kinds)})"))
         lines.append(f"Commit {commit} of {date}: {', '.join(parts)}")
-    return markdown(["ms per token", *KINDS], table) + _rows_line(
+    return markdown(["ms per token", *tables_decode.KINDS], table) + _rows_line(
         DECODE, f"{devices(list(newest.values()))}. {'. '.join(lines)}"
     )
 
@@ -235,7 +204,7 @@ def speed_table(root: Path) -> str:
 def decode_change_table(root: Path) -> str:
     """Rows that were measured again, beside the first ones: small losses may not add up unseen."""
     table = []
-    for (model, kind), rows in sorted(_decode_rows(root).items()):
+    for (model, kind), rows in sorted(tables_decode.decode_rows(root).items()):
         now = rows[-1]
         before = [row for row in rows if row["commit"] != now["commit"]]
         if before:
@@ -331,6 +300,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "plan-check": plan_check_table,
     "own-text-by-layers": own_text_table,
     "card": card_table,
+    **VERDICTS,
 }
 
 _DECODE, _INT4 = "`python -m benchmarks.decode` on a GPU", "`bash benchmarks/int4_decode.sh OUT` on a GPU"
@@ -338,7 +308,7 @@ _TEXTS = "`bash benchmarks/texts.sh {0} OUT.csv` on a GPU"
 _BY_LAYERS = "`python -m benchmarks.by_layers`"
 _STUDY = "scripts of a study that has ended, see [past scripts](docs/notes/past-scripts.md)"
 MADE_BY = {  # table -> what makes its rows
-    "opening": "`make demo` and `python -m benchmarks.lossless speed`",
+    "opening": "`make demo`",
     "demo": "`make demo`, then `python -m benchmarks.tables --demo checkpoints/demo/results.json`",
     "speed": _DECODE,
     "cpu": "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
@@ -367,7 +337,7 @@ MADE_BY = {  # table -> what makes its rows
     "families-runs": "`make tables` from what the engines plan and refuse",
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
     "lossless-forced-cpu": "`python -m benchmarks.lossless forced --shape 1.3b` on quiet cores",
-    "lossless-cpu": "`python -m benchmarks.lossless speed`",
+    **dict.fromkeys(("lossless-opening", "lossless-cpu"), "`python -m benchmarks.lossless speed`"),
     "lossless-gpu": "`python -m benchmarks.one_model run`",
     "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
     **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),
@@ -409,7 +379,8 @@ def fill(text: str, root: Path, page: str = "README.md") -> str:
 
     def table(match: re.Match[str]) -> str:
         try:
-            made = f"{TABLES[match[2]](root)}\nMade by {MADE_BY[match[2]]}.\n"
+            by = "" if match[2] in VERDICTS else f"\nMade by {MADE_BY[match[2]]}.\n"
+            made = TABLES[match[2]](root) + by
             return f"{match[1]}\n{LINKED.sub(from_page, made)}\n{match[4]}"
         except (FileNotFoundError, NoRows) as error:
             why = error if isinstance(error, NoRows) else f"no {error.filename}"

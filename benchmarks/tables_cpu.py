@@ -18,7 +18,7 @@ def cpu_table(root: Path) -> str:
     rows = read_csv(root / CPU)
     table, shown = [], []
     for model, stored in KINDS:
-        run = _newest_run(rows, model, stored)
+        run = newest_run(rows, model, stored)
         rivals = [next((row for row in run if row["engine"] == name), None) for name in RIVALS]
         ours = {row["engine"]: row for row in run if row["stored"] == stored}
         sparse = [row for row in run if row["engine"] == f"sparse-{stored}"]
@@ -38,7 +38,7 @@ def cpu_table(root: Path) -> str:
     return f"{markdown(headings, table)}\nRows: [cpu_decode.csv]({CPU}). {processors}{age(shown)}. {commits(shown)}.\n"
 
 
-def _newest_run(rows: list[Row], model: str, stored: str) -> list[Row]:
+def newest_run(rows: list[Row], model: str, stored: str) -> list[Row]:
     """The rows of the newest commit that has transformers beside our engine."""
     of_model = [row for row in rows if row["model"] == model]
     engines: dict[tuple[str, str], set[str]] = {}

@@ -129,6 +129,27 @@ def _newest(root: Path, batch: str, prompt: str, commit: str = "") -> dict[tuple
     return newest
 
 
+KINDS = {  # column of fp16 steps -> engine and options of its rows
+    "transformers eager": ("hf", ""),
+    "transformers compiled": ("hf-compile", ""),
+    "dense": ("dense", ""),
+    "sparse (heads 50 %)": ("sparse", ""),
+    "look-ahead (heads 50 %)": ("sparse", "site=1"),
+    "sparse (heads 85 %)": ("sparse", "head_density=0.85"),
+    "sparse (heads 100 %)": ("sparse", "head_density=1.0"),
+}
+
+
+def decode_rows(root: Path) -> dict[tuple[str, str], list[Row]]:
+    """(model, column) -> its rows of one sequence behind a prompt of 128 tokens, oldest first."""
+    rows_of_kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in timed_rows(root):
+        kind = next((name for name, key in KINDS.items() if key == (row["engine"], row["options"])), None)
+        if kind and row["batch"] == "1" and row["prompt"] == "128":
+            rows_of_kinds.setdefault((row["model"], kind), []).append(row)
+    return rows_of_kinds
+
+
 def int4_steps(root: Path) -> dict[tuple[str, str, str], Row]:
     """(model, what is asked, kind of step) -> its newest row of one sequence behind 128 tokens."""
     newest = _newest(root, "1", "128")

@@ -98,15 +98,23 @@ def result_table(root: Path) -> str:
     return f"{markdown(headings, table)}\n{about}\n"
 
 
-def opening_table(root: Path) -> str:
-    """What README shows of it: quality and speed of the same weights, with all heads."""
-    rows, table = newest_rows(root), []
+def opening_rows(root: Path) -> list[Row]:
+    """Weights, neurons, quality and milliseconds with all heads, of what was timed on one GPU."""
+    rows, found = newest_rows(root), []
     for kind in _kinds(rows):
         pair = _densities(kind)
         time = _milliseconds(rows, kind["weights"], pair, "1")
         if time and pair[1] == 1:
-            table.append([kind["weights"], _selected(pair).partition(",")[0], _quality(rows, kind)[0], time])
-    device = next(row["device"] for row in rows if row["measure"] == "ms")
+            neurons = _selected(pair).partition(",")[0]
+            quality = _quality(rows, kind)[0]
+            found.append({"weights": kind["weights"], "neurons": neurons, "perplexity": quality, "ms": time})
+    return found
+
+
+def opening_table(root: Path) -> str:
+    """What README shows of it: quality and speed of the same weights, with all heads."""
+    table = [list(row.values()) for row in opening_rows(root)]
+    device = next(row["device"] for row in newest_rows(root) if row["measure"] == "ms")
     return markdown([f"on one {device}", "neurons read", "perplexity of eight texts", "ms per token"], table)
 
 

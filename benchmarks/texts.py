@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     work = Path(options.work) / name
     text = []
     if options.training != "self":
-        text = [f"--text.source={next(Path(options.data).glob(f'train_{options.training}.jsonl*'))}"]
+        text = [f"--text={next(Path(options.data).glob(f'train_{options.training}.jsonl*'))}"]
     if options.training == "self" and options.seed:
         text.append(f"--text.sample.seed={options.seed}")
     given = [f"--config={options.config}", f"--model={options.model}", f"--output={work}", f"--seed={options.seed}"]

@@ -47,11 +47,12 @@ def start_child(
 
 def stop_child(child: "subprocess.Popen[bytes]") -> None:
     """End a process and its own children, which have a minute to save."""
+    grouped = hasattr(os, "killpg")  # Windows has no groups of processes: what the child started ends by itself there
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(child.pid, signal.SIGTERM)
+        os.killpg(child.pid, signal.SIGTERM) if grouped else child.terminate()
         child.wait(END_SECONDS)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL) if grouped else child.kill()
     child.wait()
 
 
@@ -94,6 +95,6 @@ def end_with_parent() -> None:
         if not comes_by_itself:  # a second one would not wait for a checkpoint
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(END_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     threading.Thread(target=look, name="parent", daemon=True).start()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, UserError, exit_on_user_error
+from dejavu_train.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, UserError, exit_on_user_error, missing_extra
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,13 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
             )
         try:
             importlib.import_module(command.module).main(given)  # takes seconds, in which a signal is heard already
+        except ImportError as error:
+            if error.name == "dejavu_train.kernels":  # a checkout without links
+                raise UserError(str(error)) from None
+            if not isinstance(error, ModuleNotFoundError):
+                raise
+            refusal = missing_extra(error, f"dejavu {name}")
+            raise (error if refusal is None else refusal) from None
         except (UserError, OSError):
             if later:
                 wait_for_the_first()

@@ -90,15 +90,37 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
+EXTRAS = {  # extra of pyproject.toml -> packages that it brings
+    "train": ("lightning", "torchmetrics", "h5py", "datasets", "wandb", "matplotlib", "fsspec"),
+    "eval": ("lm_eval",),
+    "serve": ("fastapi", "uvicorn"),
+    "large": ("accelerate",),
+    "neighbours": ("hnswlib",),
+    "s3": ("s3fs",),
+    "ray": ("ray",),
+    "slurm": ("submitit",),
+}
+
+
+def missing_extra(error: ModuleNotFoundError, what: str) -> UserError | None:
+    """One line for a package of one of our extras that is not installed. None for any other module."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((name for name, packages in EXTRAS.items() if package in packages), None)
+    if extra is None:
+        return None
+    return UserError(f"{what} needs the package {package}, which is not installed: pip install 'dejavu-train[{extra}]'")
+
+
 class Unsupported(UserError):
     """Something that the decode engine does not do and the backend ``gather`` does.
 
     Attributes:
         reason: the message without that remedy.
+        expected: what to say where ``gather`` is meant to do it, and is no loss. "" elsewhere.
     """
 
-    def __init__(self, what: str) -> None:
-        self.reason = what
+    def __init__(self, what: str, expected: str = "") -> None:
+        self.reason, self.expected = what, expected
         super().__init__(f"{what}; use backend='gather'")
 
     def among_ranks(self) -> UserError:

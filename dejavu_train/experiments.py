@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import hashlib
 import io
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.files import read_json, write_json, write_text
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "experiments"  # of a run's output
 SETTINGS = "settings/"  # what a setting's name in the CSV begins with
@@ -147,6 +150,20 @@ def use_wandb_offline_without_key() -> None:
     os.environ.setdefault("WANDB_SILENT", "true")
     if not has_wandb_key():
         os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def offline_folder(run: Any) -> Path | None:
+    """Where a run of wandb lies that was not uploaded. None for one that is, and for other loggers' experiments."""
+    folder = getattr(run, "dir", None)
+    if not getattr(run, "offline", False) or not isinstance(folder, str):
+        return None
+    return Path(folder).parent  # of the folder files
+
+
+def say_offline(folder: Path | None) -> None:
+    """Where such a run lies, and how it is uploaded. Nothing for None."""
+    if folder is not None:
+        logger.info("Weights & Biases ran offline: the run lies in %s, and `wandb sync %s` uploads it", folder, folder)
 
 
 def has_wandb_key() -> bool:

@@ -89,7 +89,7 @@ def _system_errors(path: Path) -> Iterator[None]:
 
 def _settle(path: Path) -> None:
     """Have a written file on the disk, in the mode of any new file."""
-    with open(path, "rb") as written:
+    with open(path, "r+b") as written:  # Windows writes out no file that is open for reading alone
         os.fsync(written.fileno())
     share(path)
 

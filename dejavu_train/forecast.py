@@ -129,7 +129,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     print(table(["stage", "GPUs", "hours"], rows))
     print(f"each stage holds {START_SECONDS:g} seconds of its start")
     if "text" in stages:
-        print("text: the model writes its own, which --text.source FILE spares")
+        print("text: the model writes its own, which --text FILE spares")
     print(f"\nGPU-hours: {_hours(whole.paid)} paid for {plan.gpus} until the end, {_hours(whole.busy)} busy\n")
     runs = {f"{fraction:.0%} of the tokens": forecast(config, shape, gpu, plan, fraction) for fraction in FRACTIONS}
     runs["no shards, not offered"] = forecast(config, shape, gpu, plan, stream=True)
@@ -161,7 +161,7 @@ def _memory_lines(config: RunConfig, shape: ModelDims, gpu: Hardware, plan: Plan
         least = math.floor(weights / gpu.memory_gb) + 1
         yield (
             f"the weights exceed the {gpu.memory_gb:g} GB of one {gpu.gpu}: --collect.device_map auto spreads them over"
-            f" GPUs of one host, {least} at least; --collect.by_layers true needs one, and text from --text.source FILE"
+            f" GPUs of one host, {least} at least; --collect.by_layers true needs one, and text from --text FILE"
         )
 
 

@@ -9,6 +9,7 @@ fifteen seconds: after two minutes without a touch it is gone.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -27,6 +28,7 @@ from dejavu_train.signals import Interrupted
 
 HEARTBEAT_SECONDS = 15.0
 GONE_SECONDS = 120.0
+WAITS_FOR, ACCESS_DENIED = 0x0010_0000, 5  # of Windows: the right SYNCHRONIZE, and an error
 _ours: dict[str, str] = {}  # folders that this process holds together with others, and the identity
 TRIES = 6  # of two that claimed at once and both gave way, one comes first in the next round
 
@@ -66,10 +68,13 @@ def _machine() -> str:
 def _started(pid: int) -> str | None:
     """When the process began, as the system counts. Empty where it does not say, None if there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # in which the program's name may be of any encoding
+        fields = stat.rpartition(b")")[2].decode("ascii").split()
         return None if fields[0] in "ZX" else fields[19]
     except OSError:
         pass
+    if sys.platform == "win32":  # where os.kill would end the process
+        return "" if _runs_on_windows(pid) else None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -77,6 +82,17 @@ def _started(pid: int) -> str | None:
     except PermissionError:
         pass
     return ""
+
+
+def _runs_on_windows(pid: int) -> bool:
+    """Whether a process is there, asked of Windows itself."""
+    kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined]
+    handle = kernel.OpenProcess(WAITS_FOR, False, pid)
+    if not handle:
+        return bool(kernel.GetLastError() == ACCESS_DENIED)
+    ended = kernel.WaitForSingleObject(handle, 0) == 0
+    kernel.CloseHandle(handle)
+    return not ended
 
 
 def _alive(path: Path, holder: Holder, now: float) -> bool:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,10 +81,20 @@ def free_memory() -> int | None:
     return min(free, default=None)
 
 
+def peak_memory() -> int | None:
+    """Bytes of main memory that this process held at most. None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux kilobytes
+
+
 def _control_groups(controller: str) -> Iterator[Path]:
     """The folders of this process's control group and of those above it, of both versions, where they usually lie."""
     try:
-        lines = (ROOT / "proc/self/cgroup").read_text().splitlines()
+        lines = os.fsdecode((ROOT / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return
     for _, names, path in (line.split(":", 2) for line in lines if line.count(":") > 1):

@@ -202,8 +202,8 @@ class _ConfigParser(Parser):
         instead = self.gone.get(name.partition(".")[0])
         if instead is not None:
             return f", which is no longer there; {instead}"
-        if f"{name}.source" in self.types:  # a text, which other commands name by --text alone
-            return f"; did you mean --{name}.source FILE?"
+        if f"{name}.source" in self.types:
+            return f" without a value; write --{name} FILE"
         if name in self.sections:
             return f" with a value; its keys are options, such as --{next(k for k in self.types if k.startswith(name))}"
         last = name.rpartition(".")[2]
@@ -221,7 +221,8 @@ class _ConfigParser(Parser):
         mappings: dict[str, Any] = {}
         rest = []
         self.help_about = ()
-        for name, given, _ in options(argv):
+        for named, given, _ in options(argv):
+            name = f"{named}.source" if given and f"{named}.source" in self.types else named  # --text FILE
             section = next((known for known in free if name == known or name.startswith(f"{known}.")), None)
             if name == "config":
                 if not all(given) or not given:

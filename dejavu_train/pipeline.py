@@ -40,7 +40,6 @@ from dejavu_train.own_text import sampled, tokens_to_sample
 from dejavu_train.run_folder import claimed_folder
 from dejavu_train.stages import Stage, calibrate_stage, curves_stage, train_stage, tune_stage
 from dejavu_train.training.build import check_classes, predictor_classes
-from dejavu_train.training.callbacks import most_recall
 from dejavu_train.training.experiment import Experiment
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
@@ -54,6 +53,7 @@ from dejavu_train.training.job import (
 from dejavu_train.training.loggers import build_loggers
 from dejavu_train.training.rehearsal import rehearse
 from dejavu_train.training.trainer import build_trainer, resolved_arguments, start_device
+from dejavu_train.training.verdict import most_recall
 
 logger = logging.getLogger(__name__)
 STATES = "calibration-states"  # of windows between two layers, in the run's folder
@@ -120,6 +120,8 @@ def _run(
             push_bundle(config)
             print(f"{folder} is complete; nothing to do")
             return
+    if notice := unused_heads(config, jobs):
+        logger.info("%s", notice)
     _collect(config, resolved)
     experiment, began = Experiment(config), time.monotonic()
     on_finished = experiment.log_job if own == jobs else _forget
@@ -195,7 +197,8 @@ def _train(
             continue
         before = stored_stage(job_folder(output, job)) if has_predictor(output, job) else None
         again = f" anew, {stages[job[1]].difference(before)}" if before else ""
-        logger.info("%s: training%s", title, again)
+        if again:
+            logger.info("%s: training%s", title, again)
         if run_job(resolved, job, title, stages[job[1]]):
             push_predictor(resolved, job)
             on_finished(job)
@@ -223,6 +226,18 @@ def say_what_density_holds(config: RunConfig, activations: Path) -> None:
             density,
             density / mean,
         )
+
+
+def unused_heads(config: RunConfig, jobs: Sequence[UnitKey]) -> str:
+    """What is said before a run that trains predictors of heads and then selects none. "" where they are used."""
+    heads = sum(job.target == Target.HEADS for job in jobs)
+    if not heads or config.calibrate.head_density < 1 or config.calibrate.budget is not None:
+        return ""
+    return (
+        f"{heads} of {len(jobs)} predictors are of heads. They will be trained and not used, because"
+        " calibrate.head_density is 1: every head runs. --heads.enabled false leaves them out,"
+        " --calibrate.head_density 0.85 uses them"
+    )
 
 
 def bundle_stage(folder: Path, name: str = "stage") -> Any:
@@ -285,6 +300,9 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
     measured = measured_before(config, curves) or measure(folder)
     bundle = choose(measured, config.calibrate, weights)
     about: dict[str, Any] = {"stage": stage.to_json(), "curves": curves.to_json()}
+    family = read_values(config.model, config.revision)["model_type"]
+    if family != "opt":  # what a card is tagged with
+        about["family"] = family
     if config.tune.steps:
         about["untuned_layers"] = untuned = untuned_layers(folder, bundle)
         if untuned:
@@ -382,11 +400,15 @@ def bundle_summary(bundle: Bundle) -> str:
         line = f"{target}: recall {recall:.3f}, retained mass {mass:.3f} at density {bundle.mean_density(target):.3f}"
         staged = any(spec.curve is not None and "selected" in spec.curve for spec in specs)
         lines.append(line + (" of candidates" if staged else "") + ", means over the layers")
-        if mass < GOOD_MASS:
+        if all(spec.dense for spec in specs):
+            lines[-1] = f"{target}: all run, because their density is 1. Their predictors are kept and not used"
+        elif mass < GOOD_MASS:
             flag = f"--calibrate.{'mlp' if target == Target.MLP else 'head'}_density"
             lines.append(
                 f"{target}: a retained mass below {GOOD_MASS} costs quality; raise {flag}, or --{target}.steps"
             )
+    if Target.HEADS not in bundle.targets:
+        lines.append("heads: all run, because they have no predictors. --heads.enabled true trains some")
     return "\n".join([table(columns, rows), *lines])
 
 

@@ -19,7 +19,7 @@ from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.footprint import memory_line
 from dejavu_train.models.stored import has_config_alone
 from dejavu_train.own_text import budgets_of, tokens_to_sample, writes_on_gpu
-from dejavu_train.pipeline import bundle_stage, checked
+from dejavu_train.pipeline import bundle_stage, checked, unused_heads
 from dejavu_train.run_folder import check_run_folder
 from dejavu_train.stages import calibrate_stage, train_stage, tune_stage
 from dejavu_train.training.job import has_predictor, job_folder, stored_stage
@@ -92,6 +92,8 @@ def print_plan(config: RunConfig) -> None:
         f"minutes: about {sum(seconds.values()) / 60:.1f}{f' ({parts})' if parts else ''}, from a block and training"
         f" steps that were timed just now on {_device_name(start_device(config.trainer))}; early stopping saves some"
     )
+    if not made and (notice := unused_heads(config, config.all_jobs(shape.n_layers))):
+        print(notice)
     print("no mistake was found; the same command without --check begins")
 
 

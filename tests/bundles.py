@@ -1,5 +1,6 @@
 """Makes bundles of random predictors for tests. Thresholds stand in curves measured on random inputs."""
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -15,6 +16,12 @@ from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
 GRID = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]
+
+
+def without_inputs(bundle: Bundle) -> Bundle:
+    """The same with logits that are biases alone: a token selects the same units whatever its rounding."""
+    zeroed = {name: t * 0 if name.endswith(".down") else t for name, t in bundle.tensors.items()}
+    return dataclasses.replace(bundle, tensors=zeroed)
 
 
 def make_bundle(

@@ -33,13 +33,19 @@ WORDS = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _a_faster_interpreter():
+def _a_faster_interpreter(request):
     from dejavu_train.kernels.common.checks import INTERPRET
 
     if INTERPRET:
         from interpreter import spare_wasted_work
+        from products import take_ordered_products
 
         spare_wasted_work()
+        take_ordered_products()
+    if request.config.option.product == "by-place":
+        from products import sum_by_place
+
+        sum_by_place()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,8 +65,8 @@ def no_pictures(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _few_threads_and_a_seed():
-    torch.set_num_threads(1)  # shared cores: spinning threads cost more than they bring
+def _few_threads_and_a_seed(request):
+    torch.set_num_threads(request.config.option.threads)  # shared cores: spinning threads cost more than they bring
     torch.manual_seed(0)
 
 
@@ -162,6 +168,11 @@ LONG = (  # files that take some ten seconds and more
     "test_slot_products.py",
     "test_whole_job.py",
 )
+
+
+def pytest_addoption(parser):
+    parser.addoption("--product", choices=["numpy", "by-place"], default="numpy", help="see tests/products.py")
+    parser.addoption("--threads", type=int, default=1, help="of torch and of the CPU engine")
 
 
 def pytest_configure(config):

@@ -23,6 +23,11 @@ def grown(work: Callable[..., None], first: tuple, *arguments: object) -> int:
     ctypes.CDLL(None).mallopt(*ALL_RELEASED)
     torch.set_num_threads(1)
     work(*first)
+    return peak(work, *arguments)
+
+
+def peak(work: Callable[..., None], *arguments: object) -> int:
+    """By how many bytes it grows while it works."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     work(*arguments)

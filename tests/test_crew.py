@@ -40,7 +40,7 @@ def test_workers_make_what_one_process_makes(alone, tiny_opt, text_file, tmp_pat
     main(flags(tiny_opt, text_file, output, "--jobs=2"))
     same_predictors(alone, output)
     logs = "".join(path.read_text() for path in sorted((output / "workers").iterdir()))
-    assert logs.count(": done after") == 4  # each predictor by one worker
+    assert logs.count(" steps in ") == 4  # each predictor by one worker
     assert "training 4 predictors in 2 processes" in caplog.text
     assert "jobs" not in saved_config(output).read_text()
 

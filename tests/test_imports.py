@@ -62,18 +62,19 @@ def test_inference_loads_no_training_package_even_if_there(with_torch):
     """Nor does transformers, which is imported before ours, take our folder for the package kernels. The package alone
     costs nothing."""
     code = f"""
-import sys, time, torch
+import sys, torch
 from transformers import OPTForCausalLM
 from transformers.utils import is_kernels_available
 assert not is_kernels_available()
-start = time.perf_counter()
+before = set(sys.modules)
 import dejavu_train
-print(time.perf_counter() - start)
+heavy = ("dejavu_train.engine", "dejavu_train.sparse.model", "dejavu_train.kernels.common", "numba", "triton")
+print(sorted((set(sys.modules) - before).intersection(heavy)))
 import dejavu_train.evaluation.run, dejavu_train.engine.backend
 print(sorted(set({TRAINING_ONLY!r}) & set(sys.modules)))
 """
-    seconds, loaded = with_torch(code)
-    assert float(seconds) < 0.1 and loaded == "[]"
+    alone, loaded = with_torch(code)
+    assert alone == loaded == "[]"
 
 
 def test_kernels_import_torch_and_triton_only(with_torch):

@@ -326,7 +326,7 @@ def test_what_would_be_found_out_at_the_end(more, words, run, capsys, tmp_path):
 
 def test_own_text_by_layers_leaves_no_folder(run, capsys, tmp_path):
     argv = run("--text.source=self", "--collect.by_layers=true", f"--text.cache={tmp_path / 'cache'}")
-    one_line(capsys, argv, "text.source self needs all layers", "--text.source FILE")
+    one_line(capsys, argv, "text.source self needs all layers", "--text FILE")
     assert not (tmp_path / "run").exists()
 
 

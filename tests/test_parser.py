@@ -223,7 +223,7 @@ def test_merging():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--text", "mine.txt"], "unknown option --text; did you mean --text.source FILE?"),
+        (["--text"], "unknown option --text without a value; write --text FILE"),
         (["--mlp.rnk=3"], "unknown option --mlp.rnk; did you mean mlp.rank?"),
         (["--mlp.ran=3"], "unknown option --mlp.ran"),  # not taken as an abbreviation
         (["--mlp.rank=three"], "--mlp.rank must be a whole number, got three"),

@@ -110,5 +110,7 @@ def test_no_excuse_for_what_is_read_first(repository: Path, capsys: pytest.Captu
 
 
 def test_readme_stays_short() -> None:
-    text = (words.ROOT / "README.md").read_text("utf-8")
-    assert len(text.split()) <= 900 and len(text.splitlines()) <= 130
+    """Tables are not counted among the words, as elsewhere."""
+    lines = (words.ROOT / "README.md").read_text("utf-8").splitlines()
+    prose = [line for line in lines if not line.startswith("|")]
+    assert len(" ".join(prose).split()) <= 850 and len(lines) <= 150

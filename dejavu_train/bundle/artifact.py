@@ -32,7 +32,7 @@ from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.files import json_digest, plain, read_json, replacing_files, sha256_file, write_json, write_text
 from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import check_repository, fetch, looks_local, push
-from dejavu_train.models.installed import hint
+from dejavu_train.models.installed import hint, installed
 from dejavu_train.models.opt import has_hash, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
@@ -336,7 +336,7 @@ class Bundle:
         Raises:
             UserError: anything that is not exactly as it was written, naming the part.
         """
-        folder = Path(name)
+        folder = Path(installed(str(name)))
         if not folder.is_dir():
             if looks_local(str(name)):
                 raise UserError(f"there is no bundle folder {name}; python train.py makes one{hint(str(name))}")

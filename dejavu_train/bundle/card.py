@@ -12,13 +12,15 @@ from typing import Any
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.families import TARGETS, ModelDims, UnitKey
+from dejavu_train.families.dims import SIZES
 from dejavu_train.version import package_version
+
+OPT_SIZES = {*SIZES, "embedding_dim", "post_norm", "tied"}  # in which one OPT differs from another
 
 _FRONT_MATTER = """---
 library_name: dejavu_train
 tags:
-- opt
-- contextual-sparsity
+{tags}
 ---
 """
 _INTRODUCTION = """# Predictors for contextual sparsity
@@ -109,7 +111,8 @@ def card(
     stage = metadata.get("stage")
     settings = stage.get("keys", {}) if isinstance(stage, dict) else {}
     parts = [
-        _FRONT_MATTER + (_TOGETHER if together else _INTRODUCTION),
+        _FRONT_MATTER.format(tags="\n".join(f"- {tag}" for tag in _tags(shape, metadata)))
+        + (_TOGETHER if together else _INTRODUCTION),
         "\n".join(f"- {name}: {value}" for name, value in facts.items()) + "\n",
         *([_MEASURED, *(_markdown(rows) for rows in measured.values())] if measured else []),
         _FIGURES,
@@ -121,6 +124,13 @@ def card(
         ),
     ]
     return "\n".join(parts)
+
+
+def _tags(shape: ModelDims, metadata: Mapping[str, Any]) -> list[str]:
+    """The model's family, where it is known, and what this is. A bundle of an OPT, or an older one, names no family."""
+    family = metadata.get("family") or ("opt" if shape.stored().keys() <= OPT_SIZES else None)
+    named = isinstance(family, str) and re.fullmatch(r"[a-z0-9_]+", family)
+    return [*([str(family)] if named else []), "contextual-sparsity"]
 
 
 def tagged(text: str, tags: Sequence[str]) -> str:

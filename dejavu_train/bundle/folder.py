@@ -8,7 +8,7 @@ from typing import Any
 from dejavu_train.errors import UserError
 from dejavu_train.files import read_json, way_from
 from dejavu_train.models.hub import looks_local
-from dejavu_train.models.installed import hint
+from dejavu_train.models.installed import hint, known_as
 from dejavu_train.models.stored import read_header
 
 METADATA = "bundle.json"
@@ -89,8 +89,8 @@ def named_model(bundle: str | None) -> str:
 def beside(bundle: str, name: str = "") -> str:
     """Where results of a bundle go when nothing is named: the folder that the bundle's lies in, for a bundle of the hub
     checkpoints/NAME. ``name`` is of a folder within it."""
-    folder = Path(bundle)
-    local = folder.is_dir() or looks_local(bundle)
+    folder = Path(known_as(bundle))
+    local = folder.is_dir() or looks_local(str(folder))
     return str((folder.parent if local else Path("checkpoints") / folder.name) / name)
 
 

@@ -4,7 +4,6 @@ The HDF5 library has one lock for all threads and copies every row more than onc
 the other and uncompressed, so their bytes are read from where the library says they lie.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,9 +68,10 @@ def fill(result: Tensor, pieces: Iterable[Piece]) -> None:
         buffer = torch.empty(place.shape, dtype=place.dtype, pin_memory=True) if on_gpu else place
         view = buffer.view(torch.uint8).numpy().data.cast("B")
         with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
             done = 0
             while done < rows * row:
-                got = os.preadv(file.fileno(), [view[done:]], offset + done)
+                got = file.readinto(view[done:])
                 if not got:
                     raise OSError(f"{path.name} ends at byte {offset + done}")
                 done += got

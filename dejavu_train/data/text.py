@@ -79,9 +79,9 @@ class TextSource:
     """Where text comes from."""
 
     source: str | dict[str, Any] = SELF
-    """``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``, ``-licences``, ``-code``), or a
-    local .txt, .json, .jsonl or .parquet file (also .gz, .xz, .zst). A hub dataset such as allenai/c4. Or class_path
-    and init_args of your own text, see docs/guides/extend.md."""
+    """Also ``--text`` alone. ``self`` (sampled from the model itself), ``installed-docs`` (or ``-readmes``,
+    ``-licences``, ``-code``), or a local .txt, .json, .jsonl or .parquet file (also .gz, .xz, .zst). A hub dataset such
+    as allenai/c4. Or class_path and init_args of your own text, see docs/guides/extend.md."""
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     """How the model writes its own text, with source self."""
     config: str | None = None

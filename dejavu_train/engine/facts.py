@@ -112,5 +112,5 @@ def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> 
 def why_all(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None]) -> str:
     """Why half a layer without a predictor in use computes all units."""
     if key in predictors:
-        return "dense in this bundle: its predictor has neither a threshold nor a top k"
+        return "its density here is 1, so its predictor is not used"
     return f"no predictor of its {'neurons' if key.target == Target.MLP else 'heads'}"

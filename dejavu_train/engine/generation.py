@@ -97,11 +97,6 @@ class EnginePool(ABC):
         with self.turns, torch.autocast(self.device.type, enabled=False):
             yield
 
-    def describe(self, rows: int, tokens: int) -> str:
-        """What an engine for so many rows of so many tokens runs. It is built where there is none yet."""
-        with self.turn():
-            return self.engine(rows, tokens).describe()
-
     def generate(
         self,
         model: Any,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dejavu_train.evaluation.html_report import start_wandb
-from dejavu_train.experiments import Record
+from dejavu_train.experiments import Record, offline_folder, say_offline
 from dejavu_train.machine import has_package
 
 logger = logging.getLogger(__name__)
@@ -51,5 +51,7 @@ def attach(found: Mapping[str, Any], record: Record, wandb_too: bool = True) -> 
     if run is not None and wandb_too and has_package("wandb"):
         with start_wandb(run["project"], record.path.parent.parent, run) as started:
             started.log(numbers)
+            folder = offline_folder(started)
+        say_offline(folder)
         said.append(f"the run {run['id']} of Weights & Biases")
     logger.info("added the numbers to %s", ", ".join(said))

@@ -49,7 +49,7 @@ def plan(config: InferConfig) -> Further:
             raise UserError("--tasks needs lm-eval: pip install 'dejavu-train[eval]'") from None
         tasks = _of_run(TasksConfig, config, "tasks", f"{config.output}/tasks")
         if tasks.folder is not None:
-            find_tasks((*tasks.tasks, *tasks.texts), tasks)
+            find_tasks((*tasks.tasks, *tasks.text), tasks)
     generation = None
     if config.generation is not None:
         generation = _of_run(GenerationConfig, config, "generation", config.output)

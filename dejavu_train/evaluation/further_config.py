@@ -77,9 +77,11 @@ class GenerationConfig(GenerationOptions, TextConfig):
 class AskedOptions:
     """What is asked."""
 
+    GONE = {"texts": "its name is --text, as on every command"}
+
     tasks: tuple[str, ...] = tuple(TASKS)
     """Accuracies, at every number of shots: the paper's by their short names, or any of lm-eval's."""
-    texts: tuple[str, ...] = ("wikitext",)
+    text: tuple[str, ...] = ("wikitext",)
     """Perplexities: wikitext, c4, prose."""
     folder: str | None = None
     """Of local files (configs/tasks names them). null: the hub."""
@@ -100,8 +102,8 @@ class AskedOptions:
             raise UserError(f"--limit must be at least 1, got {self.limit}")
         if not self.shots or min(self.shots) < 0:
             raise UserError(f"--shots must be numbers of examples, such as [0, 5], got {self.shots}")
-        if not self.tasks and not self.texts:
-            raise UserError("--tasks and --texts are both empty; name one")
+        if not self.tasks and not self.text:
+            raise UserError("--tasks and --text are both empty; name one")
         if self.batch_size != "auto" and not (isinstance(self.batch_size, int) and self.batch_size > 0):
             raise UserError(f"--batch_size must be auto or a number, got {self.batch_size}")
 

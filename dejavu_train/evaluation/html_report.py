@@ -28,6 +28,7 @@ from dejavu_train.evaluation.report import Table
 from dejavu_train.evaluation.schema import read_current
 from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.verdict import verdict
+from dejavu_train.experiments import offline_folder, say_offline
 from dejavu_train.files import read_json, write_text
 from dejavu_train.progress import set_up_logging
 
@@ -260,7 +261,9 @@ def log_to_wandb(
     else:
         run = start_wandb(project, results.folder, {"config": results.found.get("config")})
     run.log(dict(numbers or {}) | tables | shown)
+    folder = offline_folder(run)
     run.finish()
+    say_offline(folder)
 
 
 def start_wandb(project: str, folder: Path, about: Mapping[str, Any]) -> Any:

@@ -15,8 +15,10 @@ ADVICE = (  # increase of perplexity up to which -> what it means
     (0.01, "The sparse model writes almost as the dense one."),
     (0.05, "The sparse model is close to the dense one."),
     (0.3, "The sparse model is clearly worse: a higher density loses less (--densities)."),
-    (float("inf"), "The predictors do not fit: raise the density, or train them on text like this (--text.source)."),
+    (float("inf"), "The predictors do not fit: raise the density, or train them on text like this (--text)."),
 )
+
+DENSE_ENGINES = {"cpu": "dense-cpu", "triton": "dense-engine"}  # backend -> the same engine without predictors
 
 
 def verdict(found: Found) -> list[str]:
@@ -140,10 +142,10 @@ def _speed(found: Found) -> list[str]:
     takes = f"A token takes {ms:.3g} ms on the backend {name}"
     instead = f", instead of {times['dense']:.3g} in transformers' dense model" if "dense" in times else ""
     lines = [f"{takes}{instead}."]
-    engines: Sequence[float] = [other for key, other in times.items() if key.startswith("dense-")]
-    if engines:
-        ratio = min(engines) / ms
+    engine = times.get(DENSE_ENGINES.get(name, ""))
+    if engine is not None:
+        ratio = engine / ms
         than = f"{ratio:.2g} times faster than" if ratio >= 1.05 else "as fast as" if ratio > 0.95 else "slower than"
         why = "" if ratio >= 1.05 else ": the model is too small, or the density too high, to gain"
-        lines.append(f"That is {than} the same engine without predictors, which takes {min(engines):.3g} ms{why}.")
+        lines.append(f"That is {than} the same engine without predictors, which takes {engine:.3g} ms{why}.")
     return lines

@@ -193,9 +193,11 @@ def family_named(kind: str, name: str) -> Family:
         UserError: none is registered for it.
     """
     if dense_type(kind) in _NEVER:
-        raise UserError(f"{name} is of type {kind}, {_NEVER[dense_type(kind)]}; it has no sparse form here")
+        raise UserError(
+            f"{name} is of type {kind}, {_NEVER[dense_type(kind)]}; it has no sparse form here; {survey_of(name)}"
+        )
     if dense_type(kind) not in _FAMILIES:
-        raise UserError(f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}")
+        raise UserError(f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}; {survey_of(name)}")
     return _FAMILIES[dense_type(kind)]
 
 
@@ -227,9 +229,14 @@ def dims_of(values: Any, name: str = "this model") -> ModelDims:
 def refuse_activation(name: str, activation: str, runs: Iterable[str]) -> NoReturn:
     """Raise :class:`UserError` for an activation that a model's family does not run. runs: those that it does."""
     raise UserError(
-        f"{name} uses the activation {activation}; supported in its family are {', '.join(runs)};"
-        f" dejavu survey --model {name} tells what the model would gain"
+        f"{name} uses the activation {activation}; supported in its family are {', '.join(runs)}; {survey_of(name)}"
     )
+
+
+def survey_of(name: str) -> str:
+    """What a refusal of a model ends with. A model without a name has no command."""
+    model = name if name and " " not in name else "MODEL"
+    return f"dejavu survey --model {model} tells what the model would gain"
 
 
 def logits_of(model: Any, hidden: "Tensor") -> "Tensor":

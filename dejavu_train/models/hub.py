@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.models.installed import CHECKPOINTS, hint
+from dejavu_train.models.installed import CHECKPOINTS, hint, installed
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "predictors/*")  # with a tokenizer and a bundle beside the model
 KEYWORDS = ("revision", "cache_dir", "token", "local_files_only", "force_download")  # as in transformers
@@ -102,6 +102,7 @@ def model_folder(name: str, subfolder: str = "", **hub: Any) -> Path:
     Raises:
         UserError: nothing there, no config.json in it, or as :func:`fetch`.
     """
+    name = installed(name)
     folder = Path(name)
     if folder.is_dir():
         folder = folder / subfolder

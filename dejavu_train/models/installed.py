@@ -25,6 +25,15 @@ def installed(name: str) -> str:
     return name if place is None or not place.is_dir() else str(place)
 
 
+def known_as(name: str) -> str:
+    """``checkpoints/NAME...`` of a folder within an installed model, where nothing is to be written. Else ``name``."""
+    place = Path(name).absolute()
+    for model, folder in _folders().items():
+        if place.is_relative_to(folder.absolute()) and "site-packages" in folder.absolute().parts:
+            return str(Path(CHECKPOINTS) / model / place.relative_to(folder.absolute()))
+    return name
+
+
 def hint(name: str) -> str:
     """What a message about a missing folder adds: that a package may bring it. "" for folders elsewhere."""
     return "; the package dejavu-opt-mini brings checkpoints/opt-mini" if Path(name).parts[:1] == (CHECKPOINTS,) else ""

@@ -19,6 +19,7 @@ from dejavu_train.families.base import dense_type
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
+from dejavu_train.models.installed import installed
 from dejavu_train.models.pickled import load_pickled
 from dejavu_train.models.stored import (
     HEAD,
@@ -170,6 +171,7 @@ def load_with_info(
         attributes: values that replace those of config.json. None of the sizes.
         options: keywords of transformers' ``from_pretrained`` that say how to load.
     """
+    name = installed(name)
     values = {**read_values(name, revision), **(attributes or {})}
     dims_of(values, name)
     refuse_foreign(values, name)

@@ -55,7 +55,7 @@ def check(config: QuantizeConfig) -> ModelDims:
         check_folder(config.model, shape)
     elif config.gptq and config.text.source == SELF:
         raise UserError(
-            f"{config.model} is quantised by {method} and cannot write its own text here; give --text.source FILE, or"
+            f"{config.model} is quantised by {method} and cannot write its own text here; give --text FILE, or"
             " --quantizer rtn"
         )
     check_source(config.text)
@@ -83,7 +83,7 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
         if config.text.source == SELF and not (Path(config.model) / "samples.json").is_file():
             lines.append(
                 f"the model writes its own text as a whole, {2 * shape.weights / 1e9:.1f} GB of weights in 16 bits,"
-                " unless it wrote it before; --text.source FILE reads a layer at a time alone"
+                " unless it wrote it before; --text FILE reads a layer at a time alone"
             )
     return "\n".join(lines)
 

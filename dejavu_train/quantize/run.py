@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import logging
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from dejavu_train.data.windows import plan_windows
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.files import read_json, write_json
-from dejavu_train.machine import free_memory
+from dejavu_train.machine import free_memory, peak_memory
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
@@ -96,7 +95,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
             },
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             "minutes": round((time.monotonic() - began) / 60, 2),
-            "peak_memory_gb": peak_memory(device),
+            "peak_memory_gb": peaks_of(device),
             "versions": {"dejavu_train": package_version(), "torch": torch.__version__.split("+")[0]},
             "date": datetime.date.today().isoformat(),
         }
@@ -174,15 +173,16 @@ def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
     if room is not None and size > room:
         raise UserError(
             f"{config.model} writes its own text as a whole, with {size / 1e9:.1f} GB of weights, and {device} has room"
-            f" for {room / 1e9:.1f} GB; give --text.source FILE or a data set"
+            f" for {room / 1e9:.1f} GB; give --text FILE or a data set"
         )
     model = load_opt(config.model, shape.half_dtype if on_gpu else "float32", device, revision=config.revision)
     return transformers_writer(model, config.text.sample), "transformers"
 
 
-def peak_memory(device: torch.device) -> Mapping[str, float]:
+def peaks_of(device: torch.device) -> Mapping[str, float]:
     """Of the process, in GB: main memory, and that of the GPU where one was used."""
-    peaks = {"main": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    main = peak_memory()
+    peaks = {} if main is None else {"main": main / 1e9}
     if device.type == "cuda":
         peaks["gpu"] = torch.cuda.max_memory_allocated(device) / 1e9
     return {name: round(value, 2) for name, value in peaks.items()}

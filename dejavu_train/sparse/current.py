@@ -70,11 +70,11 @@ class Current:
             find_fault(model, dense_forward, runtime, refusal.tokens)
         raise refusal
 
-    def log(self, line: str) -> None:
+    def log(self, line: str, level: int = logging.WARNING) -> None:
         """Log a line, once a model."""
         if line not in self._logged:
             self._logged.add(line)
-            logger.warning(line)
+            logger.log(level, line)
 
     def _run_with(self, model: Any, bundle: Bundle) -> Runtime:
         runtime = Runtime(model, bundle, self.settings, model.kv_policy, self._held.value)
@@ -84,5 +84,7 @@ class Current:
 
     def _log_refusal(self, refusal: UserError) -> None:
         """One line for each reason why gather runs in place of the engine."""
+        if isinstance(refusal, Unsupported) and refusal.expected:
+            return self.log(refusal.expected, logging.INFO)
         text = str(refusal).removesuffix("; use backend='gather'")
         self.log(f"{text}: the backend gather runs instead, some 50 times slower for a small model")

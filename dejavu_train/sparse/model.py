@@ -33,6 +33,7 @@ from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.plain import execution_device
+from dejavu_train.models.installed import installed
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of
@@ -166,9 +167,9 @@ class SparseCausalLM(_Dense):
                 unknown or refused.
         """
         kind = dtype if torch_dtype is None else torch_dtype
+        name = installed(str(pretrained_model_name_or_path))
         loaded = load_together(
-            str(pretrained_model_name_or_path), predictors, kind, device, device_map, revision, predictor_class,
-            keywords, cls.__name__,
+            name, predictors, kind, device, device_map, revision, predictor_class, keywords, cls.__name__,
         )  # fmt: skip
         model = cls.from_model(loaded.dense, loaded.bundle, backend, sparse_from, kv_policy, guard=guard, zeros=zeros)
         if "attn_implementation" in keywords and model.backend != "mask":

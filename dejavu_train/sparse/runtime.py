@@ -18,6 +18,7 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.options import POLICIES, ZEROS, check_zeros
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.runs import RUNS
+from dejavu_train.engine.token_bytes import step_bytes
 from dejavu_train.engine.turns import Turns
 from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of, dims_of
@@ -29,8 +30,8 @@ from dejavu_train.sparse.gather import GatherDecoder
 BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
 ENGINES = ("triton", "cpu")
 WITHOUT_PLAN = {
-    "gather": "plain torch reads the units that a token selects, layer by layer",
-    "mask": "the dense model runs, and skipped units are zeroed",
+    "gather": "plain torch reads the units that a token selects, layer by layer. Expected speed: seldom above dense",
+    "mask": "the dense model runs, and skipped units are zeroed. Expected speed: below that of the dense model",
 }
 
 
@@ -150,7 +151,9 @@ class Runtime:
             refused = "" if self.refusal is None else f"\n    not the engine: {self.refusal}"
             return f"backend {self.backend}: {WITHOUT_PLAN[self.backend]}{refused}"
         self.prepare(model)
-        return self.engines.describe(rows, tokens)
+        with self.engines.turn():
+            engine = self.engines.engine(rows, tokens)
+            return f"{step_bytes(self.bundle, engine.plan).describe(rows)}\n{engine.describe()}"
 
     def check_engine(self, what: str, otherwise: str = "") -> None:
         """Raise :class:`UserError` where ``what`` needs an engine and there is none. otherwise: ends the message."""

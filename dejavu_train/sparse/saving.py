@@ -132,7 +132,7 @@ def _replace(aside: Path, folder: Path) -> None:
     before = weight_names(folder)
     new = {file.name for file in aside.iterdir() if file.is_file()}
     for name in new:
-        with open(aside / name, "rb") as written:
+        with open(aside / name, "r+b") as written:  # Windows writes out no file that is open for reading alone
             os.fsync(written.fileno())
         share(aside / name)
     predictors, coming = folder / PREDICTORS_FOLDER, aside / PREDICTORS_FOLDER

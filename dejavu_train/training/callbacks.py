@@ -2,9 +2,7 @@
 
 import logging
 import signal
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from dejavu_train import progress, signals
 from dejavu_train.files import check_zip
 from dejavu_train.training.state import save_state
+from dejavu_train.training.verdict import metrics_line
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +113,7 @@ class Rates(Callback):
 
 
 class Progress(Callback):
-    """Shows one job to a person: its steps with the latest metrics, and, where stderr is no terminal, a line per
-    validation."""
+    """Shows one job to a person: a bar of its steps with the latest metrics, or now and then a line of both."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -135,12 +133,9 @@ class Progress(Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
-        metrics = metrics_line({name: float(value) for name, value in trainer.callback_metrics.items()})
         if self._bar is not None:
-            self._bar.describe(self.title, metrics)
-        if not sys.stderr.isatty():
-            steps = int(trainer.estimated_stepping_batches)
-            logger.info("%s: step %d of %d, %s", self.title, trainer.global_step, steps, metrics)
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self._bar.describe(self.title, metrics_line(metrics))
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if self._bar is not None:
@@ -150,22 +145,3 @@ class Progress(Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
         self.on_train_end(trainer, pl_module)
-
-
-def most_recall(density: float, active_density: float) -> float:
-    """The recall of a perfect predictor: where fewer units are selected than are active, some must be missed.
-
-    >>> most_recall(0.05, 0.1), most_recall(0.2, 0.1), most_recall(0.2, 0.0)
-    (0.5, 1.0, 1.0)
-    """
-    return 1.0 if density >= active_density else density / active_density
-
-
-def metrics_line(metrics: Mapping[str, float]) -> str:
-    """Of one validation, for people."""
-    density = metrics["val/density"]
-    most = most_recall(density, metrics["val/active_density"])
-    return (
-        f"recall {metrics['val/recall']:.4f} of at most {most:.4f}, retained mass {metrics['val/retained_mass']:.4f}"
-        f" at density {density:.3f}"
-    )

@@ -12,7 +12,7 @@ from typing import Any
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.config import RunConfig
-from dejavu_train.experiments import FOLDER, SETTINGS, Number, Record, flattened
+from dejavu_train.experiments import FOLDER, SETTINGS, Number, Record, flattened, offline_folder, say_offline
 from dejavu_train.families import TARGETS, UnitKey
 from dejavu_train.stages import calibrate_stage
 from dejavu_train.training.job import job_folder, summary_rows
@@ -62,6 +62,7 @@ class Experiment:
         by_step: dict[int | None, dict[str, float]] = {}
         for name, step, value in numbers:
             by_step.setdefault(step, {})[name] = value
+        offline: list[Path] = []
         with quiet():
             for each in loggers:
                 for step, metrics in by_step.items():
@@ -70,7 +71,12 @@ class Experiment:
                     each.log_table("predictors", columns, rows)
                 each.finalize("success")
                 if callable(finish := getattr(each.experiment, "finish", None)):  # a run of wandb ends
+                    folder = offline_folder(each.experiment)
                     finish()
+                    if folder is not None:
+                        offline.append(folder)
+        for folder in offline:
+            say_offline(folder)
         self._loggers, self.record.done = None, True
         self.record.write()
 

@@ -47,10 +47,11 @@ from dejavu_train.locks import ours, tried
 from dejavu_train.predictors.checkpoint import check_predictor
 from dejavu_train.stages import Stage
 from dejavu_train.training.build import make_predictor
-from dejavu_train.training.callbacks import Progress, Rates, SaveLast, metrics_line, most_recall
+from dejavu_train.training.callbacks import Progress, Rates, SaveLast
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.loggers import as_list
 from dejavu_train.training.trainer import build_trainer, count_devices, count_epochs, quiet, start_device
+from dejavu_train.training.verdict import metrics_line, most_recall, predictor_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -253,14 +254,8 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
             "loader_rows_per_s": rates.loader * trainer.world_size,
             "step_rows_per_s": rates.step * trainer.world_size,
         }
-        logger.info(
-            "%s: done after %d steps, %s; rows/s: loader %.0f, step %.0f",
-            title,
-            trainer.global_step,
-            metrics_line(metrics),
-            metrics["loader_rows_per_s"],
-            metrics["step_rows_per_s"],
-        )
+        verdict, numbers = predictor_verdict(metrics, target), metrics_line(metrics)
+        logger.info("%s: %s; %s, %d steps in %.0f s", title, verdict, numbers, metrics["steps"], metrics["seconds"])
         export(folder, config, job, predictor, (data.d_in, data.n_units), metrics)
 
 

@@ -6,9 +6,12 @@ import shutil
 import pytest
 from conftest import REPOSITORY
 
-from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, LOSSLESS, MARKED, SAMPLES, TABLES, fill
+from benchmarks.tables import CARD, DECODE, DEMO, FILES, GENERATE, MARKED, SAMPLES, TABLES, fill
 from benchmarks.tables_cpu import CPU
 from benchmarks.tables_format import OLDER
+from benchmarks.tables_lossless import CPU as LOSSLESS
+from benchmarks.tables_lossless import DRAFTS
+from benchmarks.tables_one_model import ONE_MODEL
 
 MINI, HUNDRED = "docs/results/texts/opt-mini.csv", "docs/results/texts/opt-100m.csv"
 CSV = (DECODE, SAMPLES, MINI, CPU)
@@ -179,14 +182,78 @@ def test_the_opening_table_has_quality_and_speed_of_one_bundle(rows):
     ]
     found["quality"][6] |= {"perplexity": 11.5}
     (rows / DEMO).write_text(json.dumps(found))
-    columns, row = "model,what,decoding,text,way,ratio", "opt-mini,speed,greedy,all,"
-    (rows / LOSSLESS).write_text(f'{columns}\n{row}dense,1\n{row}"sparse, 8 bits, and copies",1.4173\n')
     lines = TABLES["opening"](rows).splitlines()
     assert lines[2:] == [
-        "| transformers, dense | all | 11.39 | 5.123 | 8.62 | | |",
-        "| our engine, dense | all | 11.39 | 5.123 | 1.54 | 33.2 | 1 |",
-        "| our engine, sparse | 7.9 % | 11.5 | 11.39 | 0.906 | 18.4 | 1.42 |",
+        "| transformers, dense | all | 11.39 | 5.123 | 8.62 | |",
+        "| our engine, dense | all | 11.39 | 5.123 | 1.54 | 33.2 |",
+        "| our engine, sparse | 7.9 % | 11.5 | 11.39 | 0.906 | 18.4 |",
     ]
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A folder with copies of the rows of verdicts."""
+    for name in (DEMO, DECODE, CPU, ONE_MODEL, LOSSLESS):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    return tmp_path
+
+
+def test_a_drafts_speed_stands_in_the_row_of_what_drafted_it(copied):
+    lines = (REPOSITORY / LOSSLESS).read_text().splitlines()
+    for way, draft in DRAFTS.items():
+        newest = next(
+            row
+            for row in reversed(list(csv.DictReader(lines)))
+            if (row["model"], row["what"], row["decoding"], row["text"]) == ("opt-mini", "speed", "greedy", "all")
+            and row["way"] == way
+        )
+        (line,) = [line for line in TABLES["lossless-opening"](copied).splitlines() if line.startswith(f"| {draft} |")]
+        assert float(line.split("|")[2]) == pytest.approx(float(newest["ratio"]), rel=5e-3)
+
+
+def test_the_verdict_of_the_demo_has_the_numbers_of_its_rows(copied):
+    found = json.loads((copied / DEMO).read_text())
+    for row in found["timing"]:
+        row["ms_per_token"]["p50"] = {"dense": 80.0, "dense-cpu": 9.0, "cpu": 3.0}[row["backend"]]
+    for row in found["quality"]:
+        row["increase"], row["mlp_selected"] = {"static": 30.0}.get(row["selection"], 0.0321), 0.123
+    (copied / DEMO).write_text(json.dumps(found))
+    said = TABLES["demo-verdict"](copied)
+    assert "rises by 3.21 %, and 12.3 % of the neurons" in said and "3 ms instead of 9 in" in said and "80 in" in said
+    assert "perplexity 31 times as high" in said
+    assert "27 times on opt-mini" in TABLES["speed-verdict"](copied)
+
+
+def test_the_verdict_of_speed_has_the_numbers_of_its_rows(copied):
+    """Steps take half as long in fp16, dense, and as long in the sparse engine: every gain halves."""
+    before = TABLES["speed-verdict"](copied)
+    path = copied / DECODE
+    found = list(csv.DictReader(path.read_text().splitlines()))
+    for row in found:
+        if row["engine"] == "dense" and not row["options"]:
+            row["p50_ms"] = str(float(row["p50_ms"]) / 2)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
+    after = TABLES["speed-verdict"](copied)
+    assert "1.8 to 2.3 times as fast" in before and "0.9 to 1.1 times as fast" in after
+    assert "3.1 times as fast as fp16 dense" in after and "3.6 times as fast as transformers" in after
+
+
+def test_the_verdict_of_one_model_names_its_fastest_row(copied):
+    assert TABLES["one-model-verdict"](copied).startswith("The fastest row at this size is 4 bits, dense.")
+    path = copied / ONE_MODEL
+    found = list(csv.DictReader(path.read_text().splitlines()))
+    for row in found:
+        if row["measure"] == "ms" and row["weights"] == "4 bits" and row["mlp_density"] == "1":
+            row["value"] = "0.7"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
+    assert "4 bits, sparse" in TABLES["one-model-verdict"](copied)
 
 
 def test_a_table_without_rows_is_empty(rows, capsys):

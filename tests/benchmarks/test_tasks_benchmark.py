@@ -23,7 +23,7 @@ def test_rows_of_tasks_and_of_a_backend_against_mask(tiny_opt, tmp_path, monkeyp
         "--shots=[0]",
         "--limit=3",
         "--device=cpu",
-        "--texts=[]",
+        "--text=[]",
     ]
     assert exit_on_user_error(benchmark.main, flags) == 0
     assert exit_on_user_error(benchmark.main, ["engine", *flags, "--backend=gather"]) == 0

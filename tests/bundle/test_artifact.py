@@ -182,7 +182,7 @@ def test_model_must_be_the_one(bundle, tiny_opt, tmp_path):
 
 def test_tokenizer_must_be_the_one(bundle, tiny_opt, tmp_path, caplog):
     other = shutil.copytree(tiny_opt, tmp_path / "other")
-    values = json.loads((other / "tokenizer.json").read_text())
+    values = json.loads((other / "tokenizer.json").read_text("utf-8"))
     merges = values["model"]["merges"]
     merges[-1], merges[-2] = merges[-2], merges[-1]
     (other / "tokenizer.json").write_text(json.dumps(values))

@@ -3,7 +3,7 @@ process of its own. Its peak is read."""
 
 import torch
 from conftest import save_tiny_opt
-from resident_memory import grown, needs_proc
+from resident_memory import grown, needs_proc, peak
 from small_runs import COLLECT, in_a_process
 
 from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
@@ -44,8 +44,9 @@ def test_memory_is_flat_while_collecting(text_file, tmp_path):
     assert growths[1] - growths[0] < more / 6, (growths, more)
 
 
-LAYERS, WIDE = 6, {"hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 4096, "num_attention_heads": 8}
-LAYER_MB = 4 * (4 * 512**2 + 2 * 512 * 4096) / 1e6
+LAYERS = 6
+WIDTHS = 2048, 4096  # neurons of a layer of the smaller and of the larger model
+MORE_MB = 4 * 2 * 512 * (WIDTHS[1] - WIDTHS[0]) / 1e6  # by which a layer is larger
 
 
 def collect_and_calibrate(model, text, folder):
@@ -59,14 +60,15 @@ def collect_and_calibrate(model, text, folder):
     measure_heads(calibrated, {}, means, windows)
 
 
-def tell_growth_in_layers(model, tiny, text, folder, growth):
-    """Collect, and calibrate. Put how far resident memory grew, in layers, into ``growth``."""
-    first = (tiny, text, folder / "first")
-    growth.value = grown(collect_and_calibrate, first, model, text, folder / "second") / 1e6 / LAYER_MB
+def tell_growth_in_layers(models, tiny, text, folder, growth):
+    """Collect, and calibrate. Put how much further memory grew with the larger model, in layers, into ``growth``."""
+    less = grown(collect_and_calibrate, (tiny, text, folder / "first"), models[0], text, folder / "smaller")
+    growth.value = (peak(collect_and_calibrate, models[1], text, folder / "larger") - less) / 1e6 / MORE_MB
 
 
 def test_by_layers_two_layers_are_in_memory(tiny_opt, text_file, tmp_path):
     """One that runs, and one that is read ahead. The whole model takes seven."""
-    model = save_tiny_opt(tmp_path / "opt", num_hidden_layers=LAYERS, **WIDE)
-    layers = in_a_process(tell_growth_in_layers, model, tiny_opt, text_file, tmp_path)
-    assert 2 < layers < 4, layers
+    sizes = {"hidden_size": 512, "word_embed_proj_dim": 512, "num_attention_heads": 8, "num_hidden_layers": LAYERS}
+    models = [save_tiny_opt(tmp_path / f"opt-{width}", ffn_dim=width, **sizes) for width in WIDTHS]
+    layers = in_a_process(tell_growth_in_layers, models, tiny_opt, text_file, tmp_path)
+    assert 1.5 < layers < 4, layers

@@ -250,7 +250,7 @@ def test_own_text_by_layers_is_refused_until_it_is_written(tiny_opt, tmp_path, c
     for more in ([], ["--check"], ["--plan"]):
         assert exit_on_user_error(main, [*layers, *more]) == 2
         (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith("error: collect.by_layers has one layer at a time") and "--text.source FILE" in said
+        assert said.startswith("error: collect.by_layers has one layer at a time") and "--text FILE" in said
     assert not (tmp_path / "run" / "activations" / "manifest.json").exists()
     written, _ = own_text.sampled(parse_config(given))()
     found, _ = own_text.sampled(parse_config(layers))()

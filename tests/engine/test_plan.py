@@ -147,7 +147,7 @@ def test_what_a_bundle_leaves_dense_is_said_to_be_so(engine, formats):
     predictors = facts(OPT_6B) | {UnitKey(0, target): None for target in (Target.HEADS, Target.MLP)}
     del predictors[UnitKey(1, Target.HEADS)], predictors[UnitKey(1, Target.MLP)]
     made = plan(predictors, formats, OPT_6B, engine)
-    dense = "dense in this bundle: its predictor has neither a threshold nor a top k"
+    dense = "its density here is 1, so its predictor is not used"
     assert [half.why[0] for half in made.halves[:2]] == [dense, dense]
     assert [half.why[0] for half in made.halves[2:4]] == ["no predictor of its heads", "no predictor of its neurons"]
     assert [half.run for half in made.halves[:5]] == [ALL, ALL, ALL, ALL, SELECTED]

@@ -127,7 +127,7 @@ def test_tasks_keep_what_was_asked(shared, given, tmp_path, monkeypatch, command
 
     module = {"tasks": run, "paper": paper}[command]
     break_at(monkeypatch, module, "ask", {"tasks": 4, "paper": 3}[command], how)  # both after one whole comparison
-    asked = {"folder": given, "include_path": REPOSITORY / "configs/tasks", "tasks": "[copa, piqa]", "texts": "[]"}
+    asked = {"folder": given, "include_path": REPOSITORY / "configs/tasks", "tasks": "[copa, piqa]", "text": "[]"}
     asked |= {"shots": "[0]", "limit": 2, "output": tmp_path / command} | (
         {"tables": "[table4]"} if command == "paper" else {}
     )

@@ -258,7 +258,7 @@ def test_the_command_line_writes_rows_samples_and_a_table(tiny_opt, bundle_folde
         f"--bundle={bundle_folder}",
     ]
     flags += [f"--folder={data}", f"--include_path={REPOSITORY / 'configs/tasks'}", f"--output={tmp_path}", "--limit=3"]
-    flags += ["--texts=[wikitext, c4, prose]", "--shots=[0, 1]", "--log_samples=true", "--device=cpu"]
+    flags += ["--text=[wikitext, c4, prose]", "--shots=[0, 1]", "--log_samples=true", "--device=cpu"]
     assert exit_on_user_error(run_module.main, flags) == 0
     found = json.loads((tmp_path / "results.json").read_text())
     rows = {(row["task"], row["shots"], row["metric"]): row for row in found["rows"]}
@@ -290,7 +290,7 @@ def test_infer_asks_tasks_and_shows_them(tiny_opt, bundle_folder, data, tmp_path
     (tmp_path / "text.txt").write_text(make_text(500), encoding="utf-8")
     flags = [f"--model={tiny_opt}", f"--bundle={bundle_folder}", f"--output={tmp_path}", f"--text={tmp_path}/text.txt"]
     flags += ["--window=64", "--tokens=0", "--timing=false", "--device=cpu"]
-    common = [f"folder={data}", f"include_path={REPOSITORY / 'configs/tasks'}", "limit=2", "shots=0", "texts=[]"]
+    common = [f"folder={data}", f"include_path={REPOSITORY / 'configs/tasks'}", "limit=2", "shots=0", "text=[]"]
     flags += [f"--tasks.{option}" for option in [*common, "tasks=piqa,cb"]]
     assert exit_on_user_error(main, flags) == 0
     page = (tmp_path / "report.html").read_text(encoding="utf-8")

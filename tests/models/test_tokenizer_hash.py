@@ -21,7 +21,7 @@ def test_files_that_are_written_in_another_way(tmp_path):
     tokenizer = load_tokenizer(str(MINI))
     tokenizer.save_pretrained(tmp_path / "again")
     assert hash_of(load_tokenizer_of(tmp_path / "again")) == hash_of(tokenizer)
-    model = json.loads((MINI / "tokenizer.json").read_text())["model"]
+    model = json.loads((MINI / "tokenizer.json").read_text("utf-8"))["model"]
     folder = tmp_path / "slow"
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
@@ -66,7 +66,7 @@ def strip_around_padding(values):
 @pytest.mark.parametrize("change", [swap_merges, swap_ids, lower, start_with_nothing, strip_around_padding])
 def test_another_tokenizer_of_the_same_size(tmp_path, change):
     folder = shutil.copytree(MINI, tmp_path / "other")
-    values = json.loads((folder / "tokenizer.json").read_text())
+    values = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     change(values)
     (folder / "tokenizer.json").write_text(json.dumps(values))
     assert tokenizer_hash(str(folder)) != tokenizer_hash(str(MINI))

@@ -54,7 +54,7 @@ def test_the_configuration_spells_the_defaults_out():
 
 def test_rows_carry_their_conditions(tiny_opt, data, tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    flags = [f"--model={tiny_opt}", f"--bundle={data / 'bundle'}", f"--folder={data}", "--tasks=[copa]", "--texts=[]"]
+    flags = [f"--model={tiny_opt}", f"--bundle={data / 'bundle'}", f"--folder={data}", "--tasks=[copa]", "--text=[]"]
     flags += [f"--include_path={REPOSITORY / 'configs/tasks'}", "--shots=[0]", "--limit=2", "--device=cpu"]
     assert exit_on_user_error(record.main, [*flags, "--tables=[table4]"]) == 0
     rows = list(csv.DictReader((tmp_path / "paper.csv").open()))

@@ -289,7 +289,7 @@ def test_own_text_needs_room_for_the_whole_model(wide_opt, tmp_path, capsys, mon
     given = [f"--model={wide_opt}", *places, "--device=cpu"]
     assert exit_on_user_error(command.main, given) == 2
     told = capsys.readouterr()
-    assert "writes its own text as a whole" in told.err and "give --text.source FILE or a data set" in told.err
+    assert "writes its own text as a whole" in told.err and "give --text FILE or a data set" in told.err
     assert "the model writes its own text as a whole" in told.out and not (tmp_path / "out").exists()
 
 
@@ -303,7 +303,7 @@ def test_weights_of_other_packages_are_named(wide_opt, tmp_path, capsys):
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
     message = error_of([f"--model={folder}", f"--output={tmp_path / 'out'}", "--device=cpu"], capsys)
-    assert "--text.source FILE, or --quantizer rtn" in message
+    assert "--text FILE, or --quantizer rtn" in message
     for action in (load_opt, lambda name: check_folder(name, read_dims(name))):
         with pytest.raises(UserError, match="quantised by gptq; convert them first"):
             action(str(folder))

@@ -1,6 +1,7 @@
 """gather does what mask does, reads only what is selected, and behaves as OPTForCausalLM does."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -183,9 +184,19 @@ def test_every_backend_describes_what_it_runs(dense, bundle):
     assert sparse(dense, bundle, "mask").describe() == f"backend mask: {WITHOUT_PLAN['mask']}"
     assert sparse(dense, bundle, "gather").describe() == f"backend gather: {WITHOUT_PLAN['gather']}"
     of_cpus = sparse(dense, bundle, "cpu")
-    assert of_cpus.describe(rows=2, tokens=300).startswith("2 rows of 512 tokens")
+    assert "\n2 rows of 512 tokens" in of_cpus.describe(rows=2, tokens=300)
     assert "1 row of 256 tokens" in of_cpus.describe() and "kept as fp32" in of_cpus.describe()
-    assert "memory: weights" in sparse(dense, bundle, "triton", ops="reference").describe()
+    on_gpus = sparse(dense, bundle, "triton", ops="reference").describe()
+    assert "memory: weights" in on_gpus
+    for said in (of_cpus.describe(), on_gpus):  # what a user asks first stands first
+        first, second, third = said.splitlines()[:3]
+        assert re.fullmatch(r"reads 0\.\d MB of weights for a token, \d\d % of 0\.\d MB", first)
+        assert second.startswith("expected speed: up to ") and third.startswith("1 row of")
+    whole = of_cpus.bundle.at(1.0, 1.0)
+    of_cpus.set_bundle(whole)
+    said = of_cpus.describe()
+    assert "100 % of" in said and "expected speed: that of the dense model" in said
+    assert "density here is 1" in said and "threshold" not in said
     assert "not the engine: the CPU engine" in sparse(dense, bundle, "auto", kv_policy="stale").describe()
 
 

@@ -9,7 +9,7 @@ from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.families import Site, UnitKey
 from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast, metrics_line
+from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast
 from dejavu_train.training.lit_predictor import LitPredictor
 
 
@@ -68,12 +68,10 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch)
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_a_terminal_gets_a_bar_and_a_file_gets_lines(fit, capsys, caplog, monkeypatch):
+def test_a_terminal_gets_a_bar_and_a_file_no_line_for_a_validation(fit, capsys, caplog, monkeypatch):
     caplog.set_level("INFO", logger="dejavu_train")
     fit(Progress("[3/12] layer 2 heads"))
-    lines = [record.message for record in caplog.records if "layer 2 heads" in record.message]
-    assert len(lines) == 2 and "step 8 of 8, recall" in lines[-1]
-    caplog.clear()
+    assert not [record for record in caplog.records if "layer 2 heads" in record.message]
     capsys.readouterr()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     fit(Progress("[3/12] layer 2 heads"))
@@ -86,9 +84,3 @@ def test_rates_count_rows(fit):
     rates = Rates(0)
     fit(rates)
     assert rates.rows == 8 * 64 and rates.loader > 0 and rates.step > 0
-
-
-def test_the_line_of_a_validation_says_the_most_that_recall_can_be():
-    metrics = {"val/recall": 0.337, "val/retained_mass": 0.9, "val/density": 0.05, "val/active_density": 0.148}
-    assert metrics_line(metrics) == "recall 0.3370 of at most 0.3378, retained mass 0.9000 at density 0.050"
-    assert " of at most 1.0000," in metrics_line(metrics | {"val/density": 0.2})

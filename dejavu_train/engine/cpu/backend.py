@@ -84,4 +84,7 @@ class CpuBackend(EnginePool):
 
     def logits(self, *_: Any) -> Tensor:
         """Whole rows are scored by ``gather``: the engine keeps no logits of all positions."""
-        raise Unsupported("a forward pass over whole rows is not for the CPU engine")
+        raise Unsupported(
+            "a forward pass over whole rows is not for the CPU engine",
+            "model(ids) scores whole rows in plain torch; a model with backend='mask' does it fastest, with gradients",
+        )

@@ -89,7 +89,7 @@ def all_questions(config: AskedOptions) -> list[Questions]:
         UserError: what :func:`build_questions` raises.
     """
     asked = [(config.tasks, shots) for shots in config.shots if config.tasks]
-    asked += [(config.texts, 0)] if config.texts else []
+    asked += [(config.text, 0)] if config.text else []
     return [build_questions(names, config, shots) for names, shots in asked]
 
 

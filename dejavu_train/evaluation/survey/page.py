@@ -91,9 +91,14 @@ def rows_of(found: Found) -> list[dict[str, Any]]:
     return rows
 
 
+def untrained(found: Found) -> bool:
+    """Whether the dense model predicts hardly better than a draw: nothing else that is measured means anything."""
+    return found.nats > CHANCE * math.log(found.vocabulary)
+
+
 def verdict(found: Found, rows: Sequence[Mapping[str, Any]]) -> str:
     """What the survey says, in a sentence or two."""
-    if found.nats > CHANCE * math.log(found.vocabulary):
+    if untrained(found):
         return (
             f"The model predicts little better than a draw among {found.vocabulary:,} tokens. Its weights are not"
             " trained, and this survey says nothing of weights that are."

@@ -18,7 +18,7 @@ from dejavu_train.evaluation.survey.config import SurveyConfig
 from dejavu_train.evaluation.survey.decoder import GGUF, check_window, find_parts, load_model, read_config
 from dejavu_train.evaluation.survey.layerwise import LayerRunner
 from dejavu_train.evaluation.survey.measure import Selection, Survey
-from dejavu_train.evaluation.survey.page import Found, page, rows_of, verdict, write
+from dejavu_train.evaluation.survey.page import Found, page, rows_of, untrained, verdict, write
 from dejavu_train.evaluation.survey.speed import this_machine
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.families import Target
@@ -70,8 +70,8 @@ def run(config: SurveyConfig) -> Found:
     )
     files = write(found, Path(config.output))
     rows = rows_of(found)
-    print(page(found, rows, drawn=False))
-    print(verdict(found, rows))
+    said = [page(found, rows, drawn=False), verdict(found, rows)]
+    print("\n".join(reversed(said) if untrained(found) else said))  # before all numbers that mean nothing
     logger.info("wrote %s", ", ".join(map(str, files)))
     return found
 
