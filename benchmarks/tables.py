@@ -21,13 +21,12 @@ from typing import Any
 from benchmarks import tables_decode
 from benchmarks.rows import ROOT, command_line, measured_sources
 from benchmarks.tables_cpu import cpu_table, pipeline_table
-from benchmarks.tables_decode import DECODE
+from benchmarks.tables_exact import EXACT_TABLES
 from benchmarks.tables_families import FAMILY_TABLES
 from benchmarks.tables_format import (
     OLDER,
     NoRows,
     age,
-    devices,
     markdown,
     mean,
     percent,
@@ -175,32 +174,6 @@ def _models(found: Sequence[tuple[str, str]]) -> list[str]:
     return sorted({model for model, _ in found}, key=lambda name: float(name.rstrip("b")))
 
 
-def speed_table(root: Path) -> str:
-    """Milliseconds per token, the newest row of each kind, and how many times faster than our dense engine."""
-    newest = {key: rows[-1] for key, rows in tables_decode.decode_rows(root).items()}
-    table = []
-    for model in _models(list(newest)):
-        dense, cells = float(newest[model, "dense"]["p50_ms"]), [model.upper()]
-        for kind, (engine, _) in tables_decode.KINDS.items():
-            row = newest.get((model, kind))
-            ms = float(row["p50_ms"]) if row else 0.0
-            ratio = f" ({dense / ms:.2f}x)" if row and engine == "sparse" else ""
-            cells.append(f"{ms:.3g}{ratio}" if row else "")
-        table.append(cells)
-    lines = []
-    for date, commit in sorted({(row["date"], row["commit"]) for row in newest.values()}):
-        here = [key for key, row in newest.items() if (row["date"], row["commit"]) == (date, commit)]
-        parts = []
-        for model in _models(here):
-            kinds = [kind for kind in tables_decode.KINDS if (model, kind) in here]
-            whole = len(kinds) == sum(name == model for name, _ in newest)
-            parts.append(model.upper() + ("" if whole else f" ({', '.join(kinds)})"))
-        lines.append(f"Commit {commit} of {date}: {', '.join(parts)}")
-    return markdown(["ms per token", *tables_decode.KINDS], table) + _rows_line(
-        DECODE, f"{devices(list(newest.values()))}. {'. '.join(lines)}"
-    )
-
-
 def decode_change_table(root: Path) -> str:
     """Rows that were measured again, beside the first ones: small losses may not add up unseen."""
     table = []
@@ -267,7 +240,6 @@ def card_table(root: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "opening": opening_table,
     "demo": demo_table,
-    "speed": speed_table,
     "cpu": cpu_table,
     "decode-change": decode_change_table,
     "decode-prompts": tables_decode.prompts_table,
@@ -277,7 +249,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode-int4-batches": tables_decode.int4_batches_table,
     "int4-steps": tables_decode.int4_steps_table,
     "decode-families": tables_decode.families_table,
-    "decode-families-goals": tables_decode.family_goals_table,
     "generate": generate_table,
     "pipeline": pipeline_table,
     "samples": samples_table,
@@ -301,8 +272,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "own-text-by-layers": own_text_table,
     "card": card_table,
     **VERDICTS,
+    **EXACT_TABLES,
 }
 
+_EXACT = "`python -m benchmarks.decode --out benchmarks/results/exact.csv` on a GPU"
 _DECODE, _INT4 = "`python -m benchmarks.decode` on a GPU", "`bash benchmarks/int4_decode.sh OUT` on a GPU"
 _TEXTS = "`bash benchmarks/texts.sh {0} OUT.csv` on a GPU"
 _BY_LAYERS = "`python -m benchmarks.by_layers`"
@@ -310,7 +283,9 @@ _STUDY = "scripts of a study that has ended, see [past scripts](docs/notes/past-
 MADE_BY = {  # table -> what makes its rows
     "opening": "`make demo`",
     "demo": "`make demo`, then `python -m benchmarks.tables --demo checkpoints/demo/results.json`",
-    "speed": _DECODE,
+    "exact": _EXACT,
+    "exact-batches": _EXACT,
+    "zeros": "`python -m benchmarks.zeros` on a GPU",
     "cpu": "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
     "decode-change": _DECODE,
     "decode-prompts": _DECODE,
@@ -319,7 +294,7 @@ MADE_BY = {  # table -> what makes its rows
     "decode-int4-prompts": _INT4,
     "decode-int4-batches": _INT4,
     "int4-steps": _DECODE,
-    **dict.fromkeys(("decode-families", "decode-families-goals"), _DECODE),
+    "decode-families": _DECODE,
     "generate": "`python -m benchmarks.generate` on a GPU",
     "pipeline": "`python -m benchmarks.cpu_extra pipeline` on quiet cores, and `generate` on a GPU",
     "samples": "`python -m benchmarks.samples` on a GPU",

@@ -3,23 +3,12 @@
 from pathlib import Path
 
 from benchmarks.decode_problem import SHAPES
-from benchmarks.tables_format import Row, card, devices, markdown, provenance, read_csv, verdict
+from benchmarks.tables_format import Row, card, markdown, provenance, read_csv, verdict
 
 DECODE = "benchmarks/results/decode.csv"
 FAMILY_STEPS = "benchmarks/results/decode_families.csv"
 INT4_STEPS = "benchmarks/results/int4_steps.csv"
-CARDS = ("H200", "H100")  # goals are for the first
 HEADS = ("fp16, fp16", "fp16, screened", "4 bits, 4 bits", "4 bits, fp16", "4 bits, screened")  # weights, LM head
-FAMILY_GOALS = {  # issue 43: a sparse step against our dense one, 10 % of the neurons, 60 % of them active
-    ("afm-4.5b", "fp16, fp16"): 2.1, ("afm-4.5b", "4 bits, 4 bits"): 1.4,
-    ("nemotron-4-15b", "fp16, fp16"): 2.1, ("nemotron-4-15b", "fp16, screened"): 2.3,
-    ("nemotron-4-15b", "4 bits, 4 bits"): 1.4, ("nemotron-4-15b", "4 bits, screened"): 1.55,
-    ("prosparse-7b", "fp16, fp16"): 1.8, ("prosparse-7b", "4 bits, 4 bits"): 1.4,
-    ("minitron-8b", "fp16, fp16"): 1.7, ("minitron-8b", "4 bits, 4 bits"): 1.3,
-    ("bloom-176b-4-layers", "fp16, fp16"): 2.2,
-}  # fmt: skip
-RIVAL_GOALS = {"afm-4.5b": 4, "nemotron-4-15b": 2.8}
-BEYOND_GOAL = 3.0  # us
 INT4_GOALS = {  # issue 17: ms a token, dense and by the share of the heads; 10 % of the neurons, 60 % of them active
     "6.7b": {"dense": 1.4, "heads 100 %": 0.95, "heads 85 %": 0.95, "heads 50 %": 0.80},
     "30b": {"dense": 4.8, "heads 100 %": 2.5, "heads 85 %": 2.35, "heads 50 %": 1.9},
@@ -44,12 +33,11 @@ def _size(row: Row) -> float:
     return float(row["model"].rstrip("b"))
 
 
-def _times(row: Row | None, dense: Row | None) -> list[str]:
-    """ms, share of the floor at 4.5 TB/s, and how many times as fast as the dense engine."""
-    if row is None or dense is None:
-        return ["", "", ""]
-    ms = float(row["p50_ms"])
-    return [f"{ms:.3g}", f"{100 * float(row['share45']):.0f} %", f"{float(dense['p50_ms']) / ms:.2f}x"]
+def _times(row: Row | None) -> list[str]:
+    """ms, and share of the floor at 4.5 TB/s."""
+    if row is None:
+        return ["", ""]
+    return [f"{float(row['p50_ms']):.3g}", f"{100 * float(row['share45']):.0f} %"]
 
 
 def prompt_steps(root: Path) -> dict[tuple[float, int, str], Row]:
@@ -74,10 +62,10 @@ def prompts_table(root: Path) -> str:
     table = []
     for size, prompt in sorted({key[:2] for key in steps}):
         dense, sparse, ahead = (steps.get((size, prompt, kind)) for kind in ("dense", "sparse", "ahead"))
-        table.append([f"{size:g}B, {prompt}", *_times(dense, dense)[:2], *_times(sparse, dense), *_times(ahead, dense)])
+        table.append([f"{size:g}B, {prompt}", *_times(dense), *_times(sparse), *_times(ahead)])
     headings = ["shapes, prompt", "dense, ms", "of its floor"]
     for kind in ("sparse", "ahead"):
-        headings += [f"{kind}, ms", "of its floor", "against dense"]
+        headings += [f"{kind}, ms", "of its floor"]
     return f"{markdown(headings, table)}\nRows: decode.csv. {provenance(list(steps.values()))}.\n"
 
 
@@ -89,9 +77,9 @@ def batches_table(root: Path) -> str:
         dense, sparse = steps.get((size, batch, "dense")), steps.get((size, batch, "sparse"))
         names = ("mlp_union", "mlp_selected", "active_share")
         cells = [f"{100 * float(sparse[name]):.1f} %" if sparse else "" for name in names]
-        table.append([f"{size:g}B, {batch}", *cells, *_times(dense, dense)[:2], *_times(sparse, dense)])
+        table.append([f"{size:g}B, {batch}", *cells, *_times(dense), *_times(sparse)])
     headings = ["shapes, rows", "union", "one row", "active", "dense, ms", "of its floor", "sparse, ms", "of its floor"]
-    return f"{markdown([*headings, 'against dense'], table)}\nRows: decode.csv. {provenance(list(steps.values()))}.\n"
+    return f"{markdown(headings, table)}\nRows: decode.csv. {provenance(list(steps.values()))}.\n"
 
 
 def _int4_kinds(what: str) -> dict[str, str]:
@@ -195,12 +183,12 @@ def int4_prompts_table(root: Path) -> str:
         for prompt in ("128", "256", "512", "1024"):
             newest = _newest(root, "1", prompt, commit)
             dense, *sparse = (newest[model, *kind] for kind in [dense_kind, *ahead])
-            cells = [cell for row in sparse for cell in _times(row, dense)]
-            table.append([f"{model.upper()}, {prompt}", *_times(dense, dense)[:2], *cells])
+            cells = [cell for row in sparse for cell in _times(row)]
+            table.append([f"{model.upper()}, {prompt}", *_times(dense), *cells])
             shown += [dense, *sparse]
     headings = ["shapes, prompt", "dense, ms", "of its floor"]
     for what in ("heads 85 %", "heads 50 %"):
-        headings += [f"{what}, ms", "of its floor", "against dense"]
+        headings += [f"{what}, ms", "of its floor"]
     return f"{markdown(headings, table)}\nRows: decode.csv. {provenance(shown)}.\n"
 
 
@@ -215,7 +203,7 @@ def int4_batches_table(root: Path) -> str:
             row = newest[engine, options]
             plain = [word for word in options.split() if word not in ("predictors=int4", "weights=int4")]
             fp16 = newest.get((engine, " ".join(plain)))  # 175B's does not fit
-            cells += [*_times(row, row)[:2], f"{float(fp16['p50_ms']):.3g}" if fp16 else ""]
+            cells += [*_times(row), f"{float(fp16['p50_ms']):.3g}" if fp16 else ""]
             shown += [each for each in (row, fp16) if each]
         table.append([f"{model.upper()}, {batch}", *cells, f"{100 * float(row['mlp_union']):.1f} %"])
     headings = ["shapes, rows"]
@@ -256,63 +244,17 @@ def families_table(root: Path) -> str:
         if dense is None or sparse is None:
             continue
         ms = [float(row["p50_ms"]) for row in (dense, sparse)]
-        bytes_ = [float(row["gb_per_step"]) for row in (dense, sparse)]
         beyond = [f"{_beyond(row):.1f}" for row in (dense, sparse)]
         rival = steps.get((model, HEADS[0], on, "hf-compile"))
         theirs = "" if rival is None else f"{float(rival['p50_ms']):.3g} ({float(rival['p50_ms']) / ms[1]:.1f}x)"
-        cells = [f"{ms[0]:.3g}", f"{ms[1]:.3g}", f"{ms[0] / ms[1]:.2f}x", f"{bytes_[0] / bytes_[1]:.2f}", *beyond]
+        cells = [f"{ms[0]:.3g}", f"{ms[1]:.3g}", *beyond]
         table.append([f"OPT, {model.upper()}" if model[0].isdigit() else model, kind, on, *cells, theirs])
     headings = [
-        "shapes", "weights, LM head", "card", "dense, ms", "sparse, ms", "faster", "bytes", "beyond, dense, us",
+        "shapes", "weights, LM head", "card", "dense, ms", "sparse, ms", "beyond, dense, us",
         "sparse", "transformers, ms",
     ]  # fmt: skip
     source = f"[decode_families.csv]({FAMILY_STEPS})"
     return f"{markdown(headings, table)}\nRows: {source}. {provenance(rows)}.\n"
-
-
-def family_goals_table(root: Path) -> str:
-    """The goals of other families, judged on an H200, with an H100 beside it."""
-    rows, steps = _family_steps(root)
-    table = []
-
-    def judge(what: str, goal: str, cells: list[str | None], over: float | None) -> None:
-        measured = "not measured on an H200" if over is None else verdict(over)
-        table.append([what, goal, *(each or "" for each in cells), measured])
-
-    for (model, kind), goal in FAMILY_GOALS.items():
-        shape, cells, over = SHAPES[model], [], None
-        for on in CARDS:
-            dense, sparse = (steps.get((model, kind, on, engine)) for engine in ("dense", "sparse"))
-            if dense is None or sparse is None:
-                cells.append(None)
-                continue
-            times, selected = float(dense["p50_ms"]) / float(sparse["p50_ms"]), float(sparse["mlp_selected"])
-            asked = 0.3 if model.startswith("bloom") else 0.1
-            cells.append(f"{times:.2f}x" + (f", {100 * selected:.1f} % selected" if selected < 0.97 * asked else ""))
-            over = goal / times if on == CARDS[0] else over
-        layers = (
-            f" ({shape.n_layers} layers, 30 % of the neurons, half of the heads)" if model.startswith("bloom") else ""
-        )
-        judge(f"{model}{layers}: {kind}, against our dense step", f">= {goal}x", cells, over)
-    for model, goal in RIVAL_GOALS.items():
-        pairs = [[steps.get((model, HEADS[0], on, engine)) for engine in ("hf-compile", "sparse")] for on in CARDS]
-        faster = [None if None in pair else float(pair[0]["p50_ms"]) / float(pair[1]["p50_ms"]) for pair in pairs]
-        over = None if faster[0] is None else goal / faster[0]
-        judge(f"{model}: fp16, against transformers", f">= {goal}x", [each and f"{each:.1f}x" for each in faster], over)
-    for kinds, word in ((HEADS[:1], "fp16"), (HEADS[2:], "4 bits")):
-        for engine in ("dense", "sparse"):
-            more = []
-            for on in CARDS:
-                ours, opts = (
-                    next((steps[key] for kind in kinds if (key := (model, kind, on, engine)) in steps), None)
-                    for model in ("afm-4.5b", "2.7b")
-                )
-                more.append(None if ours is None or opts is None else _beyond(ours) - _beyond(opts))
-            what = f"afm-4.5b: {word}, {engine}, a layer beyond its bytes, over OPT's of its width"
-            over = None if more[0] is None else more[0] / BEYOND_GOAL
-            judge(what, f"<= {BEYOND_GOAL:+g} us", [None if each is None else f"{each:+.1f} us" for each in more], over)
-    made = markdown(["what", "goal", *CARDS, ""], table)
-    return f"{made}\nRows: decode_families.csv. {devices(rows)}.\n"
 
 
 def _family_steps(root: Path) -> tuple[list[Row], dict[tuple[str, str, str, str], Row]]:

@@ -2,18 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables_cpu import CPU, newest_run
-from benchmarks.tables_decode import decode_rows, int4_steps
-from benchmarks.tables_format import NoRows, Row, percent, read_csv
+from benchmarks.tables_exact import EXACT_SENTENCES, USUAL, gains, steps_at
+from benchmarks.tables_format import NoRows, percent
 from benchmarks.tables_one_model import opening_rows
 
 DEMO = "benchmarks/results/demo.json"  # a copy of the results.json that `make demo` wrote
-FULL_SIZE = ("6.7b", "13b", "30b", "66b")
-"""Shapes whose weights take a GPU longer to read than its kernels take to start."""
 
 
 def demo_verdict(root: Path) -> str:
@@ -48,51 +45,6 @@ def _asked(timed: Mapping[str, Any]) -> str:
     return f"{100 * timed['asked_mlp_density']:.0f} % of the neurons as candidates{skipped}"
 
 
-def between(values: Sequence[float], form: str = ".1f") -> str:
-    """Smallest and largest.
-
-    >>> between([2.28, 1.76])
-    '1.8 to 2.3'
-    """
-    return f"{min(values):{form}} to {max(values):{form}}"
-
-
-def speed_verdict(root: Path) -> str:
-    """One GPU from 6.7B on, and a CPU."""
-    newest = {key: rows[-1] for key, rows in decode_rows(root).items() if key[0] in FULL_SIZE}
-    ms = {key: float(row["p50_ms"]) for key, row in newest.items()}
-
-    def faster(kind: str) -> str:
-        return between([ms[model, "dense"] / ms[model, name] for model, name in ms if name == kind])
-
-    shares = [100 * float(row["share45"]) for (_, kind), row in newest.items() if kind == "dense"]
-    rival = ms["6.7b", "transformers compiled"] / ms["6.7b", "dense"]
-    steps = int4_steps(root)
-    fewest = min(
-        float(row["p50_ms"]) for (model, what, _), row in steps.items()
-        if (model, what) == ("66b", "heads 85 %") and "weights=int4" in row["options"]
-    )  # fmt: skip
-    demo = {row["backend"]: row["ms_per_token"]["p50"] for row in json.loads((root / DEMO).read_text())["timing"]}
-    return (
-        "**Verdict.** With a tenth of the neurons and 85 % of the heads a token is"
-        f" {faster('sparse (heads 85 %)')} times as fast as in our dense engine. With half of the heads it is"
-        f" {faster('sparse (heads 50 %)')} times as fast. That is one H200, from 6.7B to 66B.\n"
-        f"Our dense engine reads memory at {between(shares, '.0f')} % of its bandwidth there. At 6.7B it is {rival:.1f}"
-        " times as fast as transformers' compiled model.\n"
-        f"Four bits and 85 % of the heads together make a 66B token {ms['66b', 'dense'] / fewest:.1f} times as fast as"
-        f" fp16 dense. On a CPU a sparse token is {_cpu_ratio(read_csv(root / CPU)):.1f} times as fast as in"
-        f" transformers at the 1.3B shape, and {demo['dense'] / demo['cpu']:.0f} times on opt-mini.\n"
-    )
-
-
-def _cpu_ratio(rows: list[Row]) -> float:
-    """Milliseconds of transformers over those of the sparse engine with all heads, 1.3B shape in 32 bits."""
-    run = newest_run(rows, "1.3b", "float32")
-    dense = next(row for row in run if row["engine"] == "transformers-eager")
-    sparse = next(row for row in run if row["engine"] == "sparse-float32" and row["head_selected"] == "1")
-    return float(dense["p50_ms"]) / float(sparse["p50_ms"])
-
-
 def one_model_verdict(root: Path) -> str:
     """Which weights are the fastest, and what sparsity gains in fp16."""
     times = {(row["weights"], row["neurons"] == "all"): float(row["ms"]) for row in opening_rows(root)}
@@ -105,20 +57,16 @@ def one_model_verdict(root: Path) -> str:
 
 
 def _from_size(root: Path) -> str:
-    """The smallest shape whose sparse 4-bit step is faster than its dense one."""
-    steps: dict[str, dict[str, float]] = {}
-    for (model, what, _), row in int4_steps(root).items():
-        if "weights=int4" in row["options"] and what in ("dense", "heads 100 %"):
-            kept = steps.setdefault(model, {})
-            kept[what] = min(kept.get(what, float("inf")), float(row["p50_ms"]))
-    won = [model for model, ms in steps.items() if ms["heads 100 %"] < ms["dense"]]
-    first = min(won, key=lambda name: float(name.rstrip("b")))
-    gain = steps[first]["dense"] / steps[first]["heads 100 %"]
-    return f"In 4 bits sparsity wins from {first.upper()} on, the next size that was timed: {gain:.2f} times.\n"
+    """What sparsity gains in 4 bits over leaving silent neurons out, by size."""
+    steps = steps_at(root, USUAL)
+    found = {key[0]: gains(rows)[1] for key, rows in steps.items() if key[1:] == ("4 bits", 1) and key[0][0].isdigit()}
+    sizes = sorted(found, key=lambda name: float(name.rstrip("b")))
+    each = ", ".join(f"{found[name]:.2f} times at {name.upper()}" for name in sizes)
+    return f"In 4 bits predictors gain over exact skip {each}, by random models with 6 % of the neurons active.\n"
 
 
 VERDICTS: Mapping[str, Callable[[Path], str]] = {
     "demo-verdict": demo_verdict,
-    "speed-verdict": speed_verdict,
+    **EXACT_SENTENCES,
     "one-model-verdict": one_model_verdict,
 }

@@ -114,7 +114,7 @@ def logits_of(weights: DecodeWeights, x: Tensor) -> Tensor:
     """The logits (n, V) fp32 of the residual stream x (n, d) behind the last layer. Products are fp32 as in kernels."""
     dtype, head = weights.embedding.dtype, weights.lm_head
     n = (x if weights.final_norm is None else layer_norm_reference(x, weights.final_norm, dtype)).to(dtype).float()
-    logits = torch.empty(len(x), weights.shape.vocab_size, device=x.device)
+    logits = torch.empty(len(x), weights.shape.vocab_size, dtype=torch.float32, device=x.device)
     for first in range(0, logits.shape[1], HEAD_ROWS):
         part = slice(first, first + HEAD_ROWS)
         logits[:, part] = F.linear(n, type(head)(*(each[part] for each in head.parts())).dense())

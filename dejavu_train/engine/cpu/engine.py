@@ -213,7 +213,7 @@ class CpuEngine(Session):
         state.seen[b, list(row.tokens[: row.prefilled])] = 1
         state.watermark[:, b] = row.prefilled
         state.scored[b] = row.scored_from is not None
-        behind = torch.empty(0, self.shape.d_model)
+        behind = torch.empty(0, self.shape.d_model, dtype=torch.float32)
         if row.prefilled:
             behind = prefill(self.weights, self.selectors, state, b, row.prefilled)
             self.scratch.residual[b] = behind[-1].numpy()

@@ -98,7 +98,7 @@ def logits_of(weights: CpuWeights, x: Tensor, row: int, first: int) -> Tensor:
     shape, model = weights.shape, weights.model
     if not model.post_norm or model.final_norm:
         x = _norm(x, model.norms[2 * shape.n_layers], model.eps, model.centred)
-    logits = torch.empty(len(x), shape.vocab_size)
+    logits = torch.empty(len(x), shape.vocab_size, dtype=torch.float32)
     for start in range(0, shape.vocab_size, HEAD_ROWS):  # rows of codes are copied as numbers
         n = min(HEAD_ROWS, shape.vocab_size - start)
         logits[:, start : start + n] = F.linear(x, weights.rows(model.lm_head + start, n))
