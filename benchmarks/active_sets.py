@@ -99,8 +99,9 @@ def overlap_of(active: Tensor) -> float:
 
 @torch.no_grad()
 def of_model(name: str, texts: list[str], rows: tuple[int, ...] = ROWS) -> dict[str, float]:
-    """What is active in a model with weights: the share of one token, the overlap of tokens of different texts, and
-    unions over as many texts as rows. Means over layers and places."""
+    """Shares that are active in a model with weights, by how many texts stand beside each other, and their overlap.
+
+    Means over layers and places."""
     model, tokenizer = load_opt(name), load_tokenizer(name)
     ids = [tokenizer(text)["input_ids"] for text in texts]
     ids = [row[:TOKENS] for row in ids if len(row) >= TOKENS][: 8 * (len(ids) // 8)]

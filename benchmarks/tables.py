@@ -50,6 +50,7 @@ from dejavu_train.evaluation.schema import SCHEMA, current
 FILES = (
     "README.md",
     "docs/guides/families.md",
+    "docs/guides/lossless.md",
     "docs/guides/sweeps.md",
     "docs/results/demo.md",
     "docs/results/families.md",
@@ -130,7 +131,7 @@ def demo_table(root: Path) -> str:
     return f"{table}\n{markdown(headings, rows)}{_rows_line(DEMO, versions + age([results]))}"
 
 
-RUNS = {"dense": "transformers, dense", "dense-cpu": "our engine, dense", "cpu": "our engine, sparse"}
+RUNS = {"dense": "transformers, dense", "dense-cpu": "our engine, exact", "cpu": "our engine, sparse"}
 
 
 def opening_table(root: Path) -> str:

@@ -1,0 +1,90 @@
+"""Counts where exact skip chooses another greedy token than the dense model, on text that it wrote itself.
+
+    python -m benchmarks.exact_tokens --models checkpoints/opt-mini --dtypes float32 float16 --tokens 20000
+    python -m benchmarks.exact_tokens --families llama fatrelu drelu arcee nemotron --tokens 100000      on a CPU
+
+The exact engine writes rows greedily. Then transformers' dense model says for each place which token it would choose,
+and how far its two best logits lie apart. On a GPU the engine that reads all rows writes the same prompts as well.
+Rows go to benchmarks/results/exact_tokens.csv. Families are random models of a few layers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.rows import append_row, command_line, device_name, five_digits, made_now
+from dejavu_train import SparseCausalLM
+from dejavu_train.models.opt import load_opt
+
+ROWS, PROMPT = 4, 8
+
+
+def texts(model: Any, tokens: int, new: int) -> torch.Tensor:
+    """(N, PROMPT + new) ids: random prompts, and what the model writes behind them."""
+    generator, made = torch.Generator().manual_seed(0), []
+    for _ in range(max(1, tokens // (ROWS * new))):
+        ids = torch.randint(3, model.config.vocab_size, (ROWS, PROMPT), generator=generator).to(model.device)
+        given = {"attention_mask": torch.ones_like(ids), "min_new_tokens": new, "max_new_tokens": new}
+        made.append(model.generate(ids, do_sample=False, pad_token_id=1, eos_token_id=None, **given).cpu())
+    return torch.cat(made)
+
+
+@torch.no_grad()
+def compared(dense: Any, written: torch.Tensor) -> dict[str, Any]:
+    """Places where the dense model chooses another token, the widest of the gaps there, and the narrowest elsewhere."""
+    different, widest, places = 0, 0.0, 0
+    for part in written.split(16):
+        logits = dense(part.to(dense.device)).logits[:, PROMPT - 1 : -1].float()
+        chosen = part[:, PROMPT:].to(logits.device)
+        own = logits.gather(2, chosen[..., None])[..., 0]
+        gap = logits.max(2).values - own  # 0 where the dense model chooses the same
+        different, places = different + int((gap > 0).sum()), places + gap.numel()
+        widest = max(widest, float((gap / logits.abs().amax(2)).max()))
+    return {"tokens": places, "different": different, "widest_gap": widest}
+
+
+def count(make: Any, name: str, dtype: str, device: str, args: Any) -> None:
+    about = {"model": name, "dtype": dtype, "device": device_name(device), "torch": torch.__version__}
+    written = {}
+    for zeros in ("auto", "read") if device == "cuda" else ("auto",):
+        model = SparseCausalLM.from_model(make(), zeros=zeros)
+        written[zeros] = texts(model, args.tokens, args.new)
+        about["backend"] = model.backend
+    found = compared(make(), written["auto"])
+    if "read" in written:
+        found["rows_unlike_read"] = int((written["auto"] != written["read"]).any(1).sum())
+        found["rows"] = len(written["auto"])
+    append_row(args.out, five_digits(about | found | made_now("kernels", "dejavu_train/engine")), COLUMNS)
+    print(about | found, flush=True)
+
+
+COLUMNS = (
+    "model dtype device backend tokens different widest_gap rows rows_unlike_read torch commit date sources"
+).split()
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--models", nargs="*", default=[])
+    parser.add_argument("--families", nargs="*", default=[], help="names of tests/family_models.py")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--tokens", type=int, default=20000)
+    parser.add_argument("--new", type=int, default=240)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/exact_tokens.csv"))
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for dtype in args.dtypes:
+        for name in args.models:
+            count(lambda name=name, dtype=dtype: load_opt(name, dtype, device), Path(name).name, dtype, device, args)
+        for name in args.families:
+            from tests.family_models import random_family
+
+            kind = getattr(torch, dtype)
+            make = lambda name=name, kind=kind: random_family(name).to(device, kind)  # noqa: E731
+            count(make, name, dtype, device, args)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
