@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dejavu_train.families.base import BlockParts, blocks_of, dims_of, family_of
 from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions, Runs, engine_refusal
 from dejavu_train.families.plain import NotPlain, check_calls, plain_linear, plain_table
+from dejavu_train.families.scaled import ScaledEmbedding, ScaledRMSNorm
 
 _ACTIVATIONS = {  # the classes that compute them and nothing else
     Activation.RELU: ("ReLU",),
@@ -89,6 +90,8 @@ def read_norm(name: str, module: Any, kind: Norm) -> ReadNorm:
         NotPlain: a module of another class.
     """
     given = type(module)
+    if type(module) is ScaledRMSNorm and kind is Norm.RMS_NORM:
+        return ReadNorm(module.weight * module.factor, None, module.variance_epsilon, True)
     ours = given.__module__.startswith("transformers.") and given.__name__.endswith(_NORMS.get(kind, "\0"))
     if not (given is nn.LayerNorm or ours):
         raise NotPlain(name, f"is a {given.__name__}, whose weight is not all that it does")
@@ -130,9 +133,10 @@ def read_ends(model: Any) -> Ends:
     head = plain_linear("lm_head", model.get_output_embeddings())
     if head.bias is not None:
         raise NotPlain("lm_head", "has a bias, which no family's has")
-    return Ends(
-        plain_table("embed_tokens", first), positions, project_in, embedding_norm, final_norm, project_out, head
-    )
+    tokens = plain_table("embed_tokens", first, ScaledEmbedding if type(first) is ScaledEmbedding else nn.Embedding)
+    if type(first) is ScaledEmbedding:
+        tokens = tokens * first.factor
+    return Ends(tokens, positions, project_in, embedding_norm, final_norm, project_out, head)
 
 
 @torch.no_grad()

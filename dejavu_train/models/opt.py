@@ -15,8 +15,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.families import dims_of
+from dejavu_train.families import (
+    dims_of,
+    published_classes,
+)
 from dejavu_train.families.base import dense_type
+from dejavu_train.families.published import say_activation
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
@@ -169,6 +173,9 @@ def load_with_info(
         raise UserError(f"cannot load the weights of {name} ({first_line(error)}); fetch or save them again") from None
     except SafetensorError as error:
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
+    if isinstance(model, published_classes.Published):
+        model.loaded_from = folder
+        say_activation(values, name)
     model.config.name_or_path = name  # a hub id as it was given, not the folder of the cache
     _check_loaded(model, info, name)
     model.eval()

@@ -13,6 +13,7 @@ from typing import Any
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.families.base import families, family_named
+from dejavu_train.families.published import is_extra
 from dejavu_train.models.config_values import INT4, config_values, quant_method, refuse_foreign
 from dejavu_train.models.hub import fetch, in_hub_cache, model_folder, within
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_sizes, row_sizes
@@ -80,7 +81,7 @@ def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> Non
     tensors: dict[str, Stored] = {}
     for file in loaded_files(Path(name)):
         tensors |= read_header(file)
-    _check_tensors(name, tensors, expected_tensors(values, shape), shape)
+    _check_tensors(name, values["model_type"], tensors, expected_tensors(values, shape), shape)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -297,7 +298,7 @@ def layer_prefixes(values: Mapping[str, Any]) -> list[str]:
 
 
 def _check_tensors(
-    model: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: ModelDims
+    model: str, kind: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: ModelDims
 ) -> None:
     stored = {own: found[name] for own, name in own_names(found, model, embedding_name(expected)).items()}
     missing = sorted(set(expected) - set(stored))
@@ -318,7 +319,9 @@ def _check_tensors(
                 f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}; give the config that"
                 " belongs to the weights"
             )
-    surplus = sorted(name for name in stored if IN_LAYER.search(name) and name not in expected)
+    surplus = sorted(
+        name for name in stored if IN_LAYER.search(name) and name not in expected and not is_extra(kind, name)
+    )
     if surplus:
         raise UserError(
             f"the weights of {model} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
