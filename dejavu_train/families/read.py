@@ -44,7 +44,8 @@ class Ends:
     """What stands before the first layer and behind the last.
 
     Attributes:
-        tokens: (V, e). positions: (P + 2, d), learned ones. project_in, project_out: linear maps between e and d.
+        tokens: (V, e). positions: (P, d), learned ones, of the first position first.
+        project_in, project_out: linear maps between e and d.
         embedding_norm: behind the embedding. head: the linear map to logits.
     """
 
@@ -115,8 +116,9 @@ def read_ends(model: Any) -> Ends:
     first, *others = family.embeddings(model)
     positions = project_in = embedding_norm = None
     for module in others:
-        if isinstance(module, OPTLearnedPositionalEmbedding):
-            positions = plain_table("embed_positions", module, OPTLearnedPositionalEmbedding)
+        if isinstance(module, nn.Embedding):  # a family's own class may begin at a later row
+            kind = nn.Embedding if type(module) is nn.Embedding else OPTLearnedPositionalEmbedding
+            positions = plain_table("embed_positions", module, kind)[getattr(module, "offset", 0) :]
         elif isinstance(module, nn.Linear):
             project_in = plain_linear("project_in", module)
         else:

@@ -24,7 +24,7 @@ from dejavu_train.families.published import say_activation
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.stored import HEAD, IN_LAYER, embedding_name, full_name, own_name, read_header, stored_files
+from dejavu_train.models.stored import HEAD, embedding_name, full_name, in_layer, own_name, read_header, stored_files
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SPELLED = {  # as safetensors spells the dtypes of stored tensors
@@ -241,7 +241,8 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: str) ->
             f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}; give the"
             " config that belongs to them"
         )
-    surplus = sorted(key for key in info["unexpected_keys"] if IN_LAYER.search(key))
+    layers = in_layer(model.config.to_dict())
+    surplus = sorted(key for key in info["unexpected_keys"] if layers.search(key))
     if surplus:
         raise UserError(
             f"the weights of {name} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"

@@ -24,8 +24,6 @@ ADAPTER = "adapter_config.json"
 HEAD = "lm_head.weight"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
-LAYERS = ("layers", "h")  # what families call the list of their layers
-IN_LAYER = re.compile(rf"(^|\.)({'|'.join(LAYERS)})\.\d+\.")  # in the names of a layer's tensors
 MOVED = "rotary_emb.inv_freq"  # old uploads of Llama's kind have it in every layer, and transformers leaves it
 _SWITCHES = (
     "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
@@ -81,7 +79,7 @@ def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> Non
     tensors: dict[str, Stored] = {}
     for file in loaded_files(Path(name)):
         tensors |= read_header(file)
-    _check_tensors(name, values["model_type"], tensors, expected_tensors(values, shape), shape)
+    _check_tensors(name, values, tensors, expected_tensors(values, shape), shape)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -292,13 +290,23 @@ def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, t
 
 def layer_prefixes(values: Mapping[str, Any]) -> list[str]:
     """What the own names of each layer's tensors begin with, of a model of this config.json."""
-    names = family_named(values["model_type"], "this model").stored_tensors(values)
-    found = ((name, IN_LAYER.search(name)) for name in names)
-    return list(dict.fromkeys(name[: match.end()] for name, match in found if match))
+    family = family_named(values["model_type"], "this model")
+    up = f"{family.matrices['up']}.weight"
+    return [name.removesuffix(up) for name in family.stored_tensors(values) if name.endswith(f".{up}")]
+
+
+def in_layer(values: Mapping[str, Any]) -> re.Pattern[str]:
+    """What stands in the names of a layer's tensors, whatever its number, of a model of this config.json."""
+    around, _, _ = layer_prefixes(values)[0].removesuffix(".").rpartition(".")
+    return re.compile(rf"(^|\.){re.escape(around)}\.\d+\.")
 
 
 def _check_tensors(
-    model: str, kind: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: ModelDims
+    model: str,
+    values: Mapping[str, Any],
+    found: Mapping[str, Stored],
+    expected: Mapping[str, tuple[int, ...]],
+    shape: ModelDims,
 ) -> None:
     stored = {own: found[name] for own, name in own_names(found, model, embedding_name(expected)).items()}
     missing = sorted(set(expected) - set(stored))
@@ -319,9 +327,9 @@ def _check_tensors(
                 f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}; give the config that"
                 " belongs to the weights"
             )
-    surplus = sorted(
-        name for name in stored if IN_LAYER.search(name) and name not in expected and not is_extra(kind, name)
-    )
+    layers, kind = in_layer(values), values["model_type"]
+    others = (name for name in stored if name not in expected and not is_extra(kind, name))
+    surplus = sorted(name for name in others if layers.search(name))
     if surplus:
         raise UserError(
             f"the weights of {model} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
