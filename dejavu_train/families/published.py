@@ -3,7 +3,7 @@
 Each alias says by ``model_type`` what that code computes, as a Llama or a Mistral. No one needs ``trust_remote_code``.
 A config.json may name an activation that its code does not use. Loading says so in a line.
 
-What was read in November 2026. No released weights were run.
+What was read, as it stood when this file came in. No released weights were run.
 
 - ``sparsellama`` (SparseLLM/prosparse-llama-2-7b, -13b): keys of its configuration, as they were given to this project.
   modeling_sparsellama.py was not at hand.

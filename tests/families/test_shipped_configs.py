@@ -24,7 +24,8 @@ def test_a_shipped_config_fits_its_model(name):
     assert values["mlp"]["rank"] < dims.d_model
     first = text.splitlines()[0]
     for pattern, size in (
-        (r"(\d+) layers", dims.n_layers), (r"layers of (\d+)", dims.d_model), (r"([\d,]+) (?:gated )?neurons", dims.d_ffn),
+        (r"(\d+) layers", dims.n_layers), (r"layers of (\d+)", dims.d_model),
+        (r"([\d,]+) (?:gated )?neurons", dims.d_ffn),
         (r"(\d+) (?:query|heads)", dims.n_heads), (r"(\d+) K/V heads", dims.n_kv_heads),
     ):  # fmt: skip
         for said in re.findall(pattern, first):
