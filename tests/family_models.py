@@ -46,7 +46,7 @@ CASES = {
     ),
     "bamboo": BambooConfig(**SIZES, num_key_value_heads=2, hidden_act="relu", sliding_window=None),
     "minicpm": MiniCPMConfig(
-        **SIZES, num_key_value_heads=2, hidden_act="fatrelu", hidden_act_param=0.03, scale_emb=12, scale_depth=1.4,
+        **SIZES, num_key_value_heads=2, hidden_act="fatrelu", hidden_act_param=0.2, scale_emb=12, scale_depth=1.4,
         dim_model_base=16,
     ),
     # Six heads: slopes of a number that is no power of two, as in BLOOM-176B, which has 112.

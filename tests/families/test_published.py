@@ -17,6 +17,8 @@ from dejavu_train.families import dims_of
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.stored import check_folder
+from dejavu_train.quantize.config import QuantizeConfig
+from dejavu_train.quantize.run import quantise
 
 IDS = torch.randint(3, 300, (2, 17), generator=torch.Generator().manual_seed(5))
 WRITTEN = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
@@ -162,3 +164,23 @@ def test_an_unknown_type_names_the_nearest_what_was_found_and_the_guide():
         dims_of(values, "their/model")
     wanted = ("the nearest is llama", "hidden_act relu", "hidden_size 48", "trust_remote_code", "families.md")
     assert all(each in str(refusal.value) for each in wanted)
+
+
+def test_four_bits_run_in_every_engine(name, tmp_path):
+    """Against the same codes multiplied out, by `mask`. Tensors that no module reads stay in the folder."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "sparsity_new_intermediate_size": 128} if name == "sparselm" else {}
+    folder = save_published(name, tmp_path / "model", **sizes)
+    quantise(QuantizeConfig(str(folder), output=str(tmp_path / "coded"), quantizer="rtn", device="cpu"))
+    coded = tmp_path / "coded"
+    check_folder(str(coded), read_dims(str(coded)))
+    expected = logits(SparseCausalLM.from_pretrained(coded, None, "mask"))
+    plain = logits(SparseCausalLM.from_pretrained(folder, None, "mask"))
+    assert 0 < (expected - plain).norm() < 0.6 * plain.norm()
+    for backend, options in (("gather", {}), ("triton", {"ops": "reference"})):
+        model = SparseCausalLM.from_model(load_opt(str(coded)), None, backend, **options)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    nll = -expected.log_softmax(-1)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
+    bundle = SparseCausalLM.from_pretrained(coded).bundle
+    for got, row in zip(CpuEngine(load_opt(str(coded)), bundle, batch=2).score(IDS.tolist()), nll, strict=True):
+        torch.testing.assert_close(got, row, rtol=0.05, atol=0.05)
