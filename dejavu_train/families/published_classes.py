@@ -46,7 +46,8 @@ class Published:
             write_json(path, {**values, **_earlier_keys(values), "architectures": named or values["architectures"]})
 
     def _kept(self) -> dict[str, Tensor]:
-        folder, made = Path(self.loaded_from or self.config.name_or_path), {}
+        folder = Path(self.loaded_from or self.config.name_or_path)
+        made: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")) if self.config.name_or_path else ():
             with safe_open(file, "pt") as stored:
                 names = [name for name in stored.keys() if is_extra(self.config.model_type, name)]
