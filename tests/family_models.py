@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-import dejavu_train  # noqa: F401  lets hidden_act name its gates
+from dejavu_train.families.published_classes import BambooConfig, MiniCPMConfig
 
 SIZES = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,
@@ -43,6 +43,11 @@ CASES = {
     "galactica": OPTConfig(
         **OPT_SIZES, word_embed_proj_dim=48, activation_function="gelu", enable_bias=False,
         layer_norm_elementwise_affine=False,
+    ),
+    "bamboo": BambooConfig(**SIZES, num_key_value_heads=2, hidden_act="relu", sliding_window=None),
+    "minicpm": MiniCPMConfig(
+        **SIZES, num_key_value_heads=2, hidden_act="fatrelu", hidden_act_param=0.2, scale_emb=12, scale_depth=1.4,
+        dim_model_base=16,
     ),
     # Six heads: slopes of a number that is no power of two, as in BLOOM-176B, which has 112.
     "bloom": BloomConfig(

@@ -41,7 +41,8 @@ def warn_of_logits(vocab_size: int, probes: Sequence[np.ndarray], logits: Iterab
     if count and lost / count > NEAR_UNIFORM * uniform:
         logger.warning(
             "the model looks untrained: it loses %.2f nats a token on this text, drawing tokens at random %.2f;"
-            " predictors for random weights show nothing of a trained model's; check --model",
+            " predictors for random weights show nothing of a trained model's; check --model, and that its code"
+            " computes the activation that its config.json names",
             lost / count,
             uniform,
         )

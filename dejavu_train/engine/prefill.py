@@ -15,7 +15,6 @@ from torch import Tensor
 from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.families.block import alibi, forward_block, repeat_groups
-from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.positions import Alibi, Rotary, turned_reference
@@ -127,7 +126,7 @@ def embedded(weights: DecodeWeights, ids: Tensor, positions: Tensor) -> Tensor:
     """(..., d) fp32, what the first layer reads, of tokens ids (...) at positions (...)."""
     x = weights.embedding[ids].float()
     if weights.positions is not None:
-        x = x + weights.positions[positions + POSITIONS_OFFSET].float()
+        x = x + weights.positions[positions].float()
     return x if weights.embedding_norm is None else layer_norm_reference(x, weights.embedding_norm)
 
 

@@ -8,7 +8,6 @@ from dejavu_train.engine.planned import hidden_values
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Norm, Positions, QkNorm
-from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, Rows
@@ -74,7 +73,7 @@ def weights_of_shape(
     ]
     embedding = normal(shape.vocab_size, d)
     learned = shape.positions is Positions.LEARNED
-    positions = normal(shape.max_positions + POSITIONS_OFFSET, d) if learned else None
+    positions = normal(shape.max_positions, d) if learned else None
     head = head_sizes(shape, "int4") if packed_head else None
     lm_head: Matrix = Rows(embedding) if head is None else words_of(head.group, shape.vocab_size, d)
     placed = placed_by(shape, usual_turns(shape) if shape.positions is Positions.ROTARY else None, device)

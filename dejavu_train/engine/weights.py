@@ -79,7 +79,7 @@ class DecodeWeights:
     """embedding (V, d), lm_head (V, d), which may be the embedding itself, or rows of 4 bits. Maps between the
     embedding's width and d are multiplied into both.
 
-    positions: (P + 2, d), learned ones, or None. placed: what q/k/v and attention know of positions, or None.
+    positions: (P, d), learned ones, or None. placed: what q/k/v and attention know of positions, or None.
     embedding_norm: behind the embedding, or None.
     drafts: weights of lossless drafts beside these, by name. All engines with these weights share them.
     """

@@ -17,10 +17,11 @@ from dejavu_train.families.nanochat import NanoChatFamily
 from dejavu_train.families.nemotron import NemotronFamily
 from dejavu_train.families.opt import OPTFamily
 from dejavu_train.families.persimmon import PersimmonFamily
+from dejavu_train.families.published import FAMILIES as PUBLISHED
 
 _FAMILIES: tuple[Family, ...] = (
     OPTFamily(), LlamaFamily(), MistralFamily(), ArceeFamily(), NemotronFamily(), Jais2Family(), PersimmonFamily(),
-    NanoChatFamily(), BloomFamily(),
+    NanoChatFamily(), BloomFamily(), *PUBLISHED,
 )  # fmt: skip
 for _family in _FAMILIES:
     register(_family)

@@ -170,7 +170,7 @@ LOGIT_CAP = "final_logit_softcapping"  # of a config.json
 _FAMILIES: dict[str, Family] = {}
 _MAMBA = "which has Mamba layers besides attention"
 _NEVER = {  # why a model_type cannot be a family
-    "bitnet": "which norms all neurons before the map out of them, also those that would be skipped",
+    "bitnet": "which needs kernels for ternary weights: in them the LM head in bf16 is over half of the bytes",
     "nemotron_h": _MAMBA,
     "jamba": _MAMBA,
     "bamba": _MAMBA,
@@ -186,9 +186,11 @@ def register(family: Family) -> None:
     _FAMILIES.update(dict.fromkeys(family.model_types, family))
 
 
-def family_named(kind: str, name: str) -> Family:
+def family_named(kind: str, name: str, values: Mapping[str, Any] | None = None) -> Family:
     """The family of the ``model_type`` ``kind``.
 
+    Args:
+        values: of its config.json, where they are at hand, to say what was found there.
     Raises:
         UserError: none is registered for it.
     """
@@ -197,8 +199,24 @@ def family_named(kind: str, name: str) -> Family:
             f"{name} is of type {kind}, {_NEVER[dense_type(kind)]}; it has no sparse form here; {survey_of(name)}"
         )
     if dense_type(kind) not in _FAMILIES:
-        raise UserError(f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}; {survey_of(name)}")
+        raise UserError(_unknown(dense_type(kind), name, values or {}))
     return _FAMILIES[dense_type(kind)]
+
+
+def _unknown(kind: str, name: str, values: Mapping[str, Any]) -> str:
+    """What to say of a type without a family: the nearest one, what its config.json holds, and the guide."""
+    from difflib import get_close_matches
+
+    within = [each for each in _FAMILIES if each in kind.replace("-", "_")]
+    near = [*sorted(within, key=len, reverse=True), *get_close_matches(kind, _FAMILIES, 1, 0.0)][0]
+    keys = ("hidden_act", "activation_function", "hidden_size", "num_hidden_layers")
+    found = ", ".join(f"{key} {values[key]}" for key in keys if key in values)
+    code = "; trust_remote_code is not taken, since no code of a model's folder is run" if "auto_map" in values else ""
+    return (
+        f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}; the nearest is {near}"
+        f"{f', and its config.json says {found}' if found else ''}{code}; docs/guides/families.md says how to add one;"
+        f" {survey_of(name)}"
+    )
 
 
 def dense_type(kind: str) -> str:
@@ -220,7 +238,7 @@ def dims_of(values: Any, name: str = "this model") -> ModelDims:
     given = values if isinstance(values, Mapping) else values.to_dict()
     if "model_type" not in given:
         raise UserError(f"the config.json of {name} names no model_type; give the config that belongs to the weights")
-    dims = family_named(given["model_type"], name).dims(given, name)
+    dims = family_named(given["model_type"], name, given).dims(given, name)
     if dims.activation not in (*SILENT, *SMOOTH):
         refuse_activation(name, dims.activation, [*SILENT, *SMOOTH])
     return dims

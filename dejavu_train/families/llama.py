@@ -19,6 +19,13 @@ FATRELU, THRESHOLD = "fatrelu", 0.01  # of a config.json without hidden_act_para
 
 
 class LlamaFamily(StandardFamily):
+    """Llama.
+
+    Attributes:
+        computes: the activation of its code where that reads no ``hidden_act``. "": it does.
+        extra: patterns of names of stored tensors that no module reads.
+    """
+
     classes = {"llama": "Llama"}
     least_transformers = "4.34"
     activations = {
@@ -27,17 +34,23 @@ class LlamaFamily(StandardFamily):
     defaults = {"hidden_act": "silu"}
     gated = True
     turns_part = False
+    computes = ""
+    extra: tuple[str, ...] = ()
 
     @property
     def structure(self) -> tuple[str, ...]:
         return (*super().structure, "hidden_act_param")
+
+    def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        given = super().given(values)
+        return {**given, "hidden_act": self.computes or given["hidden_act"]}
 
     def threshold(self, given: Mapping[str, Any]) -> float:
         param = given.get("hidden_act_param")
         return (THRESHOLD if param is None else float(param)) if given["hidden_act"] == FATRELU else 0.0
 
     def blocks(self, model: Any) -> list[BlockParts]:
-        activates_up = self.activations[model.config.hidden_act] == Activation.DRELU
+        activates_up = self.given(model.config.to_dict())["hidden_act"] == "drelu"
         return [replace(block, activates_up=activates_up) for block in super().blocks(model)]
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dejavu_train.errors import UserError, first_line
 from dejavu_train.families.base import BlockParts, blocks_of
-from dejavu_train.families.opt import POSITIONS_OFFSET
 
 
 class NotPlain(UserError):
@@ -135,8 +134,6 @@ def plain_table(name: str, module: Any, kind: type[nn.Module] = nn.Embedding) ->
     """
     if type(module) is not kind or module.max_norm is not None:
         raise NotPlain(name, f"is a {type(module).__name__}, whose weight is not all that it does")
-    if getattr(module, "offset", POSITIONS_OFFSET) != POSITIONS_OFFSET:
-        raise NotPlain(name, f"begins at row {module.offset}, not at {POSITIONS_OFFSET}")
     (weight,) = module.parameters()
     return weight
 

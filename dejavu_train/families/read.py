@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dejavu_train.families.base import BlockParts, blocks_of, dims_of, family_of
 from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions, Runs, engine_refusal
 from dejavu_train.families.plain import NotPlain, check_calls, plain_linear, plain_table
+from dejavu_train.families.scaled import ScaledEmbedding, ScaledRMSNorm
 
 _ACTIVATIONS = {  # the classes that compute them and nothing else
     Activation.RELU: ("ReLU",),
@@ -43,7 +44,8 @@ class Ends:
     """What stands before the first layer and behind the last.
 
     Attributes:
-        tokens: (V, e). positions: (P + 2, d), learned ones. project_in, project_out: linear maps between e and d.
+        tokens: (V, e). positions: (P, d), learned ones, of the first position first.
+        project_in, project_out: linear maps between e and d.
         embedding_norm: behind the embedding. head: the linear map to logits.
     """
 
@@ -89,6 +91,8 @@ def read_norm(name: str, module: Any, kind: Norm) -> ReadNorm:
         NotPlain: a module of another class.
     """
     given = type(module)
+    if type(module) is ScaledRMSNorm and kind is Norm.RMS_NORM:
+        return ReadNorm(module.weight * module.factor, None, module.variance_epsilon, True)
     ours = given.__module__.startswith("transformers.") and given.__name__.endswith(_NORMS.get(kind, "\0"))
     if not (given is nn.LayerNorm or ours):
         raise NotPlain(name, f"is a {given.__name__}, whose weight is not all that it does")
@@ -112,8 +116,9 @@ def read_ends(model: Any) -> Ends:
     first, *others = family.embeddings(model)
     positions = project_in = embedding_norm = None
     for module in others:
-        if isinstance(module, OPTLearnedPositionalEmbedding):
-            positions = plain_table("embed_positions", module, OPTLearnedPositionalEmbedding)
+        if isinstance(module, nn.Embedding):  # a family's own class may begin at a later row
+            kind = nn.Embedding if type(module) is nn.Embedding else OPTLearnedPositionalEmbedding
+            positions = plain_table("embed_positions", module, kind)[getattr(module, "offset", 0) :]
         elif isinstance(module, nn.Linear):
             project_in = plain_linear("project_in", module)
         else:
@@ -130,9 +135,10 @@ def read_ends(model: Any) -> Ends:
     head = plain_linear("lm_head", model.get_output_embeddings())
     if head.bias is not None:
         raise NotPlain("lm_head", "has a bias, which no family's has")
-    return Ends(
-        plain_table("embed_tokens", first), positions, project_in, embedding_norm, final_norm, project_out, head
-    )
+    tokens = plain_table("embed_tokens", first, ScaledEmbedding if type(first) is ScaledEmbedding else nn.Embedding)
+    if type(first) is ScaledEmbedding:
+        tokens = tokens * first.factor
+    return Ends(tokens, positions, project_in, embedding_norm, final_norm, project_out, head)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ class StandardFamily:
 
     Attributes:
         classes: by ``model_type`` what its classes in transformers begin with.
+        coded_as: the ``model_type`` that transformers has those classes under. "": the family's own.
         least_transformers: the version that has them first.
         activations: by ``hidden_act`` the kind that a family runs.
         defaults: of keys that a config.json may leave out.
@@ -34,6 +35,7 @@ class StandardFamily:
     """
 
     classes: Mapping[str, str] = {}
+    coded_as = ""
     least_transformers = ""
     activations: Mapping[str, Activation] = {"relu": Activation.RELU}
     defaults: Mapping[str, Any] = {}
@@ -185,8 +187,8 @@ class StandardFamily:
     def kinds(self, model: Any) -> tuple[type, type]:
         """The classes of a layer and of its attention."""
         kind = next(kind for kind in self.classes if model.config.model_type.endswith(kind))
-        modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-        first = self.classes[kind]
+        coded, first = self.coded_as or kind, self.classes[kind]
+        modeling = importlib.import_module(f"transformers.models.{coded}.modeling_{coded}")
         return getattr(modeling, f"{first}DecoderLayer"), getattr(modeling, f"{first}Attention")
 
     def rotation(self, model: Any) -> "Callable[[Tensor, Tensor], Tensor]":

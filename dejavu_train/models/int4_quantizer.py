@@ -15,7 +15,6 @@ from dejavu_train.families import dims_of
 from dejavu_train.models.config_values import INT4
 from dejavu_train.models.int4 import CodedLinear, RowLayout, head_layout, row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
-from dejavu_train.models.stored import LAYERS
 
 
 @register_quantization_config(INT4)
@@ -40,10 +39,10 @@ class Int4Quantizer(HfQuantizer):
         shape = dims_of(model.config)
         layouts = row_layouts(model.config.model_type, shape)
         self._coded = [*layouts]
-        for name, decoder in model.named_modules():
-            if name.rpartition(".")[2] in LAYERS and isinstance(decoder, nn.ModuleList):
-                for block in decoder:
-                    replace_matrices(block, layouts)
+        blocks = [each for module in model.modules() if isinstance(module, nn.ModuleList) for each in module]
+        for block in blocks:  # whatever the family calls their list
+            if layouts.keys() <= {name for name, _ in block.named_modules()}:
+                replace_matrices(block, layouts)
         head = head_sizes(shape, self._head())
         if head is not None and hasattr(model, "lm_head"):
             self._coded.append("lm_head")

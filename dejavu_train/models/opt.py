@@ -14,8 +14,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dejavu_train.errors import UserError, first_line
-from dejavu_train.families import dims_of
+from dejavu_train.families import (
+    dims_of,
+    published_classes,
+)
 from dejavu_train.families.base import dense_type
+from dejavu_train.families.published import say_activation
 from dejavu_train.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
@@ -23,10 +27,10 @@ from dejavu_train.models.installed import installed
 from dejavu_train.models.pickled import load_pickled
 from dejavu_train.models.stored import (
     HEAD,
-    IN_LAYER,
     check_numbers,
     embedding_name,
     full_name,
+    in_layer,
     own_name,
     read_header,
     stored_files,
@@ -192,6 +196,9 @@ def load_with_info(
         raise UserError(f"cannot load the weights of {name} ({first_line(error)}); fetch or save them again") from None
     except SafetensorError as error:
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
+    if isinstance(model, published_classes.Published):
+        model.loaded_from = folder
+        say_activation(values, name)
     model.config.name_or_path = name  # a hub id as it was given, not the folder of the cache
     _check_loaded(model, info, name)
     model.eval()
@@ -257,7 +264,8 @@ def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: str) ->
             f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}; give the"
             " config that belongs to them"
         )
-    surplus = sorted(key for key in info["unexpected_keys"] if IN_LAYER.search(key))
+    layers = in_layer(model.config.to_dict())
+    surplus = sorted(key for key in info["unexpected_keys"] if layers.search(key))
     if surplus:
         raise UserError(
             f"the weights of {name} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"

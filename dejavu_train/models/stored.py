@@ -14,6 +14,7 @@ from typing import Any
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.families.base import families, family_named
+from dejavu_train.families.published import is_extra
 from dejavu_train.models.config_values import INT4, config_values, quant_method, refuse_foreign
 from dejavu_train.models.hub import fetch, in_hub_cache, model_folder, within
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_sizes, row_sizes
@@ -24,8 +25,6 @@ ADAPTER = "adapter_config.json"
 HEAD = "lm_head.weight"
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 GENERATION = "generation_config.json"
-LAYERS = ("layers", "h")  # what families call the list of their layers
-IN_LAYER = re.compile(rf"(^|\.)({'|'.join(LAYERS)})\.\d+\.")  # in the names of a layer's tensors
 MOVED = "rotary_emb.inv_freq"  # old uploads of Llama's kind have it in every layer, and transformers leaves it
 _SWITCHES = (
     "do_layer_norm_before", "_remove_final_layer_norm", "use_cache", "enable_bias", "layer_norm_elementwise_affine",
@@ -89,7 +88,7 @@ def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> Non
     tensors: dict[str, Stored] = {}
     for file in loaded_files(Path(name)):
         tensors |= read_header(file)
-    _check_tensors(name, tensors, expected_tensors(values, shape), shape)
+    _check_tensors(name, values, tensors, expected_tensors(values, shape), shape)
     check_numbers(name, values, {key: entry.dtype for key, entry in tensors.items()})
 
 
@@ -311,9 +310,15 @@ def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, t
 
 def layer_prefixes(values: Mapping[str, Any]) -> list[str]:
     """What the own names of each layer's tensors begin with, of a model of this config.json."""
-    names = family_named(values["model_type"], "this model").stored_tensors(values)
-    found = ((name, IN_LAYER.search(name)) for name in names)
-    return list(dict.fromkeys(name[: match.end()] for name, match in found if match))
+    family = family_named(values["model_type"], "this model")
+    up = f"{family.matrices['up']}.weight"
+    return [name.removesuffix(up) for name in family.stored_tensors(values) if name.endswith(f".{up}")]
+
+
+def in_layer(values: Mapping[str, Any]) -> re.Pattern[str]:
+    """What stands in the names of a layer's tensors, whatever its number, of a model of this config.json."""
+    around, _, _ = layer_prefixes(values)[0].removesuffix(".").rpartition(".")
+    return re.compile(rf"(^|\.){re.escape(around)}\.\d+\.")
 
 
 def check_numbers(model: str, values: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
@@ -338,7 +343,11 @@ def check_numbers(model: str, values: Mapping[str, Any], dtypes: Mapping[str, st
 
 
 def _check_tensors(
-    model: str, found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], shape: ModelDims
+    model: str,
+    values: Mapping[str, Any],
+    found: Mapping[str, Stored],
+    expected: Mapping[str, tuple[int, ...]],
+    shape: ModelDims,
 ) -> None:
     stored = {own: found[name] for own, name in own_names(found, model, embedding_name(expected)).items()}
     missing = sorted(set(expected) - set(stored))
@@ -359,7 +368,9 @@ def _check_tensors(
                 f"{name} of {model} is {got}, its config asks for {'x'.join(map(str, size))}; give the config that"
                 " belongs to the weights"
             )
-    surplus = sorted(name for name in stored if IN_LAYER.search(name) and name not in expected)
+    layers, kind = in_layer(values), values["model_type"]
+    others = (name for name in stored if name not in expected and not is_extra(kind, name))
+    surplus = sorted(name for name in others if layers.search(name))
     if surplus:
         raise UserError(
             f"the weights of {model} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"

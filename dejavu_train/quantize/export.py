@@ -29,7 +29,7 @@ from dejavu_train.models.config_values import INT4, quant_method, read_values, r
 from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
 from dejavu_train.models.int4_sizes import head_kind, head_sizes, part_sizes
 from dejavu_train.models.opt import weight_hash
-from dejavu_train.models.stored import HEAD, IN_LAYER, layer_prefixes
+from dejavu_train.models.stored import HEAD, in_layer, layer_prefixes
 from dejavu_train.parser import parse
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.check import check_output
@@ -81,7 +81,8 @@ def export(config: ExportConfig) -> dict[str, float]:
             )
     errors: dict[str, list[float]] = {part: [] for part in layouts}
     with folder_aside(config.output) as folder, Progress("exporting", shape.n_layers, "layer") as progress:
-        kept = [name for name in source if not IN_LAYER.search(name) and name not in coded]
+        layers = in_layer(values)
+        kept = [name for name in source if not layers.search(name) and name not in coded]
         folder.add({source.stored_name(name): source[name] for name in kept})
         if head is not None:
             rows = (Int4Rows if head.bits == 4 else Int8Rows)(*(source[name] for name in coded))

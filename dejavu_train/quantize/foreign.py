@@ -31,7 +31,7 @@ from dejavu_train.families import dims_of
 from dejavu_train.families.base import family_named, map_shapes
 from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.stored import IN_LAYER, layer_prefixes
+from dejavu_train.models.stored import in_layer, layer_prefixes
 from dejavu_train.quantize.check import check_readable
 from dejavu_train.quantize.source import StoredTensors
 
@@ -74,8 +74,9 @@ class MatrixReader:
         self._decode = None if self.method is None else DECODERS[self.method](values["quantization_config"])
         self._stored = STORED.get(self.method or "", (WEIGHT,))
         codes = {part for part in self._stored if part != WEIGHT}
+        within = in_layer(values)
         for name in source:
-            if not IN_LAYER.search(name) and any(name.endswith(f".{part}") for part in codes):
+            if not within.search(name) and any(name.endswith(f".{part}") for part in codes):
                 raise UserError(
                     f"{source.model} holds {name}: of {self.method} checkpoints only the layers' matrices are read in"
                     " codes; quantise it with the others left out"

@@ -23,7 +23,7 @@ from dejavu_train.models.config_values import INT4, quant_method, read_dims, rea
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
-from dejavu_train.models.stored import HEAD, IN_LAYER
+from dejavu_train.models.stored import HEAD, in_layer
 from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import ModelFolder, folder_aside
@@ -66,7 +66,8 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
         batches = embed(skeleton, windows, config.batch_size, folder.work / "stream", identity) if windows else []
         log = LayerLog(folder, batches[0].stream if batches else None)
         progress.update(len(log.errors))
-        kept = [name for name in source if not IN_LAYER.search(name) and (head is None or name != HEAD)]
+        within = in_layer(values)
+        kept = [name for name in source if not within.search(name) and (head is None or name != HEAD)]
         if not folder.nbytes:
             folder.add({source.stored_name(name): source[name] for name in kept})
         layers = quantised_layers(skeleton, reader, layouts, config, batches, len(log.errors))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dejavu_train.data.stream import Stream
 from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.block import positions_like
+from dejavu_train.families.published import is_extra
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.models.opt import empty_model
 from dejavu_train.models.stored import own_name
@@ -51,6 +52,7 @@ class Skeleton:
     def embed(self, ids: Tensor) -> Tensor:
         """(B, T, d) fp32, what the first layer reads, of ids (B, T)."""
         hidden = self.source[self.source.embedding][ids].float().to(self.device)
+        hidden = hidden * getattr(self.family.embeddings(self.model)[0], "factor", 1)
         return self.family.embed(self.model, hidden, positions_like(ids).to(self.device))
 
 
@@ -99,7 +101,7 @@ def quantised_layers(
         first: the first layer that was not done before, in front of which the batches stand.
     Returns: what names of its tensors begin with, its other tensors by their names in it, its matrices in 4 bits.
     """
-    source, device = skeleton.source, skeleton.device
+    source, device, kind = skeleton.source, skeleton.device, skeleton.model.config.model_type
     for block in skeleton.blocks[first:]:
         prefix = own_name(f"{block.name}.")
         others, given, weights = {}, {}, {}
@@ -110,7 +112,8 @@ def quantised_layers(
         for name in list(source):
             if name.startswith(prefix) and not reader.is_part(name):
                 others[name.removeprefix(prefix)] = source[name]
-        tensors = {name: tensor.to(device).float() for name, tensor in {**weights, **others}.items()}
+        held = {name: each for name, each in others.items() if not is_extra(kind, prefix + name)}
+        tensors = {name: tensor.to(device).float() for name, tensor in {**weights, **held}.items()}
         block.whole.load_state_dict(tensors, assign=True)
         block.whole.requires_grad_(False)
         made = LayerQuantizer(block, skeleton.family.matrices, layouts, config, given).run(batches)

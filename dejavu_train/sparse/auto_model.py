@@ -23,14 +23,14 @@ def _from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, *
 
 
 def _holds_bundle(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a folder has a bundle in it, or a model on the hub the type of those that were saved with one."""
+    """Whether a folder has a bundle in it, or a model the type of those that were saved with one, or without any."""
     subfolder = kwargs.get("subfolder") or ""
     if (Path(name) / subfolder / "predictors" / "bundle.json").is_file():
         return True
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         return config.model_type.startswith(SAVED_TOGETHER)
-    if Path(name).is_dir() or looks_local(name):
+    if not Path(name).is_dir() and looks_local(name):
         return False
     hub = {key: kwargs[key] for key in (*KEYWORDS, "subfolder") if kwargs.get(key) is not None}
     try:

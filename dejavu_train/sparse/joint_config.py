@@ -10,6 +10,8 @@ def register_types() -> None:
 
     Its configuration is the dense model's, but for the type.
     """
+    from dejavu_train.families import published_classes  # noqa: F401  lets AutoConfig know their types
+
     for kind in families():
         if SAVED_TOGETHER + kind not in CONFIG_MAPPING:
             dense = CONFIG_MAPPING[kind]

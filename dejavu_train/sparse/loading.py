@@ -139,7 +139,7 @@ def adopt(cls: type[PreTrainedModel], model: PreTrainedModel) -> Any:
     for name, hooks in vars(model).items():
         if name.startswith("_forward_"):
             setattr(adopted, name, hooks)  # the same, so that a handle removes them from both
-    kept = ["hf_device_map", RANKS]
+    kept = ["hf_device_map", "loaded_from", RANKS]
     if getattr(model, "hf_quantizer", None) is not None:  # 4-bit weights are saved under the names they were read by
         kept += ["hf_quantizer", "_weight_conversions"]
     for name in kept:

@@ -41,7 +41,6 @@ from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.screened_head import Chosen
 
 SEARCH_STEPS = 32
-POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
 PARTS = 128  # programs of a greedy row, at most
 LEAST_PART = 256  # tokens of one
 
@@ -128,12 +127,12 @@ def embed_reference(state: TokenState, embedding, positions, x) -> None:
     token = state.tokens.gather(1, at[:, None])[:, 0].long()
     x.copy_(embedding[token].float())
     if positions is not None:
-        x.add_(positions[at + POSITION_OFFSET].float())
+        x.add_(positions[at].float())
 
 
 @triton.jit
 def _embed_kernel(
-    tokens, position, embedding, positions, x, capacity, OFFSET: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, position, embedding, positions, x, capacity, D: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
@@ -144,19 +143,19 @@ def _embed_kernel(
     token = tl.load(tokens + b * capacity + at).to(tl.int64)
     e = tl.load(embedding + token * D + c, mask=mask, other=0.0).to(tl.float32)
     if positions is not None:
-        p = tl.load(positions + (at + OFFSET).to(tl.int64) * D + c, mask=mask, other=0.0).to(tl.float32)
+        p = tl.load(positions + at.to(tl.int64) * D + c, mask=mask, other=0.0).to(tl.float32)
         e = e + p
     tl.store(x + b * D + c, e, mask=mask)
 
 
 def embed(state: TokenState, embedding: Tensor, positions: Tensor | None, x: Tensor, pdl: bool = False) -> None:
-    """embedding (V, d), positions (>= T + 2, d) or None -> x (B, d) fp32."""
+    """embedding (V, d), positions (>= T, d) or None -> x (B, d) fp32."""
     check_device("x", x)
     batch, d = x.shape
     check_shape("x", x, batch, d)
     check_shape("embedding", embedding, embedding.shape[0], d)
     _embed_kernel[(batch, triton.cdiv(d, 1024))](
-        state.tokens, state.position, embedding, positions, x, state.tokens.shape[1], OFFSET=POSITION_OFFSET, D=d,
+        state.tokens, state.position, embedding, positions, x, state.tokens.shape[1], D=d,
         BLOCK=1024, num_warps=4, **as_dependent(pdl, x.device),
     )  # fmt: skip
 

@@ -162,6 +162,11 @@ def test_weights_of_16_bits_are_computed_with_in_32(held, tmp_path):
     assert nats.sum() == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_a_model_that_is_near_random_is_named_once(tmp_path, held, tiny_opt, caplog):
+    surveyed(str(tiny_opt), held, tmp_path / "state", [Selection(), Selection(Target.MLP, 0.25)])[0].run()
+    assert caplog.text.count("the model looks untrained: it loses ") == 1
+
+
 def test_needs_are_counted_on_real_tokens(tmp_path, held, tiny_opt):
     survey, model, parts = surveyed(str(tiny_opt), held, tmp_path / "state", [Selection(), Selection(Target.MLP, 0.25)])
     seen = []

@@ -4,8 +4,6 @@ import pytest
 
 from dejavu_train.families import ModelDims, Target, dims_of
 from dejavu_train.families.dims import engine_refusal
-from dejavu_train.families.opt import POSITIONS_OFFSET
-from dejavu_train.kernels.sample.sampling import POSITION_OFFSET
 from dejavu_train.models.weight_format import FLOAT16, UnitBytes
 
 OPT = ModelDims(64, 256, 2, 4, 320, 512)
@@ -35,10 +33,6 @@ def test_engines_refuse_what_is_no_opts(name, value, said):
     assert engine_refusal(other, {}) == f"no kernels for {said}"
     assert engine_refusal(other, {name: None}) is None and engine_refusal(other, {name: (value,)}) is None
     assert ModelDims.from_stored(other.stored()) == other
-
-
-def test_kernels_begin_positions_where_the_family_does():
-    assert POSITION_OFFSET == POSITIONS_OFFSET == 2
 
 
 def test_sizes_alone_are_stored_of_an_opt(tiny_opt):

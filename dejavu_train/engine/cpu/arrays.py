@@ -42,7 +42,7 @@ class Model(Group):
     """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32. first (L, 5): first row of each part.
 
     Rows of q, k and v: first[QKV] + (c + 2) e unit, then the unit's c e rows of q, e of k, e of v. first[MLP_IN]: of
-    what is activated first, the gate, or up where there is none. in_bias (L, f) is its bias. positions (T + 2, d) as
+    what is activated first, the gate, or up where there is none. in_bias (L, f) is its bias. positions (T, d) as
     OPT stores them, (0, d) of others. Of fp32 rows the LM head exists a second time as screen (V, D) int8 with
     screen_scale (V, ceil(D / WIDEST_GROUP)). screen_error (V, 2) is what an int8 logit is off by at most. Its first
     number is for each unit of the norm of x, the second for each unit of its levels. out_scale (L, h, D) fp32 of codes

@@ -25,7 +25,6 @@ from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation, Norm, Positions, QkNorm
-from dejavu_train.families.opt import POSITIONS_OFFSET
 
 STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
 SMALL = (
@@ -68,7 +67,7 @@ def new_model(
     assert (QKV, OUT, MLP_UP, MLP_DOWN, MLP_IN) == (0, 1, 2, 3, 4)
     embedding = per_layer * n_layers
     n_rows = embedding + vocab * (1 if tied else 2)
-    learned = shape.max_positions + POSITIONS_OFFSET if shape.positions is Positions.LEARNED else 0
+    learned = shape.max_positions if shape.positions is Positions.LEARNED else 0
     turned = shape.max_positions if shape.positions is Positions.ROTARY else 0
     half = int(shape.rotary_share * e) // 2 if turned else 0
     head_norm, up_bias = HEAD_NORMS[shape.qk_norm], np.zeros((n_layers, f), np.float32)

@@ -26,7 +26,6 @@ from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.errors import UserError
 from dejavu_train.families.block import activate_, causal, forward_block, turn
 from dejavu_train.families.dims import Activation
-from dejavu_train.families.opt import POSITIONS_OFFSET
 from dejavu_train.models.finite import name_half, not_finite
 
 HEAD_ROWS = 4096  # of the LM head at once
@@ -76,7 +75,7 @@ def prefill(
     embedded = torch.stack([weights.rows(model.embedding + token, 1)[0] for token in used.tolist()])
     x = embedded[place][None]
     if len(model.positions):
-        x += torch.from_numpy(model.positions[POSITIONS_OFFSET : POSITIONS_OFFSET + count])
+        x += torch.from_numpy(model.positions[:count])
     if model.embedding_norm:
         x = _norm(x, model.norms[2 * shape.n_layers + 1], model.eps, model.centred)
     for layer in range(shape.n_layers):

@@ -37,7 +37,6 @@ from dejavu_train.engine.cpu.sampling import (
 from dejavu_train.engine.cpu.select import predict_down, rows_in_state, select_heads, select_neurons
 from dejavu_train.engine.cpu.threads import barrier, compiled
 from dejavu_train.engine.cpu.vector_ops import add, add_list, cap, copy, dot_list, layer_norm, norm, round_to_levels
-from dejavu_train.families.opt import POSITIONS_OFFSET
 
 N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sends the other threads home
 
@@ -51,7 +50,7 @@ def embed(model, state, work, thread):
         if state.row_state[b] != DONE:
             position = state.position[b]
             if model.positions.shape[0]:
-                copy(work.x[thread, b], model.positions[position + POSITIONS_OFFSET])
+                copy(work.x[thread, b], model.positions[position])
             else:
                 work.x[thread, b] = 0
             numbers[0] = model.embedding + state.tokens[state.sequence[b], position]

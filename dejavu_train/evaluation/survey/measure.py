@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from dejavu_train.data.untrained import warn_of_logits
 from dejavu_train.errors import UserError
 from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.evaluation.survey.decoder import DecoderParts, rows_in
@@ -182,6 +183,9 @@ class Survey:
             real = self.real[window]
             for row in range(len(self.selections)):
                 logits = self.runner.logits(self.ids[window : window + 1], hidden[window, row : row + 1])
+                if window == row == 0:
+                    ids = self.ids[0][real].numpy()
+                    warn_of_logits(logits.shape[-1], [ids], [logits[:, : len(ids)]])
                 losses = F.cross_entropy(logits[0].cpu()[real], self.targets[window][real], reduction="none")
                 if not bool(losses.isfinite().all()):
                     raise UserError("the model gives logits that are not finite; check its weights")
