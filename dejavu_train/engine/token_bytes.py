@@ -10,6 +10,7 @@ from dejavu_train.engine.facts import expected_union
 from dejavu_train.engine.planned import Engine, StepPlan
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SMOOTH
+from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.models.weight_format import CODES4, WeightFormat
 
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "codes": 4, "int4": 4}
@@ -19,15 +20,24 @@ GAIN = 1.05  # times as fast, from which sparsity is worth a word
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one step of all rows: as selected, and of all units. Both have the LM head."""
+    """Bytes of one step of all rows: as selected, and of all units. Both have the LM head.
+
+    exact: no predictor says how many neurons are silent, and rows of those are left out.
+    """
 
     read: float
     dense: float
+    exact: bool = False
 
     def describe(self, rows: int = 1) -> str:
         """For people: megabytes, the share that is read, and the speed that follows."""
         share, gain = self.read / self.dense, self.dense / self.read
         what = "a token" if rows == 1 else f"a step of {rows} rows"
+        if self.exact:
+            return (
+                f"reads at most {self.read / 1e6:,.1f} MB of weights for {what}, less by rows of silent neurons\n"
+                "expected speed: it follows from how many are silent, which python infer.py --model MODEL measures"
+            )
         part = f"{100 * share:.0f} % of {self.dense / 1e6:,.1f} MB"
         read = f"reads {self.read / 1e6:,.1f} MB of weights for {what}, {part}"
         if gain < GAIN:
@@ -45,11 +55,11 @@ def step_bytes(bundle: Any, plan: StepPlan) -> StepBytes:
         for target in (Target.HEADS, Target.MLP):
             spec = bundle.specs.get(UnitKey(layer, target))
             whole = unit.dense(shape, target)
-            if target == Target.MLP and plan.engine == Engine.CPU:
+            if target == Target.MLP and (plan.engine == Engine.CPU or plan.batch <= MOST_TOKENS):
                 whole -= shape.d_ffn * unit.down * (1 - _active(bundle, spec, plan))  # of zeros nothing more is read
             dense += whole
             read += whole if spec is None or spec.dense else _spec_bytes(bundle, spec, plan, weights)
-    return StepBytes(read, dense)
+    return StepBytes(read, dense, exact=not bundle.specs and any(half.skips for half in plan.halves))
 
 
 def _spec_bytes(bundle: Any, spec: Any, plan: StepPlan, weights: WeightFormat) -> float:

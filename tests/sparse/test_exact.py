@@ -1,6 +1,7 @@
 """A model without predictors: the dense model's text on every backend, saved, served by name, and what is refused."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -53,6 +54,9 @@ def test_lossless_text_of_a_model_without_predictors(tiny_opt):
 def test_what_is_said_and_refused(tiny_opt, tmp_path):
     model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), backend="cpu")
     assert "rows of silent neurons are not read" in model.describe()
+    assert re.match(
+        r"reads at most 0\.\d MB of weights for a token, less by rows of silent neurons\n", model.describe()
+    )
     with pytest.raises(UserError, match="has no predictors to save"):
         model.bundle.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="zeros must be one of auto, skip, read, got never"):
