@@ -119,6 +119,9 @@ def read_ends(model: Any) -> Ends:
         if isinstance(module, nn.Embedding):  # a family's own class may begin at a later row
             kind = nn.Embedding if type(module) is nn.Embedding else OPTLearnedPositionalEmbedding
             positions = plain_table("embed_positions", module, kind)[getattr(module, "offset", 0) :]
+            if len(positions) != dims.max_positions:
+                found = f"holds {len(positions)} positions behind its first row, not {dims.max_positions}"
+                raise NotPlain("embed_positions", found)
         elif isinstance(module, nn.Linear):
             project_in = plain_linear("project_in", module)
         else:

@@ -23,7 +23,7 @@ class ScaledRMSNorm(nn.Module):
 
     def __init__(self, columns: int, eps: float, factor: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(columns))
+        self.weight = nn.Parameter(torch.ones(columns, dtype=torch.get_default_dtype()))
         self.variance_epsilon, self.factor = eps, factor
 
     def forward(self, x: Tensor) -> Tensor:
