@@ -374,6 +374,8 @@ def test_bytes_of_a_step(tiny_opt):
     d, n = parts.d_model, parts.d_ffn
     dense = (2 * (4 * d * d + 2 * n * d) + parts.head_weights) * 2
     assert speed.step_bytes(parts, Selection(), 1.0, 2) == dense
+    # Without predictors rows out of silent neurons are left out too.
+    assert speed.step_bytes(parts, Selection(), 0.1, 2) == pytest.approx(dense - 2 * n * d * 0.9 * 2)
     # A quarter of the rows in, and of the rows out the tenth that is not zero.
     kept = 2 * (4 * d * d + n * d * 0.25 + n * d * 0.1) + parts.head_weights
     predictors = 2 * 64 * (d + n) * 0.5

@@ -75,15 +75,14 @@ def step_bytes(parts: DecoderParts, selection: Selection, nonzero: float, weight
     """Bytes of weights and predictors that one step reads.
 
     Args:
-        nonzero: share of neurons that are not zero. Rows out of a selected neuron that is zero are not read.
+        nonzero: share of neurons that are not zero. Rows out of a neuron that is zero are not read, selected or not.
         weight: bytes of one weight.
     """
-    mlp, attention = float(parts.mlp_weights), float(parts.attention_weights)
-    predictors = 0.0
+    attention, predictors = float(parts.attention_weights), 0.0
+    out = parts.d_ffn * parts.d_model * parts.n_layers
+    kept = selection.kept(parts) if selection.target == Target.MLP else 1.0
+    mlp = (parts.mlp_weights - out) * kept + out * min(kept, nonzero)
     if selection.target == Target.MLP:
-        out = parts.d_ffn * parts.d_model * parts.n_layers
-        kept = selection.kept(parts)
-        mlp = (mlp - out) * kept + out * min(kept, nonzero)
         predictors = parts.n_layers * PREDICTOR_RANK * (parts.d_model + parts.d_ffn) * PREDICTOR_BYTES
     elif selection.target == Target.HEADS:
         attention *= selection.kept(parts)
