@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.decode_hf import random_model
-from benchmarks.decode_problem import SHAPES, STD
+from benchmarks.decode_problem import ACTIVE, SHAPES, STD, sets_of
 from benchmarks.rows import append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
@@ -66,9 +66,11 @@ class Rival:
 
 
 def random_weights(shape: ModelDims, stored: str, group: int | None, active_share: float) -> CpuWeights:
-    """Random weights whose neurons are active with this probability. See `decode_problem.random_weights`."""
+    """Random weights. A share of all neurons is active in a token, with the frequencies of `active_sets`."""
     weights = CpuWeights.random(shape, stored, group, std=STD)
-    weights.model.in_bias[:] = STD * math.sqrt(shape.d_model) * statistics.NormalDist().inv_cdf(active_share)
+    sets = sets_of(shape, active_share, "cpu")
+    for layer in range(shape.n_layers):
+        weights.model.in_bias[layer] = sets.biases(layer).numpy() + shape.threshold
     return weights
 
 
@@ -225,7 +227,7 @@ def main() -> int:
     parser.add_argument("--rivals", nargs="*", choices=["eager", "compile"], help="default: both of an OPT, else none")
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
-    parser.add_argument("--active-share", type=float, default=0.6, help="of a random shape's neurons")
+    parser.add_argument("--active-share", type=float, default=ACTIVE, help="of a random shape's neurons")
     parser.add_argument("--rank", type=int, default=128, help="of a random shape's predictors")
     parser.add_argument("--predictors", default="int8", choices=["float32", "float16", "int8"])
     parser.add_argument("--batch", type=int, default=1)

@@ -22,7 +22,7 @@ import transformers
 from transformers import OPTForCausalLM, pipeline
 
 from benchmarks.decode_hf import Clock, random_model
-from benchmarks.decode_problem import RANKS, SHAPES, set_thresholds, start
+from benchmarks.decode_problem import ACTIVE, RANKS, SHAPES, set_thresholds, start
 from benchmarks.harness import step_times
 from benchmarks.rows import append_json, command_line, gpu_versions, made_now, needs_gpu
 from dejavu_train.bundle.artifact import Bundle
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--mlp-density", type=float, default=0.1)
     parser.add_argument("--head-density", type=float, default=0.5)
-    parser.add_argument("--active-share", type=float, default=0.6)
+    parser.add_argument("--active-share", type=float, default=ACTIVE)
     parser.add_argument("--rank", type=int, default=0, help="of the MLP predictors; 0: 4 %% of the dense MLP's bytes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/generate.jsonl"))

@@ -384,7 +384,7 @@ def main() -> int:
     parser.add_argument("--bundles", nargs="+", help="of search, of the same model")
     parser.add_argument("--mlp-densities", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3, 0.5], help="of search")
     parser.add_argument("--head-densities", type=float, nargs="+", default=[0.75, 1.0], help="of search")
-    parser.add_argument("--live-share", type=float, default=0.6, help="of a random shape's neurons")
+    parser.add_argument("--live-share", type=float, default=0.06, help="of a random shape's neurons")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.84, 0.9, 0.95])
     parser.add_argument("--decodings", nargs="+", default=["greedy", "0.7", "1.0"], choices=list(DECODINGS))
     parser.add_argument("--prompt", type=int, default=64)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_problem import RANKS, SHAPES, random_predictors, random_weights, set_thresholds, start
+from benchmarks.decode_problem import ACTIVE, RANKS, SHAPES, random_predictors, random_weights, set_thresholds, start
 from benchmarks.harness import step_times
 from benchmarks.lossless_rows import DECODINGS, TEXTS, added, columns_of, read_prompts
 from benchmarks.lossless_ways import COPYING, FIXED, Measured, Ways
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--bundle", default="checkpoints/opt-mini/bundle")
     parser.add_argument("--mlp-density", type=float, help="default: the bundle's, 0.1 of forced")
     parser.add_argument("--head-density", type=float, default=1.0)
-    parser.add_argument("--active-share", type=float, default=0.6, help="of a random shape's neurons")
+    parser.add_argument("--active-share", type=float, default=ACTIVE, help="of a random shape's neurons")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.84, 0.9, 0.95])
     parser.add_argument("--ways", nargs="+", help="default: all")
     parser.add_argument("--decodings", nargs="+", default=["greedy", "0.7", "1.0"], choices=list(DECODINGS))

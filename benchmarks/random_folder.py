@@ -21,7 +21,7 @@ from dejavu_train.families import TARGETS, ModelDims
 from dejavu_train.models.opt import load_tokenizer, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 
-ACTIVE_SHARE = 0.6
+ACTIVE_SHARE = 0.06
 INPUTS = 256
 
 

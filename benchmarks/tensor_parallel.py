@@ -40,6 +40,7 @@ import torch.distributed as dist
 from benchmarks.decode import EXTRA, summary
 from benchmarks.decode_cells import Cell, read_cells
 from benchmarks.decode_problem import (
+    ACTIVE,
     RANKS,
     SHAPES,
     measured,
@@ -393,7 +394,7 @@ def main() -> int:
     parser.add_argument("--rival-seconds", type=float, default=240, help="for each of its processes")
     parser.add_argument("--prompt", type=int, default=128, help="of rivals")
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--active-share", type=float, default=0.6)
+    parser.add_argument("--active-share", type=float, default=ACTIVE)
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no new cell starts")
     parser.add_argument("--check", action="store_true", help="compare tokens with those of one GPU first")
     parser.add_argument("--kill", action="store_true", help="end the last rank in a step: all must end with one line")
