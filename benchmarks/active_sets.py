@@ -35,7 +35,7 @@ ROWS, TOKENS = (1, 2, 4, 8), 64  # of unions, and of a text of a model with weig
 
 @dataclass(frozen=True)
 class ActiveSets:
-    """What is active in each layer of a shape, the same whenever it is asked for.
+    """Active neurons in each layer of a shape, the same whenever they are asked for.
 
     share: of the neurons, of one token. rank: of the map into the neurons, but for the noise. std: of its numbers.
     """

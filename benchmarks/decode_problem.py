@@ -92,7 +92,7 @@ def random_weights(
 
 
 def sets_of(shape: ModelDims, active_share: float, device: str = "cuda") -> ActiveSets:
-    """What is active in a shape's layers. The rank is that of predictors with 4 % of the dense MLP's bytes."""
+    """Active neurons of a shape's layers. The rank is that of predictors with 4 % of the dense MLP's bytes."""
     return ActiveSets(shape, active_share, max(8, shape.d_model // 16), STD, device)
 
 

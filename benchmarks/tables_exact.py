@@ -89,7 +89,7 @@ def zeros_table(root: Path) -> str:
 
 
 def exact_verdict(root: Path) -> str:
-    """What costs no training, and what predictors add to it."""
+    """Gains of exact skip, and of predictors over it."""
     steps = {key: gains(rows) for key, rows in steps_at(root, USUAL).items() if key[2] == 1}
 
     def span(weights: str, which: int) -> str:

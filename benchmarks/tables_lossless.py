@@ -89,7 +89,7 @@ def speed_table(root: Path) -> str:
 
 
 def opening_table(root: Path) -> str:
-    """What README shows of it: greedy text by what drafts it."""
+    """Greedy text by what drafts it, as a guide shows it."""
     rows = [row for row in read_csv(root / CPU) if row["what"] == "speed" and row["text"] == "all"]
     table = []
     for way, draft in DRAFTS.items():

@@ -112,7 +112,7 @@ def opening_rows(root: Path) -> list[Row]:
 
 
 def opening_table(root: Path) -> str:
-    """What README shows of it: quality and speed of the same weights, with all heads."""
+    """Quality and speed of the same weights with all heads, as README shows them."""
     table = [list(row.values()) for row in opening_rows(root)]
     device = next(row["device"] for row in newest_rows(root) if row["measure"] == "ms")
     return markdown([f"on one {device}", "neurons read", "perplexity of eight texts", "ms per token"], table)

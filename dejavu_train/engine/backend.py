@@ -77,7 +77,7 @@ class EngineBackend(EnginePool):
         self.ranks = ranks_of(model)
         held, world = (self.shape, 1) if self.ranks is None else (self.ranks.shard.dims, self.ranks.shard.world)
         plan = plan_step(held, facts, formats_of(model, dtype), options, engine, world)  # refuses what no engine runs
-        self.guard, self._options, self._dtype = guard, options, dtype
+        self._options, self._dtype = options, dtype
         self._predictors: dict[frozenset[UnitKey], dict[UnitKey, TargetPredictor | None]] = {}
         self._turned = plan.turned
 
