@@ -18,6 +18,7 @@ from dejavu_train import SparseCausalLM
 from dejavu_train.models.opt import load_opt
 
 ROWS, PROMPT = 4, 8
+WIDE = {"hidden_size": 96, "intermediate_size": 192}  # heads of 16, the narrowest that kernels of attention take
 
 
 def texts(model: Any, tokens: int, new: int) -> torch.Tensor:
@@ -81,7 +82,8 @@ def main() -> int:
             from tests.family_models import random_family
 
             kind = getattr(torch, dtype)
-            make = lambda name=name, kind=kind: random_family(name).to(device, kind)  # noqa: E731
+            sizes = WIDE if device == "cuda" else {}
+            make = lambda name=name, kind=kind, sizes=sizes: random_family(name, **sizes).to(device, kind)  # noqa: E731
             count(make, name, dtype, device, args)
     return 0
 
