@@ -3,7 +3,7 @@
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
 # make test    lint, format check, types, import contracts, words, tests
 # make test COVERAGE=1  the same, and fails where less than 85 % of the lines of dejavu_train are run: .ci/run and make release ask for it
-# make test-long  what takes too long for that: kernels compiled for Ampere and Ada and by the oldest triton, Ray, SLURM, S3
+# make test-long  what takes too long for that: kernels compiled for Ampere and Ada and by the oldest triton, Ray, S3
 # make test-machines  a part of the tests as on other processors, with other threads, locale and home: a table, part of test-long
 # make tables  the tables of README.md and docs/ from committed rows
 # make release  says what a release says, fails where something is missing, then make test COVERAGE=1
@@ -45,9 +45,9 @@ bundle: .venv/train
 report: $(if $(TASKS),.venv/dev,.venv/train)
 	.venv/bin/python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml --bundle $(DEMO)/bundle \
 		--output $(DEMO) --tokens 4000 --slow_tokens 1000 --parts residual,units,attention,union,selections,predictors
-	.venv/bin/python -m dejavu_train.evaluation.generation --config configs/generation/opt-mini.yaml \
+	.venv/bin/python -m dejavu_train.extras.generation --config configs/generation/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO) --prompts 8 --new_tokens 32 --every 16
-	test -z "$(TASKS)" || .venv/bin/python -m dejavu_train.evaluation.lm_eval --config configs/eval/opt-mini.yaml \
+	test -z "$(TASKS)" || .venv/bin/python -m dejavu_train.extras.tasks --config configs/eval/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --text '[]' --limit 50 --shots 0
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from dejavu_train.commands import run
+from dejavu_train.cli.commands import run
 
 if __name__ == "__main__":
     sys.exit(run("infer"))

@@ -43,7 +43,6 @@ from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
 from dejavu_train.calibration.curves import HEAD_PROBES, MLP_PROBES
 from dejavu_train.calibration.sensitivity import SensitivityProbe
-from dejavu_train.config import TuneConfig
 from dejavu_train.data import collect_layers
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.recording import Recording
@@ -51,18 +50,19 @@ from dejavu_train.data.shards import ActivationManifest, ShardEntry, layer_folde
 from dejavu_train.data.windows import Window, plan_shards
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.families.opt import layer_prefix
-from dejavu_train.files import replacing, write_json
+from dejavu_train.ground.files import replacing, write_json
+from dejavu_train.ground.progress import set_up_logging
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.stored import INDEX, full_name
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.progress import set_up_logging
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
+from dejavu_train.training.config import TuneConfig
 from dejavu_train.training.finetune import finetune
 
 TINY = ModelDims(64, 256, 3, 4, 512, 2048)

@@ -18,21 +18,21 @@ import torch
 
 from benchmarks.decode_problem import SHAPES
 from benchmarks.rows import command_line, made_now
-from dejavu_train.cli import parse_config
+from dejavu_train.extras.hosts.forecast import forecast
+from dejavu_train.extras.hosts.hardware import PlanConfig, hardware_of
 from dejavu_train.families import ModelDims
-from dejavu_train.files import write_json
-from dejavu_train.forecast import forecast
-from dejavu_train.hardware import PlanConfig, hardware_of
+from dejavu_train.ground.files import write_json
 from dejavu_train.models.opt import resolve_device
-from dejavu_train.plan import disk_bytes, whole_run
-from dejavu_train.sizes import ROWS, read_rows
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.plan import disk_bytes, whole_run
+from dejavu_train.training.sizes import ROWS, read_rows
 
 logger = logging.getLogger(__name__)
 NAMES = ("1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
 SOURCES = (
-    "dejavu_train/estimate.py",
-    "dejavu_train/forecast.py",
-    "dejavu_train/plan.py",
+    "dejavu_train/run/estimate.py",
+    "dejavu_train/extras/hosts/forecast.py",
+    "dejavu_train/run/plan.py",
     "dejavu_train/training",
     "dejavu_train/calibration",
 )

@@ -55,7 +55,7 @@ rows="$python -m benchmarks.tasks" record="$python -m papers.deja_vu.record"
 
 # Alone: their times are reported.
 if wanted tests; then
-  [ -z "$try" ] && alone tests 120 "$python" -m pytest -q -m gpu tests/evaluation/test_lm_eval_gpu.py
+  [ -z "$try" ] && alone tests 120 "$python" -m pytest -q -m gpu tests/extras/test_lm_eval_gpu.py
 fi
 if wanted engine; then
   for dtype in $(pick "float32 float16" float32); do
@@ -90,7 +90,7 @@ if wanted paper; then
     done
   done
 fi
-wanted generation && beside generation 420 "$python" -m dejavu_train.evaluation.generation \
+wanted generation && beside generation 420 "$python" -m dejavu_train.extras.generation \
   --config configs/generation/opt-mini.yaml --text "$folder/general_heldout.jsonl" --bundle "$bundle" --output "$out" --prompts "$(pick 128 2)" \
   --new_tokens "$(pick 128 8)" --device "$device" $(pick "" "--densities [0.1] --every [] --decodings [greedy]")
 if wanted second && [ -n "${MODEL2:-}" ]; then

@@ -69,7 +69,7 @@ pretrain() {  # NAME FAMILY SIZE
   local name=$1 folder=$work/models/$1 count=steps_$3
   mkdir -p "$folder"
   cp checkpoints/opt-mini/tokenizer.json checkpoints/opt-mini/tokenizer_config.json "$folder"
-  set -- "$python" -m dejavu_train.training.pretrain --output "$folder" --family "$2" --text $text $(shape "$2" "$3") \
+  set -- "$python" -m dejavu_train.extras.pretrain --output "$folder" --family "$2" --text $text $(shape "$2" "$3") \
     --heldout $heldout --steps "${!count}" --seconds "$seconds" \
     --learning_rate "$([ "$3" = 100m ] && echo 2e-3 || echo 3e-3)" --warmup_steps 100 --device "$device" \
     --checkpoint_seconds 1000

@@ -44,7 +44,7 @@ whole() {  # NAME MODEL
 whole opt-mini checkpoints/opt-mini &
 shape=$(pick "--d_model 768 --n_layers 12 --n_heads 12 --d_ffn 3072 --context 512" \
   "--d_model 64 --n_layers 3 --n_heads 2 --d_ffn 128 --context 512 --batch_rows 2 --vocab_size 300 --device cpu")
-step pretrain 400 "$python" -m dejavu_train.training.pretrain --output "$work/opt-100m" \
+step pretrain 400 "$python" -m dejavu_train.extras.pretrain --output "$work/opt-100m" \
   --text "$data/$(pick general_train.jsonl.xz general_heldout.jsonl)" --heldout "$data/books_heldout.jsonl" $shape \
   --seconds "$(pick "${PRETRAIN_SECONDS:-60}" 5)" && whole opt-100m "$work/opt-100m"
 wait

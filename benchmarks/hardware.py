@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.rows import ROOT, command_line
 from benchmarks.tables_format import read_csv
-from dejavu_train.estimate import flops_of_step
+from dejavu_train.extras.hosts.hardware import FILE
 from dejavu_train.families import ModelDims
-from dejavu_train.hardware import FILE
+from dejavu_train.run.estimate import flops_of_step
 
 TRAINING, SAMPLES, STEPS = (f"benchmarks/results/{name}" for name in ("training.jsonl", "samples.csv", "alternate.csv"))
 SHAPE = ModelDims(4096, 16384, 32, 32, 50272, 2048)  # opt-6.7b

@@ -100,7 +100,7 @@ ticks=$!
 trap 'kill $ticks; pack' EXIT
 
 text=$(pick "$data/general_train.jsonl.xz $data/train_docs.jsonl.xz" "$data/books.jsonl")
-step pretrain "$(left 8)" "$python" -m dejavu_train.training.pretrain --output "$model" --text $text \
+step pretrain "$(left 8)" "$python" -m dejavu_train.extras.pretrain --output "$model" --text $text \
   --heldout "$data/books.jsonl" "$data/docs.jsonl" $shape --seconds "$(pick "${PRETRAIN_SECONDS:-110}" 5)" || exit 1
 step rtn "$(left 8)" "$python" -m dejavu_train.quantize --model "$model" --output "$work/rtn" --quantizer rtn --device "$device" &
 heads() {  # the LM head in codes as well

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with serving(["--model", options.model, "--bundle", options.bundle, "--name", "mini"]) as url:
         rows = ask_all(url, "mini")
     options.out.unlink(missing_ok=True)
-    shared = made_now("dejavu_train/serving")
+    shared = made_now("dejavu_train/extras/serving")
     for row in rows:
         append_row(options.out, shared | row, COLUMNS)
     refused = sum(row["status"].startswith("4") and bool(row.get("type")) for row in rows)

@@ -40,11 +40,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # where a mutated name could be one of the h
 from benchmarks.rows import command_line, made_now
 from benchmarks.tiny_run import bundle_bytes, flags, make_inputs
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main as train
-from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.run.command import main as train
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 VALUES: list[Any] = [None, True, -1, 0, 3, 3.5, 1e300, float("nan"), "x", "", [], {}, [1], {"a": 1}]

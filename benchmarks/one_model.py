@@ -37,7 +37,7 @@ from benchmarks.one_model_data import TASKS
 from benchmarks.one_model_plan import DENSITY, DRAFTED, GPUS, HEADS, SCALES, Scale, describe, flags_of, forecast
 from benchmarks.rows import ROOT, command_line
 from benchmarks.texts import TEXTS
-from dejavu_train.children import start_child, stop_child
+from dejavu_train.ground.children import start_child, stop_child
 
 PAIRS = (f"{DENSITY}/1", f"{2 * DENSITY}/1", f"{DENSITY}/{HEADS}")  # of neurons and heads
 HELDOUT = ("general", "books", "docs")  # the first one stops pretraining
@@ -141,7 +141,7 @@ class Run:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "checkpoints/opt-mini" / name, self.model)
         streams = sorted(map(str, self.data.glob("*.tokens.xz")))
-        command = [*self.together(), "-m", "dejavu_train.training.pretrain", f"--output={self.model}"]
+        command = [*self.together(), "-m", "dejavu_train.extras.pretrain", f"--output={self.model}"]
         command += ["--text", *streams, "--heldout", *(str(self.data / f"{name}.jsonl") for name in HELDOUT)]
         command += [*self.pretrain_flags(), "--patience=3", "--validation_steps=50"]
         plainer = ["--compile=false", f"--micro_rows={max(1, scale.micro_rows // 2)}"]  # what comes last counts

@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.rows import command_line
 from benchmarks.texts import TEXTS
 from dejavu_train.data.text import local_documents
+from dejavu_train.extras.pretrain.stream import STREAM, token_stream, write_stream
 from dejavu_train.models.opt import load_tokenizer
-from dejavu_train.training.pretrain.stream import STREAM, token_stream, write_stream
 
 SOURCES = ("books_train_1.jsonl.xz", "books_train_2.jsonl.xz", "general_train.jsonl.xz")
 OWN_SOURCES = ("train_docs.jsonl", "train_wikitext.jsonl")  # what `texts prepare` writes beside the texts
@@ -95,9 +95,9 @@ def questions_of(task: Any, name: str, lm: Any) -> Iterator[dict[str, Any]]:
 
 def pack_tasks(options: argparse.Namespace, part: Path) -> Path:
     """The questions of all tasks, a line of JSON each."""
-    from dejavu_train.evaluation.further_config import AskedOptions  # lm-eval takes seconds to import
-    from dejavu_train.evaluation.lm_eval.model import Asked, DejavuLM
-    from dejavu_train.evaluation.lm_eval.tasks import build_questions, quiet
+    from dejavu_train.extras.tasks.config import AskedOptions  # lm-eval takes seconds to import
+    from dejavu_train.extras.tasks.model import Asked, DejavuLM
+    from dejavu_train.extras.tasks.tasks import build_questions, quiet
 
     quiet()
     asked = AskedOptions(tasks=TASKS, folder=str(options.data), limit=options.limit)

@@ -1,6 +1,6 @@
 """The sizes of benchmarks/one_model.py, and how long its stages should take on H100s, from committed rows.
 
-Text, collecting, training and calibration are those of ``train.py --plan``, see dejavu_train/estimate.py. What is
+Text, collecting, training and calibration are those of ``train.py --plan``, see dejavu_train/run/estimate.py. What is
 assumed besides stands in ``ASSUMED``, and what was not measured before says so.
 """
 
@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 
 from benchmarks.rows import ROOT
-from dejavu_train.cli import parse_config
-from dejavu_train.config import RunConfig
 from dejavu_train.data.samples import CYCLE
-from dejavu_train.estimate import Estimate
+from dejavu_train.extras.hosts.forecast import stated
+from dejavu_train.extras.hosts.hardware import known_hardware
 from dejavu_train.families import ModelDims
-from dejavu_train.hardware import known_hardware
-from dejavu_train.plan import stage_seconds
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.plan import stage_seconds
+from dejavu_train.training.config import RunConfig
 
 VOCABULARY = 8192
 POSITIONS = 1024
@@ -123,7 +123,7 @@ def pretraining_step(scale: Scale, gpus: int = GPUS) -> float:
 def forecast(scale: Scale, gpus: int = GPUS) -> dict[str, float]:
     """Seconds of each stage in turn."""
     config: RunConfig = parse_config(flags_of(scale, "unread", "unread", "unread", 1.0, "cuda"))
-    estimate = Estimate.stated(config, scale.shape, known_hardware()[GPU], 1e9 * ASSUMED.collect_gb_s)
+    estimate = stated(config, scale.shape, known_hardware()[GPU], 1e9 * ASSUMED.collect_gb_s)
     shares = {name: CYCLE.count(name) / len(CYCLE) for name in ("train", "val", "calibration")}
     rows = {name: round(share * scale.own_tokens) for name, share in shares.items()}
     found: Mapping[str, float] = stage_seconds(estimate, rows, scale.own_tokens)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import five_digits, made_now
-from dejavu_train.files import replacing
+from dejavu_train.ground.files import replacing
 
 COLUMNS = (
     "scale measure weights way mlp_density head_density subject value error tokens gpus device torch commit date "

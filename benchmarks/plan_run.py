@@ -21,23 +21,23 @@ from pathlib import Path
 from benchmarks.by_layers import TINY, WINDOW, config_values, make
 from benchmarks.decode_problem import RANKS, SHAPES
 from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
-from dejavu_train.cli import parse_config
-from dejavu_train.config import RunConfig
-from dejavu_train.crew import COLLECT, REST, TRAIN, train_together
+from dejavu_train.extras.hosts.forecast import forecast
+from dejavu_train.extras.hosts.hardware import PlanConfig, hardware_of
 from dejavu_train.families import TARGETS
-from dejavu_train.files import require_disk
-from dejavu_train.forecast import forecast
-from dejavu_train.hardware import PlanConfig, hardware_of
+from dejavu_train.ground.files import require_disk
+from dejavu_train.ground.progress import set_up_logging
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import resolve_device
-from dejavu_train.own_text import sampled
-from dejavu_train.pipeline import checked, work
-from dejavu_train.progress import set_up_logging
-from dejavu_train.run_folder import claimed_folder
-from dejavu_train.stages import train_stage
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.crew import COLLECT, REST, TRAIN, train_together
+from dejavu_train.run.folder import claimed_folder
+from dejavu_train.run.own_text import sampled
+from dejavu_train.run.pipeline import checked, work
+from dejavu_train.training.config import RunConfig
+from dejavu_train.training.stages import train_stage
 
 GB, PROBE = 1e9, 1 << 28
-SOURCES = ("dejavu_train/estimate.py", "dejavu_train/forecast.py", "dejavu_train/hardware.json")
+SOURCES = ("dejavu_train/run/estimate.py", "dejavu_train/extras/hosts/forecast.py", "dejavu_train/hardware.json")
 
 
 def disk_rate(folder: Path) -> float:

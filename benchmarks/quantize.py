@@ -31,9 +31,9 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import TextSource, load_documents
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.int4_sizes import part_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.masked import masking

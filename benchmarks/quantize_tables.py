@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 DENSE = ("none", "1", "1")  # predictors and shares where everything is computed
 HEADS = ("gptq", "gptq, LM head int8", "gptq, LM head int4")

@@ -27,9 +27,9 @@ import transformers
 from benchmarks.decode_hf import random_model, times_of
 from benchmarks.decode_problem import RANKS, SHAPES, STD
 from benchmarks.rows import command_line
-from dejavu_train.errors import first_line
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation, Norm, Positions
+from dejavu_train.ground.errors import first_line
 
 DEVICE_MAP, PLAN = "hf-device-map", "hf-tp-plan"
 WAYS = {"as it is": True, "compiled": False}  # the value of disable_compile

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     row |= {"cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 1)}
     with serving([*command, "--rows", str(options.rows)]) as url:
         row |= asyncio.run(Load(url, options.model, options.new).run(options.clients, options.seconds))
-    append_json(options.out, row | made_now("dejavu_train/serving", "dejavu_train/engine"))
+    append_json(options.out, row | made_now("dejavu_train/extras/serving", "dejavu_train/engine"))
 
 
 if __name__ == "__main__":

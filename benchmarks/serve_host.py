@@ -91,12 +91,12 @@ def server_process(options: Any) -> None:
     import socket
 
     from dejavu_train.engine.rows import Rows
+    from dejavu_train.extras.serving.app import make_app
+    from dejavu_train.extras.serving.line import Line
+    from dejavu_train.extras.serving.metrics import Metrics
+    from dejavu_train.extras.serving.requests import Reader
+    from dejavu_train.extras.serving.server import run
     from dejavu_train.models.opt import load_tokenizer
-    from dejavu_train.serving.app import make_app
-    from dejavu_train.serving.line import Line
-    from dejavu_train.serving.metrics import Metrics
-    from dejavu_train.serving.requests import Reader
-    from dejavu_train.serving.server import run
 
     tokenizer = load_tokenizer(options.model)
     clock = Clock(options.rows, 1024, len(tokenizer), options.step_ms, options.join_ms)
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.server:
         server_process(options)
     else:
-        append_json(options.out, measure(options) | made_now("dejavu_train/serving", "dejavu_train/engine"))
+        append_json(options.out, measure(options) | made_now("dejavu_train/extras/serving", "dejavu_train/engine"))
 
 
 if __name__ == "__main__":

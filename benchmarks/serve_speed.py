@@ -55,9 +55,9 @@ async def tokens_per_second(url: str, model: str, rows: int, new: int, more: dic
 def engine_process(options: Any) -> None:
     """For each line of the input: a turn, then as many steps alone. Prints both rates."""
     from dejavu_train.engine.inputs import Row
+    from dejavu_train.extras.serving.config import ServeConfig
+    from dejavu_train.extras.serving.server import load
     from dejavu_train.models.opt import load_tokenizer
-    from dejavu_train.serving.config import ServeConfig
-    from dejavu_train.serving.server import load
 
     config = ServeConfig(options.model, bundle=options.bundle, device=options.device, rows=options.rows)
     model = load(config)
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks.cpu_decode import cpu_name
 
     device = cpu_name() if options.device == "cpu" else torch.cuda.get_device_name()
-    shared = made_now("dejavu_train/serving", "dejavu_train/engine") | {
+    shared = made_now("dejavu_train/extras/serving", "dejavu_train/engine") | {
         "device": device, "model": Path(options.model).name, "bundle": Path(options.bundle).name,
         "rows": options.rows, "new": options.new,
         "versions": f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}",

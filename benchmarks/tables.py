@@ -335,7 +335,7 @@ MADE_BY = {  # table -> what makes its rows
     "stage-lines": "`python -m benchmarks.merged lines`",
     "stage-registers": "`python -m benchmarks.compiled` in both trees, then `python -m benchmarks.merged registers`",
     "streaming": "`train.py --plan`, whose rates `python -m benchmarks.hardware` takes from rows",
-    "card": "`python -m dejavu_train.training.pretrain` with the settings in `pretraining.json`",
+    "card": "`python -m dejavu_train.extras.pretrain` with the settings in `pretraining.json`",
 }
 
 

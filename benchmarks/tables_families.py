@@ -12,9 +12,9 @@ from dejavu_train.engine import runs
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine, Formats
-from dejavu_train.errors import Unsupported
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.families.dims import engine_refusal
+from dejavu_train.ground.errors import Unsupported
 
 ROWS, MODELS = "docs/results/families/rows.csv", "docs/results/families/models.jsonl"
 TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")

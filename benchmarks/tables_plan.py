@@ -10,10 +10,10 @@ from pathlib import Path
 from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import SHAPES
 from benchmarks.tables_format import Row, age, markdown, read_csv
-from dejavu_train.cli import parse_config
-from dejavu_train.config import RunConfig
+from dejavu_train.extras.hosts.hardware import PlanConfig, known_hardware
 from dejavu_train.families import TARGETS
-from dejavu_train.hardware import PlanConfig, known_hardware
+from dejavu_train.run.command import parse_config
+from dejavu_train.training.config import RunConfig
 
 MODELS, DISKS = ("1.3b", "6.7b", "30b", "66b"), (1.0, 0.2)  # GB/s
 FORWARDS = (
@@ -33,7 +33,7 @@ def _planned(root: Path, name: str) -> Iterator[RunConfig]:
 
 def streaming_table(root: Path) -> str:
     """GPU-hours of one H200 with shards on two disks, and without shards at the measured rate and at five times it."""
-    from dejavu_train.forecast import forecast, predictor_memory
+    from dejavu_train.extras.hosts.forecast import forecast, predictor_memory
 
     gpu = known_hardware()["H200"]
     fast = dataclasses.replace(gpu, tflops=5 * gpu.tflops)
@@ -116,8 +116,8 @@ def _per_predictor(row: Row) -> list[str]:
 
 def own_text_table(root: Path) -> str:
     """What a model would read from the host if it wrote its own text by layers, all rows at once or as many as fit."""
-    from dejavu_train.forecast import forecast
-    from dejavu_train.own_text import tokens_to_sample
+    from dejavu_train.extras.hosts.forecast import forecast
+    from dejavu_train.run.own_text import tokens_to_sample
 
     rows = []
     for name in MODELS[1:]:

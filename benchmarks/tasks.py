@@ -1,6 +1,6 @@
 """Rows of downstream tasks: python -m benchmarks.tasks [engine] --config configs/eval/opt-mini.yaml
 
-Takes the options of `python -m dejavu_train.evaluation.lm_eval`. Appends the rows with their conditions, as they come,
+Takes the options of `python -m dejavu_train.extras.tasks`. Appends the rows with their conditions, as they come,
 to tasks.csv in benchmarks/results (or in the folder that DEJAVU_RESULTS names). `engine` asks the same questions
 of `mask` and of the backend that is named, and appends how far the log-likelihoods are apart to task_engine.csv.
 `apart_beyond` is the goal of the dtype, beyond which a request counts as apart.
@@ -18,12 +18,12 @@ import numpy as np
 
 from benchmarks.rows import append_row, device_name, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.further_config import TasksConfig
-from dejavu_train.evaluation.lm_eval.model import DENSE, DejavuLM
-from dejavu_train.evaluation.lm_eval.run import all_questions, asked_model, read_config, tasks, versions
-from dejavu_train.evaluation.lm_eval.tasks import quiet
+from dejavu_train.extras.tasks.config import TasksConfig
+from dejavu_train.extras.tasks.model import DENSE, DejavuLM
+from dejavu_train.extras.tasks.run import all_questions, asked_model, read_config, tasks, versions
+from dejavu_train.extras.tasks.tasks import quiet
 from dejavu_train.families import Target
+from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.models.opt import resolve_device
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))

@@ -26,15 +26,15 @@ import torch
 from benchmarks.rows import append_row, command_line, device_name, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import mlp_share
-from dejavu_train.cli import parse_config
 from dejavu_train.data.samples import SampleManifest, decode_rows
 from dejavu_train.data.text import INSTALLED_DOCS, Document, TextSource, load_documents, load_sets
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out, increase
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.models.weight_format import FLOAT16
-from dejavu_train.pipeline import run as train
 from dejavu_train.predictors.metrics import total
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.pipeline import run as train
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ case $1 in
 mini) list=$(mini) ;;
 100m)
   common="$common --model $work/opt-100m --mlp.rank=128 --text.sample.tokens=400000 --batch-tokens 8192"
-  python3 -m dejavu_train.training.pretrain --output "$work/opt-100m" --text .data/general_train.jsonl.xz \
+  python3 -m dejavu_train.extras.pretrain --output "$work/opt-100m" --text .data/general_train.jsonl.xz \
     .data/train_docs.jsonl.xz --heldout .data/books.jsonl .data/docs.jsonl --d_model 768 --n_layers 12 --n_heads 12 \
     --d_ffn 3072 --context 512 --seconds "${PRETRAIN_SECONDS:-120}" >&2 || exit 1
   list=$(hundred)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.training.pretrain.run import PretrainConfig, make_model, train_tokenizer
+from dejavu_train.extras.pretrain.run import PretrainConfig, make_model, train_tokenizer
 
 WORDS = "the model reads a token and each layer keeps those rows that matter for it while memory traffic falls".split()
 
@@ -46,8 +46,8 @@ def flags(model: Path, text: Path, output: Path, *further: str) -> list[str]:
 def _run(argv: Sequence[str], log: str) -> None:
     import torch
 
-    from dejavu_train.cli import main
-    from dejavu_train.errors import GOES_ON, exit_on_user_error
+    from dejavu_train.ground.errors import GOES_ON, exit_on_user_error
+    from dejavu_train.run.command import main
     from dejavu_train.training import finetune, job
 
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def _run(argv: Sequence[str], log: str) -> None:
 def start(argv: Sequence[str], log: Path) -> Any:
     """train.py's main in a process of its own, which starts at once: its server has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dejavu_train.pipeline", "transformers.models.opt.modeling_opt"])
+    context.set_forkserver_preload(["dejavu_train.run.pipeline", "transformers.models.opt.modeling_opt"])
     process = context.Process(target=_run, args=(list(argv), str(log)))
     process.start()
     return process

@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import command_line, device_name
-from dejavu_train.config import PredictorConfig, RunConfig
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import write_statistics
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
-from dejavu_train.errors import exit_on_user_error
 from dejavu_train.families import ModelDims
-from dejavu_train.pipeline import table
-from dejavu_train.stages import train_stage
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.run.pipeline import table
+from dejavu_train.training.config import PredictorConfig, RunConfig
 from dejavu_train.training.job import run_job, summary_rows
+from dejavu_train.training.stages import train_stage
 
 # d_model, d_ffn, layers, heads, rank of the MLP's predictors
 SHAPES = {

@@ -35,7 +35,7 @@ from triton.runtime.jit import KernelInterface
 
 from benchmarks import compiled_layers
 from benchmarks.rows import append_row, command_line, device_name, made_now, needs_gpu
-from dejavu_train.files import write_text
+from dejavu_train.ground.files import write_text
 from dejavu_train.kernels.common import settings
 from dejavu_train.kernels.common.settings import Lookup, Row, SettingsFile, Values
 

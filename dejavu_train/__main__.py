@@ -1,8 +1,8 @@
-"""python -m dejavu_train COMMAND [--option value ...]. See dejavu_train/commands.py"""
+"""python -m dejavu_train COMMAND [--option value ...]. See dejavu_train/cli/commands.py"""
 
 import sys
 
-from dejavu_train.commands import main
+from dejavu_train.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.ground.errors import exit_on_user_error
 
 
 def main(argv: Sequence[str] | None) -> None:

@@ -81,7 +81,7 @@ def make_text(n_words: int, seed: int = 0) -> str:
 
 def save_tiny_tokenizer(folder: Path) -> int:
     """A byte-level BPE with OPT's special ids, trained on the fixture's text. Returns its vocabulary size."""
-    from dejavu_train.training.pretrain.run import train_tokenizer
+    from dejavu_train.extras.pretrain.run import train_tokenizer
 
     tokenizer = train_tokenizer([make_text(2000)], vocab_size=320)
     tokenizer.save_pretrained(folder)

@@ -9,7 +9,7 @@ import time
 import torch
 
 from dejavu_train.engine.ranks import group as groups
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.ground.errors import exit_on_user_error
 
 FORK = multiprocessing.get_context("fork")  # everything is imported here already
 

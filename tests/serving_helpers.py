@@ -8,9 +8,9 @@ import httpx
 import openai
 import torch
 
-from dejavu_train.serving.config import ServeConfig
-from dejavu_train.serving.log import LogFile
-from dejavu_train.serving.server import Served, run
+from dejavu_train.extras.serving.config import ServeConfig
+from dejavu_train.extras.serving.log import LogFile
+from dejavu_train.extras.serving.server import Served, run
 
 NAME = "tiny"
 

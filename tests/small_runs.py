@@ -59,7 +59,7 @@ def _run_main(argv: list[str], log: str, module: str) -> None:
 
     import torch
 
-    from dejavu_train.errors import GOES_ON, exit_on_user_error
+    from dejavu_train.ground.errors import GOES_ON, exit_on_user_error
 
     main = importlib.import_module(module).main
 
@@ -77,12 +77,12 @@ def _server():
     """Children of a server that has imported everything start at once and share no threads with the tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["dejavu_train.cli", "dejavu_train.pipeline", "transformers.models.opt.modeling_opt"]
+        ["dejavu_train.run.command", "dejavu_train.run.pipeline", "transformers.models.opt.modeling_opt"]
     )
     return context
 
 
-def start_main(argv: list[str], log: Path, module: str = "dejavu_train.cli") -> multiprocessing.Process:
+def start_main(argv: list[str], log: Path, module: str = "dejavu_train.run.command") -> multiprocessing.Process:
     """Run the main of train.py, or of another command's ``module``, in a process of its own."""
     return start_process(_run_main, argv, str(log), module)
 

@@ -5,9 +5,9 @@ import shutil
 import pytest
 from small_runs import activations, flags
 
-from dejavu_train.cli import main
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.cli import main as infer
+from dejavu_train.evaluation.command import main as infer
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.run.command import main
 
 
 def bug(*_args, **_options):
@@ -15,14 +15,14 @@ def bug(*_args, **_options):
 
 
 TRAIN_PHASES = {  # what breaks, and what was done before it
-    "claim": ("dejavu_train.pipeline.claimed_folder", ""),
+    "claim": ("dejavu_train.run.pipeline.claimed_folder", ""),
     "text": ("dejavu_train.data.collect.load_sets", ""),
     "collecting": ("dejavu_train.data.collect.record_batch", ""),
     "predictor": ("dejavu_train.training.job.make_predictor", "collected"),
     "training step": ("dejavu_train.training.lit_predictor.LitPredictor.training_step", "collected"),
     "validation": ("dejavu_train.training.lit_predictor.LitPredictor.validation_step", "collected"),
     "export": ("dejavu_train.training.job.export", "collected"),
-    "calibration": ("dejavu_train.pipeline.measure_curves", "collected, trained"),
+    "calibration": ("dejavu_train.run.pipeline.measure_curves", "collected, trained"),
     "tuning": ("dejavu_train.training.passes.divergence", "collected, trained, tuned"),
     "bundle": ("dejavu_train.bundle.artifact.save_file", "collected, trained"),
 }

@@ -10,11 +10,11 @@ import yaml
 from conftest import REPOSITORY, save_tiny_opt
 from small_runs import activations, flags
 
-import dejavu_train.files as files
-from dejavu_train.cli import at_its_files, main, parse_config, with_saved
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.run_folder import claimed_folder
-from dejavu_train.stages import calibrate_stage
+import dejavu_train.ground.files as files
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.run.command import at_its_files, main, parse_config, with_saved
+from dejavu_train.run.folder import claimed_folder
+from dejavu_train.training.stages import calibrate_stage
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 

@@ -10,8 +10,8 @@ import pytest
 from conftest import REPOSITORY
 from test_imports import TRAINING_ONLY, python
 
-from dejavu_train import commands
-from dejavu_train.cli import parse_config
+from dejavu_train.cli import commands
+from dejavu_train.run.command import parse_config
 
 
 def test_all_commands_are_listed_and_can_be_loaded(capsys):
@@ -81,7 +81,7 @@ def test_infer_and_quantize_load_nothing_that_only_training_needs():
     """Not even where all is installed: what fails to import fails the command."""
     code = """
 import sys
-from dejavu_train.commands import main
+from dejavu_train.cli.commands import main
 for name in ("infer", "quantize"):
     assert main([name, "--model", "nowhere", "--bundle" if name == "infer" else "--output", "nowhere"]) == 2
     try:

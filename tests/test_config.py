@@ -4,11 +4,11 @@ import logging
 import pytest
 
 from dejavu_train.calibration.config import CalibrateConfig
-from dejavu_train.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
 from dejavu_train.data.config import CollectConfig
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Site, UnitKey
-from dejavu_train.stages import calibrate_stage
+from dejavu_train.ground.errors import UserError
+from dejavu_train.training.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
+from dejavu_train.training.stages import calibrate_stage
 
 SHAPE = ModelDims(48, 96, 6, 4, 320, 512)
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from small_runs import flags, start_main
 from torch.testing import assert_close
 
-from dejavu_train import crew
-from dejavu_train.cli import main, parse_config
 from dejavu_train.data.collect import collect
-from dejavu_train.errors import UserError
-from dejavu_train.run_folder import saved_config
+from dejavu_train.ground.errors import UserError
+from dejavu_train.run import crew
+from dejavu_train.run.command import main, parse_config
+from dejavu_train.run.folder import saved_config
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,9 @@ def test_what_a_killed_worker_leaves_is_trained(alone, tiny_opt, text_file, tmp_
     deadline, killed = time.monotonic() + 120, None
     while killed is None:
         assert time.monotonic() < deadline and process.is_alive(), log.read_text()
-        killed = next((number for number in _children(process.pid) if b"dejavu_train.worker" in _command(number)), None)
+        killed = next(
+            (number for number in _children(process.pid) if b"dejavu_train.run.worker" in _command(number)), None
+        )
         time.sleep(0.05)
     os.kill(killed, signal.SIGKILL)
     process.join()

@@ -6,10 +6,10 @@ import pytest
 import torch
 from small_runs import flags
 
-from dejavu_train.cli import parse_config
-from dejavu_train.estimate import Estimate, _one_block
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.plan import expected_tokens
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.estimate import Estimate, _one_block
+from dejavu_train.run.plan import expected_tokens
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from torch import nn
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
-from dejavu_train.cli import main
-from dejavu_train.errors import Unsupported, UserError, exit_on_user_error
-from dejavu_train.evaluation.cli import main as infer_main
+from dejavu_train.evaluation.command import main as infer_main
+from dejavu_train.ground.errors import Unsupported, UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt
+from dejavu_train.run.command import main
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 PAGE = (REPOSITORY / "docs" / "guides" / "extend.md").read_text(encoding="utf-8")

@@ -11,14 +11,14 @@ from bundles import make_bundle
 from dejavu_train import SparseOPTForCausalLM, commands
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import beside
-from dejavu_train.cli import parse_config
-from dejavu_train.errors import EXTRAS, UserError
 from dejavu_train.evaluation import verdict
-from dejavu_train.evaluation.survey import page
-from dejavu_train.experiments import offline_folder
+from dejavu_train.extras.survey import page
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import EXTRAS, UserError
+from dejavu_train.ground.experiments import offline_folder
 from dejavu_train.models import installed
 from dejavu_train.models.opt import load_opt
+from dejavu_train.run.command import parse_config
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -65,8 +65,8 @@ def test_a_text_has_one_name_on_all_commands(flag):
 
 
 def test_the_earlier_name_of_a_text_is_refused_with_the_right_one():
-    from dejavu_train.evaluation.further_config import TasksConfig
-    from dejavu_train.parser import parse
+    from dejavu_train.cli.parser import parse
+    from dejavu_train.extras.tasks.config import TasksConfig
 
     with pytest.raises(UserError, match="--texts, which is no longer there; its name is --text"):
         parse(TasksConfig, ["--texts=[wikitext]"], "dejavu tasks", "")

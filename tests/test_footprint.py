@@ -18,14 +18,11 @@ from small_runs import in_a_process
 from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
 from dejavu_train.calibration.curves import HEAD_PROBES, MLP_PROBES
 from dejavu_train.calibration.sensitivity import SensitivityProbe
-from dejavu_train.cli import parse_config
-from dejavu_train.config import TuneConfig
 from dejavu_train.data.collect_layers import collect_by_layers
 from dejavu_train.data.recording import Recording
 from dejavu_train.data.shards import ActivationManifest, ShardEntry
 from dejavu_train.data.windows import Window
 from dejavu_train.families import Target, UnitKey
-from dejavu_train.footprint import footprint
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.layer_walk import LayerWalk
@@ -36,6 +33,9 @@ from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import Skeleton, embed, quantised_layers
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.footprint import footprint
+from dejavu_train.training.config import TuneConfig
 from dejavu_train.training.finetune import finetune
 
 pytestmark = needs_proc

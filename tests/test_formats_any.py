@@ -12,8 +12,8 @@ from small_runs import activations
 from dejavu_train.bundle.artifact import METADATA, TENSORS, Bundle
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import LayerWeights
-from dejavu_train.errors import UserError
-from dejavu_train.files import json_digest
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import json_digest
 
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 1 << 40) | st.floats() | st.text(max_size=3),

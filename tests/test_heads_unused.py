@@ -3,9 +3,9 @@
 import pytest
 from bundles import make_bundle
 
-from dejavu_train.cli import parse_config
 from dejavu_train.families import Target
-from dejavu_train.pipeline import bundle_summary, unused_heads
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.pipeline import bundle_summary, unused_heads
 
 
 @pytest.mark.parametrize(

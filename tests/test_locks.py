@@ -14,9 +14,9 @@ import time
 
 import pytest
 
-from dejavu_train import locks
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.locks import Held, claim, holders, locked
+from dejavu_train.ground import locks
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.ground.locks import Held, claim, holders, locked
 from dejavu_train.training import job as job_module
 from dejavu_train.training.job import claimed
 

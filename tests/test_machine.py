@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dejavu_train import machine
+from dejavu_train.ground import machine
 
 LIMITS = {
     "inner quota": ("0::/a/b", {"a/b/cpu.max": "200000 100000"}, 2),

@@ -16,17 +16,17 @@ from conftest import save_tiny_opt
 from safetensors.torch import load_file, save_file
 from small_runs import activations, flags
 
-from dejavu_train import files, machine
-from dejavu_train.check import check_output
-from dejavu_train.cli import main, parse_config
-from dejavu_train.config import RunConfig
-from dejavu_train.errors import UserError, describe, exit_on_user_error
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.files import probe_folder, read_sealed, replacing, write_json, write_sealed
+from dejavu_train.ground import files, machine
+from dejavu_train.ground.errors import UserError, describe, exit_on_user_error
+from dejavu_train.ground.files import probe_folder, read_sealed, replacing, write_json, write_sealed
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.models.stored import check_folder
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
+from dejavu_train.run.check import check_output
+from dejavu_train.run.command import main, parse_config
+from dejavu_train.training.config import RunConfig
 
 
 def one_line(capsys, argv, *words):

@@ -11,15 +11,15 @@ from conftest import save_tiny_opt
 from small_runs import activations, flags
 
 from dejavu_train.bundle.spec import check_spec
-from dejavu_train.cli import parse_config
 from dejavu_train.data.collect import collect
 from dejavu_train.data.text import Document, TextSource
 from dejavu_train.data.windows import CollectConfig
 from dejavu_train.engine.cpu.engine import CpuEngine
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.families import UnitKey
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.run.command import parse_config
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 from dejavu_train.training.job import fit
 

@@ -11,10 +11,8 @@ from bundles import make_bundle
 from forgotten import forget_modules
 
 from dejavu_train import SparseOPTForCausalLM, machine
-from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.evaluation import further, html_report, picture, text_panels
-from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.evaluation.further_config import TasksOptions
+from dejavu_train.evaluation import html_report, picture, text_panels
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt
 
 
@@ -68,12 +66,6 @@ def test_accelerate(hide, tiny_opt):
     hide("accelerate")
     with pytest.raises(UserError, match=r"device_map needs accelerate: pip install 'dejavu-train\[large\]'"):
         load_opt(str(tiny_opt), device_map="auto")
-
-
-def test_lm_eval(hide):
-    hide("lm_eval", "dejavu_train.evaluation.lm_eval.")
-    with pytest.raises(UserError, match=r"--tasks needs lm-eval: pip install 'dejavu-train\[eval\]'"):
-        further.plan(InferConfig(tasks=TasksOptions()))
 
 
 def test_wandb(hide):

@@ -12,10 +12,10 @@ from conftest import REPOSITORY
 from test_imports import TRAINING_ONLY, python
 
 import dejavu_train
-from dejavu_train.cli import parse_config
-from dejavu_train.commands import COMMANDS
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.cli import read_config
+from dejavu_train.cli.commands import COMMANDS
+from dejavu_train.evaluation.command import read_config
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.run.command import parse_config
 
 
 def test_version_is_that_of_the_installation_and_read_when_asked_for():
@@ -52,9 +52,9 @@ def test_every_file_beside_the_modules_is_installed_with_them():
 def test_without_the_training_packages_train_says_what_to_install():
     code = """
 import contextlib, io, sys
-from dejavu_train.cli import main
-from dejavu_train.commands import COMMANDS
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.run.command import main
+from dejavu_train.cli.commands import COMMANDS
+from dejavu_train.ground.errors import exit_on_user_error
 for argv in ([], ["--trainer.help"]):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert exit_on_user_error(main, argv) == 2

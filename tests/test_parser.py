@@ -12,15 +12,13 @@ import typing
 import pytest
 from conftest import REPOSITORY
 
-from dejavu_train.cli import parse_config
-from dejavu_train.config import LOSSES, RunConfig
-from dejavu_train.errors import UserError
-from dejavu_train.evaluation.cli import read_config
+from dejavu_train.cli.parser import merged, parse
+from dejavu_train.evaluation.command import read_config
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.evaluation.further import plan
-from dejavu_train.evaluation.further_config import GenerationOptions, TasksOptions
-from dejavu_train.evaluation.generation.run import read_config as read_generation
-from dejavu_train.parser import merged, parse
+from dejavu_train.extras.generation.run import read_config as read_generation
+from dejavu_train.ground.errors import UserError
+from dejavu_train.run.command import parse_config
+from dejavu_train.training.config import LOSSES, RunConfig
 from papers.deja_vu.observe.__main__ import read_config as read_observe
 
 CONFIGS = REPOSITORY / "configs"
@@ -102,21 +100,19 @@ def test_every_command_of_the_documentation_parses():
         flags = [flag for flag in flags if flag != "--check"]
         if {"...", "--help", "my_run.yaml", "$rank"} & set(flags) or "--text" in flags and name == "train.py":
             continue
-        config = (parse_config if name == "train.py" else read_config)(flags)
-        if name == "infer.py" and config.tasks is None:
-            plan(config)
+        (parse_config if name == "train.py" else read_config)(flags)
 
 
 def test_every_command_of_evaluation_in_the_documentation_parses():
-    parsers = {r"papers\.deja_vu\.observe": read_observe, r"dejavu_train\.evaluation\.generation": read_generation}
+    parsers = {r"papers\.deja_vu\.observe": read_observe, r"dejavu_train\.extras\.generation": read_generation}
     try:
-        from dejavu_train.evaluation.further_config import TasksConfig
-        from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
+        from dejavu_train.extras.tasks.config import TasksConfig
+        from dejavu_train.extras.tasks.run import read_config as read_tasks
         from papers.deja_vu.tables import read_config as read_tables
     except ImportError:
         pass  # without the extra eval
     else:
-        parsers[r"dejavu_train\.evaluation\.lm_eval"] = lambda flags: read_tasks(TasksConfig, flags, "")
+        parsers[r"dejavu_train\.extras\.tasks"] = lambda flags: read_tasks(TasksConfig, flags, "")
         parsers[r"papers\.deja_vu\.(?:tables|record)"] = read_tables
     for module, read in parsers.items():
         commands = [words for words in _commands(f"-m {module}") if words[-1] != "picture"]
@@ -127,8 +123,8 @@ def test_every_command_of_evaluation_in_the_documentation_parses():
 
 def test_commands_of_task_rows_in_the_documentation_parse():
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    from dejavu_train.evaluation.further_config import TasksConfig
-    from dejavu_train.evaluation.lm_eval.run import read_config as read_tasks
+    from dejavu_train.extras.tasks.config import TasksConfig
+    from dejavu_train.extras.tasks.run import read_config as read_tasks
 
     commands = _commands(r"-m benchmarks\.tasks")
     assert commands
@@ -142,17 +138,6 @@ def test_names_come_with_commas_or_repeated_and_none_is_empty():
     for empty in (["--heads", "[]"], ["--heads="], ["--heads", ""], ["--heads=[]"]):
         assert read_observe(empty).heads == ()
     assert read_observe(["--parts=[residual, union]"]).parts == ("residual", "union")
-
-
-def test_a_section_that_may_be_null_is_switched_on_by_its_name(write):
-    assert read_config([]).generation is None and read_config(["--generation"]).generation == GenerationOptions()
-    asked = read_config(["--generation", "--generation.prompts", "9", "--generation.densities=0.1,0.2"]).generation
-    assert asked == GenerationOptions(prompts=9, densities=(0.1, 0.2))
-    file = write("asked.yaml", "tasks: {}\ngeneration: {every: [8]}")
-    read = read_config(["--config", file, "--generation.prompts=9"])
-    assert (read.tasks, read.generation) == (TasksOptions(), GenerationOptions(prompts=9, every=(8,)))
-    assert read_config(["--config", file, "--tasks", "null"]).tasks is None
-    assert read_config(["--config", write("null.yaml", "tasks: null")]).tasks is None
 
 
 def test_an_option_that_moved_names_its_command(write):
@@ -364,7 +349,7 @@ def test_a_mistake_is_told_before_torch_is_imported(command):
 
 
 def test_dashes_within_a_name_are_underscores():
-    from dejavu_train.serving.config import ServeConfig
+    from dejavu_train.extras.serving.config import ServeConfig
 
     argv = ["--bundle", "b", "--allow-origin", "https://a.example", "--api-key=a-b", "--log", "a-b"]
     config = parse(ServeConfig, argv, "dejavu serve", "")

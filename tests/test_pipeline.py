@@ -15,18 +15,18 @@ from bundles import make_bundle
 from conftest import REPOSITORY, save_tiny_opt
 from small_runs import activations, flags, start_main
 
-from dejavu_train import pipeline
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main, parse_config
-from dejavu_train.config import PredictorConfig
 from dejavu_train.data.shard_reader import active_densities
 from dejavu_train.data.text import TextSource, load_sets
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.cli import main as infer_main
+from dejavu_train.evaluation.command import main as infer_main
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
-from dejavu_train.files import write_sealed
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.ground.files import write_sealed
 from dejavu_train.models.opt import load_opt, load_tokenizer
-from dejavu_train.pipeline import say_what_density_holds, table
+from dejavu_train.run import pipeline
+from dejavu_train.run.command import main, parse_config
+from dejavu_train.run.pipeline import say_what_density_holds, table
+from dejavu_train.training.config import PredictorConfig
 
 
 @pytest.fixture(scope="module")

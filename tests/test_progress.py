@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dejavu_train.progress import Progress, progress
+from dejavu_train.ground.progress import Progress, progress
 
 
 class Clock:

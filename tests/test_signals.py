@@ -17,11 +17,11 @@ from bundles import make_bundle
 from conftest import REPOSITORY
 from small_runs import activations, flags, start_main
 
-from dejavu_train import signals
-from dejavu_train.children import PARENT, forget_launcher, run_child
-from dejavu_train.errors import BEGINS_ANEW, GOES_ON, UserError, exit_on_user_error
 from dejavu_train.families import UnitKey
-from dejavu_train.signals import Interrupted, heard
+from dejavu_train.ground import signals
+from dejavu_train.ground.children import PARENT, forget_launcher, run_child
+from dejavu_train.ground.errors import BEGINS_ANEW, GOES_ON, UserError, exit_on_user_error
+from dejavu_train.ground.signals import Interrupted, heard
 from dejavu_train.training.job import job_folder
 
 
@@ -135,13 +135,13 @@ def first_text_is_scored(output, log):
 
 COMMANDS = {  # module, flags, when it is interrupted, the files that may be there then and after it
     "infer": (
-        "dejavu_train.evaluation.cli",
+        "dejavu_train.evaluation.command",
         "bundle window=64 batch_tokens=64 densities=0.3 curve_densities=[] selections=predicted"
         " head_densities=[] sparse_from=[0] tokens=1500 timing=false text={text} text=more={long}",
         first_text_is_scored, "results.json",
     ),
     "pretrain": (
-        "dejavu_train.training.pretrain.run",
+        "dejavu_train.extras.pretrain.run",
         "text={text} vocab_size=320 d_model=32 n_layers=2 n_heads=2 d_ffn=64 max_positions=64"
         " context=32 batch_rows=2 steps=100000 checkpoint_seconds=0", lambda o, _: (o / "pretraining.ckpt").is_file(),
         "pretraining.ckpt",
@@ -152,7 +152,7 @@ COMMANDS = {  # module, flags, when it is interrupted, the files that may be the
         "observations/*.csv",
     ),
     "generation": (
-        "dejavu_train.evaluation.generation.run", "model bundle text={long} prompts=8 prompt=16 new_tokens=48 every=4",
+        "dejavu_train.extras.generation.run", "model bundle text={long} prompts=8 prompt=16 new_tokens=48 every=4",
         lambda o, _: (o / "generation/rows.csv").is_file(), "generation/*",
     ),
 }  # fmt: skip
@@ -274,7 +274,7 @@ def test_how_a_child_ended_is_how_we_end(end, code):
 
 ORPHAN = """
 import os, sys, time
-from dejavu_train.children import end_with_parent
+from dejavu_train.ground.children import end_with_parent
 end_with_parent()
 print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
 time.sleep(600)
@@ -284,7 +284,7 @@ time.sleep(600)
 def test_a_child_ends_with_a_parent_that_was_killed(tmp_path):
     path = tmp_path / "pid"
     command = [sys.executable, "-c", ORPHAN, str(path)]
-    start = f"import os; from dejavu_train.children import run_child; run_child({command!r}, os.environ)"
+    start = f"import os; from dejavu_train.ground.children import run_child; run_child({command!r}, os.environ)"
     parent = subprocess.Popen([sys.executable, "-c", start])
     wait_for(lambda: path.exists() and path.read_text().strip(), parent)
     parent.kill()

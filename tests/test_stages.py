@@ -1,11 +1,18 @@
 import dataclasses
 
 from dejavu_train.calibration.config import CalibrateConfig
-from dejavu_train.config import RunConfig
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import TextSource
-from dejavu_train.stages import calibrate_stage, collect_stage, curves_stage, train_stage, trained_identity, tune_stage
+from dejavu_train.training.config import RunConfig
 from dejavu_train.training.finetune import TuneConfig
+from dejavu_train.training.stages import (
+    calibrate_stage,
+    collect_stage,
+    curves_stage,
+    train_stage,
+    trained_identity,
+    tune_stage,
+)
 
 BASE = RunConfig(trainer={"devices": 1, "precision": "32-true"}, tune=TuneConfig(steps=3))
 STAGES = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from dejavu_train import children, locks, machine
 from dejavu_train.data.bulk_read import fill
+from dejavu_train.ground import children, locks, machine
 
 
 @pytest.fixture
@@ -35,20 +35,13 @@ def python(folder, *arguments):
     )
 
 
-def test_an_import_without_links_names_the_cause(without_links):
-    said = python(without_links, "-c", "import dejavu_train.kernels.formats.int4").stderr.splitlines()[-1]
-    assert said.startswith("ImportError: dejavu_train/kernels/common is no folder: this checkout has text files")
-    assert "core.symlinks true" in said
-
-
 @pytest.mark.parametrize("command", ["infer", "train"])
-def test_a_command_without_links_says_one_line(without_links, command):
+def test_a_checkout_without_links_says_nothing_strange(without_links, command):
     shutil.copytree(REPOSITORY / "checkpoints/opt-mini", without_links / "model")
     argv = ["--bundle=model/bundle", "--check"] if command == "infer" else ["--model=model", "--check"]
     done = python(without_links, "-m", "dejavu_train", command, *argv)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: dejavu_train/kernels/common is no folder")
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "link" not in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("linux", 2048), ("darwin", 2)])

@@ -27,9 +27,17 @@ from dejavu_train.bundle.folder import METADATA, model_reference, published_name
 from dejavu_train.bundle.measured import measured_rows
 from dejavu_train.bundle.schema_1 import from_schema_1
 from dejavu_train.bundle.spec import CASCADE_PARTS, PredictorSpec, check_spec, tensor_name
-from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
-from dejavu_train.files import json_digest, plain, read_json, replacing_files, sha256_file, write_json, write_text
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import (
+    json_digest,
+    plain,
+    read_json,
+    replacing_files,
+    sha256_file,
+    write_json,
+    write_text,
+)
 from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import check_repository, fetch, looks_local, push
 from dejavu_train.models.installed import hint, installed

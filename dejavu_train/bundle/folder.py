@@ -5,8 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, way_from
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json, way_from
 from dejavu_train.models.hub import looks_local
 from dejavu_train.models.installed import hint, known_as
 from dejavu_train.models.stored import read_header

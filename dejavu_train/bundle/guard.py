@@ -20,8 +20,8 @@ from torch import Tensor
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.spec import PredictorSpec
-from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, Target, UnitKey
+from dejavu_train.ground.errors import UserError
 
 PADDING = 32  # a threshold stands alone in 128 bytes: kernels are compiled for aligned pointers
 FIRST = 16  # measured tokens that the calibration counts for: it is not given up for the first few

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from dejavu_train.errors import UserError
-from dejavu_train.ranges import COUNT, NUMBER, check_ranges, check_whole
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import COUNT, NUMBER, check_ranges, check_whole
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from dejavu_train.bundle.folder import METADATA
 from dejavu_train.bundle.spec import PredictorSpec
-from dejavu_train.errors import UserError
-from dejavu_train.files import read_json
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json
 from dejavu_train.models.hub import looks_local
 
 _SCHEMA = 3  # of results.json

@@ -39,10 +39,10 @@ from dejavu_train.calibration.sensitivity import (
 )
 from dejavu_train.calibration.states import States, digest_of
 from dejavu_train.families import LayerInput, Site, Target, UnitKey, blocks_of
+from dejavu_train.ground.progress import Progress
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import resolve_device
-from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
 Windows = Sequence[Sequence[int]]

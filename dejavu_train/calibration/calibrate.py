@@ -39,13 +39,13 @@ from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PRO
 from dejavu_train.calibration.head_losses import measure_whole, refit_heads
 from dejavu_train.calibration.scoring import fit_second_stage, row_blocks, score_predictor
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
-from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, Target, UnitKey
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.progress import progress
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.checkpoint import Stored, as_stored, read_predictor, stored_tensors
 from dejavu_train.predictors.custom import PredictorClass, describe
-from dejavu_train.progress import progress
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from dejavu_train.bundle.allocation import parse_budget
-from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target
-from dejavu_train.ranges import COUNT, NUMBER, SHARE, check_ranges
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import COUNT, NUMBER, SHARE, check_ranges
 
 logger = logging.getLogger(__name__)
 

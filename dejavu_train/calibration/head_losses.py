@@ -33,12 +33,12 @@ from dejavu_train.calibration.sensitivity import (
     next_log_probabilities,
     run_layer,
 )
-from dejavu_train.errors import UserError
 from dejavu_train.families import Site, blocks_of
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.progress import progress
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.progress import progress
 
 LIMIT = 1.0  # nats: beyond, the second order says no more than that the head is needed
 LEAST = 1e-7  # of a head that does nothing; its logarithm is finite

@@ -15,7 +15,7 @@ from torch import Tensor
 from dejavu_train.bundle.spec import CASCADE_PARTS
 from dejavu_train.calibration.sensitivity import SensitivityProbe
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
-from dejavu_train.files import read_json, replacing, write_json
+from dejavu_train.ground.files import read_json, replacing, write_json
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
 PLAN = "plan"

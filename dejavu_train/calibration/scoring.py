@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dejavu_train.bundle.allocation import density_for_mass, read_curve
 from dejavu_train.calibration.curves import HEAD_GRID, MLP_GRID, LogitHistogram, head_curve, spread_blocks
-from dejavu_train.errors import UserError
 from dejavu_train.families import LayerInput, Site, Target
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage, choose_grid
 
 BLOCK_ROWS = 1024

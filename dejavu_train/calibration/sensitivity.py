@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, blocks_of, family_of
 from dejavu_train.families.base import logits_of
+from dejavu_train.ground.progress import progress
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.predictors.bit_planes import build_second_stage
-from dejavu_train.progress import progress
 
 BLOCK_LOGITS = 1 << 23  # of the vocabulary's logits that are made at once: 32 MiB in fp32
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dejavu_train.files import json_digest, read_json, replacing, write_json
+from dejavu_train.ground.files import json_digest, read_json, replacing, write_json
 
 IDENTITY = "identity.json"
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.files import sha256_file
-from dejavu_train.machine import cores
+from dejavu_train.ground.files import sha256_file
+from dejavu_train.ground.machine import cores
 
 PIECE_BYTES = 16 << 20  # of one read
 MOST_THREADS = 8

@@ -45,15 +45,15 @@ from dejavu_train.data.text import Document, TextManifest, TextSource, load_sets
 from dejavu_train.data.tokens import require_one_sequence
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
-from dejavu_train.errors import UserError
 from dejavu_train.families import Target, blocks_of
-from dejavu_train.files import remove_leftovers, require_disk
-from dejavu_train.locks import locked
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import remove_leftovers, require_disk
+from dejavu_train.ground.locks import locked
+from dejavu_train.ground.progress import Progress
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.tokenizer_hash import hash_of
-from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
 

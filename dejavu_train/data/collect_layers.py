@@ -39,10 +39,10 @@ from dejavu_train.data.stream import Stream
 from dejavu_train.data.untrained import probes_of, warn_of_logits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import blocks_of
+from dejavu_train.ground.progress import Progress
 from dejavu_train.models.layer_exchange import Enough, first, own_forward
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import torch_dtype
-from dejavu_train.progress import Progress
 
 STREAM = "stream"
 

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
-from dejavu_train.ranges import COUNT, NUMBER, Range, check_ranges
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import COUNT, NUMBER, Range, check_ranges
 
 Storage = Literal["float16", "bfloat16"]
 

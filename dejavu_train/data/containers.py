@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError, first_line
-from dejavu_train.machine import require_package
+from dejavu_train.ground.errors import UserError, first_line
+from dejavu_train.ground.machine import require_package
 
 PARQUET = "Parquet"
 _COMPRESSED = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}  # by the last suffix of a name, those that are read

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.shard_reader import ShardReader
-from dejavu_train.errors import UserError
 from dejavu_train.families import Site, Target, UnitKey
+from dejavu_train.ground.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")
 BATCHES_AHEAD = 2  # that a loader process makes ahead, as torch has it

@@ -28,9 +28,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dejavu_train.data.plain_text import code_without_docstrings, docstrings, readme_prose
-from dejavu_train.errors import UserError
-from dejavu_train.files import read_json, replacing, sha256_text, write_json
-from dejavu_train.progress import progress
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json, replacing, sha256_text, write_json
+from dejavu_train.ground.progress import progress
 
 logger = logging.getLogger(__name__)
 

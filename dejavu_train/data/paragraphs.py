@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from dejavu_train.data.packed import pack, unpack
-from dejavu_train.errors import UserError
-from dejavu_train.files import replacing
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import replacing
 
 PARAGRAPH_HASHES = "pretraining_paragraphs.bin"  # in the folder of a model that carries them
 MIN_HASHED_CHARACTERS = 80

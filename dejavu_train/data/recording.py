@@ -18,10 +18,10 @@ from torch import Tensor
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.shards import ActivationManifest, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.data.windows import Window
-from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
 from dejavu_train.families.block import active_neurons
 from dejavu_train.families.dims import SMOOTH
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import head_contribution, output_gram, record
 
 PAD_TOKEN = 1

@@ -29,11 +29,11 @@ import torch
 from dejavu_train.data.packed import pack, unpack
 from dejavu_train.data.text import SELF, Document, SampleConfig, TextManifest, TextSource, load_documents
 from dejavu_train.data.tokens import START_TOKEN, end_tokens, start_token
-from dejavu_train.errors import UserError
-from dejavu_train.files import read_sealed, replacing, sha256_file, write_sealed
-from dejavu_train.locks import locked
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_sealed, replacing, sha256_file, write_sealed
+from dejavu_train.ground.locks import locked
+from dejavu_train.ground.progress import Progress
 from dejavu_train.models.opt import drop_generation_defaults
-from dejavu_train.progress import Progress
 
 logger = logging.getLogger(__name__)
 

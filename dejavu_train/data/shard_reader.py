@@ -20,6 +20,7 @@ from dejavu_train.data.shards import (
     WEIGHTS,
     ActivationManifest,
     ShardEntry,
+    bring,
     check_digests,
     chunk_rows,
     layer_folder,
@@ -28,9 +29,8 @@ from dejavu_train.data.shards import (
     shard_path,
     unpack_bits,
 )
-from dejavu_train.errors import UserError
-from dejavu_train.files import read_sealed, write_sealed
-from dejavu_train.store import bring
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_sealed, write_sealed
 
 
 class ShardReader:

@@ -32,21 +32,33 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dejavu_train.cli.registry import extra
 from dejavu_train.data.bulk_read import sha256_files
 from dejavu_train.data.config import Storage
-from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import BlockParts, ModelDims
 from dejavu_train.families.block import activate_
 from dejavu_train.families.dims import Activation
-from dejavu_train.files import read_json, read_sealed, replacing, system_error, write_json
-from dejavu_train.store import bring, is_marked
+from dejavu_train.ground.errors import UserError, first_line
+from dejavu_train.ground.files import read_json, read_sealed, replacing, system_error, write_json
 
 MANIFEST, STATISTICS, WEIGHTS = "manifest.json", "statistics.json", "weights.safetensors"
 SCHEMA = 2  # 1 had other names of the sets
 CHUNK_BYTES = 1 << 20
 SETS = ("train", "val", "calibration")  # the sets that are collected; test is only ever scored
 HIDDEN = ("attn_in", "mlp_in")
+STORE = "store.json"  # in a folder all of whose files lie in object storage
 COLLECT_AGAIN = "delete it and run train.py again, which collects what is missing"
+
+
+def is_marked(folder: str | Path) -> bool:
+    """Whether every file of the folder lies in a store."""
+    return (Path(folder) / STORE).is_file()
+
+
+def bring(folder: str | Path, path: Path) -> None:
+    """Fetch a file of ``folder`` from its store, if it has one and the file is not here."""
+    if not path.is_file() and is_marked(folder):
+        extra("hosts.store", f"{folder}, whose files lie in a store,").bring(folder, path)
 
 
 @dataclasses.dataclass(frozen=True)

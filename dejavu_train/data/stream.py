@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu_train.files import json_digest, read_json, write_json
+from dejavu_train.ground.files import json_digest, read_json, write_json
 
 STATE = "state.json"
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from dejavu_train.class_path import bound_arguments, import_named
 from dejavu_train.data.containers import is_file_name, parquet_rows, read_text, text_kind
 from dejavu_train.data.paragraphs import read_paragraph_hashes, without_pretrained
-from dejavu_train.errors import UserError, first_line
-from dejavu_train.files import sha256_file, sha256_text
-from dejavu_train.ranges import COUNT, SEED, SHARE, Range, check_ranges
+from dejavu_train.ground.class_path import bound_arguments, import_named
+from dejavu_train.ground.errors import UserError, first_line
+from dejavu_train.ground.files import sha256_file, sha256_text
+from dejavu_train.ground.ranges import COUNT, SEED, SHARE, Range, check_ranges
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from dejavu_train.data.text import (
     require_file,
     split_documents,
 )
-from dejavu_train.errors import UserError
-from dejavu_train.machine import require_package
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.machine import require_package
 
 SMALL = 8_000_000  # bytes of a file that is read whole; compressed ones are read as far as SMALL of them
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 START_TOKEN = 2  # </s>, which starts a text in OPT
 

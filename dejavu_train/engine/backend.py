@@ -28,8 +28,8 @@ from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.request import starts_of
 from dejavu_train.engine.step import CAPTURING
 from dejavu_train.engine.weights import DecodeWeights, dtype_name
-from dejavu_train.errors import Unsupported
 from dejavu_train.families import UnitKey
+from dejavu_train.ground.errors import Unsupported
 from dejavu_train.kernels.common.checks import runs_on
 
 

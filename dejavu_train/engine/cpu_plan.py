@@ -6,9 +6,9 @@ from dejavu_train.engine import cpu_limits as cpu
 from dejavu_train.engine.facts import PredictorFacts, why_all
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Engine, Formats, HalfPlan, Kernels, Place, Run, StepPlan
-from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SILENT
+from dejavu_train.ground.errors import Unsupported, UserError
 
 
 def plan_compiled(

@@ -38,9 +38,9 @@ from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.turns import in_turn
 from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights, dtype_name
-from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey, dims_of
 from dejavu_train.families.dims import SILENT
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.kernels.common.settings import settings_file
 from dejavu_train.models.finite import not_finite

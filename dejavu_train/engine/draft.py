@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError
-from dejavu_train.ranges import check_whole
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import check_whole
 
 MOST_DRAFTED = 7  # verified in eight slots with the token before them
 DRAFT_WEIGHTS = ("int4", "int8")

@@ -12,7 +12,7 @@ from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.shard import Shard
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dejavu_train.bundle.spec import check_low_rank
-from dejavu_train.errors import UserError
 from dejavu_train.families import Site, Target, UnitKey
+from dejavu_train.ground.errors import UserError
 
 
 @dataclass(frozen=True)

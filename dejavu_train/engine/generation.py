@@ -16,9 +16,9 @@ from dejavu_train.engine.draft import Draft, check_alone
 from dejavu_train.engine.lossless import Acceptance
 from dejavu_train.engine.request import Request, check_arguments, read_request, stop_strings
 from dejavu_train.engine.turns import Turns
-from dejavu_train.errors import Unsupported
 from dejavu_train.families import dims_of
 from dejavu_train.families.plain import NotPlain, check_calls
+from dejavu_train.ground.errors import Unsupported
 
 LEAST_CONTEXT = 256
 

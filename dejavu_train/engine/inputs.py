@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from numbers import Integral
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
-from dejavu_train.ranges import COLDEST, WIDEST, check_whole
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import COLDEST, WIDEST, check_whole
 
 MAX_BATCH = 32  # rows of the engine on a GPU
 MAX_STOPS = 8

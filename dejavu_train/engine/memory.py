@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.limits import MOST_TOKENS, TILE_ROWS, TILED_FROM
 from dejavu_train.models.int4 import CodedLinear
 

@@ -7,8 +7,8 @@ import torch
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.inputs import MAX_BATCH
-from dejavu_train.errors import UserError
 from dejavu_train.families.dims import SILENT, Activation
+from dejavu_train.ground.errors import UserError
 
 POLICIES = ("backfill", "always", "stale")
 LOOK_AHEADS = ("fused", "stream", "inline")

@@ -32,9 +32,9 @@ from dejavu_train.engine.planned import (
 )
 from dejavu_train.engine.ranks.refusals import check_ranks
 from dejavu_train.engine.runs import RUNS
-from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SILENT, engine_refusal
+from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.kernels.common.limits import (
     DRIVERS_CARVEOUT,
     HEAD_DIMS,

@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import MAX_STOPS, SEEDS, Sampling
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.ground.errors import Unsupported, UserError
 
 # What a request may set. The rest of a GenerationConfig must be unset or neutral.
 HONOURED = frozenset(

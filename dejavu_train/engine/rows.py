@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.scores import Score
 from dejavu_train.engine.session import Session, Sight
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from dejavu_train.engine.lossless import Acceptance, Pair
 from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.scores import Score
 from dejavu_train.engine.turns import Turns, in_turn
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
 
 Callback = Callable[[int, int], Any]
 NO_SCORES = "this engine gives no log-probabilities; leave logprobs and echo out"

@@ -17,8 +17,8 @@ from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.prefill import embedded
 from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
-from dejavu_train.errors import UserError
 from dejavu_train.families.dims import engine_refusal
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.settings import settings_file

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -24,7 +24,7 @@ from dejavu_train.engine.ranks.ranks import Ranks, waiting
 from dejavu_train.engine.slot_pass import SlotPass
 from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.weights import DecodeWeights
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.verify.attend_slots import SLOTS
 from dejavu_train.models.finite import not_finite

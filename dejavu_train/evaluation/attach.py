@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dejavu_train.evaluation.html_report import start_wandb
-from dejavu_train.experiments import Record, offline_folder, say_offline
-from dejavu_train.machine import has_package
+from dejavu_train.ground.experiments import Record, offline_folder, say_offline
+from dejavu_train.ground.machine import has_package
 
 logger = logging.getLogger(__name__)
 

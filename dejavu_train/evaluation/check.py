@@ -5,10 +5,10 @@ from typing import Any
 
 from dejavu_train.bundle.folder import check_bundle, require_model
 from dejavu_train.data.text_check import check_source
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig, name_texts
-from dejavu_train.files import probe_folder
-from dejavu_train.machine import check_device_map, check_device_name, require_package
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import probe_folder
+from dejavu_train.ground.machine import check_device_map, check_device_name, require_package
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4_sizes import head_kind, part_sizes
 from dejavu_train.models.stored import check_folder, stored_files

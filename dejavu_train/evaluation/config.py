@@ -8,10 +8,9 @@ from typing import Any, Literal, get_args
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
 from dejavu_train.engine.draft import Draft
-from dejavu_train.errors import UserError
-from dejavu_train.evaluation.further_config import GenerationOptions, TasksOptions
 from dejavu_train.evaluation.shared_config import TextConfig
-from dejavu_train.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges
 
 Selection = Literal["dense", "predicted", "oracle", "random", "static", "noncontextual"]
 Timed = Literal["dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"]
@@ -59,6 +58,8 @@ class InferConfig(TextConfig):
     GONE = {
         "curve_selections": "give --selections, whose rows but noncontextual stand at curve_densities",
         "observe": "type python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml",
+        "generation": "type dejavu generation, with the same --output",
+        "tasks": "type dejavu tasks, with --output FOLDER/tasks",
         "paper": "type python -m papers.deja_vu.tables --config papers/deja_vu/configs/tables.yaml",
     }
     MEANT = {"mlp_density": "densities", "head_density": "head_densities"}
@@ -105,10 +106,6 @@ class InferConfig(TextConfig):
     """Tokens of the prompt while timing."""
     new_tokens: int = 64
     """Tokens that are timed, and that are generated."""
-    generation: GenerationOptions | None = None
-    """Options of python -m dejavu_train.evaluation.generation: dense and sparse continuations as well. null: none."""
-    tasks: TasksOptions | None = None
-    """Options of python -m dejavu_train.evaluation.lm_eval: downstream tasks as well. null: none."""
     wandb: str | None = None
     """A project of Weights & Biases to log the tables and pictures to. WANDB_MODE=offline keeps them here."""
     generate: str | None = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.files import replacing
+from dejavu_train.ground.files import replacing
 
 # Colours of Okabe and Ito differ for colour-blind people; markers and dashes tell lines apart too.
 BLUE, GREEN, PINK, ORANGE, RED, BLACK = "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#000000"

@@ -21,16 +21,16 @@ from typing import Any, NoReturn
 
 import jinja2
 
-from dejavu_train.errors import UserError, exit_on_user_error, first_line
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.report import Table
 from dejavu_train.evaluation.schema import read_current
 from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.verdict import verdict
-from dejavu_train.experiments import offline_folder, say_offline
-from dejavu_train.files import read_json, write_text
-from dejavu_train.progress import set_up_logging
+from dejavu_train.ground.errors import UserError, exit_on_user_error, first_line
+from dejavu_train.ground.experiments import offline_folder, say_offline
+from dejavu_train.ground.files import read_json, write_text
+from dejavu_train.ground.progress import set_up_logging
 
 logger = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from dejavu_train.bundle.cost_model import measured_mlp_share
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import Document
 from dejavu_train.data.tokens import windows
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
 from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.families.block import active_neurons
 from dejavu_train.families.dims import SMOOTH
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.finite import check_logits
 from dejavu_train.models.hooks import head_contribution, output_gram, record
 from dejavu_train.models.weight_format import WeightFormat, loaded_format

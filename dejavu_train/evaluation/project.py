@@ -1,6 +1,6 @@
 """The name of a project of Weights & Biases, looked at before there is anything to log."""
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 
 def check_project(name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from dejavu_train.bundle.folder import METADATA
-from dejavu_train.files import read_json
+from dejavu_train.ground.files import read_json
 from dejavu_train.models.opt import weight_hash
 
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator
 
 from dejavu_train.engine.ranks.group import Group, group_of_launcher, launched
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.ground.errors import UserError
 
 TIMED = ("dense-engine", "triton")
 BACKENDS = ("auto", "triton", "dense-engine")
@@ -17,8 +17,6 @@ def check_ranks(config: InferConfig) -> None:
     """Raise UserError for what several processes do not do together."""
     asked = {
         "--tokens": config.tokens != 0,
-        "--generation": config.generation is not None,
-        "--tasks": config.tasks is not None,
         "--guard.every": bool(config.guard.every),
         "--device_map": config.device_map is not None,
         "--wandb": config.wandb is not None,

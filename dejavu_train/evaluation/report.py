@@ -13,7 +13,7 @@ from dejavu_train.evaluation.schema import SCHEMA
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.families import TARGETS, Target
-from dejavu_train.files import read_json, replacing, write_json
+from dejavu_train.ground.files import read_json, replacing, write_json
 from dejavu_train.predictors.metrics import SelectionSums, total
 
 Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError
-from dejavu_train.files import write_text
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import write_text
 
 # Name of a column in earlier versions -> its name now, where a row has no field of the earlier name.
 EARLIER = {"mlp_density": "asked_mlp_density", "head_density": "asked_head_density"}

@@ -18,13 +18,11 @@ from dejavu_train.engine import cpu_limits
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.engine.ranks.group import Group, launched
 from dejavu_train.engine.ranks.part import ranks_of
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.attach import attach, numbers_of
 from dejavu_train.evaluation.calibrated import described, ignored, opening, timed, writing
 from dejavu_train.evaluation.check import check, planned_step
 from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
-from dejavu_train.evaluation.further import check_plan, measure, plan
 from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
@@ -44,15 +42,16 @@ from dejavu_train.evaluation.timing import (
     time_engine,
 )
 from dejavu_train.evaluation.verdict import exact_report, verdict
-from dejavu_train.experiments import record_of, use_wandb_offline_without_key
 from dejavu_train.families import TARGETS, Target, dims_of
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.experiments import record_of, use_wandb_offline_without_key
+from dejavu_train.ground.progress import Progress
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.finite import FiniteLogits
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.weight_format import loaded_format
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
-from dejavu_train.progress import Progress
 from dejavu_train.sparse.model import SparseCausalLM
 from dejavu_train.sparse.runtime import ENGINES
 
@@ -100,8 +99,6 @@ def _run(config: InferConfig, group: Group | None) -> None:
     torch.manual_seed(config.seed)
     bundle, device = checked(config)
     device = device if group is None else group.device
-    further = plan(config)
-    check_plan(further, bundle, device)
     for line in (opening(config, bundle, device), *ignored(config, bundle)):
         logger.info("%s", line)
     tokenizer = load_tokenizer(config.model, config.revision)
@@ -131,7 +128,6 @@ def _run(config: InferConfig, group: Group | None) -> None:
     writes = group is None or group.rank == 0
     if timings and writes:  # kept, whatever comes after, as what was scored is
         report.write_results(results, config.output)
-    measure(further, dense, tokenizer, bundle)
     watched = None
     if prompt is not None:  # last: the engine lays weights of the model out anew
         text, watched, accepted = _generate(config, dense, bundle, tokenizer, prompt)
@@ -207,7 +203,6 @@ def print_plan(config: InferConfig) -> None:
         UserError: as :func:`checked`.
     """
     bundle, device = checked(config)
-    check_plan(plan(config), bundle, device)
     for line in (opening(config, bundle, device), *ignored(config, bundle)):
         print(line)
     names = list(name_texts(config.text)) + (["a text of your own"] if config.own_text is not None else [])

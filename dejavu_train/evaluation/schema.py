@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError
-from dejavu_train.files import read_json
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json
 
 SCHEMA = 3
 _RENAMED = {  # part -> name in schema 2, name now: the same name stood for candidates in one part, selected in another

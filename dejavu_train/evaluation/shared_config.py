@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER, beside, named_model
 from dejavu_train.data.text import TextSource
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.installed import installed
 
 DEFAULT = "checkpoints/demo/bundle"

@@ -25,7 +25,7 @@ from dejavu_train.data.text import (
 )
 from dejavu_train.data.tokens import require_one_sequence, start_token
 from dejavu_train.evaluation.perplexity import DOCUMENTS, EvalCorpus, hold_out
-from dejavu_train.files import read_json, sha256_text
+from dejavu_train.ground.files import read_json, sha256_text
 
 logger = logging.getLogger(__name__)
 

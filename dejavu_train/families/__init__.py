@@ -6,7 +6,6 @@ The environment's ``DEJAVU_FAMILIES`` names modules with further families, which
 import importlib
 import os
 
-from dejavu_train.errors import UserError
 from dejavu_train.families.arcee import ArceeFamily
 from dejavu_train.families.base import BlockParts, Family, blocks_of, dims_of, family_of, register
 from dejavu_train.families.bloom import BloomFamily
@@ -18,6 +17,7 @@ from dejavu_train.families.nemotron import NemotronFamily
 from dejavu_train.families.opt import OPTFamily
 from dejavu_train.families.persimmon import PersimmonFamily
 from dejavu_train.families.published import FAMILIES as PUBLISHED
+from dejavu_train.ground.errors import UserError
 
 _FAMILIES: tuple[Family, ...] = (
     OPTFamily(), LlamaFamily(), MistralFamily(), ArceeFamily(), NemotronFamily(), Jais2Family(), PersimmonFamily(),

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from dejavu_train.errors import UserError
 from dejavu_train.families.dims import SILENT, SMOOTH, ModelDims
+from dejavu_train.ground.errors import UserError
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.errors import UserError
 from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes
 from dejavu_train.families.dims import Activation, ModelDims, Positions
 from dejavu_train.families.standard import whole_number
+from dejavu_train.ground.errors import UserError
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor

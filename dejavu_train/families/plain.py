@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.errors import UserError, first_line
 from dejavu_train.families.base import BlockParts, blocks_of
+from dejavu_train.ground.errors import UserError, first_line
 
 
 class NotPlain(UserError):

@@ -20,10 +20,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dejavu_train.errors import UserError
 from dejavu_train.families.base import dense_type, families
 from dejavu_train.families.dims import ModelDims
 from dejavu_train.families.llama import LlamaFamily, MistralFamily
+from dejavu_train.ground.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from dejavu_train.families.gates import DReLU
 from dejavu_train.families.published import BambooFamily, MiniCPMFamily, SparseLMFamily, is_extra
 from dejavu_train.families.scaled import ScaledEmbedding, ScaledRMSNorm
-from dejavu_train.files import write_json
+from dejavu_train.ground.files import write_json
 
 
 class Published:

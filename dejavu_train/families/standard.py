@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.errors import UserError
 from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes, refuse_activation
 from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions
+from dejavu_train.ground.errors import UserError
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hub import model_folder
 
 INT4 = "dejavu_int4"  # quant_method of a config.json whose weights lie as 4-bit rows, see int4.py

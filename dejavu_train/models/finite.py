@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import family_of
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import at_module, hooked
 
 HEAD = "the final LayerNorm or the LM head"

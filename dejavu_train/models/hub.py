@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError, first_line
+from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.models.installed import CHECKPOINTS, hint, installed
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "predictors/*")  # with a tokenizer and a bundle beside the model

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.families.base import family_named
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import INT4, quant_method
 
 COLUMNS_PER_WORD = 8

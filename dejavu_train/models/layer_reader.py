@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.errors import UserError
-from dejavu_train.machine import cores
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.machine import cores
 from dejavu_train.models.opt import DTYPE_SPELLED, SPELLED
 from dejavu_train.models.stored import Stored, own_name, read_header, stored_files
 

@@ -13,14 +13,14 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import (
     dims_of,
     published_classes,
 )
 from dejavu_train.families.base import dense_type
 from dejavu_train.families.published import say_activation
-from dejavu_train.machine import PLACEMENTS
+from dejavu_train.ground.errors import UserError, first_line
+from dejavu_train.ground.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.installed import installed

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dejavu_train.errors import UserError, first_line
+from dejavu_train.ground.errors import UserError, first_line
 
 _DAMAGED = (
     pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError,

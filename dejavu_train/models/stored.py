@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.families.base import families, family_named
 from dejavu_train.families.published import is_extra
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import INT4, config_values, quant_method, refuse_foreign
 from dejavu_train.models.hub import fetch, in_hub_cache, model_folder, within
 from dejavu_train.models.int4_sizes import COLUMNS_PER_WORD, head_kind, head_sizes, row_sizes

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.files import json_digest
+from dejavu_train.ground.files import json_digest
 from dejavu_train.models.opt import load_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 STEPS = (4095, 2048, 1024, 640, 448, 320)
 

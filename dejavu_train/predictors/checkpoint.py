@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dejavu_train.errors import UserError, first_line
-from dejavu_train.files import read_sealed, sha256_file
+from dejavu_train.ground.errors import UserError, first_line
+from dejavu_train.ground.files import read_sealed, sha256_file
 from dejavu_train.models.opt import torch_dtype
 from dejavu_train.predictors.custom import PredictorClass, build_custom, chosen_classes, custom_tensors, load_custom
 from dejavu_train.predictors.low_rank import LowRankPredictor

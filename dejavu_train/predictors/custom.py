@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.class_path import bound_arguments, full_name, import_named
-from dejavu_train.errors import UserError
+from dejavu_train.ground.class_path import bound_arguments, full_name, import_named
+from dejavu_train.ground.errors import UserError
 
 PredictorClass = type[nn.Module]
 PREFIX = "predictor."  # of its tensors in a bundle, which has names of its own beside them

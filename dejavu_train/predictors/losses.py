@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train.class_path import bound_arguments, import_named
-from dejavu_train.errors import UserError
+from dejavu_train.ground.class_path import bound_arguments, import_named
+from dejavu_train.ground.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.quantization import SCALED, as_trained
 
 Nonlinearity = Literal["none", "relu"]

@@ -7,11 +7,11 @@ from typing import Any
 
 from dejavu_train.data.text import SELF
 from dejavu_train.data.text_check import check_source
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.families.dims import Positions
-from dejavu_train.files import probe_folder, require_disk, require_name
-from dejavu_train.machine import check_device_name
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import probe_folder, require_disk, require_name
+from dejavu_train.ground.machine import check_device_name
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4_sizes import head_sizes, part_sizes
 from dejavu_train.models.stored import HEAD, check_folder, embedding_name, loaded_files, own_name, read_header

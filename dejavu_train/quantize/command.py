@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from dejavu_train.flags import take_check
-from dejavu_train.parser import parse
-from dejavu_train.progress import set_up_logging
+from dejavu_train.cli.flags import take_check
+from dejavu_train.cli.parser import parse
+from dejavu_train.ground.progress import set_up_logging
 from dejavu_train.quantize.check import check, check_device, plan
 from dejavu_train.quantize.config import QuantizeConfig
 

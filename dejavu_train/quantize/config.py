@@ -4,10 +4,10 @@ import dataclasses
 from typing import Literal
 
 from dejavu_train.data.text import TextSource
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import COUNT, NUMBER, SEED, Range, check_ranges
 from dejavu_train.models.installed import installed
-from dejavu_train.ranges import COUNT, NUMBER, SEED, Range, check_ranges
 
 LEAST_PER_INPUT = 10  # calibration tokens; fewer leave second moments that say little
 DEFAULT_TOKENS = 128_000

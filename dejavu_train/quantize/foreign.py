@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.base import family_named, map_shapes
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.models.stored import in_layer, layer_prefixes

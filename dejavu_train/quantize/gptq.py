@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.rounding import best_scales, group_scales, round_to
 

@@ -15,16 +15,16 @@ from dejavu_train.data.samples import Write, load_samples, transformers_writer
 from dejavu_train.data.stream import Stream
 from dejavu_train.data.text import SELF, load_sets
 from dejavu_train.data.windows import plan_windows
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.files import read_json, write_json
-from dejavu_train.machine import free_memory, peak_memory
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json, write_json
+from dejavu_train.ground.machine import free_memory, peak_memory
+from dejavu_train.ground.progress import Progress
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.stored import HEAD, in_layer
-from dejavu_train.progress import Progress
 from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import ModelFolder, folder_aside
 from dejavu_train.quantize.foreign import MatrixReader

@@ -6,8 +6,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dejavu_train.errors import UserError
 from dejavu_train.families.base import family_named
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.opt import dense_class, stored_dtypes
 from dejavu_train.models.pickled import load_pickled

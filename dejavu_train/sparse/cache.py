@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 GROWTH = 128  # columns added at a time, so that a step does not copy the whole cache
 

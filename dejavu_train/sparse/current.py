@@ -9,7 +9,7 @@ from typing import Any
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.ranks.part import ranks_of
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.sparse.derived import Held, no_mode
 from dejavu_train.sparse.forward import find_fault
 from dejavu_train.sparse.runtime import Runtime, Settings

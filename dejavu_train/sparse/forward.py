@@ -14,10 +14,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.engine.request import check_mask
-from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.families.dims import Positions
+from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.models.finite import check_finite
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of

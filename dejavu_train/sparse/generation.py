@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dejavu_train.engine.draft import Draft, default_of
 from dejavu_train.engine.request import check_loop
-from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
 from dejavu_train.sparse.forward import check_cache

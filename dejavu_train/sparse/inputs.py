@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from dejavu_train.engine.inputs import LAST
 from dejavu_train.engine.request import check_mask, padding_mask
-from dejavu_train.errors import UserError
-from dejavu_train.ranges import COLDEST, WIDEST
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.ranges import COLDEST, WIDEST
 
 SparseFrom = int | Tensor | str
 MOST_SEQUENCES = 2**16  # of a prompt. More are out of any memory

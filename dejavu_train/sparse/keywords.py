@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.families.base import family_named
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hub import KEYWORDS as HUB
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
 from dejavu_train.engine.ranks.group import group_of_launcher, launched
 from dejavu_train.engine.ranks.part import RANKS
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.base import dense_type
 from dejavu_train.families.plain import exchanged_forward
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.hub import model_folder
 from dejavu_train.models.opt import load_with_info, weight_hash

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dejavu_train.bundle.selector import Sites
-from dejavu_train.errors import UserError
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, blocks_of, family_of
 from dejavu_train.families.plain import BlockHook
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import Act, at_module, at_place, hooked
 
 

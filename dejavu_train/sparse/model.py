@@ -30,9 +30,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.ranks.part import ranks_of
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.plain import execution_device
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.installed import installed
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache

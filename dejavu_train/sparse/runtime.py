@@ -20,10 +20,10 @@ from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.engine.token_bytes import step_bytes
 from dejavu_train.engine.turns import Turns
-from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.dims import engine_refusal
 from dejavu_train.families.plain import NotPlain, is_adapter
+from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.sparse.derived import Held, Sources, no_mode
 from dejavu_train.sparse.gather import GatherDecoder
 

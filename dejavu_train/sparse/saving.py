@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 from dejavu_train.bundle.artifact import CARD, Bundle
 from dejavu_train.bundle.card import tagged
 from dejavu_train.bundle.folder import METADATA, PREDICTORS_FOLDER
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
 from dejavu_train.families.base import SAVED_TOGETHER, dense_type
-from dejavu_train.files import read_json, share, write_json, write_text
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json, share, write_json, write_text
+from dejavu_train.ground.signals import deferred
 from dejavu_train.models.hub import check_repository, push
 from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.stored import INDEX, SINGLE, check_weights, shards
-from dejavu_train.signals import deferred
 
 UPLOADS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")  # of push_to_hub
 _SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dejavu_train.config import RunConfig
 from dejavu_train.data.text import import_text
-from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.checkpoint import build_predictor
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.predictors.losses import Batch, get_loss
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED
+from dejavu_train.training.config import RunConfig
 
 
 def make_predictor(config: RunConfig, job: UnitKey, d_in: int, n_out: int) -> nn.Module:

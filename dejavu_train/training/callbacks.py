@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from dejavu_train import progress, signals
-from dejavu_train.files import check_zip
+from dejavu_train.ground import progress, signals
+from dejavu_train.ground.files import check_zip
 from dejavu_train.training.state import save_state
 from dejavu_train.training.verdict import metrics_line
 

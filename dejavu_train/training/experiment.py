@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.config import RunConfig
-from dejavu_train.experiments import FOLDER, SETTINGS, Number, Record, flattened, offline_folder, say_offline
 from dejavu_train.families import TARGETS, UnitKey
-from dejavu_train.stages import calibrate_stage
+from dejavu_train.ground.experiments import FOLDER, SETTINGS, Number, Record, flattened, offline_folder, say_offline
+from dejavu_train.training.config import RunConfig
 from dejavu_train.training.job import job_folder, summary_rows
 from dejavu_train.training.loggers import build_loggers, experiment_id
+from dejavu_train.training.stages import calibrate_stage
 from dejavu_train.training.trainer import quiet
 
 # Of what training measured, with the heading of summary.csv. The rest is the bundle's.

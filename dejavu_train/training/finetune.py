@@ -28,19 +28,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu_train import signals
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import mlp_share, predictor_bytes, spec_bytes
 from dejavu_train.bundle.spec import PredictorSpec
-from dejavu_train.config import TuneConfig
-from dejavu_train.errors import UserError
 from dejavu_train.families import Target, UnitKey
-from dejavu_train.files import json_digest
+from dejavu_train.ground import signals
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import json_digest
+from dejavu_train.ground.progress import Progress
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.progress import Progress
+from dejavu_train.training.config import TuneConfig
 from dejavu_train.training.gates import Gates
 from dejavu_train.training.passes import LayerPasses, Passes, Unfinished, WholePasses
 from dejavu_train.training.state import load_state, save_state

@@ -7,7 +7,7 @@
     checkpoints/                            best.ckpt and last.ckpt, gone when the job is finished
 
 Jobs are independent. With one device a job runs in this process. With several it runs in a child process of its own,
-whose command is ``dejavu_train.job_process``. For under DDP every rank executes the script again, and nothing but the
+whose command is ``run.job_process``. For under DDP every rank executes the script again, and nothing but the
 fit may happen there.
 """
 
@@ -34,22 +34,22 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dejavu_train import signals
-from dejavu_train.children import run_child
-from dejavu_train.config import RunConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, LayerWeights
-from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import Target, UnitKey
-from dejavu_train.files import read_sealed, remove_leftovers, replacing, sha256_file, write_sealed, write_text
-from dejavu_train.locks import ours, tried
+from dejavu_train.ground import signals
+from dejavu_train.ground.children import run_child
+from dejavu_train.ground.errors import UserError, first_line
+from dejavu_train.ground.files import read_sealed, remove_leftovers, replacing, sha256_file, write_sealed, write_text
+from dejavu_train.ground.locks import ours, tried
 from dejavu_train.predictors.checkpoint import check_predictor
-from dejavu_train.stages import Stage
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.callbacks import Progress, Rates, SaveLast
+from dejavu_train.training.config import RunConfig
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.loggers import as_list
+from dejavu_train.training.stages import Stage
 from dejavu_train.training.trainer import build_trainer, count_devices, count_epochs, quiet, start_device
 from dejavu_train.training.verdict import metrics_line, most_recall, predictor_verdict
 
@@ -129,7 +129,7 @@ def run_job(config: RunConfig, job: UnitKey, title: str, stage: Stage) -> bool:
             command = [
                 sys.executable,
                 "-m",
-                "dejavu_train.job_process",
+                "dejavu_train.run.job_process",
                 str(folder / "config.yaml"),
                 str(job[0]),
                 job[1],

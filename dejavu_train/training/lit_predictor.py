@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from dejavu_train.data.shards import LayerWeights, unpack_bits
-from dejavu_train.errors import UserError
 from dejavu_train.families import Target
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.losses import Batch, get_loss, needs_contribution
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 from dejavu_train.predictors.metrics import N_BINS, at_density, logit_histograms, top_units

@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dejavu_train.config import RunConfig
-from dejavu_train.errors import UserError, first_line
-from dejavu_train.experiments import clean_id, has_wandb_key, use_wandb_offline_without_key
-from dejavu_train.stages import calibrate_stage, trained_identity
+from dejavu_train.ground.errors import UserError, first_line
+from dejavu_train.ground.experiments import clean_id, has_wandb_key, use_wandb_offline_without_key
+from dejavu_train.training.config import RunConfig
+from dejavu_train.training.stages import calibrate_stage, trained_identity
 
 # Arguments of wandb.init as wandb.Settings calls them.
 _SETTINGS = {

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dejavu_train import signals
 from dejavu_train.calibration.by_layers import run_of_layer
 from dejavu_train.calibration.sensitivity import DenseRun, run_layer
 from dejavu_train.families import Site
+from dejavu_train.ground import signals
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.training.gates import Gates, Sites
 

@@ -13,12 +13,12 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from dejavu_train.config import RunConfig
 from dejavu_train.data.shards import LayerWeights, pack_bits
-from dejavu_train.errors import UserError, first_line
 from dejavu_train.families import Target, UnitKey
+from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.callbacks import AtomicCheckpointIO
+from dejavu_train.training.config import RunConfig
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.trainer import build_trainer, count_epochs, default_arguments, quiet
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dejavu_train.errors import UserError
-from dejavu_train.files import check_zip, replacing
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import check_zip, replacing
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:

@@ -33,11 +33,11 @@ from lightning.pytorch.plugins.environments import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dejavu_train.config import RunConfig
-from dejavu_train.errors import UserError, first_line
+from dejavu_train.cli.parser import WRONG_VALUE, Parser
 from dejavu_train.families import UnitKey
-from dejavu_train.parser import WRONG_VALUE, Parser
+from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.training.callbacks import AtomicCheckpointIO
+from dejavu_train.training.config import RunConfig
 from dejavu_train.training.loggers import as_list
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.rows import append_row, five_digits
 from benchmarks.tasks import conditions
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.lm_eval.tasks import quiet
+from dejavu_train.extras.tasks.tasks import quiet
+from dejavu_train.ground.errors import exit_on_user_error
 from papers.deja_vu.tables import paper, read_config
 from papers.deja_vu.trend import plot_trend
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import decoder_layers
 
 STRUCTURES = ("sequential", "parallel 2", "parallel 4", "skip 2/8", "skip 2/4", "skip 1/2", "skip 1/4")

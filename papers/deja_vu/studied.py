@@ -14,9 +14,9 @@ from transformers import OPTForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.baselines import Given, keep_top, ranks
 from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
 from dejavu_train.sparse.inputs import SparseFrom, positions_of, sparse_positions
 from dejavu_train.sparse.masked import masking

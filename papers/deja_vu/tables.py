@@ -23,17 +23,17 @@ from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import require_model
-from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.evaluation.further_config import AskedOptions
-from dejavu_train.evaluation.lm_eval.model import DejavuLM
-from dejavu_train.evaluation.lm_eval.run import all_questions, versions
-from dejavu_train.evaluation.lm_eval.tasks import TaskRow, ask, change_of, compare, mean_rows, quiet
+from dejavu_train.cli.parser import parse
 from dejavu_train.evaluation.shared_config import ModelConfig
+from dejavu_train.extras.tasks.config import AskedOptions
+from dejavu_train.extras.tasks.model import DejavuLM
+from dejavu_train.extras.tasks.run import all_questions, versions
+from dejavu_train.extras.tasks.tasks import TaskRow, ask, change_of, compare, mean_rows, quiet
 from dejavu_train.families import TARGETS, Target
-from dejavu_train.files import write_json
+from dejavu_train.ground.errors import UserError, exit_on_user_error
+from dejavu_train.ground.files import write_json
+from dejavu_train.ground.progress import set_up_logging
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
-from dejavu_train.parser import parse
-from dejavu_train.progress import set_up_logging
 from papers.deja_vu.restructure import STRUCTURES, check_structure, restructured
 from papers.deja_vu.studied import SELECTED_BY, StudiedOPT, densities_for, total_sparsity
 from papers.deja_vu.trend import plot_trend

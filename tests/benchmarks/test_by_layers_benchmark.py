@@ -8,8 +8,8 @@ import functools
 import torch
 
 from benchmarks import by_layers
-from dejavu_train.config import TuneConfig
 from dejavu_train.data import collect_layers
+from dejavu_train.training.config import TuneConfig
 
 
 def test_stages_append_their_rows(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
 import json
 
 from benchmarks import check_sizes
-from dejavu_train.cli import parse_config
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.sizes import read_rows, size_table
+from dejavu_train.run.command import parse_config
+from dejavu_train.training.sizes import read_rows, size_table
 
 
 def test_disk_and_weights_are_those_of_the_configurations():

@@ -5,8 +5,8 @@ from conftest import REPOSITORY
 
 from benchmarks.quantize import Scored, block_bytes, main
 from benchmarks.rows import append_row
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
 
 
 def test_bytes_of_a_block():

@@ -10,7 +10,7 @@ from task_files import write_task_files
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
 from benchmarks import tasks as benchmark
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.ground.errors import exit_on_user_error
 
 
 def test_rows_of_tasks_and_of_a_backend_against_mask(tiny_opt, tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from conftest import REPOSITORY
 from benchmarks import texts
 from benchmarks.texts import BYTES, RECIPES, at_bytes, rows_of
 from dejavu_train.bundle.cost_model import mlp_share
-from dejavu_train.cli import parse_config
 from dejavu_train.models.weight_format import FLOAT16
+from dejavu_train.run.command import parse_config
 
 
 def commands():

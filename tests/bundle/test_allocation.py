@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dejavu_train.bundle import allocation as al
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.weight_format import UnitBytes
 
 

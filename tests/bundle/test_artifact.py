@@ -13,8 +13,8 @@ from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
 from dejavu_train.bundle.artifact import CARD, METADATA, TENSORS, Bundle
-from dejavu_train.errors import UserError
-from dejavu_train.files import json_digest, sha256_file
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import json_digest, sha256_file
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.quantization import stored_rows
 

@@ -10,7 +10,7 @@ from dejavu_train import Guard
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.calibration.curves import MLP_GRID, LogitHistogram
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 N = 400
 

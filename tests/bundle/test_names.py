@@ -11,7 +11,7 @@ from bundles import make_bundle
 
 from dejavu_train.bundle.artifact import METADATA, Bundle
 from dejavu_train.bundle.folder import model_reference, named_model, require_model
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 EARLIER = Path(__file__).resolve().parents[1] / "earlier"  # made by an earlier version, from inside tests
 

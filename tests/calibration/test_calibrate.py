@@ -14,8 +14,8 @@ from dejavu_train.calibration import calibrate as cal
 from dejavu_train.calibration.by_layers import ByLayers
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import head_contribution, record
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt, weight_hash

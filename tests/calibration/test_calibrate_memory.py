@@ -15,7 +15,7 @@ from small_runs import in_a_process
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.weight_format import FLOAT16

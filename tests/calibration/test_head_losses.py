@@ -8,8 +8,8 @@ import torch
 from dejavu_train.calibration import head_losses
 from dejavu_train.calibration.head_losses import LIMIT, fit_log_mean, refit_heads, skip_losses
 from dejavu_train.calibration.sensitivity import dense_pass
-from dejavu_train.errors import UserError
 from dejavu_train.families import Site
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.predictors.low_rank import LowRankPredictor
 

@@ -12,7 +12,7 @@ from conftest import REPOSITORY, make_text, save_tiny_opt
 from small_runs import COLLECT, activations, flags
 
 import dejavu_train.data.collect as collect_module
-import dejavu_train.files as files
+import dejavu_train.ground.files as files
 from dejavu_train.data.collect import _say_shortfall, collect
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.recording import Batch, HeadReference, record_batch
@@ -21,8 +21,8 @@ from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_pat
 from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window
-from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import decoder_layers, head_contribution, record
 from dejavu_train.models.opt import load_opt, load_tokenizer
 

@@ -14,7 +14,7 @@ from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.parts import record_part
 from dejavu_train.data.shards import ActivationManifest, file_digests
 from dejavu_train.data.text import TextSource
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.stored import SINGLE
 
 

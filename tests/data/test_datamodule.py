@@ -11,8 +11,8 @@ from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import BlockShuffled, InMemoryLoader, ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import unpack_bits
-from dejavu_train.errors import UserError
 from dejavu_train.families import Site, UnitKey
+from dejavu_train.ground.errors import UserError
 
 DATASETS = {"d": "document", "p": "position", "x": "mlp_in"}
 

@@ -8,7 +8,7 @@ import pytest
 from dejavu_train.data import installed_text
 from dejavu_train.data.installed_text import load_installed, required_versions
 from dejavu_train.data.text import INSTALLED, TextSource, load_documents
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 LONG = " ".join(["A sentence that is long enough to be told from another one."] * 8)
 GRANT = "Permission is hereby granted to any person to use, copy and change this software, free of charge. " * 3

@@ -7,10 +7,7 @@ import pytest
 from conftest import make_text
 from small_runs import flags
 
-from dejavu_train import own_text
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main, parse_config
-from dejavu_train.config import RunConfig
 from dejavu_train.data.packed import pack
 from dejavu_train.data.samples import (
     CYCLE,
@@ -26,10 +23,13 @@ from dejavu_train.data.shards import ActivationManifest
 from dejavu_train.data.text import SampleConfig, TextSource
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
-from dejavu_train.own_text import engine_writer
+from dejavu_train.run import own_text
+from dejavu_train.run.command import main, parse_config
+from dejavu_train.run.own_text import engine_writer
+from dejavu_train.training.config import RunConfig
 
 BUDGETS = [("train", None), ("val", None), ("calibration", None)]
 

@@ -21,10 +21,10 @@ from dejavu_train.data.shards import (
     shard_path,
     unpack_bits,
 )
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation
-from dejavu_train.files import read_json, write_json
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json, write_json
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dejavu_train.data.stream import Stream
-from dejavu_train.errors import describe
+from dejavu_train.ground.errors import describe
 
 needs_fallocate = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system gives out blocks later")
 

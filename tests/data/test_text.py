@@ -35,7 +35,7 @@ from dejavu_train.data.text import (
 )
 from dejavu_train.data.text_check import check_source
 from dejavu_train.data.tokens import require_one_sequence, windows
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_tokenizer
 
 
@@ -286,7 +286,7 @@ def test_other_forms_in_plain_text_are_said(tmp_path, caplog):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("dejavu_train.machine.has_package", lambda name: name != "pyarrow")
+    monkeypatch.setattr("dejavu_train.ground.machine.has_package", lambda name: name != "pyarrow")
     for name, content in (("a.parquet", parquet(ROWS)), ("a.jsonl.zst", zstd(LINES))):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match="needs the package pyarrow, .* pip install 'dejavu-train\\[train\\]'"):

@@ -5,7 +5,7 @@ from conftest import make_text
 from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import Document
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_tokenizer
 
 

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dejavu_train.engine.generation import Stream
 from dejavu_train.engine.inputs import MAX_BATCH
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 

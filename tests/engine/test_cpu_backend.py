@@ -20,8 +20,8 @@ from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine
-from dejavu_train.errors import Unsupported, UserError
-from dejavu_train.machine import free_memory
+from dejavu_train.ground.errors import Unsupported, UserError
+from dejavu_train.ground.machine import free_memory
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 

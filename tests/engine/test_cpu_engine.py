@@ -24,8 +24,8 @@ from dejavu_train.engine.cpu.sampling import top_k_cut
 from dejavu_train.engine.cpu.vector_ops import dot_list
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.engine.cpu_limits import CHUNK
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 

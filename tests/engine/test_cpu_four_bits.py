@@ -11,8 +11,8 @@ from four_bit_models import four_bits
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, QKV
 from dejavu_train.engine.cpu.weights import quantise_groups
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise

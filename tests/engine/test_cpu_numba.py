@@ -12,7 +12,7 @@ from bundles import make_bundle
 from numba.core.caching import CacheImpl
 
 from dejavu_train.engine.cpu import entry_point
-from dejavu_train.errors import Unsupported
+from dejavu_train.ground.errors import Unsupported
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 

@@ -12,8 +12,8 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.facts import expected_union
 from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.model_weights import weights_of_model
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.timing import time_engine
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.formats.matrix import Linear
 
 

@@ -21,8 +21,8 @@ from dejavu_train.engine.plan import read_as_codes
 from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
 from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.engine.random_weights import weights_of_shape
-from dejavu_train.errors import UserError
 from dejavu_train.families import Target
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.limits import takes_down
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.formats.int4 import Int4Rows

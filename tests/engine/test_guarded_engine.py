@@ -14,7 +14,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Kernels, Run
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import neuron_contribution
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking

@@ -13,7 +13,7 @@ from dejavu_train.engine.draft_weights import draft_weights, rounded_bytes
 from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.lossless import Acceptance, Copies, Pace, Pair, Verified
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise

@@ -14,7 +14,7 @@ from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 
 SLOTS = 8

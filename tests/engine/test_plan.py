@@ -10,9 +10,9 @@ from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_screen
 from dejavu_train.engine.planned import Early, Engine, Formats, Kernels, Packer, Place, Run, StepPlan, hidden_values
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
 from dejavu_train.families.dims import Activation, Norm
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.activation import activation_of
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
 from dejavu_train.kernels.formats.matrix import Hidden

@@ -16,8 +16,8 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.ranks import Ranks
 from dejavu_train.engine.ranks.sharing import rates_of, shards_of
 from dejavu_train.engine.weights import DecodeWeights
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import UserError
 
 
 @dataclass

@@ -9,8 +9,8 @@ from test_ranks import engine_of, on_ranks
 
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import UserError
 
 N = 20
 SAMPLED = Sampling(0.9, 0.95, seed=4)

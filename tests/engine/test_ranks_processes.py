@@ -14,7 +14,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.draft_weights import draft_weights
 from dejavu_train.engine.ranks import group as groups
 from dejavu_train.engine.ranks import watch
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.sharing import rates_of, shards_of
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.stored import HEAD, SINGLE
 

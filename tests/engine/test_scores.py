@@ -13,9 +13,9 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.rows import Rows
-from dejavu_train.errors import UserError
+from dejavu_train.extras.serving.lossless_rows import LosslessRows
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
-from dejavu_train.serving.lossless_rows import LosslessRows
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 PROMPT = [2, 30, 31, 200, 33, 170, 91]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dejavu_train.engine.session import Session
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
 
 
 class Counting(Session):

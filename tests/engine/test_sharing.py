@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dejavu_train.engine.ranks.sharing import block_of, rates_of, shards_of, share_out, waited_bytes
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.ground.errors import UserError
 
 DIMS = ModelDims(d_model=64, d_ffn=1536, n_layers=2, n_heads=12, vocab_size=301, max_positions=64)
 

@@ -13,7 +13,7 @@ from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.slot_pass import SlotPass
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 ROW = [5, 7, 11, 13, 17, 19]
 

@@ -6,7 +6,7 @@ from family_models import random_family
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 ROWS = ([3, 4, 5, 6], [9, 10, 11], [12, 13, 14, 15])
 SMALL = {

@@ -11,7 +11,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.evaluation import run
 from dejavu_train.evaluation.calibrated import described, ignored, moved, opening, timed, writing
-from dejavu_train.evaluation.cli import read_config
+from dejavu_train.evaluation.command import read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.perplexity import EvalSetting
 from dejavu_train.evaluation.run import quality_rows

@@ -6,8 +6,8 @@ import json
 import pytest
 from evaluation.test_verdict import row, timed
 
-from dejavu_train.commands import main
-from dejavu_train.experiments import Record
+from dejavu_train.cli.commands import main
+from dejavu_train.ground.experiments import Record
 
 
 def make_run(folder, rank, increases, ms=0.7, model="a", sha256="t", with_bundle=True):

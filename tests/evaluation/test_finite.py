@@ -11,12 +11,12 @@ from bundles import make_bundle
 
 from dejavu_train.data.text import Document
 from dejavu_train.data.tokens import windows
-from dejavu_train.errors import UserError
-from dejavu_train.evaluation.generation import measures
-from dejavu_train.evaluation.lm_eval.model import DejavuLM
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.evaluation.texts import behind_start
 from dejavu_train.evaluation.timing import time_decoding, time_engine
+from dejavu_train.extras.generation import measures
+from dejavu_train.extras.tasks.model import DejavuLM
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.finite import FiniteLogits, check_logits, first_fault
 from dejavu_train.models.opt import load_opt, load_tokenizer
 from papers.deja_vu.observe.config import ObserveConfig

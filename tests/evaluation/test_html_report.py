@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.html_report import inline_svg, main, write_report
 from dejavu_train.evaluation.rows import write_csv
-from dejavu_train.files import write_json
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.ground.files import write_json
 from papers.deja_vu.observe.residual import CosineRow
 from papers.deja_vu.observe.run import draw
 from papers.deja_vu.observe.titles import TITLES

@@ -8,7 +8,7 @@ import yaml
 from conftest import REPOSITORY
 
 from dejavu_train.data.text import INSTALLED
-from dejavu_train.evaluation.cli import read_config
+from dejavu_train.evaluation.command import read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.evaluation.run import quality_rows
 

@@ -9,11 +9,11 @@ import torch
 from bundles import make_bundle
 from safetensors.torch import save_file
 
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.check import check
-from dejavu_train.evaluation.cli import main as infer
+from dejavu_train.evaluation.command import main as infer
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.evaluation.further_config import GenerationConfig
+from dejavu_train.extras.generation.config import GenerationConfig
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 
 
 def test_results_lie_beside_the_bundle(tmp_path, monkeypatch):
@@ -39,13 +39,13 @@ def test_a_bundle_that_does_not_say_its_model_wants_one(tmp_path):
 
 
 def commands_of_a_bundle():
-    from dejavu_train.evaluation.generation import run as generation
+    from dejavu_train.extras.generation import run as generation
     from papers.deja_vu.observe import __main__ as observe
     from papers.deja_vu.observe.config import ObserveConfig
 
     found = [(InferConfig, infer), (generation.GenerationConfig, generation.main), (ObserveConfig, observe.main)]
     if importlib.util.find_spec("lm_eval"):
-        from dejavu_train.evaluation.lm_eval import run
+        from dejavu_train.extras.tasks import run
         from papers.deja_vu import tables as paper
 
         found += [(run.TasksConfig, run.main), (paper.PaperConfig, paper.main)]
@@ -79,7 +79,6 @@ def test_an_observation_without_a_bundle_wants_a_model():
         (["--wandb="], "--wandb is empty"),
         (["--timing_backends=cpu", "--batch=9"], "--timing_backends cpu times 1 to 8 rows at once, got --batch 9"),
         (["--device_map=nonsense"], "--device_map must be one of auto, balanced"),
-        (["--generation.prompt=5000"], "--generation: --prompt 5000 and --new_tokens 128 exceed the model's 512"),
     ],
 )
 def test_infer_refuses_before_it_measures(tiny_opt, text_file, tmp_path, capsys, flags, words):
@@ -87,7 +86,6 @@ def test_infer_refuses_before_it_measures(tiny_opt, text_file, tmp_path, capsys,
     make_bundle(tiny_opt).save_pretrained(tmp_path / "bundle")
     base = [f"--model={tiny_opt}", f"--bundle={tmp_path / 'bundle'}", f"--text={text_file}", "--window=64"]
     base += [f"--output={tmp_path / 'out'}", "--prompt=8", "--new_tokens=4", "--device=cpu"]
-    base += [f"--generation.text={text_file}"] if flags[0].startswith("--generation") else []
     for only_check in ([], ["--check"]):
         assert exit_on_user_error(infer, [*base, *flags, *only_check]) == 2
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]

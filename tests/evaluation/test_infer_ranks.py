@@ -8,9 +8,9 @@ from conftest import save_tiny_opt
 from rank_helpers import processes
 
 import dejavu_train.evaluation.run  # noqa: F401  before processes are forked
-from dejavu_train.errors import UserError
-from dejavu_train.evaluation.cli import main, read_config
+from dejavu_train.evaluation.command import main, read_config
 from dejavu_train.evaluation.ranks import check_ranks
+from dejavu_train.ground.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from bundles import make_bundle
 from conftest import REPOSITORY, make_text
 from task_files import write_task_files
 
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.generation import run as generating
 from dejavu_train.evaluation.html_report import write_report
+from dejavu_train.extras.generation import run as generating
+from dejavu_train.ground.errors import exit_on_user_error
 from papers.deja_vu.observe import __main__ as observe_command
 from papers.deja_vu.observe import run as observing
 
@@ -122,7 +122,7 @@ def test_generation_keeps_its_models(shared, given, tmp_path, monkeypatch, how):
 @pytest.mark.parametrize("command", ["tasks", "paper"])
 def test_tasks_keep_what_was_asked(shared, given, tmp_path, monkeypatch, command, how):
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    from dejavu_train.evaluation.lm_eval import run
+    from dejavu_train.extras.tasks import run
     from papers.deja_vu import tables as paper
 
     module = {"tasks": run, "paper": paper}[command]
@@ -139,16 +139,3 @@ def test_tasks_keep_what_was_asked(shared, given, tmp_path, monkeypatch, command
     if command == "paper":
         assert {row["asked_mlp_density"] for row in rows} == {0.15}
     assert ("<h2>Tasks</h2>" in shown(tmp_path)) and rows[0]["metric"] in shown(tmp_path)
-
-
-def test_infer_keeps_its_own_rows(shared, given, tmp_path, monkeypatch):
-    from dejavu_train.evaluation import further
-    from dejavu_train.evaluation.cli import main
-
-    break_at(monkeypatch, further, "write_generation", 1, "error")
-    asked = {"text": given / "text.txt", "window": 32, "tokens": 200, "selections": "[dense]", "curve_densities": "[]"}
-    asked |= {"timing_backends": "[dense]", "new_tokens": 4, "prompt": 8, "generation.prompts": 2, "sparse_from": "[0]"}
-    ends(main, shared | asked, "error")
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert [row["backend"] for row in found["timing"]] == ["dense"] and found["quality"]
-    assert "<h2>Timing</h2>" in write_report(tmp_path).read_text(encoding="utf-8")

@@ -10,11 +10,11 @@ from bundles import make_bundle
 from conftest import REPOSITORY, make_text, save_tiny_opt
 
 from dejavu_train.data.text import cut_plain_text
-from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.check import planned_step
-from dejavu_train.evaluation.cli import main
+from dejavu_train.evaluation.command import main
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.files import sha256_text
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.ground.files import sha256_text
 
 ROW_KEYS = {
     "text",
@@ -230,14 +230,8 @@ def error_line(capsys) -> str:
         ({"new_tokens": "0"}, "--new_tokens"),
         ({"generate": "the " * 600}, "--generate"),
         ({"guard.every": "4"}, "give a prompt with --generate"),
-        ({"generation.tokns": "3"}, "unknown option --generation.tokns; did you mean generation."),
-        ({"generation.decodings": "all"}, "--generation.decodings must be a list"),
         ({"observe.tokens": "3"}, "--observe.tokens, which is no longer there; type python -m papers.deja_vu.observe"),
         ({"paper": "{}"}, "--paper, which is no longer there; type python -m papers.deja_vu.tables"),
-        ({"generation.text": "/nowhere.txt"}, "there is no text file /nowhere.txt"),
-        ({"generation.model": "other"}, "unknown option --generation.model; did you mean model?"),
-        ({"generation": "3"}, "--generation"),
-        ({"generation.every": "1"}, "--generation: guard.every must be at least 2"),
         ({"guard.every": "1", "generate": "the"}, "guard.every must be at least 2"),
         ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),
         ({"guard.every": "4", "generate": "the", "backend": "mask"}, "auto, gather or triton, got mask"),

@@ -9,11 +9,11 @@ from conftest import make_text, save_tiny_opt
 from dejavu_train.data import text
 from dejavu_train.data.paragraphs import PARAGRAPH_HASHES, hash_paragraphs, write_paragraph_hashes
 from dejavu_train.data.text import TextSource, load_sets
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation import texts as eval_texts
 from dejavu_train.evaluation.config import name_texts
 from dejavu_train.evaluation.texts import load_text, trained_text
-from dejavu_train.files import write_json
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import write_json
 from dejavu_train.models.opt import load_tokenizer
 
 SEEN = "this paragraph was seen in pretraining and is long enough to be told apart from boiler plate, yes it is"

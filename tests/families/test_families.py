@@ -27,7 +27,6 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from dejavu_train import SparseForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.families import Target, blocks_of, dims_of
 from dejavu_train.families.base import families, logits_of
@@ -41,6 +40,7 @@ from dejavu_train.families.block import (
 )
 from dejavu_train.families.dims import Activation, Positions
 from dejavu_train.families.standard import StandardFamily
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.hooks import head_contribution, record
 from dejavu_train.models.opt import load_opt, load_tokenizer, random_model

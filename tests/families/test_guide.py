@@ -12,8 +12,8 @@ from dejavu_train.families import base
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.stored import check_folder
+from dejavu_train.run.task import Task, start_task
 from dejavu_train.sparse.model import SparseCausalLM
-from dejavu_train.tasks import Task, start_task
 
 PAGE = (REPOSITORY / "docs" / "guides" / "families.md").read_text(encoding="utf-8")
 

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.families import base
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt
+from dejavu_train.run.command import main
 from dejavu_train.sparse.model import SparseCausalLM, SparseOPTForCausalLM
 
 

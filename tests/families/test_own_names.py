@@ -7,11 +7,11 @@ from conftest import save_tiny_tokenizer
 from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
 from dejavu_train.engine.cpu import CpuEngine
-from dejavu_train.errors import UserError
 from dejavu_train.families import base
 from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes
 from dejavu_train.families.dims import Activation, ModelDims
 from dejavu_train.families.fused import FusedPart
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models import stored
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from dejavu_train import SparseCausalLM
 from dejavu_train.engine.cpu import CpuEngine
-from dejavu_train.errors import UserError
 from dejavu_train.families import dims_of
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.stored import check_folder

@@ -8,10 +8,10 @@ from conftest import REPOSITORY
 from family_models import CASES, save_family
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main
 from dejavu_train.engine.cpu import bandwidth
-from dejavu_train.errors import exit_on_user_error
-from dejavu_train.evaluation.cli import main as infer
+from dejavu_train.evaluation.command import main as infer
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.run.command import main
 
 SMALL = {  # of a tiny model, whatever its family
     "config": REPOSITORY / "configs" / "opt-mini.yaml", "text.sample.tokens": 1280, "collect.window": 64,

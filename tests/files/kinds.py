@@ -25,7 +25,7 @@ from dejavu_train import Bundle
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.data.text_check import check_source
-from dejavu_train.files import json_digest
+from dejavu_train.ground.files import json_digest
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 from .kinds import KINDS, Base
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from programs.program import quiet
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 from .kinds import KINDS, Base, Drawn
 from .run import run

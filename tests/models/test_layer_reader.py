@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models import layer_reader
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.layer_reader import LayerReader

@@ -8,9 +8,9 @@ import torch
 from conftest import save_tiny_opt
 from safetensors.torch import load_file, save_file
 
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.families import dims_of
-from dejavu_train.files import read_json, replacing, require_disk, sha256_file, write_json
+from dejavu_train.ground.errors import UserError, exit_on_user_error
+from dejavu_train.ground.files import read_json, replacing, require_disk, sha256_file, write_json
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 

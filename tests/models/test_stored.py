@@ -11,7 +11,7 @@ from family_models import save_family
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.opt import has_hash, load_opt, weight_hash
 from dejavu_train.models.stored import INDEX, SINGLE, check_folder, loaded_files

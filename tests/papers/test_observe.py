@@ -11,10 +11,10 @@ from bundles import make_bundle
 from torch.nn import functional as F
 
 from dejavu_train.data.text import cut_plain_text
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.perplexity import hold_out
 from dejavu_train.evaluation.rows import read_csv, write_csv
 from dejavu_train.families import Site
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.hooks import decoder_layers, record
 from dejavu_train.models.opt import load_opt, load_tokenizer

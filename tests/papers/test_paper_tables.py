@@ -10,7 +10,7 @@ from task_files import write_task_files
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
-from dejavu_train.errors import exit_on_user_error
+from dejavu_train.ground.errors import exit_on_user_error
 from papers.deja_vu import record, tables
 
 CONFIG = REPOSITORY / "papers/deja_vu/configs/tables.yaml"

@@ -6,8 +6,8 @@ import torch
 from bundles import make_bundle
 
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
 from papers.deja_vu.restructure import STRUCTURES, restructured, skipped_layers
@@ -188,7 +188,7 @@ def test_total_sparsity_is_the_share_of_weights_that_is_not_read():
 
 
 def test_paired_error_is_that_of_resampling():
-    from dejavu_train.evaluation.lm_eval.paired import flip_rate, mcnemar
+    from dejavu_train.extras.tasks.paired import flip_rate, mcnemar
 
     rng = np.random.default_rng(0)
     dense = rng.random(400) < 0.6

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.bit_planes import STEPS, BitPlanes, build_second_stage, choose_grid, input_levels
 
 

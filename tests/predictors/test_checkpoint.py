@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors import checkpoint as cal
 from dejavu_train.predictors.low_rank import LowRankPredictor
 

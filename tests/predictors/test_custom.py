@@ -6,8 +6,8 @@ from torch import nn
 
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.spec import PredictorSpec, check_spec
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor, stored_tensors
 from dejavu_train.predictors.custom import build_custom, chosen_classes, describe
 

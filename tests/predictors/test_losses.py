@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.losses import LOSSES, Batch, get_loss, needs_contribution
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
 

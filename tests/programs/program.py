@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 from .calls import DRAWS
 from .compute import draw_compute, run_compute

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 from .edit import draw_edit, edit
 from .judge import Finding, expect, same_weights

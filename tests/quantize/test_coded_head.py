@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dejavu_train.data.text import TextSource
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.extras.export import ExportConfig, export
+from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear, Int8Rows
 from dejavu_train.models.int4_sizes import head_kind
 from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import HEAD, SINGLE, check_folder
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.rounding import round_nearest_8
 from dejavu_train.quantize.run import quantise
 from dejavu_train.sparse.model import SparseOPTForCausalLM

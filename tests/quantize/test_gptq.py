@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.gptq import (
     InputGroups,

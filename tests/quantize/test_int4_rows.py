@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
+from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.formats.int4 import pack_int4
 from dejavu_train.models.int4 import CodedLinear, row_layouts
 from dejavu_train.models.int4_sizes import row_sizes

@@ -17,23 +17,23 @@ from small_runs import flags
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import parse_config
-from dejavu_train.commands import run as run_command
+from dejavu_train.cli.commands import run as run_command
 from dejavu_train.data.text import TextSource
-from dejavu_train.errors import GOES_ON, UserError, exit_on_user_error
+from dejavu_train.extras.export import ExportConfig, export
+from dejavu_train.ground.errors import GOES_ON, UserError, exit_on_user_error
 from dejavu_train.models.config_values import INT4, read_dims, read_values
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import check_folder
-from dejavu_train.pipeline import run as train
 from dejavu_train.quantize import command, run, stream
 from dejavu_train.quantize.check import check_output
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.folder import folder_aside
 from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
+from dejavu_train.run.command import parse_config
+from dejavu_train.run.pipeline import run as train
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -274,7 +274,7 @@ def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, 
 def test_mistakes_are_told_before_torch_is_loaded(wide_opt, tmp_path):
     """Its import takes seconds."""
     code = (
-        "import sys\nfrom dejavu_train.errors import UserError\nfrom dejavu_train.quantize.command import main\n"
+        "import sys\nfrom dejavu_train.ground.errors import UserError\nfrom dejavu_train.quantize.command import main\n"
         "try:\n    main(sys.argv[1:])\nexcept UserError as error:\n    print(error)\nprint('torch' in sys.modules)"
     )
     for model, said in ((tmp_path / "no", "no model folder"), (wide_opt, "exists")):

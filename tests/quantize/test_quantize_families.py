@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM
 from dejavu_train.data.text import TextSource
 from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.errors import UserError
+from dejavu_train.extras.export import ExportConfig, export
 from dejavu_train.families import blocks_of, family_of
-from dejavu_train.files import read_json
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear
 from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.check import written_bytes
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.export import ExportConfig, export
 from dejavu_train.quantize.run import calibration_windows, quantise
 from dejavu_train.quantize.source import StoredTensors
 from dejavu_train.quantize.stream import Skeleton, embed

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 IDS = torch.tensor([[2, 30, 31, 200, 33, 170, 91]])
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}

@@ -12,9 +12,9 @@ import torch
 from reported_case import ALL, GREEDY, IDS, Case, Row, refusal
 
 from dejavu_train import Bundle
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.report import write_results
-from dejavu_train.files import read_json
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import read_json
 
 # ------------------------------------------------------------------------------------ T6: saving over what is there
 

@@ -12,7 +12,7 @@ from reported_case import GREEDY, IDS, Case, Row, refusal
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import LAST, Sampling, rows_of
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 HUGE = (2**31 - 1, 2**31, 2**32 + 1, 2**63 - 1, 2**63, 2**64 + 5, 10**30)
 OPTIONS = {"mask": {}, "gather": {}, "cpu": {}, "triton": {"ops": "reference"}}

@@ -13,10 +13,10 @@ from serving_helpers import NAME, Running
 from tokenizers_of_tests import KINDS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from dejavu_train.errors import UserError
-from dejavu_train.serving.config import ServeConfig
-from dejavu_train.serving.replies import Refusal, event
-from dejavu_train.serving.requests import Completion, Reader
+from dejavu_train.extras.serving.config import ServeConfig
+from dejavu_train.extras.serving.replies import Refusal, event
+from dejavu_train.extras.serving.requests import Completion, Reader
+from dejavu_train.ground.errors import UserError
 from dejavu_train.sparse.model import SparseCausalLM
 
 CHAT = {"messages": [{"role": "user", "content": "the model"}]}

@@ -8,7 +8,7 @@ import torch
 from family_models import random_family, save_family
 
 from dejavu_train import Bundle, SparseCausalLM, SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 
 PROMPT = torch.tensor([[2, 5, 9, 11, 40]])

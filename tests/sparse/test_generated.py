@@ -9,7 +9,7 @@ from sparse_helpers import close, gather_sets, padded, sparse, tokens
 from transformers import DynamicCache, GenerationConfig
 
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.sparse import generation as generation_module
 from dejavu_train.sparse import inputs as inputs_module
 from dejavu_train.sparse import masked as masked_module

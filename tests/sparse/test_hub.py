@@ -22,7 +22,7 @@ PUSH = """
 import sys
 from transformers import AutoTokenizer
 from dejavu_train import Bundle, SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 joint, dense, bundle, results, token = sys.argv[1:]
 model = SparseOPTForCausalLM.from_pretrained(joint, backend="gather")
 try:
@@ -119,7 +119,11 @@ def forks(home):
 
 @pytest.fixture(scope="module")
 def online(forks, home, hub):
-    read = ["lm_eval.models.huggingface", "transformers.pipelines.text_generation", "dejavu_train.serving.server"]
+    read = [
+        "lm_eval.models.huggingface",
+        "transformers.pipelines.text_generation",
+        "dejavu_train.extras.serving.server",
+    ]
     return forks.fork(read, home | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.endpoint})
 
 
@@ -157,7 +161,7 @@ def test_pushed_and_loaded_by_id(places, tiny_opt, bundle, tmp_path, hub, forks,
     assert json.loads(line) == found and len(hub.asked) == asked
 
 
-SERVE = "import sys; from dejavu_train.commands import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+SERVE = "import sys; from dejavu_train.cli.commands import main; sys.exit(main(['serve', *sys.argv[1:]]))"
 WHOLE = {"model": "me/joint", "prompt": "the model", "max_tokens": 5, "temperature": 0}
 MANY = 24  # of rows there are four
 LONG = WHOLE | {"max_tokens": 400, "temperature": 1.3, "seed": 7, "stream": True, "extra_body": {"min_tokens": 400}}
@@ -231,7 +235,7 @@ def check_cards(hub):
 
 
 def test_results_of_something_else_are_refused(places, bundle):
-    from dejavu_train.errors import UserError
+    from dejavu_train.ground.errors import UserError
 
     dry = {"dry_run": True, "results": places / "results"}
     assert "me/bundle" in bundle.push_to_hub("me/bundle", **dry)

@@ -8,7 +8,7 @@ from bundles import make_bundle
 from signature_rows import BACKENDS, IDS, Recorder
 
 from dejavu_train import SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.inputs import keep_columns
 

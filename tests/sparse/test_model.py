@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import WITHOUT_PLAN

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import OPTForCausalLM
 
 from dejavu_train import SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 
 BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here

@@ -12,7 +12,7 @@ from bundles import make_bundle
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dejavu_train import SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 
 BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here

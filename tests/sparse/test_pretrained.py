@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from dejavu_train import Bundle, SparseForCausalLM, SparseOPTForCausalLM
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hub import KEYWORDS
 from dejavu_train.sparse import keywords
 from dejavu_train.sparse.keywords import sort_keywords

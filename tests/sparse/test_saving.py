@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.bundle.artifact import METADATA
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.stored import INDEX, SINGLE, loaded_files
 from dejavu_train.sparse import saving

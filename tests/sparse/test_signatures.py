@@ -22,7 +22,7 @@ from transformers.pipelines.base import Pipeline
 from transformers.utils.generic import TransformersKwargs
 
 from dejavu_train import SparseOPTForCausalLM
-from dejavu_train.errors import Unsupported, UserError
+from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.models.opt import load_opt
 
 OWN = {"self", "kwargs", "logits", "vocab_size"}

@@ -10,12 +10,12 @@ import pytest
 from small_runs import activations, flags
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.cli import main, parse_config
-from dejavu_train.errors import exit_on_user_error
 from dejavu_train.evaluation.attach import attach, numbers_of
-from dejavu_train.evaluation.cli import main as infer
-from dejavu_train.experiments import Record, record_of
+from dejavu_train.evaluation.command import main as infer
 from dejavu_train.families import UnitKey
+from dejavu_train.ground.errors import exit_on_user_error
+from dejavu_train.ground.experiments import Record, record_of
+from dejavu_train.run.command import main, parse_config
 from dejavu_train.training.experiment import Experiment, _course
 from dejavu_train.training.trainer import resolved_arguments
 

@@ -10,15 +10,15 @@ from bundles import make_bundle
 from conftest import save_tiny_opt
 from family_models import CASES, save_family
 
-from dejavu_train import signals
 from dejavu_train.bundle.cost_model import mlp_share
-from dejavu_train.config import TuneConfig
-from dejavu_train.errors import UserError
+from dejavu_train.ground import signals
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.opt import load_opt
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.training import finetune as module
 from dejavu_train.training import passes
+from dejavu_train.training.config import TuneConfig
 from dejavu_train.training.finetune import UNKNOWN_PRICE, _Ledger, finetune, next_price
 from dejavu_train.training.gates import Gate
 

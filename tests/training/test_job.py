@@ -7,10 +7,9 @@ import torch
 from small_runs import activations, flags
 
 from dejavu_train.calibration.calibrate import read_predictor
-from dejavu_train.cli import parse_config
-from dejavu_train.errors import UserError
 from dejavu_train.families import UnitKey
-from dejavu_train.stages import train_stage
+from dejavu_train.ground.errors import UserError
+from dejavu_train.run.command import parse_config
 from dejavu_train.training.job import (
     claimed,
     deployed_density,
@@ -21,6 +20,7 @@ from dejavu_train.training.job import (
     run_job,
     summary_rows,
 )
+from dejavu_train.training.stages import train_stage
 from dejavu_train.training.trainer import resolved_arguments
 
 

@@ -3,17 +3,17 @@ import pytest
 import torch
 from small_runs import activations, flags
 
-from dejavu_train.cli import parse_config
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, unpack_bits
-from dejavu_train.errors import UserError
 from dejavu_train.families import Site, UnitKey
+from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
 from dejavu_train.predictors.losses import LOSSES
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.metrics import top_units
+from dejavu_train.run.command import parse_config
 from dejavu_train.training.job import init_module, second_moments
 from dejavu_train.training.lit_predictor import LitPredictor, SelectionMetric
 

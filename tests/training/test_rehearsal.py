@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from dejavu_train.config import RunConfig
-from dejavu_train.errors import UserError
 from dejavu_train.families import UnitKey
+from dejavu_train.ground.errors import UserError
+from dejavu_train.training.config import RunConfig
 from dejavu_train.training.rehearsal import rehearse
 from dejavu_train.training.trainer import resolved_arguments
 

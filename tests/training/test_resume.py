@@ -7,8 +7,8 @@ import pytest
 import torch
 from small_runs import activations, flags
 
-from dejavu_train.cli import parse_config
 from dejavu_train.families import UnitKey
+from dejavu_train.run.command import parse_config
 from dejavu_train.training import job
 from dejavu_train.training.job import fit, job_folder
 from dejavu_train.training.lit_predictor import LitPredictor

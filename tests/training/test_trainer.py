@@ -10,13 +10,13 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.environments import MPIEnvironment
 from small_runs import flags
 
-from dejavu_train.cli import main, parse_config
-from dejavu_train.errors import UserError
-from dejavu_train.experiments import clean_id, use_wandb_offline_without_key
 from dejavu_train.families import UnitKey
-from dejavu_train.stages import calibrate_stage, trained_identity
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.experiments import clean_id, use_wandb_offline_without_key
+from dejavu_train.run.command import main, parse_config
 from dejavu_train.training import rehearsal
 from dejavu_train.training.loggers import build_loggers
+from dejavu_train.training.stages import calibrate_stage, trained_identity
 from dejavu_train.training.trainer import (
     MPI,
     REFUSED,

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.engine.inputs import Sampling
-from dejavu_train.errors import Unsupported
+from dejavu_train.ground.errors import Unsupported
 
 if TYPE_CHECKING:
     from dejavu_train.engine.cpu.engine import CpuEngine

@@ -17,7 +17,7 @@ from dejavu_train.engine.generation import EnginePool
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine, Formats
-from dejavu_train.errors import Unsupported
+from dejavu_train.ground.errors import Unsupported
 
 if TYPE_CHECKING:
     from dejavu_train.engine.cpu.engine import CpuEngine

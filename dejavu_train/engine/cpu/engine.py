@@ -29,9 +29,9 @@ from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.scores import AT_ONCE, Score, scores_of
 from dejavu_train.engine.session import Session
 from dejavu_train.engine.turns import Turns
-from dejavu_train.errors import UserError
 from dejavu_train.families import blocks_of
-from dejavu_train.machine import cores
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.machine import cores
 
 CALL_SECONDS = 0.05  # a call of compiled code takes at most about this long, so that Ctrl-C is heard
 

@@ -22,9 +22,9 @@ from dejavu_train.engine.cpu.arrays import (
 )
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu_limits import CHUNK
-from dejavu_train.errors import UserError
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation, Norm, Positions, QkNorm
+from dejavu_train.ground.errors import UserError
 
 STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
 SMALL = (

@@ -23,9 +23,9 @@ from dejavu_train.engine.cpu.arrays import (
     State,
 )
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.errors import UserError
 from dejavu_train.families.block import activate_, causal, forward_block, turn
 from dejavu_train.families.dims import Activation
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.finite import name_half, not_finite
 
 HEAD_ROWS = 4096  # of the LM head at once

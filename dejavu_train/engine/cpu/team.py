@@ -11,7 +11,7 @@ from dejavu_train.engine.cpu import arrays
 from dejavu_train.engine.cpu.entry_point import prepare
 from dejavu_train.engine.cpu.step import MODE, N_STEPS, SCORE, TAIL_ONLY
 from dejavu_train.engine.cpu.threads import new_control
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 
 class Team:

@@ -23,13 +23,13 @@ from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.engine.cpu_plan import cpu_format
 from dejavu_train.engine.planned import Formats
 from dejavu_train.engine.runs import RUNS
-from dejavu_train.errors import Unsupported, UserError
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
 from dejavu_train.families.block import alibi_slopes
 from dejavu_train.families.dims import Positions
 from dejavu_train.families.plain import NotPlain, plain_block
 from dejavu_train.families.read import Ends, ReadNorm, check_read, read_ends, read_norm, read_turns
-from dejavu_train.machine import free_memory
+from dejavu_train.ground.errors import Unsupported, UserError
+from dejavu_train.ground.machine import free_memory
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows, coded_rows
 
 ROWS_AT_ONCE = 4096

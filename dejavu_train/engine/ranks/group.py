@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dejavu_train.engine.ranks.sums import GroupSums, Sums
 from dejavu_train.engine.ranks.watch import Watch, connect
-from dejavu_train.errors import UserError, first_line
+from dejavu_train.ground.errors import UserError, first_line
 
 RENDEZVOUS_SECONDS = 120
 

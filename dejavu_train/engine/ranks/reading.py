@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dejavu_train.engine.ranks.shard import Shard
-from dejavu_train.errors import UserError
 from dejavu_train.families import Target, blocks_of, dims_of
 from dejavu_train.families.plain import LINEAR
+from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
 from dejavu_train.models.int4 import CodedLinear, head_layout, row_layouts
 from dejavu_train.models.int4_quantizer import replace_matrices

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.errors import UserError
 from dejavu_train.families import UnitKey
+from dejavu_train.ground.errors import UserError
 
 
 def check_ranks(predictors: Mapping[UnitKey, PredictorFacts | None], options: EngineOptions) -> None:

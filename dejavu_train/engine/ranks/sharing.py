@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dejavu_train.engine.facts import selected_rates
 from dejavu_train.engine.ranks.shard import Shard
-from dejavu_train.errors import UserError
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.families.dims import Positions
+from dejavu_train.ground.errors import UserError
 
 BLOCK = 64  # neurons at most: 128 bytes of a row of fp16
 MOST = 16  # ranks that a refusal names

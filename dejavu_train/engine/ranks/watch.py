@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from dejavu_train.errors import UserError
+from dejavu_train.ground.errors import UserError
 
 RANK_LOST = 3  # exit code
 STUCK_SECONDS = 300.0  # in one look at the device: longer than kernels are compiled for

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from dejavu_train.bundle.folder import require_model
-from dejavu_train.errors import UserError, exit_on_user_error
-from dejavu_train.parser import parse
+from dejavu_train.cli.parser import parse
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from papers.deja_vu.observe.config import ObserveConfig
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import re
 
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.shared_config import TextConfig, TextSet
+from dejavu_train.ground.errors import UserError
 
 PASS_PARTS = ("residual", "units", "attention", "union")
 PARTS = (*PASS_PARTS, "selections", "predictors", "neighbours", "cost")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.errors import UserError, exit_on_user_error
 from dejavu_train.evaluation.rows import read_csv
+from dejavu_train.ground.errors import UserError, exit_on_user_error
 from papers.deja_vu.observe.attention import HeadRow, MapRow, UniformityRow
 from papers.deja_vu.observe.cost import CostRow
 from papers.deja_vu.observe.neighbours import NeighbourRow

@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.errors import UserError
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.evaluation.texts import EvalText, behind_start, load_spread
 from dejavu_train.families import Target
-from dejavu_train.files import write_json
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import write_json
+from dejavu_train.ground.progress import Progress
 from dejavu_train.models.finite import check_logits
 from dejavu_train.models.hooks import decoder_layers, record
-from dejavu_train.progress import Progress
 from papers.deja_vu.observe.attention import Attention, map_rows
 from papers.deja_vu.observe.config import PARTS, PASS_PARTS, ObserveConfig
 from papers.deja_vu.observe.cost import Peaks, cost_rows, measure_peaks

@@ -1,0 +1,240 @@
+"""Scores a text with the best neurons or heads of every token alone, and counts how many neurons a token needs.
+
+All selections run side by side, the dense model first among them. The oracle of a survey keeps what contributes most
+in the sparse pass itself. The row ``oracle`` of ``infer.py`` keeps what contributes most in the dense pass. Where
+little is lost both are alike. A skipped head gives its mean over the text.
+
+Letters: W windows, S selections, T positions, d model width, n neurons, h heads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from dejavu_train.data.untrained import warn_of_logits
+from dejavu_train.evaluation.perplexity import EvalCorpus
+from dejavu_train.extras.survey.decoder import DecoderParts, rows_in
+from dejavu_train.extras.survey.layerwise import LayerRunner
+from dejavu_train.families import Target
+from dejavu_train.families.dims import CARRIED
+from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.files import replacing
+from dejavu_train.ground.progress import Progress
+from dejavu_train.models.hooks import at_module, head_contribution, hooked, output_gram
+
+SAVED_EVERY = 60.0  # seconds between two states on the disk
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one row keeps. ``target`` None: everything."""
+
+    target: Target | None = None
+    share: float = 1.0
+
+    def count(self, parts: DecoderParts) -> int:
+        """How many neurons or head groups are kept of a layer."""
+        total = parts.d_ffn if self.target == Target.MLP else parts.groups
+        return max(1, min(total, round(self.share * total)))
+
+    def kept(self, parts: DecoderParts) -> float:
+        """The share that ``count`` comes to."""
+        return self.count(parts) / (parts.d_ffn if self.target == Target.MLP else parts.groups)
+
+
+@dataclass
+class LayerNeeds:
+    """Of one layer, means over tokens of the dense pass.
+
+    Attributes:
+        nonzero: share of neurons that are not exactly zero.
+        needed: share of neurons that carry ``CARRIED`` of the contribution, the largest first.
+        mass: by the share of neurons that is kept, the share of the contribution that they carry.
+    """
+
+    nonzero: float
+    needed: float
+    mass: dict[float, float]
+
+
+@dataclass
+class Surveyed:
+    """``nats`` (S, D): summed per selection and document."""
+
+    selections: list[Selection]
+    layers: list[LayerNeeds]
+    nats: np.ndarray
+
+
+class Survey:
+    """One survey of a model on a text. Goes on where an earlier one of the same ``identity`` was interrupted.
+
+    Args:
+        runner: of the model's layers.
+        selections: the dense one first.
+        state: file of what is done so far. ``identity``: of model, text and selections.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        runner: LayerRunner,
+        parts: DecoderParts,
+        held: EvalCorpus,
+        selections: Sequence[Selection],
+        state: Path,
+        identity: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.runner, self.parts, self.held, self.selections = runner, parts, held, list(selections)
+        self.state, self.identity, self.clock = state, identity, clock
+        length = max(len(window) for window in held.windows) - 1
+        self.ids = torch.zeros(len(held.windows), length, dtype=torch.long)
+        self.targets, self.real = self.ids.clone(), torch.zeros_like(self.ids, dtype=torch.bool)
+        for row, window in enumerate(held.windows):
+            self.ids[row, : len(window) - 1] = torch.tensor(window[:-1])
+            self.targets[row, : len(window) - 1] = torch.tensor(window[1:])
+            self.real[row, : len(window) - 1] = True
+
+    @torch.no_grad()
+    def run(self) -> Surveyed:
+        """All layers, then the logits. Raises :class:`UserError` for logits that are not finite."""
+        hidden = self.runner.embed(self.ids, len(self.selections))
+        done, stored = self._load()
+        hidden = hidden if stored is None else stored
+        windows = len(self.ids)
+        saved = self.clock()
+        total = (self.parts.n_layers + 1) * windows
+        with Progress("surveying", total, "window", done=len(done) * windows) as bar:
+            for number in range(len(done), self.parts.n_layers):
+                bar.describe(f"layer {number + 1} of {self.parts.n_layers}")
+                done.append(self._layer(number, hidden, bar.update))
+                if self.clock() - saved > SAVED_EVERY:
+                    self._save(done, hidden)
+                    saved = self.clock()
+            bar.describe("scoring")
+            nats = self._score(hidden, bar.update)
+        self.state.unlink(missing_ok=True)
+        return Surveyed(self.selections, done, nats)
+
+    def _layer(self, number: int, hidden: Tensor, update: Callable[[int], object]) -> LayerNeeds:
+        """Send (W, S, T, d) through one layer, in place."""
+        counts = _Counts({each.share: 0.0 for each in self.selections if each.target == Target.MLP})
+        with self.runner.layer(number) as (layer, call):
+            out = layer.get_submodule(self.parts.out[number])
+            down = layer.get_submodule(self.parts.down[number])
+            norms = torch.linalg.vector_norm(rows_in(down).float(), dim=0)
+            gram = output_gram(rows_in(out), self.parts.groups)
+            weight, real = rows_in(out), torch.empty(0, dtype=torch.bool)
+            mean = self._head_means(hidden, out, call)
+
+            def keep_heads(values: Tensor) -> Tensor:
+                grouped = values.view(len(self.selections), -1, *mean.shape)
+                kept = self._kept(head_contribution(grouped, weight, gram, mean), Target.HEADS)
+                return torch.where(kept.unsqueeze(-1), grouped, mean).reshape(values.shape)
+
+            def keep_neurons(values: Tensor) -> Tensor:
+                rows = values.view(len(self.selections), -1, self.parts.d_ffn)
+                contribution = rows.abs() * norms
+                counts.add(rows[0][real], contribution[0][real])
+                return (rows * self._kept(contribution, Target.MLP)).view_as(values)
+
+            with hooked([at_module(out, "input", keep_heads), at_module(down, "input", keep_neurons)]):
+                for window in range(len(hidden)):
+                    real = self.real[window].to(hidden.device)
+                    hidden[window] = call(hidden[window])
+                    update(1)
+        return counts.means()
+
+    def _head_means(self, hidden: Tensor, out: Any, call: Callable[[Tensor], Tensor]) -> Tensor:
+        """(g, h / g * e), the mean over tokens of what each group's heads give in the dense pass."""
+        total = torch.zeros(
+            self.parts.groups, rows_in(out).shape[1] // self.parts.groups, device=hidden.device, dtype=torch.float32
+        )
+
+        def add(values: Tensor) -> None:
+            total.add_(values.view(len(self.real[0]), *total.shape)[self.real[window].to(hidden.device)].sum(0))
+
+        with hooked([at_module(out, "input", add)]):
+            for window in range(len(hidden)):
+                call(hidden[window, :1])
+        return total / self.real.sum().to(hidden.device)
+
+    def _kept(self, contribution: Tensor, target: Target) -> Tensor:
+        """(S, T, u) bool, what every selection keeps of units that contribute (S, T, u)."""
+        keep = torch.ones_like(contribution, dtype=torch.bool)
+        for row, each in enumerate(self.selections):
+            if each.target == target:
+                largest = contribution[row].topk(each.count(self.parts), sorted=False).indices
+                keep[row] = torch.zeros_like(keep[row]).scatter_(-1, largest, True)
+        return keep
+
+    def _score(self, hidden: Tensor, update: Callable[[int], object]) -> np.ndarray:
+        nats = np.zeros((len(self.selections), len(self.held.document_tokens)))
+        for window, document in enumerate(self.held.document):
+            real = self.real[window]
+            for row in range(len(self.selections)):
+                logits = self.runner.logits(self.ids[window : window + 1], hidden[window, row : row + 1])
+                if window == row == 0:
+                    ids = self.ids[0][real].numpy()
+                    warn_of_logits(logits.shape[-1], [ids], [logits[:, : len(ids)]])
+                losses = F.cross_entropy(logits[0].cpu()[real], self.targets[window][real], reduction="none")
+                if not bool(losses.isfinite().all()):
+                    raise UserError("the model gives logits that are not finite; check its weights")
+                nats[row, document] += float(losses.double().sum())
+            update(1)
+        return nats
+
+    def _save(self, done: Sequence[LayerNeeds], hidden: Tensor) -> None:
+        found: list[Any] = [asdict(each) for each in done]
+        tensors = {"hidden": hidden.cpu(), "nonzero": torch.tensor([each["nonzero"] for each in found])}
+        tensors["needed"] = torch.tensor([each["needed"] for each in found])
+        tensors["mass"] = torch.tensor([list(each["mass"].values()) for each in found], dtype=torch.float32)
+        with replacing(self.state) as temporary:
+            save_file(tensors, str(temporary), {"identity": self.identity})
+
+    def _load(self) -> tuple[list[LayerNeeds], Tensor | None]:
+        """What an interrupted survey did: layers, and the hidden states behind the last of them."""
+        try:
+            with safe_open(str(self.state), "pt") as stored:
+                if (stored.metadata() or {}).get("identity") != self.identity:
+                    return [], None
+                names = ("nonzero", "needed", "mass", "hidden")
+                nonzero, needed, mass, hidden = (stored.get_tensor(name) for name in names)
+        except (OSError, SafetensorError):  # none, or one that was cut off
+            return [], None
+        shares = [each.share for each in self.selections if each.target == Target.MLP]
+        rows = zip(nonzero.tolist(), needed.tolist(), mass.tolist(), strict=True)
+        layers = [LayerNeeds(a, b, dict(zip(shares, c, strict=True))) for a, b, c in rows]
+        return layers, hidden.to(self.runner.device)
+
+
+class _Counts:
+    """Sums over the tokens of a layer."""
+
+    def __init__(self, mass: dict[float, float]) -> None:
+        self.tokens, self.nonzero, self.needed, self.mass = 0, 0.0, 0.0, mass
+
+    def add(self, values: Tensor, contribution: Tensor) -> None:
+        """Neurons (N, n) of tokens, and what they contribute."""
+        running = contribution.sort(-1, descending=True).values.cumsum(-1)
+        whole = running[:, -1:].clamp_min(torch.finfo(torch.float32).tiny)
+        n = values.shape[-1]
+        self.tokens += len(values)
+        self.nonzero += float((values != 0).double().mean(-1).sum())
+        self.needed += float((((running < CARRIED * whole).sum(-1) + 1).clamp_max(n).double() / n).sum())
+        for share in self.mass:
+            last = max(1, min(n, round(share * n))) - 1
+            self.mass[share] += float((running[:, last : last + 1] / whole).double().sum())
+
+    def means(self) -> LayerNeeds:
+        mass = {share: each / self.tokens for share, each in self.mass.items()}
+        return LayerNeeds(self.nonzero / self.tokens, self.needed / self.tokens, mass)
