@@ -81,9 +81,19 @@ def make_text(n_words: int, seed: int = 0) -> str:
 
 def save_tiny_tokenizer(folder: Path) -> int:
     """A byte-level BPE with OPT's special ids, trained on the fixture's text. Returns its vocabulary size."""
-    from dejavu_train.extras.pretrain.run import train_tokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = train_tokenizer([make_text(2000)], vocab_size=320)
+    made, special = Tokenizer(models.BPE()), ["<s>", "<pad>", "</s>", "<unk>"]
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    how = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator([make_text(2000)], trainers.BpeTrainer(vocab_size=320, **how))
+    made.post_processor = processors.TemplateProcessing(
+        single="</s> $A", pair="</s> $A $B", special_tokens=[("</s>", 2)]
+    )
+    names = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **names)
     tokenizer.save_pretrained(folder)
     return len(tokenizer)
 

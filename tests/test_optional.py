@@ -10,8 +10,9 @@ import pytest
 from bundles import make_bundle
 from forgotten import forget_modules
 
-from dejavu_train import SparseOPTForCausalLM, machine
+from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.evaluation import html_report, picture, text_panels
+from dejavu_train.ground import machine
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt
 

@@ -181,7 +181,7 @@ def test_every_other_command_ends(tiny_opt, text_file, tmp_path, name, number, c
         assert {row["text"] for row in json.loads((output / kept).read_text())["quality"]} == {text_file.stem}
 
 
-@both_signals(["evaluation.lm_eval", "training.pretrain", "quantize"])
+@both_signals(["extras.tasks", "extras.pretrain", "quantize"])
 def test_the_imports_of_a_command_end(name, number, code, tmp_path):
     quantize = name == "quantize"  # says what it will do before it loads torch
     words = ["--quantizer=rtn", f"--output={tmp_path / 'out'}"] if quantize else ["--help"]

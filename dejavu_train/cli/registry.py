@@ -1,7 +1,7 @@
 """How the core reaches what stands beside it: by name, and only where somebody asks for it."""
 
 import importlib
-import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 from dejavu_train.ground.errors import UserError
@@ -11,7 +11,7 @@ EXTRAS = "dejavu_train.extras"
 
 def has_extras() -> bool:
     """Whether this copy holds the folder ``extras``."""
-    return importlib.util.find_spec(EXTRAS) is not None
+    return (Path(__file__).parents[1] / "extras").is_dir()
 
 
 def extra(part: str, asked: str) -> ModuleType:

@@ -169,16 +169,6 @@ def test_one_density_writes_the_text(arguments, caplog):
     assert "gather, at 50 % of the neurons and all heads, generated" in caplog.text
 
 
-def test_generation_appears_in_the_report(arguments, short_text, tmp_path, capsys):
-    asked = {"generation.text": short_text, "generation.prompts": "2", "generation.new_tokens": "8"}
-    asked |= {"generation.prompt": "8", "generation.densities": "0.5", "generation.every": "[]"}
-    assert run(arguments, tokens=0, timing="false", **asked) == 0
-    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
-    assert "<h2>Generation</h2>" in page and "papers.deja_vu.observe makes them" in page
-    assert "2 prompts of 8 tokens" in page and "there is no paper/paper.json" in page
-    assert "| greedy | 50 | 85 | prompt |" in capsys.readouterr().out
-
-
 def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     values = arguments | {"densities": "0.3", "curve_densities": "", "selections": "predicted", "timing": "false"}

@@ -10,13 +10,14 @@ from small_runs import flags
 from benchmarks import hardware as script
 from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import SHAPES
-from dejavu_train.extras.hosts.forecast import START_SECONDS, forecast, model_passes, predictor_memory
-from dejavu_train.extras.hosts.hardware import FILE, Hardware, PlanConfig, hardware_of, known_hardware
+from dejavu_train.extras.hosts.forecast import START_SECONDS, forecast, model_passes, predictor_memory, stated
+from dejavu_train.extras.hosts.hardware import FILE, Hardware, hardware_of, known_hardware
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.run.command import main, parse_config
-from dejavu_train.run.estimate import JOB_SECONDS, STEP_SECONDS, Estimate
+from dejavu_train.run.estimate import JOB_SECONDS, STEP_SECONDS
+from dejavu_train.training.config import PlanConfig
 
 LAYER = 4 * 48**2 + 2 * 48 * 96  # weights of the tiny model's layer
 GPU = Hardware("X", 10, 1e-3, 1e-6, 10, {"tflops": "", "read_tb_s": "", "step_ms": ""})
@@ -68,7 +69,7 @@ def test_a_larger_step_takes_its_operations(known):
     config, shape = known
     flops = 2 * 256 * (48 * 96 + 3 * 16 * (48 + 96))
     slow = dataclasses.replace(GPU, tflops=flops / 1e12 / 5)
-    steps = Estimate.stated(config, shape, slow, 1e9).steps
+    steps = stated(config, shape, slow, 1e9).steps
     assert steps(Target.MLP) == pytest.approx((5.0, 5.0)) and steps(Target.HEADS) == (0.010, 0.010)
 
 
@@ -82,7 +83,7 @@ def test_predictors_of_a_row_that_was_measured(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_values(SHAPES["6.7b"])))
     config = parse_config([f"--model={tmp_path}", "--mlp.rank=256", "--mlp.steps=1000", "--heads.steps=600"])
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=1024))
-    estimate = Estimate.stated(config, SHAPES["6.7b"], known_hardware()["H200"], float("inf"))  # files were in memory
+    estimate = stated(config, SHAPES["6.7b"], known_hardware()["H200"], float("inf"))  # files were in memory
     rows = {"train": 200_000, "val": 10_000, "calibration": 0}
     seconds = sum(estimate.training(target, row["layers"], rows) for target in Target)
     assert 0.8 < seconds / row["seconds"] < 1.1
@@ -144,6 +145,6 @@ def test_mistakes_of_a_plan(alone, more, said):
 
 
 def test_rates_that_are_stated():
-    stated = hardware_of(PlanConfig("A100", tflops=50, read_tb_s=1))
-    assert (stated.tflops, stated.read_tb_s, stated.memory_gb) == (50, 1, None)
-    assert stated.sources["tflops"] == "stated" and "training.jsonl" in stated.sources["step_ms"]
+    found = hardware_of(PlanConfig("A100", tflops=50, read_tb_s=1))
+    assert (found.tflops, found.read_tb_s, found.memory_gb) == (50, 1, None)
+    assert found.sources["tflops"] == "stated" and "training.jsonl" in found.sources["step_ms"]

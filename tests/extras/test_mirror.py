@@ -13,8 +13,8 @@ from conftest import REPOSITORY
 from small_runs import activations, flags
 
 from dejavu_train.data.shard_reader import ShardReader
-from dejavu_train.data.shards import ActivationManifest
-from dejavu_train.extras.hosts.store import MARK, Store
+from dejavu_train.data.shards import STORE, ActivationManifest
+from dejavu_train.extras.hosts.store import Store
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.run.command import main
 
@@ -70,7 +70,7 @@ def test_what_a_store_gives_is_compared(begun, address, tiny_opt, text_file, tmp
     store, root = fsspec.core.url_to_fs(address)
     other = tmp_path / "second"
     shutil.copytree(begun / "activations", other / "activations", ignore=lambda _, names: set(names) - {
-        "layer_00", "layer_01", "manifest.json", "statistics.json", MARK, "weights.safetensors",
+        "layer_00", "layer_01", "manifest.json", "statistics.json", STORE, "weights.safetensors",
     })  # fmt: skip
     name = f"{root}/activations/layer_00/shard_0000.h5"
     damaged = bytearray(store.cat_file(name))
@@ -83,7 +83,7 @@ def test_what_a_store_gives_is_compared(begun, address, tiny_opt, text_file, tmp
     with pytest.raises(UserError, match="holds activations of another run than .*choose another --store or --output"):
         manifest = f"{root}/activations/manifest.json"
         store.pipe_file(manifest, store.cat_file(manifest) + b" ")
-        (begun / "activations" / MARK).unlink()
+        (begun / "activations" / STORE).unlink()
         main(flags(tiny_opt, text_file, begun, f"--store={address}", *BRIEF, "--layers=0", "--targets=heads"))
 
 
@@ -111,7 +111,7 @@ def test_an_upload_that_breaks_off_is_made_up_for(begun, address, tiny_opt, text
         said == f"error: --store {address}: Could not connect; check address, credentials and network; the same"
         " command goes on"
     )
-    assert not list(begun.rglob(".tmp-*")) and (begun / "activations" / MARK).exists() == (uploaded > 13)
+    assert not list(begun.rglob(".tmp-*")) and (begun / "activations" / STORE).exists() == (uploaded > 13)
     monkeypatch.setattr(type(store), "put_file", put)
     assert exit_on_user_error(main, run) == 0
     here = files(begun)

@@ -16,7 +16,8 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import CONVERTED
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.opt import load_opt
-from dejavu_train.quantize import export, foreign
+from dejavu_train.extras import export
+from dejavu_train.quantize import foreign
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.run import quantise
