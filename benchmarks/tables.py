@@ -283,7 +283,7 @@ MADE_BY = {  # table -> what makes its rows
     **dict.fromkeys(FAMILY_TABLES, "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"),
     "families-runs": "`make tables` from what the engines plan and refuse",
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
-    **dict.fromkeys(("lossless-opening", "lossless-cpu"), "`python -m benchmarks.lossless speed`"),
+    "lossless-opening": "`python -m benchmarks.lossless speed`",
     **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),
     **dict.fromkeys(
         RANKS_TABLES,

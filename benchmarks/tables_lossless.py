@@ -139,5 +139,4 @@ def search_table(root: Path) -> str:
 LOSSLESS_TABLES: dict[str, Callable[[Path], str]] = {
     "lossless-forced": forced_table,
     "lossless-opening": opening_table,
-    "lossless-cpu": speed_table,
 }
