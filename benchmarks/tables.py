@@ -37,10 +37,9 @@ from benchmarks.tables_format import (
 from benchmarks.tables_frontier import FRONTIER_TABLES
 from benchmarks.tables_lossless import LOSSLESS_TABLES
 from benchmarks.tables_one_model import ONE_MODEL_TABLES
-from benchmarks.tables_plan import by_layers_table, own_text_table, plan_check_table, streaming_table, tuning_table
+from benchmarks.tables_plan import by_layers_table
 from benchmarks.tables_ranks import RANKS_TABLES
 from benchmarks.tables_serve import SERVE_TABLES
-from benchmarks.tables_stages import STAGE_TABLES
 from benchmarks.tables_sweep import SWEEP_TABLES
 from benchmarks.tables_texts import goals_100m_table, goals_table, guard_table, matrix_table
 from benchmarks.tables_verdicts import DEMO, VERDICTS
@@ -58,13 +57,9 @@ FILES = (
     "docs/results/serving.md",
     "docs/results/speed.md",
     "docs/results/texts.md",
-    "docs/notes/four-bit-speed.md",
-    "docs/notes/decode-engine.md",
-    "docs/notes/one-source.md",
     "docs/notes/lossless.md",
     "docs/notes/one-model.md",
     "docs/notes/by-layers.md",
-    "docs/notes/streaming.md",
     "docs/notes/tensor-parallel.md",
     "checkpoints/opt-mini/README.md",
 )
@@ -175,19 +170,6 @@ def _models(found: Sequence[tuple[str, str]]) -> list[str]:
     return sorted({model for model, _ in found}, key=lambda name: float(name.rstrip("b")))
 
 
-def decode_change_table(root: Path) -> str:
-    """Rows that were measured again, beside the first ones: small losses may not add up unseen."""
-    table = []
-    for (model, kind), rows in sorted(tables_decode.decode_rows(root).items()):
-        now = rows[-1]
-        before = [row for row in rows if row["commit"] != now["commit"]]
-        if before:
-            old, new = float(before[0]["p50_ms"]), float(now["p50_ms"])
-            cells = [f"{float(row['p50_ms']):.3f} ({row['commit']})" for row in (before[0], now)]
-            table.append([model.upper(), kind, *cells, f"{percent(new / old - 1)} %"])
-    return markdown(["shapes", "what", "before, ms", "now, ms", "change"], table)
-
-
 def generate_table(root: Path) -> str:
     """generate() of the public class against the engine's own rate."""
     rows = [json.loads(line) for line in (root / GENERATE).read_text().splitlines() if line.strip()]
@@ -242,13 +224,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "opening": opening_table,
     "demo": demo_table,
     "cpu": cpu_table,
-    "decode-change": decode_change_table,
     "decode-prompts": tables_decode.prompts_table,
     "decode-batches": tables_decode.batches_table,
-    "decode-int4": tables_decode.int4_table,
     "decode-int4-prompts": tables_decode.int4_prompts_table,
     "decode-int4-batches": tables_decode.int4_batches_table,
-    "int4-steps": tables_decode.int4_steps_table,
     "decode-families": tables_decode.families_table,
     "generate": generate_table,
     "pipeline": pipeline_table,
@@ -261,16 +240,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **FRONTIER_TABLES,
     **FAMILY_TABLES,
     **SERVE_TABLES,
-    **STAGE_TABLES,
     **SWEEP_TABLES,
     **LOSSLESS_TABLES,
     **ONE_MODEL_TABLES,
     **RANKS_TABLES,
-    "streaming": streaming_table,
     "by-layers": by_layers_table,
-    "tuning-by-layers": tuning_table,
-    "plan-check": plan_check_table,
-    "own-text-by-layers": own_text_table,
     "card": card_table,
     **VERDICTS,
     **EXACT_TABLES,
@@ -288,13 +262,10 @@ MADE_BY = {  # table -> what makes its rows
     "exact-batches": _EXACT,
     "zeros": "`python -m benchmarks.zeros` on a GPU",
     "cpu": "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
-    "decode-change": _DECODE,
     "decode-prompts": _DECODE,
     "decode-batches": _DECODE,
-    "decode-int4": _INT4,
     "decode-int4-prompts": _INT4,
     "decode-int4-batches": _INT4,
-    "int4-steps": _DECODE,
     "decode-families": _DECODE,
     "generate": "`python -m benchmarks.generate` on a GPU",
     "pipeline": "`python -m benchmarks.cpu_extra pipeline` on quiet cores, and `generate` on a GPU",
@@ -312,10 +283,7 @@ MADE_BY = {  # table -> what makes its rows
     **dict.fromkeys(FAMILY_TABLES, "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"),
     "families-runs": "`make tables` from what the engines plan and refuse",
     "lossless-forced": "`python -m benchmarks.lossless_gpu forced` with each shape",
-    "lossless-forced-cpu": "`python -m benchmarks.lossless forced --shape 1.3b` on quiet cores",
-    **dict.fromkeys(("lossless-opening", "lossless-cpu"), "`python -m benchmarks.lossless speed`"),
-    "lossless-gpu": "`python -m benchmarks.one_model run`",
-    "lossless-search": "`python -m benchmarks.lossless choices` and `search`",
+    "lossless-opening": "`python -m benchmarks.lossless speed`",
     **dict.fromkeys(ONE_MODEL_TABLES, "`python -m benchmarks.one_model run`"),
     **dict.fromkeys(
         RANKS_TABLES,
@@ -323,18 +291,9 @@ MADE_BY = {  # table -> what makes its rows
     ),
     "several-gpus-rivals": "`bash benchmarks/ranks_gpu.sh OUTPUT_FOLDER rivals` on four GPUs",
     "several-gpus-callback": "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models afm-4.5b --callback`",
-    "one-model-forecast": "`python -m benchmarks.one_model forecast`",
     "by-layers": f"{_BY_LAYERS} on a GPU, with `--shape 30b --layers 8 --tokens 65536`, with `--shape 66b --layers 3"
     " --tokens 400000 --stages collect tune`, and with `--shape 30b --stages tune quantise`, and by"
     " `bash benchmarks/ranks_gpu.sh OUTPUT_FOLDER layers`",
-    "tuning-by-layers": f"{_BY_LAYERS} with `--stages tune` on a GPU",
-    "plan-check": "`python -m benchmarks.plan_run --shape 6.7b --layers 8 --tokens 40000 --workers 4` on four GPUs,"
-    " three times, and with `--layers 4` on one",
-    "own-text-by-layers": "`python -m benchmarks.tables`",
-    "stage-cells": "`python -m benchmarks.alternate` on a GPU",
-    "stage-lines": "`python -m benchmarks.merged lines`",
-    "stage-registers": "`python -m benchmarks.compiled` in both trees, then `python -m benchmarks.merged registers`",
-    "streaming": "`train.py --plan`, whose rates `python -m benchmarks.hardware` takes from rows",
     "card": "`python -m dejavu_train.extras.pretrain` with the settings in `pretraining.json`",
 }
 

@@ -138,9 +138,5 @@ def search_table(root: Path) -> str:
 
 LOSSLESS_TABLES: dict[str, Callable[[Path], str]] = {
     "lossless-forced": forced_table,
-    "lossless-forced-cpu": forced_cpu_table,
     "lossless-opening": opening_table,
-    "lossless-cpu": speed_table,
-    "lossless-gpu": gpu_speed_table,
-    "lossless-search": search_table,
 }

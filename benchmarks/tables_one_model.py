@@ -164,7 +164,4 @@ def forecast_table(_: Path) -> str:
 ONE_MODEL_TABLES: dict[str, Callable[[Path], str]] = {
     "one-model-opening": opening_table,
     "one-model": result_table,
-    "one-model-times": time_table,
-    "one-model-forecast": forecast_table,
-    "one-model-forecast-check": forecast_check_table,
 }

@@ -34,4 +34,4 @@ def _table(rows: Sequence[Row]) -> str:
     return markdown([*headings, "ms a token, p20 to p80"], cells)
 
 
-SWEEP_TABLES = {"sweep": sweep_table, "compared": three_table}
+SWEEP_TABLES = {"compared": three_table}

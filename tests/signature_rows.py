@@ -280,7 +280,7 @@ CALLED = [
 
 PAGE = """# What transformers' calls take here
 
-`SparseOPTForCausalLM` is called as `OPTForCausalLM` is. Each parameter of transformers has a row, and a test fails
+`SparseOPTForCausalLM` is called as `OPTForCausalLM` is. Each parameter of transformers is listed, and a test fails
 where transformers adds one.
 This page is written from the rows that the tests run: `python tests/signature_rows.py > docs/reference/signatures.md`.
 
@@ -297,29 +297,39 @@ A setting that is left out, None or at its default is taken everywhere.
 FROM_PRETRAINED = """
 ## from_pretrained()
 
-Beside its own keywords (`predictors`, `backend`, `sparse_from`, `kv_policy`, `dtype`, `device`, `device_map`,
+Beside its own keywords (`predictors`, `backend`, `sparse_from`, `dtype`, `device`, `device_map`,
 `predictor_class`, `guard`) and values of the config, on every backend:
 
 """
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| parameter | mask | gather | cpu | triton | |", "| --- | --- | --- | --- | --- | --- |"]
+    """Parameters that fare alike share a line, but for those that have a note."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         name = f"`{row.name}`" if row.name.isidentifier() else row.name
-        lines.append(f"| {name} | {' | '.join(WORDS[letter] for letter in row.letters)} | {row.note} |")
+        alike.setdefault((row.letters, row.note), []).append(name)
+    lines = ["| mask | gather | cpu | triton | parameters | |", "| --- | --- | --- | --- | --- | --- |"]
+    for (letters, note), names in alike.items():
+        lines.append(f"| {' | '.join(WORDS[letter] for letter in letters)} | {', '.join(names)} | {note} |")
     return "\n".join(lines) + "\n"
 
 
 def loading() -> str:
     """What becomes of the keywords of from_pretrained, on every backend alike: the tables that it reads itself."""
-    lines = ["| keyword | | |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | taken | |" for name in (*keywords.HUB, *keywords.WITHIN, *keywords.TAKEN)]
-    lines += [f"| `{name}` | ignored | {why} |" for name, why in keywords.IGNORED.items()]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name in (*keywords.HUB, *keywords.WITHIN, *keywords.TAKEN):
+        alike.setdefault(("taken", ""), []).append(name)
+    for name, why in keywords.IGNORED.items():
+        alike.setdefault(("ignored", why), []).append(name)
     for name, remedy in keywords.REFUSED.items():
-        lines.append(f"| `{name}` | refused | {remedy.format(name='SparseOPTForCausalLM')} |")
-    structure = (*OPTFamily.structure, *keywords.STRUCTURE)
-    lines += [f"| `{name}` | refused | it is that of the weights |" for name in structure]
+        alike.setdefault(("refused", remedy.format(name="SparseOPTForCausalLM")), []).append(name)
+    for name in (*OPTFamily.structure, *keywords.STRUCTURE):
+        alike.setdefault(("refused", "it is that of the weights"), []).append(name)
+    lines = ["| | keywords | |", "| --- | --- | --- |"]
+    lines += [
+        f"| {what} | {', '.join(f'`{name}`' for name in names)} | {why} |" for (what, why), names in alike.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

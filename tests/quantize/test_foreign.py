@@ -10,13 +10,13 @@ import torch
 from conftest import save_tiny_opt
 from safetensors.torch import load_file, save_file
 
+from dejavu_train.extras import export
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.families.opt import OPTFamily
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import CONVERTED
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.opt import load_opt
-from dejavu_train.extras import export
 from dejavu_train.quantize import foreign
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
