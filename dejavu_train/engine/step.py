@@ -253,12 +253,12 @@ class DecodeStep:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
-    def _capture(self, run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    def _capture(self, run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
         """What ``run`` queues: compile every kernel in a run whose effects are undone, then record one."""
         with CAPTURING:
             return self._captured(run, pool)
 
-    def _captured(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    def _captured(self, run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
         # One stream for all: memory that one recording has given back is taken by the next on the same stream alone.
         stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -278,7 +278,7 @@ class DecodeStep:
         call = mode, score, self.guard is not None and self.guard.due()
         self.replay(call, partial(self.eager, *call))
 
-    def replay(self, key: tuple[Any, ...], run: Callable[[], None], shared: bool = False) -> None:
+    def replay(self, key: tuple[Any, ...], run: Callable[[], object], shared: bool = False) -> None:
         """``run`` once, from a graph of this key where steps are graphs. It is recorded the first time.
 
         Args:

@@ -23,7 +23,8 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import (
     FLOAT_TYPES,
     check_attention,
-    check_input,
+    check_device,
+    check_dtype,
     check_shape,
     check_tensor,
     require,
@@ -163,8 +164,11 @@ def _layer_norm_kernel(x, norm, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: 
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
-    """x (B, d) -> out (B, d), one program a row, where every consumer of its own would cost more."""
-    batch, d = check_input("x", x)
+    """x (B, d) -> out (B, d), one program a row, where every consumer of its own would cost more. B is any number."""
+    check_device("x", x)
+    check_dtype("x", x, FLOAT_TYPES)
+    batch, d = x.shape
+    check_shape("x", x, batch, d)
     check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
     waits, dependent = programmatic(x, pdl)
     _layer_norm_kernel[(batch,)](
