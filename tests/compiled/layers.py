@@ -1,7 +1,6 @@
 """Calls of every kernel with the tensors of one layer, of any width, as the decode engine makes them.
 
-`benchmarks.compiled` compiles them, and `benchmarks.tune` times them with a layer whose tensors are filled. Here they
-are allocated and left alone.
+`tests.compiled` compiles them. Tensors are allocated and left alone.
 """
 
 import dataclasses
@@ -10,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from dejavu_train.kernels.attention import out_projection
 from dejavu_train.kernels.common import launch
@@ -40,6 +40,20 @@ from dejavu_train.kernels.verify.slot_walk import ProductScratch
 
 Case = tuple[str, Callable[[], Any]]  # name and call
 WIDTHS = (2048, 4096, 5120, 7168, 9216, 12288)
+
+
+class Placed(TorchFunctionMode):
+    """Tensors that are made within lie on one device and hold zeros where they would hold anything."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.full, torch.arange):
+            kwargs["device"] = self.device
+        return (torch.zeros if func is torch.empty else func)(*args, **kwargs)
 
 
 def half_rows(*shape: int) -> Rows:

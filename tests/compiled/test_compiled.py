@@ -1,4 +1,4 @@
-"""What compiled.py reads from disassembled loops. That kernels compile, which the interpreter does not show."""
+"""Reads disassembled loops, and compiles every kernel, which the interpreter does not show."""
 
 import ast
 import os
@@ -11,9 +11,8 @@ import torch
 from conftest import REPOSITORY
 from triton.runtime.jit import KernelInterface
 
-from benchmarks.compiled import loops
-from benchmarks.compiled_layers import cases, cases_of
-from benchmarks.tune import Placed
+from compiled.__main__ import loops
+from compiled.layers import Placed, cases, cases_of
 
 LOOP = [(name, "") for name in ("LDG.E.EF.128", "FADD", "LOP3.LUT", "LDG.E.EF.64", "LDG.E.64", "STG.E")]
 
@@ -26,10 +25,10 @@ def test_an_innermost_loop_is_what_a_backward_branch_encloses():
 
 
 def compiled(folder, *arguments: str, triton: str = "") -> list[str]:
-    """The lines about kernels that `benchmarks.compiled` prints. triton: a folder with another release of it."""
+    """The lines about kernels that `tests.compiled` prints. triton: a folder with another release of it."""
     path = os.pathsep.join([*([triton] if triton else []), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", *arguments],
+        [sys.executable, "-W", "ignore", "-m", "tests.compiled", *arguments],
         env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -105,4 +104,4 @@ def test_every_kernel_has_a_case(monkeypatch):
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     }
     assert len(known) > 20
-    assert known <= launched, "benchmarks/compiled_layers.py has no case that launches these"
+    assert known <= launched, "tests/compiled/layers.py has no case that launches these"

@@ -1,6 +1,4 @@
-"""Sixteen threads call one model, for ten minutes a backend. Every text must be what it is alone.
-
-    python -m benchmarks.crowd --backends mask gather cpu --seconds 600 --out benchmarks/results/crowd.jsonl
+"""Sixteen threads call one model at once. Every text must be what it is alone.
 
 Each caller draws requests of mixed lengths and reads its own TextIteratorStreamer while the model writes. One caller's
 streamer raises after some tokens, another one asks for prompts that are too long. Their calls end with their own
@@ -9,24 +7,18 @@ bundle that was set at some moment of the call.
 
 A call may wait for all calls that had arrived before it, and for what those left to do. Its first token comes no later,
 or the wait is unfair. A row has the longest wait, and by how much the worst call exceeded that.
-
-Where the model has no tokenizer of its own, give a folder that has one: the streamers need it.
 """
 
-import argparse
 import dataclasses
 import random
 import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, TextIteratorStreamer
 
-from benchmarks.rows import append_json, made_now
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.models.opt import load_opt
 
@@ -201,23 +193,3 @@ class Crowd:
             worst = max(worst, call.first - max(latest, call.arrived))
             latest = max(latest, call.ended)
         return worst
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="checkpoints/opt-mini")
-    parser.add_argument("--bundle", default="checkpoints/demo/bundle")
-    parser.add_argument("--backends", nargs="+", default=["mask", "gather", "cpu"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for each backend")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
-    for backend in options.backends:
-        crowd = Crowd(options.model, Bundle.from_pretrained(options.bundle), backend, options.device)
-        row = {"backend": backend, "device": options.device} | crowd.run(options.seconds)
-        row |= {"torch": torch.__version__, **made_now("dejavu_train", "kernels")}
-        append_json(options.out, row)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
-"""What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, instructions of the loops.
+"""Tells what the compiler makes of the kernels without a GPU: registers, spills, shared memory, loops.
 
-    python -m benchmarks.compiled                          a line for each kernel and shape, for compute capability 9.0
-    python -m benchmarks.compiled --capability 80 86 89    for others, which have no dependent launches
-    python -m benchmarks.compiled --save before.json       the PTX of each, with what names source lines taken out
-    python -m benchmarks.compiled --compare before.json    the same kernels again: what changed; exit code 1 if any did
+    python -m tests.compiled                          a line for each kernel and shape, for compute capability 9.0
+    python -m tests.compiled --capability 80 86 89    for others, which have no dependent launches
+    python -m tests.compiled --save before.json       the PTX of each, with what names source lines taken out
+    python -m tests.compiled --compare before.json    the same kernels again: what changed; exit code 1 if any did
 
 The public functions run on CPU tensors, and each launch is replaced by a compilation. So settings, specialisation and
 constants are those of a real call. Weights are never read: they are allocated and left alone.
@@ -25,11 +25,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from benchmarks.compiled_attend import attend_cases
-from benchmarks.compiled_layers import WIDTHS, cases
-from benchmarks.compiled_steps import step_cases
 from benchmarks.rows import command_line
 from dejavu_train.kernels.common import checks, launch, settings
+
+from .attend import attend_cases
+from .layers import WIDTHS, cases
+from .steps import step_cases
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FILES = settings.committed_files()

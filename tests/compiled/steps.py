@@ -1,4 +1,4 @@
-"""Whole decoding steps of models of other families as calls for `benchmarks.compiled`: what their cells launch.
+"""Whole decoding steps of models of other families as calls for `tests.compiled`: what their cells launch.
 
 Sizes are those of `benchmarks.decode`, but for two layers and a small vocabulary. Dense and sparse, numbers and 4 bits.
 """

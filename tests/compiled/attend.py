@@ -1,4 +1,4 @@
-"""Attention and the choice of the next token at the shapes of whole families, as calls for `benchmarks.compiled`."""
+"""Attention and the choice of the next token at the shapes of whole families, as calls for `tests.compiled`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

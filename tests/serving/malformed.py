@@ -1,6 +1,4 @@
-"""A hundred malformed requests, and what the client of each saw: benchmarks/results/malformed.csv
-
-    python -m benchmarks.malformed
+"""A hundred malformed requests, and what the client of each sees. malformed.csv has what it should see.
 
 Bodies that are no JSON, cut in the middle, lack a field, or have a field of the wrong kind or out of range. They are
 sent by the package openai, whose exception a row names. The server is asked for a text at last, and must write it.
@@ -8,18 +6,13 @@ sent by the package openai, whose exception a row names. The server is asked for
 
 import json
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 
-from benchmarks.rows import append_row, command_line, made_now
-from benchmarks.servers import serving
-
 HUNDRED = 100
 SHOWN = 60  # characters of a body in a row
-COLUMNS = "date commit number asked status raised type param code message sources".split()
 WRONG: tuple[dict[str, Any], ...] = (
     {"max_tokens": -1}, {"max_tokens": True}, {"max_tokens": "x"}, {"max_tokens": 1.5}, {"max_tokens": 10**9},
     {"temperature": -1}, {"temperature": "hot"}, {"temperature": 3}, {"top_p": 0}, {"top_p": 2},
@@ -69,23 +62,3 @@ def ask_all(url: str, model: str) -> list[dict[str, Any]]:
         rows = [{"number": i, **seen(client, *each)} for i, each in enumerate(requests(model), 1)]
         client.completions.create(model=model, prompt="a", max_tokens=2)
     return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--model", default="checkpoints/opt-mini")
-    parser.add_argument("--bundle", default="checkpoints/opt-mini/bundle")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/malformed.csv"))
-    options = parser.parse_args(argv)
-    with serving(["--model", options.model, "--bundle", options.bundle, "--name", "mini"]) as url:
-        rows = ask_all(url, "mini")
-    options.out.unlink(missing_ok=True)
-    shared = made_now("dejavu_train/serving")
-    for row in rows:
-        append_row(options.out, shared | row, COLUMNS)
-    refused = sum(row["status"].startswith("4") and bool(row.get("type")) for row in rows)
-    print(f"{len(rows)} requests, {refused} refused in OpenAI's form")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,44 +1,23 @@
-"""What several GPUs are held to: the tokens of one GPU, lossless text, and an end of all when one ends.
-
-Run by `benchmarks.tensor_parallel`, with --check and with --kill.
-"""
+"""Holds several GPUs to the tokens of one, and to lossless text: torchrun --nproc-per-node 2 tests/ranks_check.py"""
 
 import hashlib
-import os
-import signal
-import time
+import sys
 
 import torch
 
 from benchmarks.decode_cells import Cell, read_cells
 from benchmarks.decode_problem import random_predictors, random_weights
-from benchmarks.rivals import TINY
+from benchmarks.tensor_parallel import TINY, ranks_for, say
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.ranks.group import Group
-from dejavu_train.engine.ranks.pushed import PushedSums
+from dejavu_train.engine.ranks.group import Group, group_of_launcher
 from dejavu_train.engine.ranks.ranks import Ranks
-from dejavu_train.engine.ranks.sharing import shards_of
-from dejavu_train.engine.ranks.sums import GroupSums, Sums
 from dejavu_train.families import ModelDims
 
 SMALL = ModelDims(1024, 4096, 4, 16, 5000, 512)
-SUMS = {"fastest": None, "nccl": GroupSums, "pushed": PushedSums}
 FAR = 0.1  # standard deviations of the logits
-
-
-def ranks_for(group: Group, dims: ModelDims, kind: str) -> Ranks:
-    """kind: of `SUMS`."""
-    made = SUMS[kind]
-    sums: Sums = group.sums if made is None else made(group.device)
-    return Ranks(shards_of(dims, group.world)[group.rank], sums, group)
-
-
-def say(group: Group, line: str) -> None:
-    if group.rank == 0:
-        print(line, flush=True)
 
 
 def small_engine(cell: Cell, group: Group, ranks: Ranks | None) -> DecodeEngine:
@@ -125,15 +104,15 @@ def check_lossless(group: Group, kind: str) -> bool:
     return fine
 
 
-def kill(group: Group, kind: str) -> None:
-    """The last rank is killed between two steps, while the others wait for it."""
-    engine = small_engine(Cell("dense"), group, ranks_for(group, small_dims(group), kind))
-    engine.generate([[2, 17, 30]], 8, stop_tokens=())
-    say(group, f"the last rank is killed at {time.time():.1f}")
+def main() -> int:
+    kind = sys.argv[1] if len(sys.argv) > 1 else "fastest"
+    group = group_of_launcher(None)
+    try:
+        return int(not all([check(group, kind), check_lossless(group, kind)]))
+    except Exception as error:
+        group.fail(error)
+        raise
 
-    def die(row: int, token: int, heard: list[int] = []) -> None:  # noqa: B006  counts
-        heard.append(token)
-        if len(heard) == 20 and group.rank == group.world - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    engine.generate([[2, 17, 30]], 200, stop_tokens=(), callback=die)
+if __name__ == "__main__":
+    raise SystemExit(main())
