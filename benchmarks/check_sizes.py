@@ -29,13 +29,7 @@ from dejavu_train.sizes import ROWS, read_rows
 
 logger = logging.getLogger(__name__)
 NAMES = ("1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-SOURCES = (
-    "dejavu_train/estimate.py",
-    "dejavu_train/forecast.py",
-    "dejavu_train/plan.py",
-    "dejavu_train/training",
-    "dejavu_train/calibration",
-)
+SOURCES = ("dejavu_train.estimate", "dejavu_train.forecast", "dejavu_train.plan")
 
 
 def config_values(shape: ModelDims) -> dict[str, Any]:
