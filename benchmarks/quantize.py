@@ -5,9 +5,9 @@
 Rows go to docs/results/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes. `kl` is the mean
 divergence of the next-token distributions from those of the fp16 weights, in nats. `increase` is that of log
 perplexity, in nats, its `error` a paired bootstrap over documents. Bytes are what a token reads of a decoder block,
-scales and predictors included, over the bytes of its matrices in fp16. Counted are the selected heads of q, k, v and
-the output projection, the selected neurons of fc1, and those of fc2 that are active besides. Sparse rows have no second
-stage.
+scales and predictors included, over the bytes of its matrices in fp16. Of the
+attention the selected heads count, of fc1 the selected neurons, of fc2 those that are active besides. Sparse rows have
+no second stage.
 """
 
 import argparse

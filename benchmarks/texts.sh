@@ -30,7 +30,7 @@ mini() {
 --training self --recipe original
 --training self --label self-50k --text.sample.tokens=50000
 --training self --recipe whitened-svd
---training self --recipe svd
+
 EOF
 }
 
