@@ -29,13 +29,7 @@ from dejavu_train.training.sizes import ROWS, read_rows
 
 logger = logging.getLogger(__name__)
 NAMES = ("1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-SOURCES = (
-    "dejavu_train/run/estimate.py",
-    "dejavu_train/extras/hosts/forecast.py",
-    "dejavu_train/run/plan.py",
-    "dejavu_train/training",
-    "dejavu_train/calibration",
-)
+SOURCES = ("dejavu_train.run.estimate", "dejavu_train.extras.hosts.forecast", "dejavu_train.run.plan")
 
 
 def config_values(shape: ModelDims) -> dict[str, Any]:

@@ -132,14 +132,14 @@ def test_commands_of_task_rows_in_the_documentation_parse():
     commands = _commands(r"-m benchmarks\.tasks")
     assert commands
     for _, _, *flags in commands:
-        read_tasks(TasksConfig, flags[flags[0] == "engine" :], "")
+        read_tasks(TasksConfig, flags, "")
 
 
 def test_names_come_with_commas_or_repeated_and_none_is_empty():
-    read = read_observe(["--parts", "residual,units", "--parts", "union", "--heads", "L1H1,", "--losses=0.1,0.2"])
-    assert read.parts == ("residual", "units", "union") and read.heads == ("L1H1",) and read.losses == (0.1, 0.2)
-    for empty in (["--heads", "[]"], ["--heads="], ["--heads", ""], ["--heads=[]"]):
-        assert read_observe(empty).heads == ()
+    read = read_observe(["--parts", "residual,units", "--parts", "union", "--ef", "9,", "--losses=0.1,0.2"])
+    assert read.parts == ("residual", "units", "union") and read.ef == (9,) and read.losses == (0.1, 0.2)
+    for empty in (["--ef", "[]"], ["--ef="], ["--ef", ""], ["--ef=[]"]):
+        assert read_observe(empty).ef == ()
     assert read_observe(["--parts=[residual, union]"]).parts == ("residual", "union")
 
 

@@ -12,10 +12,10 @@ from dejavu_train.evaluation.html_report import inline_svg, main, write_report
 from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.ground.files import write_json
+from papers.deja_vu.observe.attention import UniformityRow
 from papers.deja_vu.observe.residual import CosineRow
 from papers.deja_vu.observe.run import draw
 from papers.deja_vu.observe.titles import TITLES
-from papers.deja_vu.observe.units import ConcentrationRow
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 NASTY = '<script>alert("&")</script>'
@@ -67,7 +67,7 @@ def written(tmp_path_factory):
         for layer in range(3)
         for n in (1, 2)
     ]
-    rows = {"cosine": cosines, "concentration": [ConcentrationRow(0, 0.1, 0.2, 0.3, 0.5, 0.8, 0.0, -0.5, 0.99)]}
+    rows = {"cosine": cosines, "uniformity": [UniformityRow(0, 0.1, 0.2, 0.3)]}
     for name, own in rows.items():
         write_csv(stored / f"{name}.csv", own)
     drawn = draw(rows, stored)

@@ -83,10 +83,10 @@ def test_observe_keeps_its_parts(shared, given, tmp_path, monkeypatch, how):
     break_at(monkeypatch, observing, "predictor_rows", 1, how)
     monkeypatch.setattr(observing, "draw", lambda rows, folder: [])  # pictures take seconds
     text = {"text": given / "text.txt", "tokens": 300, "slow_tokens": 100, "window": 32, "densities": "[0.4]"}
-    parts = {"parts": "[residual, selections, predictors]", "sentence": "the model reads a token"}
+    parts = {"parts": "[residual, selections, predictors]"}
     ends(observe_command.main, shared | text | parts, how)
     about = json.loads((tmp_path / "observations/observations.json").read_text())
-    assert [one["name"] for one in about["observed"]] == ["cosine", "norms", "clusters", "selections"]
+    assert [one["name"] for one in about["observed"]] == ["cosine", "norms", "selections"]
     for one in about["observed"]:
         with open(tmp_path / f"observations/{one['name']}.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == one["rows"] > 0

@@ -4,8 +4,8 @@
     s[t, j, p] = q[t, j] . k_cache[b, j / r, p] / sqrt(head_dim) + slope[j] (p - first - t)      p = 0 .. first + t
     out[t, j]  = softmax_p(s[t, j, p]) v_cache[b, j / r, p]
 
-T tokens of which the first `count` are real, h heads, r of which share K and V. q, out (T, h, head_dim), k, v
-(T, h / r, head_dim), caches (B, h / r, capacity, head_dim). chunk: (3,) int32 on the device, b, first and count. So one
+T tokens, of which the first `count` are real. r of the h heads share K and V. Shapes: q, out (T, h, head_dim), and k,
+v (T, h / r, head_dim). Caches are (B, h / r, capacity, head_dim). chunk: (3,) int32 on the device, b, first and count. So one
 recorded launch serves every row, position and length.
 
 A program owns one head and TOKENS tokens, and walks over the positions up to its last one. Positions at and behind

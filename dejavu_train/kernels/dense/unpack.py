@@ -2,8 +2,8 @@
 
     out[r, c] = code[r, c] * scale[r, c / group]
 
-`formats.int4` has the layout of words. Rows (A, n, d) may go to columns of their leading number: out[r, a d + c], so
-that an output projection that lies head by head becomes one matrix. A program owns ROWS rows and COLUMNS columns. Eight
+`formats.int4` has the layout of words. Rows (A, n, d) may go to columns of their leading number: out[r, a d + c].
+So an output projection that lies head by head becomes one matrix. A program owns ROWS rows and COLUMNS columns. Eight
 neighbouring columns read one word, which the hardware loads once.
 """
 

@@ -1,7 +1,6 @@
 """What an observation reads and measures, as keys with their defaults."""
 
 import dataclasses
-import re
 
 from dejavu_train.evaluation.shared_config import TextConfig, TextSet
 from dejavu_train.ground.errors import UserError
@@ -40,10 +39,6 @@ class ObserveConfig(TextConfig):
     """Positions of each window at which attention is looked at."""
     requests: int = 128
     """Windows whose sets are kept for the unions of batches."""
-    sentence: str = "The model reads one token at a time, and the layer keeps only the rows that matter for that token."
-    """Whose attention maps are drawn."""
-    heads: tuple[str, ...] = ()
-    """Of the maps, as L5H1 (layer 5, head 1). None named: the two most uniform and the two least uniform ones."""
     densities: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
     """Of the MLPs' candidates, for the part selections."""
     neighbour_density: float = 0.1
@@ -80,18 +75,3 @@ class ObserveConfig(TextConfig):
         if any(peak is not None and peak <= 0 for peak in (self.peak_tflops, self.peak_gb_s)):
             got = f"{self.peak_tflops} and {self.peak_gb_s}"
             raise UserError(f"--peak_tflops and --peak_gb_s must be above 0, got {got}")
-        self.chosen_heads()
-
-    def chosen_heads(self) -> list[tuple[int, int]] | None:
-        """(layer, head) of the maps, or None where none is chosen.
-
-        Raises:
-            UserError: not of that form.
-        """
-        pairs = []
-        for name in self.heads:
-            parts = re.fullmatch(r"L(\d+)H(\d+)", name)
-            if parts is None:
-                raise UserError(f"--heads must look like L5H1, a layer and a head, got {name}")
-            pairs.append((int(parts[1]), int(parts[2])))
-        return pairs or None
