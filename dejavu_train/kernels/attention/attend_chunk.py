@@ -5,8 +5,8 @@
     out[t, j]  = softmax_p(s[t, j, p]) v_cache[b, j / r, p]
 
 T tokens, of which the first `count` are real. r of the h heads share K and V. Shapes: q, out (T, h, head_dim), and k,
-v (T, h / r, head_dim). Caches are (B, h / r, capacity, head_dim). chunk: (3,) int32 on the device, b, first and count. So one
-recorded launch serves every row, position and length.
+v (T, h / r, head_dim). Caches are (B, h / r, capacity, head_dim). chunk is (3,) int32 on the device: b, first, count.
+So one recorded launch serves every row, position and length.
 
 A program owns one head and TOKENS tokens, and walks over the positions up to its last one. Positions at and behind
 first + count are never read, so what stands there may be anything. Nobody reads what tokens from `count` on get.
