@@ -359,6 +359,7 @@ OPENING = Table(
     ),
     "`make demo`",
     links=(DEMO,),
+    brief=True,
 )  # fmt: skip
 
 HELDOUT = {  # file of pretraining.json -> its name in the card
@@ -677,7 +678,7 @@ ONE_MODEL_TABLE = Table(
 )  # fmt: skip
 ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
     Column("perplexity of eight texts", "perplexity", form=".4g"), Column("ms per token", "ms"),
-    line={"on one GPU": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool},
+    line={"weights": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool}, brief=True,
 )  # fmt: skip
 
 BY_LAYERS = Table(
