@@ -241,7 +241,7 @@ SERVE_SPEED = Table(
     f"{RESULTS}/serve_speed.csv",
     {"device": "device", "model": "model"},
     (
-        *(Column(f"{name}, tokens/s", "tokens_per_second", {"contestant": name}, ".4g")
+        *(Column(f"{name}, tokens/s", "tokens_per_second", {"contestant": name}, ",.0f")
           for name in ("server", "engine", "transformers serve")),
         *(Column(f"{name} over engine", "ratio", {"contestant": name}) for name in ("server", "transformers serve")),
     ),
