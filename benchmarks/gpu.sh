@@ -45,9 +45,10 @@ part() {
           tests/kernels/dense/test_int4_batch.py tests/kernels/attention/test_int4_qkv.py tests/kernels/verify
       done ;;
     exact)
-      local packed="weights=int4 predictors=int4 screen=True"
-      bench exact decode --models 1.3b 6.7b 30b 66b afm-4.5b prosparse-7b --out "$out/exact.csv" --cells \
-        "engine=dense,exact,sparse head_density=1.0" "engine=dense,exact,sparse head_density=1.0 $packed"
+      local all="engine=dense,exact,sparse head_density=1.0" packed="weights=int4 predictors=int4"
+      bench exact decode --models 1.3b 6.7b 30b 66b --out "$out/exact.csv" --cells "$all" "$all $packed screen=True"
+      bench exact-families decode --models afm-4.5b prosparse-7b --out "$out/exact.csv" --cells "$all" \
+        "$all $packed lm_head=int4"
       bench exact-shares decode --models 6.7b --active-shares 0.02 0.06 0.12 0.3 --of-active 1.7 --out "$out/exact.csv" \
         --cells "engine=exact,sparse head_density=1.0"
       bench zeros zeros --out "$out/zeros.csv" ;;

@@ -151,6 +151,7 @@ class Table:
         order: of lines, by their names. None: as the rows come.
         needs: headings of columns without which a line is left out.
         links: the files of the rows, where ``rows`` is a function.
+        brief: whether a page shows what makes the rows alone, as README does.
     """
 
     rows: str | Callable[[Path], list[Row]]
@@ -163,6 +164,7 @@ class Table:
     order: Callable[[tuple[Any, ...]], Any] | None = None
     needs: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    brief: bool = False
 
     def prepared(self, root: Path) -> list[Row]:
         """The rows of the table, with derived fields.
@@ -214,6 +216,9 @@ def about(table: Table, used: Sequence[Row]) -> str:
     files = (table.rows,) if isinstance(table.rows, str) else table.links
     links = ", ".join(f"[{Path(name).name}]({name})" for name in files)
     unique = list({id(row): row for row in used}.values())
+    if table.brief:
+        gpus = sorted({row["device"] for row in unique if row.get("device")})
+        return f"Made by {table.made}{' on ' * bool(gpus)}{', '.join(gpus)}."
     devices = sorted({device for row in unique if (device := device_of(row))})
     where = f" {', '.join(devices)}." if devices else ""
     return f"Rows: {links}, by {table.made}.{where}{age(unique)}"

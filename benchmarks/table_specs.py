@@ -241,7 +241,7 @@ SERVE_SPEED = Table(
     f"{RESULTS}/serve_speed.csv",
     {"device": "device", "model": "model"},
     (
-        *(Column(f"{name}, tokens/s", "tokens_per_second", {"contestant": name}, ".4g")
+        *(Column(f"{name}, tokens/s", "tokens_per_second", {"contestant": name}, ",.0f")
           for name in ("server", "engine", "transformers serve")),
         *(Column(f"{name} over engine", "ratio", {"contestant": name}) for name in ("server", "transformers serve")),
     ),
@@ -359,6 +359,7 @@ OPENING = Table(
     ),
     "`make demo`",
     links=(DEMO,),
+    brief=True,
 )  # fmt: skip
 
 HELDOUT = {  # file of pretraining.json -> its name in the card
@@ -677,7 +678,7 @@ ONE_MODEL_TABLE = Table(
 )  # fmt: skip
 ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
     Column("perplexity of eight texts", "perplexity", form=".4g"), Column("ms per token", "ms"),
-    line={"on one GPU": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool},
+    line={"weights": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool}, brief=True,
 )  # fmt: skip
 
 BY_LAYERS = Table(
