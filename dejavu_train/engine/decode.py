@@ -30,7 +30,7 @@ from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks, waiting
-from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
+from dejavu_train.engine.row_numbers import sent
 from dejavu_train.engine.scores import Score, scores_of
 from dejavu_train.engine.session import Session, Sight
 from dejavu_train.engine.step import DecodeStep
@@ -169,11 +169,10 @@ class DecodeEngine(Session):
         self.open(stops)
         with waiting(self.ranks):
             self._see(0, rows)
-            longest = max(len(row.tokens) for row in rows)
-            write_rows(self.core, sent(row_numbers(0, rows, longest), self.device))
+            self.prompts.write(0, rows)
             for b, row in enumerate(rows):
                 if row.prefilled:
-                    self.prompts.run(b, row.tokens, row.prefilled)
+                    self.prompts.run(b, row.prefilled)
             self.core.tail(rows[0].sampling.mode, score)
 
     def open(self, stops: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from torch import Tensor
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
-from dejavu_train.families.block import forward_block
+from dejavu_train.families.block import before_half, behind_half
 from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
@@ -33,7 +32,7 @@ from dejavu_train.kernels.verify.attend_slots import SLOTS
 HEAD_ROWS = 4096  # of the LM head at once
 SIZES = (16, 64, 128, 256, 512, 1024)  # rows of a chunk
 MOST, MOST_PACKED = 256, 1024  # rows of a whole chunk: each unpacks 4-bit weights once more
-SLOTTED = 32  # tokens that take no longer in passes of eight slots than with all weights unpacked
+SLOTTED, SLOTTED_PACKED = 8, 32  # tokens that passes of eight slots, which read codes as they are, take less time for
 ONE_GPU = Join()
 
 
@@ -46,20 +45,20 @@ class Chunk:
     size: int
 
 
-def chunks_of(count: int, most: int, slots: bool = False) -> list[Chunk]:
+def chunks_of(count: int, most: int, slotted: int = 0) -> list[Chunk]:
     """The chunks of a prompt of ``count`` tokens. They follow from the tokens' positions alone.
 
     Whole chunks of ``most`` tokens come first. The rest is one chunk of the smallest size that holds it.
 
     Args:
-        slots: a rest of at most SLOTTED tokens runs in passes of eight slots, which read weights of 4 bits as they are.
+        slotted: a rest of so many tokens, or fewer, runs in passes of eight slots.
 
     >>> chunks_of(300, 256)
     [Chunk(first=0, count=256, size=256), Chunk(first=256, count=44, size=64)]
     """
     found = [Chunk(first, most, most) for first in range(0, count - most + 1, most)]
     first = len(found) * most
-    if slots and count - first <= SLOTTED:
+    if count - first <= slotted:
         found += [Chunk(at, min(SLOTS, count - at), SLOTS) for at in range(first, count, SLOTS)]
     elif first < count:
         found.append(Chunk(first, count - first, next(size for size in SIZES if size >= count - first)))
@@ -69,7 +68,7 @@ def chunks_of(count: int, most: int, slots: bool = False) -> list[Chunk]:
 def run_chunk(
     weights: DecodeWeights,
     ops: StepOps,
-    ids: Tensor,
+    tokens: Tensor,
     chunk: Tensor,
     size: int,
     caches: Sequence[KvCache],
@@ -78,25 +77,23 @@ def run_chunk(
     """Run a chunk of one row's prompt densely. Earlier positions of the row are in its caches.
 
     Args:
-        ids: (capacity,) int32, the row's tokens. chunk: (3,) int32, the row, the first position, and how many tokens.
+        tokens: (B, capacity) int32. chunk: (3,) int32, the row, the first position, and how many tokens.
         size: of the chunk. What stands behind its real tokens changes nothing of them.
         caches: per layer. K and V of the real tokens are written.
     Returns:
         (size, d) fp32, the residual stream behind the last layer.
     """
-    at = (chunk[1] + torch.arange(size, device=ids.device)).clamp(max=len(ids) - 1)  # what is no token has no place
-
-    def attend(cache: KvCache, _attn_in: Tensor, *heads: Tensor) -> Tensor:
-        q, k, v = (each[0].transpose(0, 1).contiguous() for each in heads)
-        out = torch.empty_like(q)
-        ops.attend_chunk(q, k, v, cache, chunk, out)
-        return out.transpose(0, 1)[None]
-
-    positions = at[None]
-    x = embedded(weights, ids[at][None], positions)
+    at = (chunk[1] + torch.arange(size, device=tokens.device)).clamp(max=tokens.shape[1] - 1)  # of real tokens no more
+    x = embedded(weights, tokens.index_select(0, chunk[:1].long())[0, at], at)
     for layer, cache in zip(weights.layers, caches, strict=True):
-        x = forward_block(dense_block(weights, layer, ops, join), x, partial(attend, cache), positions)[0]
-    return x[0]
+        block = dense_block(weights, layer, ops, at, join)
+        rows = block.project(before_half(block, block.norm_attn, x))
+        out = torch.zeros(size, weights.shape.n_heads, weights.shape.head_dim, dtype=rows.dtype, device=x.device)
+        ops.attend_chunk(rows, cache, chunk, out)
+        x = behind_half(block, block.norm_attn, x + block.out(out.flatten(1)))
+        made = block.neurons(before_half(block, block.norm_mlp, x))
+        x = behind_half(block, block.norm_mlp, x + block.down(made))
+    return x
 
 
 def logits_of(weights: DecodeWeights, x: Tensor) -> Tensor:
@@ -120,8 +117,10 @@ def embedded(weights: DecodeWeights, ids: Tensor, positions: Tensor) -> Tensor:
     return x if weights.embedding_norm is None else layer_norm_reference(x, weights.embedding_norm)
 
 
-def dense_block(weights: DecodeWeights, layer: LayerWeights, ops: StepOps, join: Join = ONE_GPU) -> Any:
-    """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype.
+def dense_block(
+    weights: DecodeWeights, layer: LayerWeights, ops: StepOps, at: Tensor, join: Join = ONE_GPU
+) -> SimpleNamespace:
+    """The maps of a layer for tokens (T, .) at positions ``at`` (T,). Products are in the weights' dtype.
 
     Squares of 256 and more are no fp16 numbers: hidden values are stored times `kept_unit`.
     """
@@ -138,24 +137,26 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, ops: StepOps, join:
 
     def norm(ln: LayerNormWeights, x: Tensor) -> Tensor:
         out = torch.empty_like(x, dtype=normed)
-        ops.layer_norm(x.flatten(0, -2), ln, out.flatten(0, -2))
+        ops.layer_norm(x, ln, out)
         return out
 
-    def compared(x: Tensor, norm: LayerNormWeights | None, positions: Tensor) -> Tensor:
-        """Queries or keys (B, h, T, e), in fp32 where they are turned, as the kernels turn them."""
+    def compared(x: Tensor, norm: LayerNormWeights | None) -> Tensor:
+        """Queries or keys (T, g, n, e), in fp32 where they are turned, as the kernels turn them."""
         if norm is not None:
             x = layer_norm_reference(x, norm, torch.float32)
         if turns is not None:
-            x = turned_reference(x.float(), turns, positions[:, None].expand(x.shape[:-1]))
+            x = turned_reference(x.float(), turns, at[:, None, None].expand(x.shape[:-1]))
         return x.to(dtype)
 
-    def project(n: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        n, qkv = n.to(dtype), numbers(layer.qkv.weight)
-        # (B, g, r + 2, T, e)
-        rows = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, layer.qkv.bias.shape).movedim(-4, -2)
-        q, k, v = rows[:, :, :share].flatten(1, 2), rows[:, :, share], rows[:, :, share + 1]
+    def project(n: Tensor) -> Tensor:
+        """(T, g, r + 2, e)."""
+        bias = layer.qkv.bias
+        rows = F.linear(n.to(dtype), numbers(layer.qkv.weight), bias.flatten()).unflatten(-1, bias.shape)
+        if turns is None and layer.head_norms is None:
+            return rows
         norms = (None, None) if layer.head_norms is None else (layer.head_norms.q, layer.head_norms.k)
-        return compared(q, norms[0], positions), compared(k, norms[1], positions), v
+        q, k, v = rows.split((share, 1, 1), 2)
+        return torch.cat((compared(q, norms[0]), compared(k, norms[1]), v), 2)
 
     def values(linear: Linear, n: Tensor, activation: str, scale: float = 1.0) -> Tensor:
         x = F.linear(n.to(dtype), numbers(linear.weight), linear.bias)
@@ -173,20 +174,23 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, ops: StepOps, join:
         )
         return gate.mul_(up)
 
-    def down(neurons: Tensor) -> Tensor:
-        down = numbers(layer.down.weight)
-        product = neurons @ down if layer.down_transposed else F.linear(neurons, down)
-        return join.total(product.float() / unit + layer.down.bias.float())
+    def whole(linear: Linear, x: Tensor, weight: Tensor, unit: float = 1.0) -> Tensor:
+        """x weight + bias of all ranks, weight (n, d). The bias is added before one rounding, or in fp32 behind it."""
+        if unit == 1 and join is ONE_GPU and linear.bias.dtype == dtype:
+            return torch.addmm(linear.bias, x, weight)
+        return join.total((x @ weight).float() / unit + linear.bias.float())
 
     def out(mixed: Tensor) -> Tensor:
-        product = F.linear(mixed, numbers(layer.out.weight, beside=layer.packed))
-        return join.total(product.float() + layer.out.bias.float())
+        return whole(layer.out, mixed, numbers(layer.out.weight, beside=layer.packed).T)
+
+    def down(made: Tensor) -> Tensor:
+        rows = numbers(layer.down.weight)
+        return whole(layer.down, made, rows if layer.down_transposed or layer.packed else rows.T, unit)
 
     return SimpleNamespace(
         post_norm=dims.post_norm,
         norm_attn=partial(norm, layer.behind[0] or layer.norm1),
         project=project,
-        scaling=1.0,  # by `scaled_dot_product_attention`
         out=out,
         norm_mlp=partial(norm, layer.behind[1] or layer.norm2),
         neurons=neurons,

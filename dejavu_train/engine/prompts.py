@@ -13,7 +13,7 @@ import torch
 
 from dejavu_train.engine import runs
 from dejavu_train.engine.inputs import Row
-from dejavu_train.engine.prefill import MOST, MOST_PACKED, chunks_of, logits_of, run_chunk
+from dejavu_train.engine.prefill import MOST, MOST_PACKED, SLOTTED, SLOTTED_PACKED, chunks_of, logits_of, run_chunk
 from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
 from dejavu_train.engine.scores import AT_ONCE, Score, scores_of
@@ -35,18 +35,31 @@ class Prompts:
         self.core, self.join, self._alone = core, join, type(join) is Join
         packed = core.weights.packed
         self.most = MOST_PACKED if packed else MOST
-        self.slotted = packed and self._alone and engine_refusal(core.shape, runs.VERIFIED) is None
-        self._ids = torch.zeros(core.state.tokens.shape[1], dtype=torch.int32, device=core.device)
+        has_slots = self._alone and engine_refusal(core.shape, runs.VERIFIED) is None
+        self.slotted = has_slots * (SLOTTED_PACKED if packed else SLOTTED)
         self._chunk = torch.zeros(3, dtype=torch.int32, device=core.device)
+        self._given: dict[int, torch.Tensor] = {}
         self._passes: dict[int, SlotPass] = {}
         self._row = torch.zeros(1, dtype=torch.int64, device=core.device)
         self._changed = core.state.done, core.state.row_state
         self._kept = [tensor.clone() for tensor in self._changed]
 
+    def write(self, first: int, rows: Sequence[Row]) -> None:
+        """Begin rows in the state, from place ``first`` on."""
+        core, width = self.core, self.core.state.tokens.shape[1]
+        numbers = row_numbers(first, rows, width)
+        if not self._alone:
+            write_rows(core, sent(numbers, core.device))
+            return
+        if len(rows) not in self._given:
+            self._given[len(rows)] = torch.zeros(numbers.shape, dtype=torch.float64, device=core.device)
+        given = self._given[len(rows)]
+        given.copy_(sent(numbers, core.device))
+        core.replay(("rows", len(rows)), partial(write_rows, core, given), shared=True)
+
     @torch.no_grad()
-    def run(self, b: int, tokens: Sequence[int], count: int) -> None:
+    def run(self, b: int, count: int) -> None:
         """Run the first ``count`` tokens of row b. The step's residual stream behind its last layer is theirs then."""
-        self._write(tokens[:count])
         for chunk in chunks_of(count, self.most, self.slotted):
             self._chunk.copy_(sent(torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32), self.core.device))
             if chunk.size == SLOTS:
@@ -56,13 +69,10 @@ class Prompts:
             else:
                 self._run(chunk.size)
 
-    def _write(self, tokens: Sequence[int]) -> None:
-        self._ids[: len(tokens)].copy_(sent(torch.tensor(tokens, dtype=torch.int32), self.core.device))
-
     def _run(self, size: int) -> torch.Tensor:
         """The chunk that is written on the device. Returns (size, d)."""
         core = self.core
-        x = run_chunk(core.weights, core.ops, self._ids, self._chunk, size, core.caches, self.join)
+        x = run_chunk(core.weights, core.ops, core.state.tokens, self._chunk, size, core.caches, self.join)
         core.x[-1].index_copy_(0, self._chunk[:1].long(), x.index_select(0, self._chunk[2:].long() - 1))
         return x
 
@@ -77,7 +87,7 @@ class Prompts:
             self._passes[b] = SlotPass(core.weights, of_row, core.ops, core.work.pdl)
         slots = torch.arange(SLOTS, dtype=torch.int32, device=core.device)
         position = chunk[1] + torch.minimum(slots, chunk[2] - 1)
-        found = self._passes[b].run_layers(self._ids.index_select(0, position), position)
+        found = self._passes[b].run_layers(core.state.tokens[b].index_select(0, position), position)
         core.x[-1].index_copy_(0, chunk[:1].long(), found.index_select(0, chunk[2:].long() - 1))
 
     @torch.no_grad()
@@ -89,10 +99,10 @@ class Prompts:
                 for tensor, kept in zip(self._changed, self._kept, strict=True):
                     kept.copy_(tensor)
                 core.state.done.fill_(1)
-                rows, _, _ = write_rows(core, sent(row_numbers(b, [row], len(row.tokens)), core.device))
-                self._row.copy_(rows)
+                self.write(b, [row])
+                self._row.fill_(b)
             if row.prefilled:
-                self.run(b, row.tokens, row.prefilled)
+                self.run(b, row.prefilled)
             mode, score = row.sampling.mode, row.scored_from is not None
             core.replay(("joined", mode, score), partial(self._end, mode, score), shared=True)
         except BaseException:
@@ -110,7 +120,9 @@ class Prompts:
         if first is None or first >= row.prefilled:
             return []
         with core.on_device():
-            self._write(row.tokens[: row.prefilled])
+            core.state.tokens[b, : row.prefilled].copy_(
+                sent(torch.tensor(row.tokens[: row.prefilled]).int(), core.device)
+            )
             parts = []
             for chunk in chunks_of(row.prefilled, self.most):
                 at = torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32)

@@ -22,15 +22,15 @@ def row_numbers(first: int, rows: Sequence[Row], width: int) -> Tensor:
 
     fp64 holds every integer of them exactly.
     """
-    made = []
+    made = torch.zeros(len(rows), FIRST + width, dtype=torch.float64)
     for b, row in enumerate(rows, first):
         said = row.sampling
         numbers = [b, row.prefilled, len(row.tokens), row.least, row.total, row.sparse_from, said.top_k]
         numbers += [said.seed * MAX_BATCH + row.number]
         given = [said.temperature, said.top_p, said.min_p, said.repetition_penalty]
         given += [said.presence_penalty, said.frequency_penalty]
-        made.append([*numbers, *given, *row.tokens, *[0] * (width - len(row.tokens))])
-    return torch.tensor(made, dtype=torch.float64)
+        made[b - first, : FIRST + len(row.tokens)] = torch.tensor([*numbers, *given, *row.tokens], dtype=torch.float64)
+    return made
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

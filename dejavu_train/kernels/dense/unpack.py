@@ -3,8 +3,8 @@
     out[r, c] = code[r, c] * scale[r, c / group]
 
 `formats.int4` has the layout of words. Rows (A, n, d) may go to columns of their leading number: out[r, a d + c].
-So an output projection that lies head by head becomes one matrix. A program owns ROWS rows and COLUMNS columns. Eight
-neighbouring columns read one word, which the hardware loads once.
+So an output projection that lies head by head becomes one matrix. A program owns
+ROWS rows and WORDS words of each. A thread writes the eight columns of a word at once.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import check_device, require
 from dejavu_train.kernels.formats.int4 import Int4Rows
 
-ROWS, COLUMNS = 8, 256
+ROWS, WORDS = 4, 64
 
 
 def unpack_reference(rows: Int4Rows, dtype: torch.dtype, beside: bool = False) -> Tensor:
@@ -26,20 +26,20 @@ def unpack_reference(rows: Int4Rows, dtype: torch.dtype, beside: bool = False) -
 
 @triton.jit
 def _unpack_kernel(
-    words, scales, out, n_rows, columns, inner, row_stride, block_stride, group, n_groups,
-    ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
+    words, scales, out, n_rows, n_words, inner, row_stride, block_stride, group, n_groups,
+    ROW_TILE: tl.constexpr, WORD_TILE: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
-    c = tl.program_id(1) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
-    there = (r < n_rows)[:, None] & (c < columns)[None, :]
-    row = r.to(tl.int64)
-    word = tl.load(words + (row * (columns // 8))[:, None] + (c // 8)[None, :], mask=there, other=0)
-    shift = 4 * (c % 8 // 2) + 16 * (c % 2)
-    code = (word >> shift[None, :] & 15) - 8
-    scale = tl.load(scales + (row * n_groups)[:, None] + (c // group)[None, :], mask=there, other=0.0)
-    value = code.to(tl.float32) * scale.to(tl.float32)
-    to = (row // inner * block_stride + row % inner * row_stride)[:, None] + c[None, :]
-    tl.store(out + to, value.to(out.dtype.element_ty), mask=there)
+    w = tl.program_id(1) * WORD_TILE + tl.arange(0, WORD_TILE)
+    i = tl.arange(0, 8)
+    there = (r < n_rows)[:, None] & (w < n_words)[None, :]
+    row = r.to(tl.int64)[:, None]
+    word = tl.load(words + row * n_words + w[None, :], mask=there, other=0)
+    scale = tl.load(scales + row * n_groups + (8 * w // group)[None, :], mask=there, other=0.0).to(tl.float32)
+    code = (word[:, :, None] >> (4 * (i // 2) + 16 * (i % 2))[None, None, :] & 15) - 8
+    value = (code.to(tl.float32) * scale[:, :, None]).to(out.dtype.element_ty)
+    to = row // inner * block_stride + row % inner * row_stride + 8 * w[None, :]
+    tl.store(out + to[:, :, None] + i[None, None, :], value, mask=there[:, :, None])
 
 
 def unpack(rows: Int4Rows, dtype: torch.dtype, beside: bool = False) -> Tensor:
@@ -55,13 +55,14 @@ def unpack(rows: Int4Rows, dtype: torch.dtype, beside: bool = False) -> Tensor:
     check_device("words", rows.words)
     *leading, columns = rows.shape
     require(columns % rows.scales.shape[-1] == 0, f"{rows.scales.shape[-1]} groups do not divide {columns} columns")
+    require(rows.group % 8 == 0, f"a scale of {rows.group} columns, expected a multiple of 8: a word's have one")
     n_rows = rows.words.numel() // (columns // 8)
     inner = leading[-1] if beside else n_rows
     width = columns * (n_rows // inner)
     out = torch.empty(inner, width, dtype=dtype, device=rows.words.device)
-    grid = triton.cdiv(n_rows, ROWS), triton.cdiv(columns, COLUMNS)
+    grid = triton.cdiv(n_rows, ROWS), triton.cdiv(columns // 8, WORDS)
     _unpack_kernel[grid](
-        rows.words, rows.scales, out, n_rows, columns, inner, width, columns, rows.group, rows.scales.shape[-1],
-        ROW_TILE=ROWS, COLUMN_TILE=COLUMNS, num_warps=4,
+        rows.words, rows.scales, out, n_rows, columns // 8, inner, width, columns, rows.group, rows.scales.shape[-1],
+        ROW_TILE=ROWS, WORD_TILE=WORDS, num_warps=4,
     )  # fmt: skip
     return out

@@ -23,8 +23,7 @@ def test_a_chunk_attends_as_the_reference_does(dtype, size, chunk, heads, share,
     if dtype == "bfloat16" and DEVICE == "cpu":
         pytest.skip("the interpreter multiplies no bfloat16 matrices")
     generator, capacity, kind = torch.Generator().manual_seed(0), 130, getattr(torch, dtype)
-    q = torch.randn(size, heads, head_dim, generator=generator).to(DEVICE, kind)
-    k, v = torch.randn(2, size, heads // share, head_dim, generator=generator).to(DEVICE, kind)
+    rows = torch.randn(size, heads // share, share + 2, head_dim, generator=generator).to(DEVICE, kind)
     held = torch.randn(2, 2, heads // share, capacity, head_dim, generator=generator).to(DEVICE, kind)
     row, first, count = chunk
     held[:, row, :, first:] = float("nan")  # nothing there is read before it is written
@@ -32,8 +31,8 @@ def test_a_chunk_attends_as_the_reference_does(dtype, size, chunk, heads, share,
     found = []
     for attend in (attend_chunk, attend_chunk_reference):
         keys, values = held.clone()
-        out = torch.zeros_like(q)
-        attend(q, k, v, KvCache(keys, values, keys[:, 0, :0], positions=placed), at, out)
+        out = torch.zeros(size, heads, head_dim, dtype=kind, device=DEVICE)
+        attend(rows, KvCache(keys, values, keys[:, 0, :0], positions=placed), at, out)
         found.append((out[:count].float(), keys, values))
     torch.testing.assert_close(found[0][0], found[1][0], atol=DTYPES[dtype], rtol=0)
     for mine, theirs in zip(found[0][1:], found[1][1:], strict=True):
@@ -41,7 +40,8 @@ def test_a_chunk_attends_as_the_reference_does(dtype, size, chunk, heads, share,
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    cache = KvCache(*torch.zeros(2, 1, 2, 8, 16, device=DEVICE), torch.zeros(1, 0, 4))
-    q, k = torch.zeros(4, 3, 16, device=DEVICE), torch.zeros(4, 2, 16, device=DEVICE)
-    with pytest.raises(ValueError, match="2 heads of K and V do not divide 3 heads"):
-        attend_chunk(q, k, k, cache, torch.zeros(3, dtype=torch.int32, device=DEVICE), q)
+    cache, at = KvCache(*torch.zeros(2, 1, 2, 8, 16, device=DEVICE), torch.zeros(1, 0, 4)), torch.zeros(3).int()
+    with pytest.raises(ValueError, match=r"k_cache: expected shape \(1, 3, 8, 16\)"):
+        attend_chunk(
+            torch.zeros(4, 3, 3, 16, device=DEVICE), cache, at.to(DEVICE), torch.zeros(4, 3, 16, device=DEVICE)
+        )
