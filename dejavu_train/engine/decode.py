@@ -8,6 +8,7 @@ of operations have the same signatures: the Triton kernels, and their plain-torc
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,7 +174,11 @@ class DecodeEngine(Session):
             for b, row in enumerate(rows):
                 if row.prefilled:
                     self.prompts.run(b, row.prefilled)
-            self.core.tail(rows[0].sampling.mode, score)
+            mode, tail = rows[0].sampling.mode, self.core.tail
+            if self.ranks is None:
+                self.core.replay(("begun", mode, score), partial(tail, mode, score), shared=True)
+            else:
+                tail(mode, score)
 
     def open(self, stops: Sequence[int]) -> None:
         """See `Session.open`."""

@@ -4,9 +4,9 @@
     s[t, j, p] = rows[t, j / r, j % r] . k_cache[b, j / r, p] / sqrt(head_dim) + slope[j] (p - first - t)
     out[t, j]  = softmax_p(s[t, j, p]) v_cache[b, j / r, p]                                      p = 0 .. first + t
 
-T tokens, of which the first `count` are real. r heads of q share a group of K and V, and h = g r. Shapes: rows, as q/k/v
-gives them, (T, g, r + 2, head_dim), out (T, h, head_dim), caches (B, g, capacity, head_dim). chunk is (3,) int32 on the
-device: b, first, count. So one recorded launch serves every row, position and length.
+T tokens, of which the first `count` are real. r heads of q share a group of K and V, and h = g r. rows are
+(T, g, r + 2, head_dim), as q/k/v gives them, out (T, h, head_dim), caches (B, g, capacity, head_dim). chunk is (3,)
+int32 on the device: b, first, count. So one recorded launch serves every row, position and length.
 
 A program owns one head and TOKENS tokens, and walks over the positions up to its last one. Positions at and behind
 first + count are never read, so what stands there may be anything. Nobody reads what tokens from `count` on get.
