@@ -77,7 +77,7 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, sh
         weights,
         predictors,
         EngineOptions(
-            batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy, pdl=cell.pdl,
+            batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), pdl=cell.pdl,
             look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
             zeros="read" if cell.engine == "dense" else "auto",
         ),

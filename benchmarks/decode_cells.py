@@ -44,7 +44,6 @@ class Cell:
     site: int = 0
     heads_site: int = 0
     look_ahead: str = "fused"
-    kv_policy: str = "backfill"
     pdl: bool = True
     crossover: bool = True
     breakdown: bool = False

@@ -123,7 +123,7 @@ def run_cell(
         )
     context = min(dims.max_positions, cell.prompt + steps + EXTRA)
     options = EngineOptions(
-        batch=cell.batch, context=context, kv_policy=cell.kv_policy, pdl=cell.pdl, look_ahead=cell.look_ahead,
+        batch=cell.batch, context=context, pdl=cell.pdl, look_ahead=cell.look_ahead,
         crossover=cell.crossover, release=True, ops="triton" if gpu else "reference",
     )  # fmt: skip
     engine = DecodeEngine(own_weights(ranks, cell, active_share, device), predictors, options, ranks)

@@ -297,7 +297,7 @@ A setting that is left out, None or at its default is taken everywhere.
 FROM_PRETRAINED = """
 ## from_pretrained()
 
-Beside its own keywords (`predictors`, `backend`, `sparse_from`, `kv_policy`, `dtype`, `device`, `device_map`,
+Beside its own keywords (`predictors`, `backend`, `sparse_from`, `dtype`, `device`, `device_map`,
 `predictor_class`, `guard`) and values of the config, on every backend:
 
 """

@@ -9,9 +9,9 @@ import torch
 from bundles import make_bundle
 
 from dejavu_train import SparseOPTForCausalLM
-from dejavu_train.cli import commands
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import beside
+from dejavu_train.cli import commands
 from dejavu_train.evaluation import verdict
 from dejavu_train.extras.survey import page
 from dejavu_train.families import dims_of

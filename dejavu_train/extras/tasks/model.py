@@ -62,7 +62,6 @@ class Asked:
     mlp_density: float | None = None
     head_density: float | None = None
     sparse_from: str | int = "prompt"
-    kv_policy: str = "backfill"
     lossless: bool = False
     dtype: str = "float32"
     device: str | None = None
@@ -120,7 +119,7 @@ class DejavuLM(HFLM):
         else:
             beside = model_folder(name, revision=revision) / PREDICTORS_FOLDER
             bundle = Bundle.from_pretrained(asked.predictors or beside).at(asked.mlp_density, asked.head_density)
-            settings = (asked.backend, asked.sparse_from, asked.kv_policy, asked.dtype, device)
+            settings = (asked.backend, asked.sparse_from, asked.dtype, device)
             model = SparseCausalLM.from_pretrained(name, bundle, *settings, revision=revision)
             identity |= {target: bundle.mean_density(target) for target in bundle.targets}
             identity["bundle"] = bundle.digest()

@@ -169,12 +169,12 @@ def test_all_heads(device, stored):
         attention = (HeadStep(q, cache, position), out)
         if kernels:
             site_predict(*site)
-            qkv_select(*rows, policy="always")
+            qkv_select(*rows)
             attend_pack(*attention, AttentionScratch.empty(1, n_heads, head_dim, capacity, device), (neurons, packed))
             listed = packed.ids[: int(packed.count)].long()
         else:
             site_predict_reference(*site)
-            qkv_select_reference(*rows, policy="always")
+            qkv_select_reference(*rows)
             flash_decode_reference(*attention)
             listed = neurons.indices()
         assert every.row_bits.eq(1).all()
