@@ -178,7 +178,7 @@ class DejavuLM(HFLM):
             start = min(len(context), self.max_length + 1 - len(continuation))  # HFLM cuts contexts at their beginning
             by_start.setdefault(start, []).append(i)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        rows = self.batch_size_per_gpu
+        rows = self.batch_size
         shown = contextlib.nullcontext() if disable_tqdm else Progress("log-likelihoods", len(requests), "request")
         with shown as bar:
             for start, numbers in sorted(by_start.items(), reverse=True):
