@@ -12,7 +12,8 @@ import typing
 import pytest
 from conftest import REPOSITORY
 
-from dejavu_train.cli.parser import merged, parse
+from dejavu_train.cli.parser import parse
+from dejavu_train.cli.values import merged
 from dejavu_train.evaluation.command import read_config
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.extras.generation.run import read_config as read_generation
