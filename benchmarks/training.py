@@ -118,7 +118,6 @@ def run(argv: Sequence[str] | None = None) -> None:
         init="small",
         loss="log_contribution",
         density=0.85,
-        density_allocation=False,
         steps=asked.head_steps,
         patience=0,
     )

@@ -24,7 +24,8 @@ class Fields:
     """The fields of a dataclass by their dotted names: ``sections`` and the ``types`` of all others.
 
     ``optional`` are sections that may be null. A dataclass's ``GONE`` names keys of earlier versions and what to give
-    instead, its ``MEANT`` keys of other commands and this one's.
+    instead, its ``CONSTANTS`` such keys and the value that they always have. Its ``MEANT`` names keys of other commands
+    and this one's.
     """
 
     def __init__(self, kind: type[Any]) -> None:
@@ -34,6 +35,7 @@ class Fields:
         self.mappings: dict[str, Any] = {}  # fields that may be mappings, with their defaults
         self._add(kind, "")
         hints = typing.get_type_hints(kind)
+        self.constants: Mapping[str, Any] = getattr(kind, "CONSTANTS", {})
         self.optional = {name: part for name, part in self.sections.items() if hints.get(name, part) is not part}
 
     def _add(self, kind: type[Any], prefix: str) -> None:
@@ -64,10 +66,22 @@ class Fields:
         close = [known] if known in self.types else difflib.get_close_matches(name, self.types, 1)
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 
-    def check_keys(self, values: Mapping[Any, Any], prefix: str, path: Path) -> None:
-        """Raise :class:`UserError` for a key of a file that is unknown, or holds no keys and values where it must."""
-        for key, value in values.items():
+    def check_constant(self, name: str, value: Any) -> None:
+        """Raise :class:`UserError` for a key that is no option any more, and another value than it always has."""
+        if value != self.constants[name]:
+            always = yaml.safe_dump(self.constants[name], default_flow_style=True).partition("\n")[0]
+            raise UserError(f"{name} is no option any more, it is always {always}, got {value}; leave it out")
+
+    def check_keys(self, values: dict[Any, Any], prefix: str, path: Path) -> None:
+        """Raise :class:`UserError` for a key of a file that is unknown, or holds no keys and values where it must.
+
+        Keys of constants are taken out.
+        """
+        for key, value in list(values.items()):
             name = f"{prefix}{key}"
+            if name in self.constants:
+                self.check_constant(name, values.pop(key))
+                continue
             if name not in self.sections and name not in self.types:
                 raise UserError(f"the config file {path} has the unknown key {name}{self.meant(name)}")
             kinds = (dict, type(None)) if name in self.optional else (dict,)
@@ -109,6 +123,8 @@ def read(fields: Fields, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str,
             typed[name] = None if given else {}
         elif mapping and given:
             _lay(typed, fields, mapping, name, given[-1])
+        elif name in fields.constants and given:
+            fields.check_constant(name, _load(name, given[-1]))
         elif name in fields.types:
             lists[name] = lists.get(name, []) + given
             _put(typed, name.split("."), _value(name, fields.types[name], lists[name]))

@@ -176,7 +176,7 @@ def test_what_is_compared(bundle_folder):
         ({"every": "1"}, "guard.every must be at least 2"),
         ({"every": "0"}, "--every must be at least 2, got 0"),
         ({"densities": "0"}, "must lie above 0"),
-        ({"decodings": "beam"}, "--decodings must be a list"),
+        ({"decodings": "beam"}, "decodings is no option any more, it is always [greedy, sampled], got beam"),
         ({"new_tokens": "600"}, "exceed the model's 512 positions"),
         ({"prompts": "500"}, "prompts of 12 tokens, not 500"),
         ({"temperature": "0"}, "--temperature must lie in 1e-06 to"),

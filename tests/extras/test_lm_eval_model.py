@@ -229,7 +229,7 @@ def test_the_command_line_writes_rows_samples_and_a_table(tiny_opt, bundle_folde
         f"--model={tiny_opt}",
         f"--bundle={bundle_folder}",
     ]
-    flags += [f"--folder={data}", f"--include_path={REPOSITORY / 'configs/tasks'}", f"--output={tmp_path}", "--limit=3"]
+    flags += [f"--folder={data}", f"--output={tmp_path}", "--limit=3"]
     flags += ["--text=[wikitext, c4, prose]", "--shots=[0, 1]", "--log_samples=true", "--device=cpu"]
     assert exit_on_user_error(run_module.main, flags) == 0
     found = json.loads((tmp_path / "results.json").read_text())
@@ -260,7 +260,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, 
     from conftest import save_tiny_opt
 
     other = save_tiny_opt(tmp_path / "other", num_hidden_layers=1)
-    common = [f"--model={tiny_opt}", f"--bundle={bundle_folder}", f"--include_path={REPOSITORY / 'configs/tasks'}"]
+    common = [f"--model={tiny_opt}", f"--bundle={bundle_folder}"]
     common += [f"--folder={data}", "--device=cpu", "--limit=2", f"--output={tmp_path / 'out'}", "--shots=[0]"]
     broken = write_task_files(tmp_path / "broken")
     (broken / "tasks/piqa_valid.jsonl").write_text("{}\n")
