@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.decode_problem import SHAPES, STD
+from benchmarks.random_weights import weights_of_shape
 from benchmarks.rows import append_row, command_line, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.random_weights import weights_of_shape
 
 COLUMNS = (
     "shape rows length tokens_per_s minutes_per_million first_call_s memory_gb gpu torch commit date sources"

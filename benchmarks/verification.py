@@ -32,11 +32,11 @@ from torch.nn import functional as F
 from benchmarks.decode import bytes_needed
 from benchmarks.decode_problem import SHAPES, start
 from benchmarks.harness import step_times
+from benchmarks.random_weights import weights_of_shape
 from benchmarks.rows import append_row, command_line, device_name, five_digits, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.engine.slot_pass import SlotPass
 from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights

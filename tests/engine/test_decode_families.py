@@ -7,12 +7,12 @@ import torch
 from bundles import make_bundle
 from family_models import CASES, YARN, padded, random_family, save_family
 
+from benchmarks.random_weights import weights_of_shape
 from dejavu_train import SparseForCausalLM
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.fused import FusedPart
 from dejavu_train.models.opt import load_opt

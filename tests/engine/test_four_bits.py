@@ -10,6 +10,7 @@ from family_models import random_family
 from four_bit_models import four_bits
 from int4_helpers import random_rows
 
+from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import check_room, late_bytes, weight_bytes
@@ -20,7 +21,6 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
 from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
 from dejavu_train.engine.predictors import load_predictors
-from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.limits import takes_down

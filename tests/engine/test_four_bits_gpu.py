@@ -8,11 +8,11 @@ import torch
 from decode_helpers import masked_logits, masked_nll, mlp_ahead, random_bundle, random_opt, rows_of
 from four_bit_models import four_bits
 
+from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Packer
-from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.families import ModelDims
 
 pytestmark = [

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from int4_helpers import random_rows
+from mlp_helpers import mlp_reference
 from predictor_helpers import products_of
 
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
@@ -15,7 +16,6 @@ from dejavu_train.kernels.lookahead import mlp_ahead as module
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference, mlp_ahead
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
-from dejavu_train.kernels.stages.mlp import mlp_reference
 from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, Predictor, PredictorWeights, head_selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
