@@ -152,7 +152,7 @@ def test_an_option_that_moved_names_its_command(write):
 
 def test_an_option_that_is_a_constant_now_may_name_its_value(write):
     """As a config file of 0.2 does, which spelled all options out."""
-    old = write("old.yaml", "collect: {mean_tokens: 8192, windows_per_document: null}\nmlp: {monitor: retained_mass}")
+    old = write("old.yaml", "collect: {mean_tokens: 8192}\nmlp: {monitor: retained_mass}")
     assert parse_config(["--config", old, "--heads.warmup=0.05"]) == parse_config([])
     said = "mlp.monitor is no option any more, it is always retained_mass, got recall; leave it out"
     for flags in (["--mlp.monitor", "recall"], ["--config", write("old.yaml", "mlp: {monitor: recall}")]):

@@ -10,7 +10,7 @@ from dejavu_train.ground.ranges import COUNT, NUMBER, Range, check_ranges
 Storage = Literal["float16", "bfloat16"]
 MEAN_TOKENS = 8192  # of the train set, over which a head's mean is taken: many times the columns of a head
 POOL_BLOCKS = 32  # of about 1 MB, whose rows are shuffled together: a batch of 1,024 rows has some of each
-CONSTANTS = {"windows_per_document": None, "head_criterion": "from_mean", "mean_tokens": MEAN_TOKENS}
+CONSTANTS = {"head_criterion": "from_mean", "mean_tokens": MEAN_TOKENS}
 """Options of 0.2. What is recorded still names them, so that its activations are known."""
 
 
@@ -26,6 +26,8 @@ class CollectConfig:
     """The same for early stopping and choices."""
     calibration_tokens: int | None = 80_000
     """The same for thresholds."""
+    windows_per_document: int | None = None
+    """At most so many windows of a document, drawn at random: a budget then sees more documents. null takes all."""
     shard_tokens: int = 32_768
     """Tokens of a shard. A killed run redoes at most one."""
     batch_size: int = 8
@@ -45,7 +47,7 @@ class CollectConfig:
     def __post_init__(self) -> None:
         least = Range(2, COUNT.most)  # </s> and a token
         tokens = dict.fromkeys(("window", "train_tokens", "val_tokens", "calibration_tokens", "shard_tokens"), least)
-        check_ranges(self, "collect.", tokens | {"batch_size": COUNT})
+        check_ranges(self, "collect.", tokens | {"batch_size": COUNT, "windows_per_document": COUNT})
         if self.by_layers and self.device_map is not None:
             raise UserError(
                 f"collect.by_layers runs on one device, got collect.device_map {self.device_map};"

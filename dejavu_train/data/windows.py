@@ -35,6 +35,8 @@ def plan_windows(
             ids = windows(tokenizer, document.text, config.window)
         else:
             ids = cut_windows(document.ids.tolist(), config.window, start_token(tokenizer))
+        if config.windows_per_document is not None and len(ids) > config.windows_per_document:
+            ids = [ids[i] for i in sorted(generator.permutation(len(ids))[: config.windows_per_document])]
         for window_ids in ids:
             if budget is not None and total + len(window_ids) > budget:
                 window_ids = window_ids[: budget - total]

@@ -12,12 +12,14 @@ from dejavu_train.models.opt import load_tokenizer
 def test_the_plan_follows_from_the_seed(tiny_opt):
     tokenizer = load_tokenizer(str(tiny_opt))
     documents = [Document(str(i), make_text(300, seed=i)) for i in range(6)]
-    config = CollectConfig(window=32)
+    config = CollectConfig(window=32, windows_per_document=2)
     plans = [plan_windows(documents, tokenizer, config, 300, seed) for seed in (1, 1, 2)]
     ids = [[window.ids.tolist() for window in plan] for plan in plans]
     assert ids[0] == ids[1] != ids[2]
     assert sum(map(len, ids[0])) == 300
-    everything = plan_windows(documents, tokenizer, config, None, 0)
+    counts = np.bincount([window.document for window in plans[0]])
+    assert counts.max() == 2
+    everything = plan_windows(documents, tokenizer, CollectConfig(window=32), None, 0)
     assert {window.document for window in everything} == set(range(6))
 
 
