@@ -9,10 +9,10 @@ import itertools
 import torch
 
 from benchmarks.active_sets import ActiveSets, overlap_of
+from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims, Site
 from dejavu_train.families.dims import SMOOTH, Activation, Norm, Positions

@@ -12,9 +12,11 @@ import typing
 import pytest
 from conftest import REPOSITORY
 
-from dejavu_train.cli.parser import merged, parse
+from dejavu_train.cli.parser import parse
+from dejavu_train.cli.values import merged
 from dejavu_train.evaluation.command import read_config
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.extras.generation.run import read_config as read_generation
 from dejavu_train.ground.errors import UserError
 from dejavu_train.run.command import parse_config
@@ -149,6 +151,16 @@ def test_an_option_that_moved_names_its_command(write):
             UserError, match="observe.*, which is no longer there; type python -m papers.deja_vu.observe --config"
         ):
             read_config(options)
+
+
+def test_an_option_that_is_a_constant_now_may_name_its_value(write):
+    """As a config file of 0.2 does, which spelled all options out."""
+    old = write("old.yaml", "collect: {mean_tokens: 8192}\nmlp: {monitor: retained_mass}")
+    assert parse_config(["--config", old, "--heads.warmup=0.05"]) == parse_config([])
+    said = "mlp.monitor is no option any more, it is always retained_mass, got recall; leave it out"
+    for flags in (["--mlp.monitor", "recall"], ["--config", write("old.yaml", "mlp: {monitor: recall}")]):
+        with pytest.raises(UserError, match=said):
+            parse_config(flags)
 
 
 def test_lists_come_with_commas_and_files_one_by_one():
@@ -316,7 +328,7 @@ def test_names_that_stand_twice_agree():
 
     hints = typing.get_type_hints(InferConfig)
     assert tuple(losses.LOSSES) == LOSSES and typing.get_args(PredictorDtype) == PREDICTOR_DTYPES
-    assert typing.get_args(hints["text_set"]) == SETS
+    assert TEXT_SET in SETS
     known = typing.get_args(hints["backend"])
     assert set(known) == {"dense", *BACKENDS, DENSE_ENGINE, DENSE_CPU}
     assert set(typing.get_args(typing.get_args(hints["timing_backends"])[0])) == set(known) - {"auto"}

@@ -141,9 +141,9 @@ class DecodeEngine(Session):
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard, join=self.join)
         self.state, self.prompts = self.core.state, Prompts(self.core, self.join)
         self.options = options
-        self._selects: list[Any] = [options.kv_policy]  # what ranks must have alike, besides their models
+        self._selects: list[Any] = []  # what ranks must have alike, besides their models
         if ranks is not None:
-            self._selects += sorted((*key, each.threshold.tolist()) for key, each in loaded.items())
+            self._selects = sorted((*key, each.threshold.tolist()) for key, each in loaded.items())
         self._verifies_live = shape.activation in SILENT and options.zeros != "read"
         self._pairs: dict[str | None, EnginePair] = {}
         super().__init__()

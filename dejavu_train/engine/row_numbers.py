@@ -60,7 +60,4 @@ def write_rows(core: DecodeStep, given: Tensor) -> tuple[Tensor, Tensor, Tensor]
     core.watermark.index_copy_(
         1, rows, whole[None, :, 1, None].expand(len(core.watermark), -1, core.watermark.shape[2])
     )
-    for valid in (cache.valid for cache in core.caches if cache.valid is not None):
-        held = torch.arange(valid.shape[2], device=valid.device) < prefilled[:, None]
-        valid.index_copy_(0, rows, held[:, None].expand(-1, valid.shape[1], -1).to(valid.dtype))
     return rows, prefilled, tokens

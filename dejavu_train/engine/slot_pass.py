@@ -171,7 +171,7 @@ class SlotPass:
         """
         layer, device, shape = self.weights.layers[0], self.x.device, self.weights.shape
         room = torch.zeros(2, 1, shape.n_kv_heads, SLOTS, shape.head_dim, dtype=self.normed.dtype, device=device)
-        cache = dataclasses.replace(self.caches[0], k=room[0], v=room[1], watermark=None, valid=None)
+        cache = dataclasses.replace(self.caches[0], k=room[0], v=room[1], watermark=None)
 
         def qkv(x: Tensor, position: Tensor) -> Tensor:
             self.ops.slot_qkv(x, layer.qkv, HeadStep(self.q, cache, position), self.products)

@@ -149,7 +149,6 @@ class DecodeStep:
         dtype, size = self.weights.embedding.dtype, (batch, shape.n_kv_heads, self.context)
         half = self.plan.half(layer, Target.HEADS)
         sparse = half.run is Run.SELECTED
-        stale = sparse and self.plan.kv_policy == "stale"
         attn_in = self.work.carried.inputs
         if sparse or half.kernels is not Kernels.QKV_WITH_PREDICTOR:
             attn_in = torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device)
@@ -162,7 +161,6 @@ class DecodeStep:
             v=v,
             attn_in=attn_in,
             watermark=self.watermark[layer] if sparse else None,
-            valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
             positions=self.weights.placed,
         )
 
@@ -298,6 +296,3 @@ class DecodeStep:
         """Forget all rows. Captured graphs stay valid."""
         self.work.reset()
         self.watermark.zero_()
-        for cache in self.caches:
-            if cache.valid is not None:
-                cache.valid.zero_()

@@ -4,7 +4,6 @@ import csv
 
 import pytest
 from bundles import make_bundle
-from conftest import REPOSITORY
 from task_files import write_task_files
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -19,7 +18,6 @@ def test_rows_of_tasks_have_their_conditions(tiny_opt, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results")
     flags = [f"--model={tiny_opt}", f"--bundle={tmp_path / 'bundle'}", f"--folder={tmp_path}", "--tasks=[cb, copa]"]
     flags += [
-        f"--include_path={REPOSITORY / 'configs/tasks'}",
         "--shots=[0]",
         "--limit=3",
         "--device=cpu",

@@ -198,7 +198,7 @@ def int4_cases(d: int) -> Iterator[Case]:
     for kind, predictor in predictors.items():
         step = HeadStep(own.q, own.every, own.ones, own.heads)
         given = (own.qkv, step, own.predictor(predictor), own.ones)
-        yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, policy="always", pdl=True)
+        yield f"qkv_select {d} {kind} always", partial(qkv_select.qkv_select, *given, pdl=True)
         yield f"site {d} {kind}", own.site(predictor)
     norms = [
         LateNorm(each, torch.empty(2), torch.empty(2, dtype=torch.int64), torch.empty(64, 2)) for each in (ln, own.rms)
@@ -217,7 +217,7 @@ def int4_cases(d: int) -> Iterator[Case]:
         )  # fmt: skip
         step = HeadStep(own.q, cache, own.ones, own.heads)
         given = (own.qkv, step, own.predictor(nibbles), own.ones)
-        yield f"late qkv_select {d} {policy}{rms}", partial(qkv_select.qkv_select, *given, policy, True, late)
+        yield f"late qkv_select {d} {policy}{rms}", partial(qkv_select.qkv_select, *given, True, late)
         step = HeadStep(own.q, cache, own.ones, None if selected is None else own.heads)
         given = (step, halves(1, d), scratch, (own.bits, own.listed))
         if not rms:

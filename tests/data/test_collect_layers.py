@@ -19,7 +19,7 @@ from dejavu_train.models.stored import SINGLE
 
 
 def made(model, text_file, folder, **settings):
-    config = CollectConfig(**COLLECT | {"mean_tokens": 300} | settings)
+    config = CollectConfig(**COLLECT | settings)
     collect(str(model), TextSource(source=str(text_file)), config, folder)
     return file_digests(folder)
 
@@ -93,7 +93,7 @@ def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path):
 def test_parts_of_several_processes_are_the_whole(tiny_opt, text_file, tmp_path, parts):
     """Also where some of three recorded nothing."""
     whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers"
-    config, left = CollectConfig(**COLLECT | {"mean_tokens": 300, "by_layers": True}), []
+    config, left = CollectConfig(**COLLECT | {"by_layers": True}), []
 
     def share():
         for number in parts:

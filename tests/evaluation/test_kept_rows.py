@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from bundles import make_bundle
-from conftest import REPOSITORY, make_text
+from conftest import make_text
 from task_files import write_task_files
 
 from dejavu_train.evaluation.html_report import write_report
@@ -127,7 +127,7 @@ def test_tasks_keep_what_was_asked(shared, given, tmp_path, monkeypatch, command
 
     module = {"tasks": run, "paper": paper}[command]
     break_at(monkeypatch, module, "ask", {"tasks": 4, "paper": 3}[command], how)  # both after one whole comparison
-    asked = {"folder": given, "include_path": REPOSITORY / "configs/tasks", "tasks": "[copa, piqa]", "text": "[]"}
+    asked = {"folder": given, "tasks": "[copa, piqa]", "text": "[]"}
     asked |= {"shots": "[0]", "limit": 2, "output": tmp_path / command} | (
         {"tables": "[table4]"} if command == "paper" else {}
     )

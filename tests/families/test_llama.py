@@ -76,10 +76,9 @@ def test_a_dense_bundle_gives_what_transformers_gives(dense, bundle, backend):
     torch.testing.assert_close(model(**inputs).logits[inputs["attention_mask"].bool()], expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv_policy", ["backfill", "always"])
-def test_gather_agrees_with_mask(folder, dense, bundle, kv_policy):
+def test_gather_agrees_with_mask(folder, dense, bundle):
     mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from=3)
-    gather = SparseCausalLM.from_model(dense, bundle, "gather", sparse_from=3, kv_policy=kv_policy)
+    gather = SparseCausalLM.from_model(dense, bundle, "gather", sparse_from=3)
     assert type(gather).__name__ == "SparseLlamaForCausalLM" and isinstance(gather, LlamaForCausalLM)
     for seed in range(3):
         inputs = padded(seed)

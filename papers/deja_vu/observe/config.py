@@ -1,8 +1,9 @@
 """What an observation reads and measures, as keys with their defaults."""
 
 import dataclasses
+from typing import Literal
 
-from dejavu_train.evaluation.shared_config import TextConfig, TextSet
+from dejavu_train.evaluation.shared_config import TextConfig
 from dejavu_train.ground.errors import UserError
 
 PASS_PARTS = ("residual", "units", "attention", "union")
@@ -19,8 +20,8 @@ class ObserveConfig(TextConfig):
     """The folder observations is made in it: CSV, SVG and PNG files, and observations.json."""
     text: str = "installed-docs"
     """An installed source, a .txt or .jsonl file, or a hub dataset."""
-    predictor_set: TextSet = "val"
-    """The same for the part predictors: the paper takes validation documents."""
+    predictor_set: Literal["train", "calibration", "val", "test"] = "val"
+    """Which set the part predictors reads of a text that is split: the paper takes validation documents."""
     tokens: int | None = 20_000
     """Of the one pass, about. A window of each document before any gives a second one. null: all."""
     slow_tokens: int = 4000

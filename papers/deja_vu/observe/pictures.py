@@ -7,8 +7,7 @@ print. Markers and dashes tell lines apart too. Legends stand below the panels, 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, PINK, RED, STYLES
-from dejavu_train.evaluation.text_panels import CURVES
+from dejavu_train.evaluation.figure import BLACK, BLUE, CURVES, GREEN, ORANGE, PINK, RED, STYLES
 from dejavu_train.families import Target
 from papers.deja_vu.observe.attention import HeadRow, UniformityRow
 from papers.deja_vu.observe.cost import PARTS, PHASES, CostRow

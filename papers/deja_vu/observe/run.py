@@ -15,6 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
+from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError
@@ -62,7 +63,7 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
                         f" {model.config.max_position_embeddings} positions")  # fmt: skip
     text = None
     if set(config.parts) - {"cost"}:
-        text = load_spread(config, bundle, tokenizer, config.text_set, config.window, config.tokens)
+        text = load_spread(config, bundle, tokenizer, TEXT_SET, config.window, config.tokens)
     seconds: dict[str, float] = {}
     missing: list[dict[str, str]] = []
     about: dict[str, Any] = {
@@ -114,7 +115,7 @@ def _measure(
         yield in_pass, rows
     others = [part for part in PARTS if part in config.parts and part not in PASS_PARTS]
     if others and others != ["cost"]:
-        held = load_spread(config, bundle, tokenizer, config.text_set, config.window, config.slow_tokens).held
+        held = load_spread(config, bundle, tokenizer, TEXT_SET, config.window, config.slow_tokens).held
     for part in others:
         rows = {}
         with _timed(seconds, part), torch.no_grad():
