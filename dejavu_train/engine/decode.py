@@ -6,7 +6,7 @@ generation and scoring of any length, and a reset only writes tensors. Rows of a
 of operations have the same signatures: the Triton kernels, and their plain-torch references (any device).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,13 +19,14 @@ from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.draft_weights import NAME, bytes_beside, draft_weights
 from dejavu_train.engine.facts import facts_of
-from dejavu_train.engine.inputs import Row, check_rows, rows_of
+from dejavu_train.engine.inputs import Row, Sampling, check_rows, rows_of
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
 from dejavu_train.engine.model_weights import engine_dtype, formats_of, weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
 from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors
+from dejavu_train.engine.prefill import SIZES
 from dejavu_train.engine.prompts import Prompts
 from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
@@ -183,10 +184,11 @@ class DecodeEngine(Session):
     def open(self, stops: Sequence[int]) -> None:
         """See `Session.open`."""
         self.core.reset()
+        self.prompted.clear()
         self.state.stops[: len(stops)] = torch.tensor(stops, dtype=torch.int32)
 
-    def place(self, b: int, row: Row) -> list[Score]:
-        """See `Session.place`. Raises UserError for an engine with a guard, whose thresholds all rows share, and for
+    def placing(self, b: int, row: Row, reused: int = 0) -> Generator[None, None, list[Score]]:
+        """See `Session.placing`. Raises UserError for an engine with a guard, whose thresholds all rows share, and for
         one of several ranks."""
         if self.guard is not None:
             raise UserError("rows that join others have no guard; pass guard=None")
@@ -195,13 +197,40 @@ class DecodeEngine(Session):
         check_rows([row], self.batch, self.context, self.shape, unheld=1)
         self._see(b, [row])
         scores = self.prompts.scores(b, row)
-        self.prompts.join_row(b, row)
+        self.prompted.pop(b, None)
+        yield from self.prompts.joining(b, row, reused)
+        self.prompted[b] = list(row.tokens[: row.prefilled])
         return scores
+
+    @property
+    def grid(self) -> int:  # type: ignore[override]
+        """Tokens of a whole chunk. See `Session.grid`."""
+        return self.prompts.most
 
     def score_last(self, b: int, top: int) -> Score:
         """See `Session.score_last`. It waits for the step."""
         token = int(self.state.tokens[b, self.state.position[b]])
         return scores_of(self.core.logits[b : b + 1], [token], top)[0]
+
+    def warm_up(self) -> None:
+        """See `Session.warm_up`. One prompt of each size of a chunk, and a step of each mode."""
+        self.open(())
+        longest = min(self.prompts.most, self.context - 1)
+        for size in [*(size for size in (1, *SIZES) if size < longest), longest]:
+            row = Row.of_prompt([0] * size, size + 1)
+            for b in range(self.batch if size <= self.prompts.slotted else 1):  # slots have a graph a row
+                self.place(b, row)
+        self.place(0, Row.of_prompt([0], 2, Sampling(temperature=1.0)))
+        for mode in ("greedy", "sampled", "mixed"):
+            self.core.step(mode)
+        self.read(self.batch)
+        self.open(())
+
+    def cut(self, tokens: int) -> None:
+        """See `Session.cut`. A whole chunk is one of few sizes."""
+        if tokens not in SIZES:
+            raise UserError(f"--prefill_chunk is one of {', '.join(map(str, SIZES))} on a GPU, got {tokens}")
+        self.prompts.most = tokens
 
     def _see(self, first: int, rows: Sequence[Row]) -> None:
         """Which tokens penalties find in rows from number ``first`` on, where a row has any."""

@@ -6,14 +6,23 @@ several times what the GPU needs for it. From a graph it takes the GPU's time. T
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
 from dejavu_train.engine import runs
 from dejavu_train.engine.inputs import Row
-from dejavu_train.engine.prefill import MOST, MOST_PACKED, SLOTTED, SLOTTED_PACKED, chunks_of, logits_of, run_chunk
+from dejavu_train.engine.prefill import (
+    MOST,
+    MOST_PACKED,
+    SLOTTED,
+    SLOTTED_PACKED,
+    Chunk,
+    chunks_of,
+    logits_of,
+    run_chunk,
+)
 from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
 from dejavu_train.engine.scores import AT_ONCE, Score, scores_of
@@ -61,13 +70,21 @@ class Prompts:
     def run(self, b: int, count: int) -> None:
         """Run the first ``count`` tokens of row b. The step's residual stream behind its last layer is theirs then."""
         for chunk in chunks_of(count, self.most, self.slotted):
-            self._chunk.copy_(sent(torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32), self.core.device))
-            if chunk.size == SLOTS:
-                self.core.replay(("slots", b), partial(self._run_slots, b))
-            elif self._alone:
-                self.core.replay(("prompt", chunk.size), partial(self._run, chunk.size), shared=True)
-            else:
-                self._run(chunk.size)
+            self._run_chunk(b, chunk)
+
+    def _run_chunk(self, b: int, chunk: Chunk) -> None:
+        self._chunk.copy_(sent(torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32), self.core.device))
+        if chunk.size == SLOTS:
+            self.core.replay(("slots", b), partial(self._run_slots, b))
+        elif self._alone:
+            self.core.replay(("prompt", chunk.size), partial(self._run, chunk.size), shared=True)
+        else:
+            self._run(chunk.size)
+
+    def _know(self, b: int, tokens: Sequence[int]) -> None:
+        """Write tokens of row b, which stays as it is otherwise."""
+        known = sent(torch.tensor(tokens, dtype=torch.int32), self.core.device)
+        self.core.state.tokens[b, : len(tokens)].copy_(known)
 
     def _run(self, size: int) -> torch.Tensor:
         """The chunk that is written on the device. Returns (size, d)."""
@@ -90,10 +107,29 @@ class Prompts:
         found = self._passes[b].run_layers(core.state.tokens[b].index_select(0, position), position)
         core.x[-1].index_copy_(0, chunk[:1].long(), found.index_select(0, chunk[2:].long() - 1))
 
-    @torch.no_grad()
-    def join_row(self, b: int, row: Row) -> None:
-        """Begin a row in place b: run its prompt densely, and choose its next token. Other rows stay as they are."""
-        core = self.core
+    def joining(self, b: int, row: Row, reused: int) -> Iterator[None]:
+        """Begin a row in place b: run its prompt densely from position ``reused`` on, and choose its next token.
+
+        Between two chunks other rows may step. Row b is done meanwhile. What its steps write lies at the position that
+        the next chunk writes first.
+        """
+        core, chunks = self.core, [each for each in chunks_of(row.prefilled, self.most, self.slotted)]
+        with torch.no_grad(), core.on_device():
+            self._know(b, row.tokens[: row.prefilled])
+        for number, chunk in enumerate(chunks):
+            if chunk.first < reused:
+                continue
+            with torch.no_grad(), core.on_device():
+                self._run_chunk(b, chunk)
+                core.state.position[b : b + 1].fill_(chunk.first + chunk.count)
+            if number + 1 < len(chunks):
+                yield
+        with torch.no_grad():
+            self._begin(b, row)
+
+    def _begin(self, b: int, row: Row) -> None:
+        """What follows a prompt that was run. Other rows stay as they are."""
+        core, mode, score = self.core, row.sampling.mode, row.scored_from is not None
         try:
             with core.on_device():
                 for tensor, kept in zip(self._changed, self._kept, strict=True):
@@ -101,9 +137,6 @@ class Prompts:
                 core.state.done.fill_(1)
                 self.write(b, [row])
                 self._row.fill_(b)
-            if row.prefilled:
-                self.run(b, row.prefilled)
-            mode, score = row.sampling.mode, row.scored_from is not None
             core.replay(("joined", mode, score), partial(self._end, mode, score), shared=True)
         except BaseException:
             self._put_back()
@@ -120,9 +153,7 @@ class Prompts:
         if first is None or first >= row.prefilled:
             return []
         with core.on_device():
-            core.state.tokens[b, : row.prefilled].copy_(
-                sent(torch.tensor(row.tokens[: row.prefilled]).int(), core.device)
-            )
+            self._know(b, row.tokens[: row.prefilled])
             parts = []
             for chunk in chunks_of(row.prefilled, self.most):
                 at = torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32)

@@ -8,7 +8,7 @@ left meanwhile took steps too many. Nobody hears of them, and who joins in its p
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.scores import Score
@@ -26,7 +26,7 @@ class News:
     row: int
     tokens: list[int]
     done: bool
-    error: UserError | None = None
+    error: Exception | None = None
     scores: list[Score] = dataclasses.field(default_factory=list)
 
 
@@ -61,54 +61,86 @@ class Rows:
 
     Args:
         stops: at most 8 ids that end any row.
+    Attributes:
+        reused: positions of the last row that joined whose K and V were there already.
     """
 
     def __init__(self, engine: Session, stops: Sequence[int]) -> None:
         self.engine = engine
         self._seats: dict[int, Seat] = {}
+        self._arriving: dict[int, tuple[Row, Generator[None, None, list[Score]]]] = {}
+        self.reused = 0
         self._ahead: Taken | None = None
         engine.open(stops)
 
     @property
     def free(self) -> int:
         """Rows that may join."""
-        return self.engine.batch - len(self._seats)
+        return self.engine.batch - self.taken
 
     @property
     def taken(self) -> int:
         """Rows that are not done."""
-        return len(self._seats)
+        return len(self._seats) + len(self._arriving)
 
     def join(self, row: Row) -> int:
-        """Begin a row. Its prompt is run now, while the others wait. Returns its number until it is done.
+        """Begin a row. A chunk of its prompt is run now, while the others wait. Returns its number until it is done.
+
+        It takes the place whose last prompt began as its own does, whose K and V it then has.
 
         Raises:
             UserError: no free row, one that does not fit, or numbers that are not finite.
         """
         if not self.free:
             raise UserError(f"this engine holds {self.engine.batch} rows, all taken; wait until one is done")
-        b = next(b for b in range(self.engine.batch) if b not in self._seats)
-        seat = Seat(row, len(row.tokens), row.prefilled + 1, self.engine.place(b, row))
-        seat.score(self.engine, b)
-        self._seats[b] = seat
+        free = [b for b in range(self.engine.batch) if b not in self._seats and b not in self._arriving]
+        b = max(free, key=lambda place: self.engine.reusable(place, row))
+        self.reused = self.engine.reusable(b, row)
+        self._arriving[b] = row, self.engine.placing(b, row, self.reused)
+        self._advance(b)
         return b
+
+    def _advance(self, b: int) -> None:
+        """Run the next chunk of a row's prompt. Behind the last one it has its seat."""
+        row, placing = self._arriving[b]
+        try:
+            next(placing)
+        except StopIteration as ended:
+            del self._arriving[b]
+            seat = Seat(row, len(row.tokens), row.prefilled + 1, ended.value)
+            seat.score(self.engine, b)
+            self._seats[b] = seat
+        except BaseException:
+            del self._arriving[b]
+            raise
 
     def leave(self, b: int) -> None:
         """Row b is wanted no longer."""
-        self.engine.end(b)
-        del self._seats[b]
+        if b in self._arriving:
+            self._arriving.pop(b)[1].close()
+        else:
+            self.engine.end(b)
+            del self._seats[b]
 
     def step(self, n: int = 1) -> list[News]:
         """At most n tokens more for every row. A row that is done is free again.
 
+        While a prompt is unfinished it is one chunk of it, and one token for the others.
         Where steps run beside the caller, news are of the call before. The first call has none.
         """
+        refused: list[News] = []
+        if self._arriving:
+            n, b = 1, next(iter(self._arriving))
+            try:
+                self._advance(b)
+            except Exception as error:  # of this row alone, whatever it is
+                refused.append(News(b, [], True, error))
         ahead, taken = self._ahead, self._take(n)
         if self.engine.beside and not self.engine.scoring:
             self._ahead, taken = taken, None
         else:  # logits are looked at behind every step
             self._ahead = None
-        return [news for each in (ahead, taken) if each is not None for news in self._tell(each)]
+        return refused + [news for each in (ahead, taken) if each is not None for news in self._tell(each)]
 
     def _take(self, n: int) -> Taken | None:
         """Ask for as many steps as some row may need. None where the steps ahead are the last of all rows."""

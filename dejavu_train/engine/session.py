@@ -6,7 +6,7 @@ Rows of a batch have their own lengths. The engine's state is that of one call, 
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,15 @@ class Session(ABC):
         beside: steps go on while the caller does something else. Otherwise `steps` returns when they are done.
         scores: a row may keep log-probabilities, see `Row.scored_from`.
         scoring: some of the rows that step keep them.
+        chunk: tokens of a prompt that run between two steps of other rows. grid: where a prompt's chunks may be cut so
+            that its numbers stay the same bits.
     """
 
     beside = False
     scores = False
     scoring = False
+    chunk = 64
+    grid = 1
 
     shape: ModelDims
     batch: int
@@ -59,6 +63,7 @@ class Session(ABC):
 
     def __init__(self) -> None:
         self._turns, self.acceptance = Turns(), Acceptance()
+        self.prompted: dict[int, list[int]] = {}  # by row the tokens whose K and V its prompt left
 
     @property
     def turns(self) -> Turns:
@@ -115,15 +120,53 @@ class Session(ABC):
         """
         raise UserError("rows of this engine begin together; use generate()")
 
-    def place(self, b: int, row: Row) -> list[Score]:
-        """Begin a row in the place of row b, and choose its next token. Other rows stay as they are.
+    def placing(self, b: int, row: Row, reused: int = 0) -> Generator[None, None, list[Score]]:
+        """Begin a row in the place of row b, chunk by chunk of its prompt, and choose its next token.
 
+        Between two chunks other rows may take steps, and they stay as they are. Row b is done until the end.
+
+        Args:
+            reused: positions whose K and V are there, as `reusable` says.
         Returns:
             the scores of the tokens that are prefilled, from ``row.scored_from`` on.
         Raises:
             UserError: a row that does not fit, or that asks for scores where the engine has none.
         """
         raise UserError("rows of this engine begin together; use generate()")
+
+    def place(self, b: int, row: Row) -> list[Score]:
+        """`placing` at once, whose result and errors it has."""
+        placing = self.placing(b, row)
+        while True:
+            try:
+                next(placing)
+            except StopIteration as ended:
+                return list(ended.value)
+
+    def warm_up(self) -> None:
+        """Compile and record what a first prompt and the steps behind it would wait for. Rows are forgotten.
+
+        Whoever calls has the engine to himself.
+        """
+        self.begin([Row.of_prompt([0], 2)])
+        self.steps(1, "greedy")
+        self.open(())
+
+    def cut(self, tokens: int) -> None:
+        """Let so many tokens of a prompt run between two steps of other rows. Raises UserError for a wrong number."""
+        self.chunk = tokens
+
+    def reusable(self, b: int, row: Row) -> int:
+        """How many first positions of a row have their K and V in place b, from a prompt that ran there densely.
+
+        They end on the grid of chunks and before the row's last prefilled token. So the rest is computed as alone.
+        """
+        if row.scored_from is not None:
+            return 0
+        held, most = self.prompted.get(b, ()), row.prefilled - 1
+        common = next((i for i, (a, c) in enumerate(zip(held, row.tokens[:most], strict=False)) if a != c), None)
+        found = min(len(held), max(most, 0)) if common is None else common
+        return found // self.grid * self.grid
 
     def score_last(self, b: int, top: int) -> Score:
         """Of a row that keeps log-probabilities, the score of its last token. Asked behind every step.

@@ -6,7 +6,7 @@ use. They wait without taking time from other work (see ``team``).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -156,31 +156,42 @@ class CpuEngine(Session):
         check_rows(rows, self.batch, self.context, self.shape)
         self.open(stops)
         for b, row in enumerate(rows):
-            self._write(b, row)
+            self.state.tokens[b, : len(row.tokens)] = row.tokens
+            self._write(b, row, self._prompts.run(b, row.prefilled) if row.prefilled else None)
         self._team.call(1, rows[0].sampling.mode, score, tail_only=True)
 
     def open(self, stops: Sequence[int]) -> None:
         """See `Session.open`."""
         self.state.clear()
+        self.prompted.clear()
         self.state.stops[: len(stops)] = list(stops)
 
-    def place(self, b: int, row: Row) -> list[Score]:
-        """See `Session.place`."""
+    def placing(self, b: int, row: Row, reused: int = 0) -> Generator[None, None, list[Score]]:
+        """See `Session.placing`."""
         check_rows([row], self.batch, self.context, self.shape)
-        state = self.state
+        state, whole, parts = self.state, row.scored_from is not None, []
+        state.row_state[b], state.tokens[b, : len(row.tokens)] = arrays.DONE, row.tokens
+        self.prompted.pop(b, None)
+        for first in range(reused, row.prefilled, self.chunk):
+            stop = min(first + self.chunk, row.prefilled)
+            parts.append(self._prompts.run(b, stop, first, whole))
+            if stop < row.prefilled:
+                yield
+        self.prompted[b] = list(row.tokens[: row.prefilled])
+        behind = torch.cat(parts) if whole and parts else parts[-1] if parts else None
         others = state.row_state.copy()
         others[b] = arrays.DONE
         try:
             state.row_state[:] = arrays.DONE
-            behind = self._write(b, row, row.scored_from is not None)
+            self._write(b, row, behind)
             self._team.call(1, row.sampling.mode, tail_only=True)
             others[b] = state.row_state[b]
         finally:
             state.row_state[:] = others
         if row.scored_from is None or row.scored_from >= row.prefilled:
             return []
-        first = row.scored_from
-        found: list[Score] = []
+        first, found = row.scored_from, list[Score]()
+        assert behind is not None
         for start in range(first, row.prefilled, AT_ONCE):  # logits of position p stand behind token p - 1
             stop = min(row.prefilled, start + AT_ONCE)
             logits = logits_of(self.weights, behind[start - 1 : stop - 1], b, start - 1)
@@ -197,11 +208,10 @@ class CpuEngine(Session):
         """See `Session.end`."""
         self.state.row_state[b] = arrays.DONE
 
-    def _write(self, b: int, row: Row, whole: bool = False) -> Tensor:
-        """A row's state and the residual stream of its prefilled tokens, behind which the tail chooses the next.
+    def _write(self, b: int, row: Row, behind: Tensor | None) -> None:
+        """A row's state, and the residual stream behind its prompt (., d), from which the tail chooses the next token.
 
-        Returns:
-            (prefilled, d) fp32, the residual stream, or (1, d) of the last position alone unless ``whole``.
+        None: no token is prefilled.
         """
         state, known, sampler = self.state, len(row.tokens), row.sampling
         state.tokens[b, :known] = row.tokens
@@ -213,16 +223,13 @@ class CpuEngine(Session):
         state.presence[b], state.frequency[b] = sampler.presence_penalty, sampler.frequency_penalty
         state.seed[b] = row_seed(sampler.seed, row.number)
         state.scored[b] = row.scored_from is not None
-        behind = torch.empty(0, self.shape.d_model, dtype=torch.float32)
-        if row.prefilled:
-            behind = self._prompts.run(b, row.prefilled, whole=whole)
+        if behind is not None:
             self.scratch.residual[b] = behind[-1].numpy()
         state.seen[b] = 0
         state.seen[b, list(row.tokens[: row.prefilled])] = 1
         state.watermark[:, b] = row.prefilled
         # Not done, so that the tail gives the row its next token. Whether it is sparse is decided there.
         state.row_state[b] = arrays.DENSE
-        return behind
 
     def pair(self, draft: Draft) -> CpuPair:
         """See `Session.pair`. Weights in 8 bits are made here, once for all engines with these weights."""

@@ -197,6 +197,7 @@ class Exchange:
         choice.text, choice.tokens = choice.text + event.text, choice.tokens + event.tokens
         choice.finish = event.finish
         self.reply.acceptance = event.acceptance
+        choice.cached = event.cached
 
     async def whole(self, request: Request) -> Response:
         """The answer when all texts are there. A client that has gone frees its rows."""

@@ -36,6 +36,8 @@ class ServeConfig:
     """Texts that are written at once."""
     context: int | None = None
     """Tokens of a text, prompt included. null: the model's limit."""
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that run between two steps of others. null: 64 on a CPU, 256 on a GPU, 1024 in 4 bits."""
     queue: int = 64
     """Texts that may wait. One more is answered with 429."""
     lossless: bool = False
@@ -68,7 +70,7 @@ class ServeConfig:
         ports = Range(0, 65535)
         context = Range(2, COUNT.most)
         ranges = {"rows": Range(1, 32), "context": context, "queue": Range(0, COUNT.most), "port": ports}
-        check_ranges(self, "--", ranges | {"drain": COUNT})
+        check_ranges(self, "--", ranges | {"drain": COUNT, "prefill_chunk": COUNT})
         if isinstance(self.sparse_from, int) and not 0 <= self.sparse_from <= COUNT.most:
             raise UserError(f"--sparse_from must be prompt or a position from 0 on, got {self.sparse_from}")
         if self.lossless and self.sparse_from != "prompt":

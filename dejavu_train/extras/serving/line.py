@@ -45,6 +45,7 @@ class Event:
     status: int = 500
     acceptance: float | None = None
     scores: Sequence[Score] = ()
+    cached: int = 0
 
 
 @dataclass(eq=False)
@@ -54,6 +55,7 @@ class Ticket:
     Attributes:
         hear: called with each `Event`, as `Line.deliver` says. streamed: hears more than the end.
         kept, scores: that were not told yet. kept begins with what the answer repeats of the prompt.
+        cached: tokens of the prompt whose K and V were there. heard: when it last got tokens.
     """
 
     row: Row
@@ -65,6 +67,8 @@ class Ticket:
     begun: float = field(default_factory=time.perf_counter)
     wanted: bool = True
     scores: list[Score] = field(default_factory=list)
+    cached: int = 0
+    heard: float | None = None
 
 
 class Line:
@@ -203,13 +207,17 @@ class Line:
         except Exception as error:  # of this row alone, whatever it is
             self._fail(ticket, error)
             return
+        ticket.cached = getattr(self.rows, "reused", 0)
         self.metrics.add("prompt_tokens_total", len(row.tokens))
+        self.metrics.add("cached_tokens_total", ticket.cached)
         self._served[b], self._burst = ticket, 1
 
     def _tell(self, news: News) -> None:
         """Hand on what a row has got. Where that fails it is the end of this text, and of no other."""
         ticket = self._served[news.row]
         try:
+            if news.error is not None and not isinstance(news.error, UserError):
+                raise news.error
             self._hand_on(ticket, news)
         except Exception as error:
             self._fail(ticket, error)
@@ -223,9 +231,13 @@ class Line:
         self._finish(ticket, Event(error=str(error) if isinstance(error, UserError) else BUG))
 
     def _hand_on(self, ticket: Ticket, news: News) -> None:
-        if not ticket.text.tokens and news.tokens:
-            self.metrics.add("first_token_seconds_sum", time.perf_counter() - ticket.begun)
-            self.metrics.add("first_token_seconds_count")
+        if news.tokens:
+            now = time.perf_counter()
+            if ticket.heard is None:
+                self.metrics.observe("first_token_seconds", now - ticket.begun)
+            else:
+                self.metrics.observe("between_tokens_seconds", (now - ticket.heard) / len(news.tokens))
+            ticket.heard = now
         before = ticket.text.tokens
         text = ticket.text.add(news.tokens, news.done)
         self.metrics.add("generated_tokens_total", ticket.text.tokens - before)
@@ -244,7 +256,8 @@ class Line:
         error = None if news.error is None else str(news.error)
         new = ticket.text.tokens - ticket.told
         rate = getattr(self.rows, "acceptance", None)
-        event = Event(ticket.kept, new, finish, error, acceptance=rate, scores=tuple(ticket.scores))
+        scores = tuple(ticket.scores)
+        event = Event(ticket.kept, new, finish, error, acceptance=rate, scores=scores, cached=ticket.cached)
         ticket.kept, ticket.told, ticket.scores = "", ticket.text.tokens, []
         if finish is None:
             self._events.append((ticket, event))

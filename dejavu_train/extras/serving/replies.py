@@ -47,6 +47,7 @@ class Choice:
     scores: list[Score] = field(default_factory=list)
     scored: Scored | None = None
     first: int | None = None
+    cached: int = 0
 
     def keep(self, scored: Scored, first: int | None) -> None:
         """Its log-probabilities are asked for. first: a token in front of them, see `Scored.part`."""
@@ -86,6 +87,7 @@ class Reply:
         new = sum(choice.tokens for choice in choices)
         return {
             "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(self.prompt_tokens, sum(each.cached for each in choices))},
             "completion_tokens": new,
             "total_tokens": self.prompt_tokens + new,
             "density": dict(self.density),

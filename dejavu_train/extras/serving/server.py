@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -70,8 +71,14 @@ class Served:
             )
         with pool.turn():
             engine = pool.engine(1 if config.lossless else config.rows, context)
+            if config.prefill_chunk is not None:
+                engine.cut(config.prefill_chunk)
+            began = time.perf_counter()
+            engine.warm_up()
+            self.warm_seconds = time.perf_counter() - began
             rows = LosslessRows(engine, stops) if config.lossless else Rows(engine, stops)
         self.about = f"{engine.batch} rows of {context} tokens" + (", lossless" if config.lossless else "")
+        self.about += f", warmed up in {self.warm_seconds:.1f} s"
         self.line = Line(rows, stops, config.queue, Metrics(), pool.turn())
         bundle = self.model.bundle
         density = {str(target.value): round(bundle.mean_density(target), 4) for target in bundle.targets}
