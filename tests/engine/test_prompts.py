@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bundles import make_bundle
+from conftest import save_tiny_opt
 
 from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.engine.decode import DecodeEngine
@@ -17,10 +18,21 @@ LONG = [2, *torch.randint(3, 300, (59,), generator=torch.Generator().manual_seed
 SHORT = [2, 9, 30]
 
 
+KINDS = pytest.mark.parametrize("kind", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose heads are as wide as kernels take."""
+    return save_tiny_opt(tmp_path_factory.mktemp("opt"), hidden_size=64, word_embed_proj_dim=64)
+
+
 def made(kind, folder, batch=2):
     model, bundle = load_opt(str(folder)), make_bundle(folder, means=True).at(0.3, 0.5)
     if kind == "cpu":
         engine = CpuEngine(model, bundle, batch=batch, context=128, threads=2)
+    elif kind == "triton":
+        engine = DecodeEngine(model.half().cuda(), bundle, EngineOptions(batch=batch, context=128))
     else:
         engine = DecodeEngine(model, bundle, EngineOptions(batch=batch, context=128, ops="reference"))
     engine.cut(16)  # so that a prompt has several
@@ -60,11 +72,11 @@ def test_a_prompt_on_a_cpu_leaves_the_bits_of_dense_steps(tiny_opt, stored):
     assert np.array_equal(engines[0].state.values[:, :, :, :n], engines[1].state.values[:, :, :, :n])
 
 
-@pytest.mark.parametrize("kind", ["cpu", "reference"])
-def test_kept_inputs_of_a_prompt_are_never_read(tiny_opt, kind):
+@KINDS
+def test_kept_inputs_of_a_prompt_are_never_read(folder, kind):
     texts = []
     for noise in (0.0, float("nan")):
-        engine = made(kind, tiny_opt, 1)
+        engine = made(kind, folder, 1)
         rows = Rows(engine, [])
         if kind == "cpu":
             engine.state.attn_in[:] = noise
@@ -75,9 +87,9 @@ def test_kept_inputs_of_a_prompt_are_never_read(tiny_opt, kind):
     assert texts[0] == texts[1] and len(texts[0]) == 30
 
 
-@pytest.mark.parametrize("kind", ["cpu", "reference"])
-def test_a_row_is_the_same_alone_beside_others_and_after_reuse(tiny_opt, kind):
-    engine = made(kind, tiny_opt)
+@KINDS
+def test_a_row_is_the_same_alone_beside_others_and_after_reuse(folder, kind):
+    engine = made(kind, folder)
     rows, row = Rows(engine, []), Row.of_prompt(LONG, 90)
     alone = text(rows, rows.join(row))
     assert text(rows, rows.join(row)) == alone and rows.reused == 59 // engine.grid * engine.grid > 0
@@ -92,9 +104,9 @@ def test_a_row_is_the_same_alone_beside_others_and_after_reuse(tiny_opt, kind):
     rows.leave(other)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "reference"])
-def test_others_write_between_two_chunks_of_a_prompt(tiny_opt, kind):
-    engine = made(kind, tiny_opt)
+@KINDS
+def test_others_write_between_two_chunks_of_a_prompt(folder, kind):
+    engine = made(kind, folder)
     rows = Rows(engine, [])
     alone = text(rows, rows.join(Row.of_prompt(SHORT, 60)))
     rows = Rows(engine, [])
@@ -113,9 +125,9 @@ def test_others_write_between_two_chunks_of_a_prompt(tiny_opt, kind):
     assert found == alone
 
 
-@pytest.mark.parametrize("kind", ["cpu", "reference"])
-def test_who_leaves_while_the_prompt_runs_frees_the_place_at_once(tiny_opt, kind):
-    engine = made(kind, tiny_opt, 1)
+@KINDS
+def test_who_leaves_while_the_prompt_runs_frees_the_place_at_once(folder, kind):
+    engine = made(kind, folder, 1)
     rows = Rows(engine, [])
     rows.leave(rows.join(Row.of_prompt(LONG, 90)))
     assert rows.free == 1 and rows.step(4) == []
