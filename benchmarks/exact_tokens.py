@@ -18,7 +18,11 @@ from dejavu_train import SparseCausalLM
 from dejavu_train.models.opt import load_opt
 
 ROWS, PROMPT = 4, 8
-WIDE = {"hidden_size": 96, "intermediate_size": 192}  # heads of 16, the narrowest that kernels of attention take
+WIDE = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "head_dim": 16,
+}  # heads of 16, the narrowest that kernels of attention take
 
 
 def texts(model: Any, tokens: int, new: int) -> torch.Tensor:

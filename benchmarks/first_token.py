@@ -72,7 +72,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=["6.7b"])
     parser.add_argument(
-        "--formats", nargs="+", default=["fp16"], help="fp16 or int4 on a GPU, float32 or int8 on a CPU"
+        "--formats", nargs="*", default=["fp16"], help="fp16 or int4 on a GPU, float32 or int8 on a CPU"
     )
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--rivals", action="store_true", help="transformers, eager and compiled, as well")

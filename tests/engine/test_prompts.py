@@ -61,7 +61,7 @@ def test_chunks_follow_from_positions_alone():
 
 @pytest.mark.parametrize("stored", ["float32", "int8"])
 def test_a_prompt_on_a_cpu_leaves_the_bits_of_dense_steps(tiny_opt, stored):
-    """Its K and V, whatever stands in inputs that are kept for skipped heads, which nobody reads below the watermark."""
+    """K and V are compared: those of a whole prompt, and those of a step for each of its tokens."""
     engines = [CpuEngine(load_opt(str(tiny_opt)), batch=1, context=80, stored=stored, threads=2) for _ in range(2)]
     engines[0].begin([Row.of_prompt(LONG, 70)])
     engines[1].begin([Row(LONG, 70, sparse_from=60)])
