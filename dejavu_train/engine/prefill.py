@@ -31,7 +31,7 @@ from dejavu_train.kernels.verify.attend_slots import SLOTS
 
 HEAD_ROWS = 4096  # of the LM head at once
 SIZES = (16, 64, 128, 256, 512, 1024)  # rows of a chunk
-MOST, MOST_PACKED = 256, 1024  # rows of a whole chunk: each unpacks 4-bit weights once more
+MOST, MOST_PACKED = 512, 1024  # rows of a whole chunk: each unpacks 4-bit weights once more
 SLOTTED, SLOTTED_PACKED = 8, 32  # tokens that passes of eight slots, which read codes as they are, take less time for
 ONE_GPU = Join()
 
