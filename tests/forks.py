@@ -32,6 +32,8 @@ class Started:
 
     def __init__(self, address: Path, job: dict[str, object]) -> None:
         self.out, self.err = Path(str(job["out"])), Path(str(job["err"]))
+        for path in (self.out, self.err):
+            path.touch()
         end = time.monotonic() + WAIT
         while True:
             self._connection = socket.socket(socket.AF_UNIX)

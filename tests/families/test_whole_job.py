@@ -29,7 +29,10 @@ def flags(values):
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("llama", "bloom", "350m", "nanochat")  # gated, GELU and ALiBi, norms behind halves, squares; the others: long
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.long) for n in CASES if n not in QUICK)])
 def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, no_pictures):
     monkeypatch.setattr(bandwidth.read_bandwidth, "__defaults__", (None, 8, 0.01))  # a look at memory takes seconds
     model, output = save_family(name, tmp_path / "model"), tmp_path / "run"
