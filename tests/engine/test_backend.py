@@ -6,6 +6,7 @@ import pytest
 import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
+from sparse_helpers import tokens
 from torch.nn import functional as F
 from transformers import (
     OPTForCausalLM,
@@ -35,10 +36,6 @@ def bundle(folder):
 def sparse(folder, bundle, backend="triton", sparse_from=0, **options):
     ops = {} if backend == "gather" else {"ops": "reference"}
     return SparseOPTForCausalLM.from_model(load_opt(folder), bundle, backend, sparse_from, **ops, **options)
-
-
-def tokens(rows, columns, seed=0):
-    return torch.randint(4, 300, (rows, columns), generator=torch.Generator().manual_seed(seed))
 
 
 def padded(lengths, left=True, pad=1):

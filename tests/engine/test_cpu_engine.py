@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bundles import make_bundle
-from decode_helpers import masked_nll, random_bundle, random_opt
+from decode_helpers import masked_nll, random_bundle, random_opt, tokens
 from numba import njit
 from small_runs import start_process
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -37,11 +37,6 @@ def gather_nll(model, bundle, row, sparse_from=0):
     sparse = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from=sparse_from)
     with torch.no_grad():
         return nll_of(sparse(torch.tensor([row])).logits, row)
-
-
-def tokens(n, vocab=300, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [2, *torch.randint(3, vocab, (n - 1,), generator=generator).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -94,31 +89,6 @@ def test_a_long_gap_is_filled_in(tiny_opt):
         rest = sparse(torch.tensor([row[249:]]), past_key_values=first.past_key_values).logits
     expected = nll_of(rest, row[249:])
     torch.testing.assert_close(torch.tensor(engine.state.nll[0, 250:260]), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_int8_weights_are_those_of_the_rounded_model(tiny_opt):
-    bundle = make_bundle(tiny_opt, cascade=True).at(0.5, 0.6)
-    model, row = load_opt(str(tiny_opt)), tokens(60)
-    dense = CpuEngine(model, stored="int8", group=64, threads=2).score([row])[0]
-    sparse = CpuEngine(model, bundle, stored="int8", threads=2).score([row])[0]
-    exact = gather_nll(model, bundle, row)
-    assert abs(sparse.mean() - exact.mean()) < 0.05 and not torch.equal(sparse, exact)
-    rounded = load_opt(str(tiny_opt))
-
-    def rounding(weight, group):
-        codes, scales = quantise_groups(weight, group)
-        return codes * scales.repeat_interleave(group, 1)[:, : weight.shape[1]]
-
-    with torch.no_grad():
-        for layer in rounded.model.decoder.layers:
-            attention = layer.self_attn
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, layer.fc1):
-                linear.weight.copy_(rounding(linear.weight, 64))
-            for linear in (attention.out_proj, layer.fc2):
-                linear.weight.copy_(rounding(linear.weight.T, 64).T)
-        rounded.model.decoder.embed_tokens.weight.copy_(rounding(rounded.model.decoder.embed_tokens.weight, 64))
-        expected = nll_of(rounded(torch.tensor([row])).logits, row)
-    torch.testing.assert_close(dense, expected, atol=1e-4, rtol=1e-4)
 
 
 @njit(error_model="numpy", _nrt=False, no_rewrites=True, pipeline_class=Entry)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bundles import make_bundle
-from decode_helpers import random_opt
+from decode_helpers import random_opt, tokens
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import DENSE, new_scratch, new_state
@@ -24,11 +24,6 @@ KINDS = {
     "top_p": Sampling(0.7, 0.9, seed=4),
     "top_k": Sampling(1.3, 0.95, top_k=20, seed=5),
 }
-
-
-def tokens(n, vocab=300, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [2, *torch.randint(3, vocab, (n - 1,), generator=generator).tolist()]
 
 
 @pytest.fixture(scope="module")
