@@ -11,6 +11,7 @@ from bundles import make_bundle
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import beside
+from dejavu_train.cli import commands
 from dejavu_train.evaluation import verdict
 from dejavu_train.extras.survey import page
 from dejavu_train.families import dims_of
@@ -18,7 +19,7 @@ from dejavu_train.ground.errors import EXTRAS, UserError
 from dejavu_train.ground.experiments import offline_folder
 from dejavu_train.models import installed
 from dejavu_train.models.opt import load_opt
-from dejavu_train.run.command import commands, parse_config
+from dejavu_train.run.command import parse_config
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
