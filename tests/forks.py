@@ -143,5 +143,6 @@ def listen(modules, address: str) -> None:
 
 if __name__ == "__main__":
     begun = json.loads(sys.argv[1])
-    sys.path.pop(0)  # the folder of tests
+    if sys.path[0] == str(Path(__file__).resolve().parent):  # not so with PYTHONSAFEPATH
+        del sys.path[0]
     listen(begun["modules"], begun["address"])
