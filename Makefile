@@ -1,7 +1,7 @@
 # make demo    train predictors on the embedded model and evaluate the sparse model
 # make bundle  the predictors that ship with the embedded model, to the same bytes on the same kind of processor: one thread, 3.9 GB in build
 # make report  after make demo: observations and generation as well, in report.html, 3 minutes; TASKS=FOLDER: tasks of local files
-# make test    lint, format check, types, import contracts, words, tests
+# make test    lint, format check, types, import contracts, words, lines against budget.toml, tests
 # make test COVERAGE=1  the same, and fails where less than 85 % of the lines of dejavu_train are run: .ci/run and make release ask for it
 # make test-long  what takes too long for that: kernels compiled for Ampere and Ada and by the oldest triton, Ray, S3
 # make test-machines  a part of the tests as on other processors, with other threads, locale and home: a table, part of test-long
@@ -69,6 +69,7 @@ lint: .venv/dev
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/python tests/words.py
+	.venv/bin/python tests/budget.py
 
 tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables

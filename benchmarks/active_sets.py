@@ -7,30 +7,22 @@ as those of OPT-6.7B do in Polar Sparsity. Those begin at a tenth of the neurons
 The map into the neurons is a product of two low-rank matrices and `NOISE` of something else. A predictor has these two
 matrices and the biases. So it sees the hidden state alone, and misses about a hundredth of the active neurons where it
 selects 1.7 times as many.
-
-    python -m benchmarks.active_sets --model checkpoints/opt-mini      the same shares of a model with weights
 """
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.rows import append_row, command_line, five_digits, made_now
-from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.engine.weights import LayerWeights
 from dejavu_train.families import ModelDims
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix, Rows
-from dejavu_train.models.hooks import record
-from dejavu_train.models.opt import load_opt, load_tokenizer
 
 OVERLAP = 0.47  # of two tokens: two rows of 10 % select 15.3 % together
 NOISE = 0.35  # share of the deviation of a neuron's input that no predictor sees
 LEAST = 1e-4  # frequency
-ROWS, TOKENS = (1, 2, 4, 8), 64  # of unions, and of a text of a model with weights
 
 
 @dataclass(frozen=True)
@@ -95,41 +87,3 @@ def overlap_of(active: Tensor) -> float:
     """The share of a token's active neurons that another token has, of active (T, n) bool, neighbours compared."""
     both, own = (active[1:] & active[:-1]).sum(), active[:-1].sum()
     return float(both / own.clamp_min(1))
-
-
-@torch.no_grad()
-def of_model(name: str, texts: list[str], rows: tuple[int, ...] = ROWS) -> dict[str, float]:
-    """Shares that are active in a model with weights, by how many texts stand beside each other, and their overlap.
-
-    Means over layers and places."""
-    model, tokenizer = load_opt(name), load_tokenizer(name)
-    ids = [tokenizer(text)["input_ids"] for text in texts]
-    ids = [row[:TOKENS] for row in ids if len(row) >= TOKENS][: 8 * (len(ids) // 8)]
-    with record(model, {"activation"}) as kept:
-        model(torch.tensor(ids))
-    sums = {f"union of {k}": [] for k in rows}  # type: dict[str, list[float]]
-    found = [got["activation"][:, TOKENS // 2 :] != 0 for got in kept.values()]  # (texts, places, n)
-    for active in found:
-        for k in rows:
-            groups = active[: len(active) // k * k].unflatten(0, (-1, k))
-            sums[f"union of {k}"].append(float(groups.any(1).float().mean()))
-    overlap = [overlap_of(active[:, place]) for active in found for place in range(active.shape[1])]
-    return {name: sum(each) / len(each) for name, each in sums.items()} | {"overlap": sum(overlap) / len(overlap)}
-
-
-def main() -> int:
-    parser = command_line(__doc__)
-    parser.add_argument("--model", default="checkpoints/opt-mini")
-    parser.add_argument("--text", default="installed-docs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/active_sets.csv"))
-    args = parser.parse_args()
-    documents, _ = load_documents(TextSource(source=args.text))
-    found = of_model(args.model, [document.text for document in documents[::7]][:400])
-    row = {"model": args.model, "text": args.text} | made_now("dejavu_train/families") | found
-    append_row(args.out, five_digits(row))
-    print({name: round(value, 3) for name, value in found.items()})
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

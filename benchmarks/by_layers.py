@@ -5,17 +5,13 @@
     python -m benchmarks.by_layers --shape 30b --stages tune --tune_steps 2
     python -m benchmarks.by_layers --shape tiny --tokens 2000 --device cpu --results /tmp/rows.csv   # a rehearsal
 
-The model is made layer by layer in the roomiest of `--places`, a file for each layer. States and shards lie in what is
-roomiest then. A layer's shards are deleted when it is done, so those of one layer are there at a time. The same command
+The model is made in `--folder`, a file for each layer. A layer's shards are deleted when it is done. The same command
 goes on where it was stopped. Each stage is a process of its own, whose peaks are its own.
 
 Columns of benchmarks/results/by_layers.csv: `layer_gb` is a layer as stored. `device_gb` is the peak on the device,
 `beside_gb` that less the layer. `host_gb` is the peak of anonymous memory of the process. `read_gbps` is at what rate
-layers were read, `disk_gbps` that of plain reads of the same files afterwards. `written_gb` is what was collected, or
-the states at the end of another stage. `minutes` of a run that was stopped are those of its last part, which began with
-the layer `went_on_from`. Losses of heads are measured on the tokens of the column, sensitivities on a quarter of them.
-GPTQ reads ten tokens for each neuron. Two layers alone are timed, and nothing is written but states. Tuning makes so
-many `steps` of the tokens of the column, with random predictors that select a tenth of the neurons.
+layers were read, `disk_gbps` that of plain reads of the same files afterwards. `minutes` of a run that was stopped are
+those of its last part, which began with the layer `went_on_from`. GPTQ times two layers alone.
 """
 
 import argparse
@@ -36,6 +32,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import RANKS, SHAPES
 from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
 from dejavu_train.bundle.artifact import Bundle
@@ -67,7 +64,8 @@ from dejavu_train.training.finetune import finetune
 
 TINY = ModelDims(64, 256, 3, 4, 512, 2048)
 GB, WINDOW = 1e9, 512
-SOURCES = tuple(f"dejavu_train/{each}" for each in ("data", "models", "calibration", "quantize", "training"))
+SOURCES = ("dejavu_train.data.collect_layers", "dejavu_train.calibration.by_layers", "dejavu_train.quantize.stream",
+           "dejavu_train.training.finetune")  # fmt: skip
 OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate", "quantise", "tune")
 TENTH = 1.2816  # what a tenth of standard normal numbers exceed
 
@@ -77,33 +75,13 @@ def sizes_of(arguments: argparse.Namespace) -> ModelDims:
     return dataclasses.replace(whole, n_layers=arguments.layers or whole.n_layers)
 
 
-def config_values(shape: ModelDims) -> dict[str, Any]:
-    return {
-        "model_type": "opt", "architectures": ["OPTForCausalLM"], "hidden_size": shape.d_model,
-        "word_embed_proj_dim": shape.d_model, "ffn_dim": shape.d_ffn, "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads, "vocab_size": shape.vocab_size, "dtype": "float16",
-        "max_position_embeddings": shape.max_positions, "do_layer_norm_before": True, "activation_function": "relu",
-        "dropout": 0.0, "tie_word_embeddings": True,
-    }  # fmt: skip
-
-
-def places(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """The model's folder, and that of everything else, which is chosen once the model is there."""
-    name = f"by-layers-{arguments.shape}-{sizes_of(arguments).n_layers}"
-    found = [Path(place) / name for place in arguments.places if Path(place).is_dir()]
-    found.sort(key=lambda folder: -shutil.disk_usage(folder.parent).free)
-    model = [folder for folder in found if (folder / INDEX).is_file()] or found
-    runs = [folder / "run" for folder in found]
-    return model[0], ([run for run in runs if run.is_dir()] or runs)[0]
-
-
 @torch.no_grad()
 def make(shape: ModelDims, folder: Path, device: torch.device) -> None:
     """A random model in fp16, layer by layer. Files that are there stay."""
     if (folder / INDEX).is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config_values(shape))
+    write_json(folder / "config.json", config_values(shape) | {"dtype": "float16", "dropout": 0.0})
     d, f, names = shape.d_model, shape.d_ffn, {}
 
     def normal(*size: int) -> torch.Tensor:
@@ -197,20 +175,18 @@ def collect(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -
     entries = [ShardEntry(number, "train", sum(len(each.ids) for each in part)) for number, part in enumerate(parts)]
     manifest = ActivationManifest("random", f"random-{row['tokens']}", shape, "bfloat16", {}, {}, tuple(entries))
     manifest.save(run)
-    one_layer, written = collect_layers._collect_layer, [0]
+    one_layer = collect_layers._collect_layer
 
     def then_deleted(passes: Any, *rest: Any) -> None:
         layer, began = passes.stream.next, time.monotonic()
         row.setdefault("went_on_from", layer)
         one_layer(passes, *rest)
-        written[0] += sum(file.stat().st_size for file in layer_folder(run, layer).iterdir())
         shutil.rmtree(layer_folder(run, layer))
         print(f"layer {layer} collected in {time.monotonic() - began:.1f} s", flush=True)
 
     collect_layers._collect_layer = then_deleted
     recording = Recording(manifest, list(zip(entries, parts, strict=True)), set(entries), config, run)
     collect_layers.collect_by_layers(walk, recording)
-    row["written_gb"] = written[0] / GB
 
 
 def calibrate(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -> None:
@@ -230,7 +206,6 @@ def calibrate(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any])
     windows = [window.ids.tolist() for window in random_windows(shape, row["tokens"])]
     measure_heads(model, heads, means, windows)
     loss_increases_by_layers(model, probes, windows[: max(1, len(windows) // 4)])
-    row["written_gb"] = sum(file.stat().st_size for file in model.folder.rglob("*")) / GB
     model.remove_states()
 
 
@@ -245,7 +220,6 @@ def quantise(shape: ModelDims, model: Path, run: Path, row: dict[str, Any], devi
     )
     for layer, _ in enumerate(itertools.islice(layers, 2)):
         print(f"layer {layer} quantised", flush=True)
-    row["written_gb"] = sum(file.stat().st_size for file in stream.iterdir()) / GB
     batches[0].stream.remove()
 
 
@@ -269,7 +243,7 @@ def tune(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -> N
 
 def run_stage(arguments: argparse.Namespace, stage: str) -> None:
     shape, device = sizes_of(arguments), resolve_device(arguments.device)
-    model, run = places(arguments)
+    model, run = arguments.folder, arguments.folder / "run"
     run.mkdir(parents=True, exist_ok=True)
     passes, windows = TuneConfig().passes(WINDOW)
     tokens = {
@@ -306,7 +280,7 @@ def main() -> None:
     parser.add_argument("--calibration_tokens", type=int, default=4096)
     parser.add_argument("--tune_steps", type=int, default=2)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
-    parser.add_argument("--places", nargs="+", default=["/dev/shm", "/tmp"], help="folders with room")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/by-layers"), help="of the model, states and shards")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "by_layers.csv")
     parser.add_argument("--one", choices=STAGES, help=argparse.SUPPRESS)
@@ -315,8 +289,8 @@ def main() -> None:
     if arguments.one:
         return run_stage(arguments, arguments.one)
     began = time.monotonic()
-    make(sizes_of(arguments), places(arguments)[0], resolve_device(arguments.device))
-    print(f"made in {(time.monotonic() - began) / 60:.1f} minutes in {places(arguments)[0]}", flush=True)
+    make(sizes_of(arguments), arguments.folder, resolve_device(arguments.device))
+    print(f"made in {(time.monotonic() - began) / 60:.1f} minutes in {arguments.folder}", flush=True)
     for stage in arguments.stages:
         subprocess.run([sys.executable, "-m", "benchmarks.by_layers", *sys.argv[1:], "--one", stage], check=True)
 

@@ -24,18 +24,27 @@ from dejavu_train.families import ModelDims
 from dejavu_train.ground.files import write_json
 from dejavu_train.models.opt import resolve_device
 from dejavu_train.run.command import parse_config
-from dejavu_train.run.plan import disk_bytes, whole_run
+from dejavu_train.run.estimate import Estimate
+from dejavu_train.run.own_text import tokens_to_sample
+from dejavu_train.run.plan import expected_tokens, row_bytes, stage_seconds
+from dejavu_train.training.config import RunConfig
 from dejavu_train.training.sizes import ROWS, read_rows
 
 logger = logging.getLogger(__name__)
 NAMES = ("1.3b", "2.7b", "6.7b", "13b", "30b", "66b")
-SOURCES = (
-    "dejavu_train/run/estimate.py",
-    "dejavu_train/extras/hosts/forecast.py",
-    "dejavu_train/run/plan.py",
-    "dejavu_train/training",
-    "dejavu_train/calibration",
-)
+SOURCES = ("dejavu_train.run.estimate", "dejavu_train.extras.hosts.forecast", "dejavu_train.run.plan")
+
+
+def disk_bytes(config: RunConfig, shape: ModelDims, on_gpu: bool | None = None) -> tuple[int, int]:
+    """Tokens and bytes of all activations where nothing is there yet. Of a text that must be read first, none."""
+    tokens = sum(filter(None, expected_tokens(config, on_gpu).values()))
+    return tokens, tokens * row_bytes(config, shape) * shape.n_layers
+
+
+def whole_run(config: RunConfig, shape: ModelDims) -> dict[str, float]:
+    """Seconds of each stage where nothing is there yet. The device of the run is timed."""
+    rows = {name: count or 0 for name, count in expected_tokens(config).items()}
+    return stage_seconds(Estimate.measure(config.settled(shape), shape), rows, tokens_to_sample(config))
 
 
 def config_values(shape: ModelDims) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import ACTIVE, SHAPES, STD, sets_of
-from benchmarks.rows import append_row, command_line, five_digits, made_now
+from benchmarks.rows import CPU_STEP, append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import SPARSE
@@ -65,19 +65,17 @@ class Rival:
     heads: list[float] = field(default_factory=list)
 
 
-def random_weights(shape: ModelDims, stored: str, group: int | None, active_share: float) -> CpuWeights:
+def random_weights(shape: ModelDims, stored: str, active_share: float) -> CpuWeights:
     """Random weights. A share of all neurons is active in a token, with the frequencies of `active_sets`."""
-    weights = CpuWeights.random(shape, stored, group, std=STD)
+    weights = CpuWeights.random(shape, stored, None, std=STD)
     sets = sets_of(shape, active_share, "cpu")
     for layer in range(shape.n_layers):
         weights.model.in_bias[layer] = sets.biases(layer).numpy() + shape.threshold
     return weights
 
 
-def random_predictors(
-    shape: ModelDims, rank: int, mlp_density: float, head_density: float, stored: str
-) -> list[CpuPredictor]:
-    """Random predictors that select about these shares. None for a share of 1.
+def random_predictors(shape: ModelDims, rank: int, mlp_density: float, head_density: float) -> list[CpuPredictor]:
+    """Random predictors in int8 that select about these shares. None for a share of 1.
 
     A LayerNorm's output has norm sqrt(d), so logits are normal with deviation 1 once B is scaled by the norm of A x.
     """
@@ -90,16 +88,13 @@ def random_predictors(
             n = shape.units(target)
             down = torch.randn(r, shape.d_model, generator=generator) / math.sqrt(shape.d_model)
             up = torch.randn(n, r, generator=generator) / math.sqrt(r)
-            scales: dict[str, Any] = {}
-            if stored == "int8":
-                for name, weight in (("down", down), ("up", up)):
-                    scales[f"{name}_scale"] = weight.abs().amax(1) / 127
-                down = (down / scales["down_scale"][:, None]).round().to(torch.int8)
-                up = (up / scales["up_scale"][:, None]).round().to(torch.int8)
+            scales = {f"{name}_scale": weight.abs().amax(1) / 127 for name, weight in (("down", down), ("up", up))}
+            down = (down / scales["down_scale"][:, None]).round().to(torch.int8)
+            up = (up / scales["up_scale"][:, None]).round().to(torch.int8)
             site = UnitKey(layer, target).site
             threshold = statistics.NormalDist().inv_cdf(1 - density)
             specs.append(
-                CpuPredictor(layer, target, site, stored, down, up, torch.zeros(n), threshold=threshold, **scales)
+                CpuPredictor(layer, target, site, "int8", down, up, torch.zeros(n), threshold=threshold, **scales)
             )
     return specs
 
@@ -109,7 +104,7 @@ def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -
     engine.begin([Row.of_prompt(row, len(row) + steps) for row in rows])
     engine.bytes_read()
     model = engine.weights.model
-    stored = "codes" if len(model.out_scale) else "int8" if model.rows.dtype.itemsize == 1 else "float32"
+    stored = "int8" if model.rows.dtype.itemsize == 1 else "float32"
     return Rival(name, engine.step, stored, engine)
 
 
@@ -201,18 +196,17 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list
     engines: list[tuple[str, CpuEngine]] = []
     options: dict[str, Any] = {"batch": args.batch, "context": context, "threads": args.threads}
     for stored in args.stored:
-        group = args.group if stored != "float32" else None
         if args.shape:
             shape = SHAPES[args.shape]
-            weights = random_weights(shape, stored, group, args.active_share)
+            weights = random_weights(shape, stored, args.active_share)
             engines.append((f"dense-{stored}", CpuEngine(weights, **options)))
             for heads in args.head_densities:
-                predictors = random_predictors(shape, args.rank, args.mlp_density, heads, args.predictors)
+                predictors = random_predictors(shape, args.rank, args.mlp_density, heads)
                 engines.append((f"sparse-{stored}", CpuEngine(weights, predictors, **options)))
             continue
         model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
         for name, used in (("dense", None), ("sparse", bundle.at(args.mlp_density, args.head_densities[0]))):
-            engine = CpuEngine(model, used, stored=stored, group=group, **options)
+            engine = CpuEngine(model, used, stored=stored, **options)
             engines.append((f"{name}-{stored}", engine))
     return engines[0][1].shape, engines, args.active_share if args.shape else ""
 
@@ -222,14 +216,12 @@ def main() -> int:
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
-    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8", "codes"])
-    parser.add_argument("--group", type=int, help="columns that share a scale of int8 weights, or of codes")
+    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8"])
     parser.add_argument("--rivals", nargs="*", choices=["eager", "compile"], help="default: both of an OPT, else none")
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
     parser.add_argument("--active-share", type=float, default=ACTIVE, help="of a random shape's neurons")
     parser.add_argument("--rank", type=int, default=128, help="of a random shape's predictors")
-    parser.add_argument("--predictors", default="int8", choices=["float32", "float16", "int8"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=10)
@@ -271,7 +263,7 @@ def main() -> int:
     run_in_turns(rivals, args.rounds, args.steps, clock)
     bandwidth = reader.n_bytes / statistics.median(rivals[0].times) / 1e9
     conditions = {
-        **made_now("dejavu_train/engine/cpu"), "cpu": cpu_name(), "threads": args.threads,
+        **made_now(*CPU_STEP), "cpu": cpu_name(), "threads": args.threads,
         "bandwidth_gb_s": bandwidth, "model": args.shape or Path(args.model).name, "batch": args.batch,
         "prompt": args.prompt, "active_share": active_share, "clock": "cpu" if args.cpu_time else "wall",
     }  # fmt: skip

@@ -12,15 +12,12 @@ Densities, what is active, and the predictors' recall are measured, not asked.
 import dataclasses
 import gc
 import itertools
-import math
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.decode_breakdown import breakdown
 from benchmarks.decode_cells import Cell, read_cells, required_cells
 from benchmarks.decode_hf import hugging_face
 from benchmarks.decode_problem import (
@@ -34,7 +31,7 @@ from benchmarks.decode_problem import (
     start,
 )
 from benchmarks.harness import best_read, step_times
-from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now, needs_gpu
+from benchmarks.rows import STEP, append_row, command_line, five_digits, gpu_versions, made_now, needs_gpu
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
 from dejavu_train.engine.options import EngineOptions
@@ -43,7 +40,7 @@ from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims
 from dejavu_train.models.int4_sizes import part_sizes
 
-EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up, breakdown
+EXTRA = 40  # steps besides the timed ones: thresholds, counts, warm-up
 COLUMNS = (
     "date gpu torch triton commit model engine batch prompt positions mlp_union mlp_selected head_union active_share "
     "active live overlap recall "
@@ -77,8 +74,7 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, sh
         weights,
         predictors,
         EngineOptions(
-            batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), kv_policy=cell.kv_policy, pdl=cell.pdl,
-            look_ahead=cell.look_ahead, crossover=cell.crossover, release=True, screen=cell.screen,
+            batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), release=True, screen=cell.screen,
             zeros="read" if cell.engine == "dense" else "auto",
         ),
     )  # fmt: skip
@@ -100,8 +96,6 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, share:
         masked = sorted({half.target for half in engine.plan.halves if half.run is Run.MASKED})
         if masked:  # all layers of these shapes are alike
             notes.append(f"{' and '.join(masked)} computed whole and masked")
-        if cell.breakdown:
-            notes += [f"{name}={time:.2f}us" for name, time in breakdown(engine).items()]
     row["positions"] = f"{cell.prompt}-{cell.prompt + steps}"
     row["rank"] = (cell.rank or RANKS[name]) if engine.predictors else 0
     row["note"] = " ".join(notes)
@@ -144,20 +138,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--active-shares", type=float, nargs="+", default=[ACTIVE], help="of all neurons, of a token")
     parser.add_argument("--of-active", type=float, help="sparse cells select so many times the active share")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no new cell starts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.csv"))
     args = parser.parse_args()
     asked = [cell for text in args.cells or () for cell in read_cells(text)]
     needs_gpu(parser)
-    began = time.monotonic()
     best = best_read()
-    metadata: dict[str, Any] = made_now("kernels", "dejavu_train/engine") | gpu_versions() | {"best_tb_s": best}
+    metadata: dict[str, Any] = made_now(*STEP) | gpu_versions() | {"best_tb_s": best}
     for name, share in itertools.product(args.models, args.active_shares):
         weights, kind = None, ("", "")
         for cell in asked or required_cells(name):
-            if time.monotonic() - began > args.time_limit:
-                print("time limit: left out from here:", name, cell, flush=True)
-                return 0
             if args.of_active and cell.engine == "sparse":
                 cell = dataclasses.replace(cell, mlp_density=args.of_active * share)
             wanted = cell.weights, cell.lm_head

@@ -8,7 +8,7 @@ from benchmarks.decode_problem import UNION
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 
 ENGINES = ("dense", "exact", "sparse", "hf", "hf-compile")
-NOT_OPTIONS = ("engine", "batch", "prompt", "breakdown")
+NOT_OPTIONS = ("engine", "batch", "prompt")
 FAMILIES = ("afm-4.5b", "prosparse-7b", "minitron-8b", "nemotron-4-15b", "bloom-7b1")
 
 
@@ -21,14 +21,12 @@ class Cell:
             out what predictors do not select. hf is transformers' generate(), hf-compile the same with a static cache.
         mlp_density, head_density: of what the rows of the batch select together. 1 = no predictor, dense.
         rank: of the MLP predictors. 0 = 4 % of the dense MLP's bytes in fp16.
-        predictors: dtype of the MLP predictors, float16, int8 or int4.
+        predictors: dtype of the MLP predictors, float16 or int4.
         weights: of the layers, float16 or int4.
         lm_head: float16 or int4.
         screen: whether the token is found through an int8 screen of the LM head.
         site: halves between the site that the MLP's predictor reads and fc1.
         heads_site: halves between the site that the heads' predictor reads and q/k/v.
-        look_ahead: where a predictor of an earlier site runs. See `DecodeEngine`, as the others below.
-        breakdown: what each kernel adds to the step as well, into the note. See `decode_breakdown`.
     """
 
     engine: str = "sparse"
@@ -43,11 +41,6 @@ class Cell:
     screen: bool = False
     site: int = 0
     heads_site: int = 0
-    look_ahead: str = "fused"
-    kv_policy: str = "backfill"
-    pdl: bool = True
-    crossover: bool = True
-    breakdown: bool = False
 
     @property
     def options(self) -> str:
@@ -86,28 +79,23 @@ def read_cells(text: str) -> list[Cell]:
 
 
 def required_cells(model: str) -> list[Cell]:
-    """The cells that the committed table holds for one model. Sparse ones first, so that fc2 is laid out twice only."""
+    """The cells of the pages' tables for one model. Sparse ones first, so that fc2 is laid out twice only."""
+    coded = {"weights": "int4", "predictors": "int4", "lm_head": "int4"}
     if model in FAMILIES:
         both = [Cell("sparse", head_density=1.0, site=1), Cell("dense")]
-        kinds = ({}, {"screen": True}, {"weights": "int4", "predictors": "int4", "lm_head": "int4"})
-        return [Cell("hf-compile"), *(dataclasses.replace(cell, **kind) for kind in kinds for cell in both)]
-    prompts = (128, 256, 512, 1024) if model in ("6.7b", "30b", "66b") else (128,)
-    sparse = [Cell(prompt=prompt, breakdown=prompt == 256) for prompt in prompts]
-    dense = [dataclasses.replace(cell, engine="dense") for cell in sparse]
-    if len(prompts) > 1:
-        # Look-ahead: every way at one prompt, the fused one at all of them.
-        ways = ((1, "inline"), (1, "stream"), (2, "stream"))
-        sparse += [dataclasses.replace(cell, site=1) for cell in sparse]
-        sparse += [Cell(predictors="int8"), Cell(predictors="int8", site=1)]
-        sparse += [Cell(head_density=density) for density in (0.85, 1.0)]  # quality is shown at these
-        sparse += [Cell(prompt=256, site=site, look_ahead=how) for site, how in ways]
-    if model in ("6.7b", "66b"):
-        for batch, union in UNION[model].items():
-            sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
-            if model == "6.7b":  # small enough that the masked MLP may win: both, to judge the choice
-                sparse.append(dataclasses.replace(sparse[-1], crossover=False))
-            dense.append(Cell("dense", batch))
-    if model == "66b":  # the paper's operating point for its 175B model
-        sparse[:0] = [Cell(mlp_density=0.195, head_density=0.37, site=site) for site in (0, 1)]
-    hugging_face = [Cell("hf-compile"), Cell("hf")] if model in ("1.3b", "6.7b") else []
-    return [*hugging_face, *sparse, *dense]
+        return [Cell("hf-compile"), *both, *(dataclasses.replace(cell, **coded) for cell in both)]
+    prompts = (128, 1024) if model in ("6.7b", "66b") else (128,)
+    sparse = [Cell(prompt=prompt, site=1) for prompt in prompts]
+    sparse += [Cell(head_density=density, site=1) for density in (0.85, 1.0)]
+    dense = [Cell("dense", prompt=prompt) for prompt in prompts]
+    for batch, union in UNION.get(model, {}).items():
+        sparse.append(Cell(batch=batch, mlp_density=union, head_density=1.0))
+        dense.append(Cell("dense", batch))
+    cells = [*sparse, *dense]
+    screened = {"weights": "int4", "screen": True}
+    return [
+        *([Cell("hf-compile"), Cell("hf")] if model in ("1.3b", "6.7b") else []),
+        *cells,
+        *(dataclasses.replace(cell, **screened, predictors="int4" if cell.engine == "sparse" else cell.predictors)
+          for cell in cells if cell.batch <= MOST_TOKENS),
+    ]  # fmt: skip

@@ -62,20 +62,14 @@ def random_model(name: str, shape: ModelDims, device: str = "cuda", dtype: torch
 
 
 def hugging_face(name: str, shape: ModelDims, static: bool, prompt: int, batch: int, steps: int) -> list[float]:
-    """Milliseconds between tokens of transformers' generate(): a growing cache, or a static one, which it compiles."""
-    return times_of(random_model(name, shape), shape.vocab_size, prompt, batch, steps, static)
-
-
-def times_of(
-    model: Any, vocab: int, prompt: int, batch: int, steps: int, static: bool, disable_compile: bool = False
-) -> list[float]:
-    """Milliseconds between tokens of a model's generate().
+    """Milliseconds between tokens of transformers' generate(): a growing cache, or a static one, which it compiles.
 
     The second call is timed, so that compiling and recording graphs are over. Its first tokens are left out.
     """
+    model = random_model(name, shape)
     torch.manual_seed(0)
-    ids = torch.randint(3, vocab, (batch, prompt)).to(model.device)
-    options: dict[str, Any] = {"cache_implementation": "static", "disable_compile": disable_compile} if static else {}
+    ids = torch.randint(3, shape.vocab_size, (batch, prompt)).to(model.device)
+    options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
     for _ in range(2):
         clock = Clock()
         model.generate(

@@ -5,22 +5,21 @@ are set on the model's own activations to stated densities of what the rows of a
 """
 
 import itertools
-from dataclasses import replace
 
 import torch
 
 from benchmarks.active_sets import ActiveSets, overlap_of
+from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.predictors import TargetPredictor
-from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import ModelDims, Site
 from dejavu_train.families.dims import SMOOTH, Activation, Norm, Positions
 from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 from dejavu_train.kernels.stages.select import predict_reference
-from dejavu_train.predictors.quantization import quantise_rows, stored_rows
+from dejavu_train.predictors.quantization import stored_rows
 
 SHAPES = {
     "1.3b": ModelDims(2048, 8192, 24, 32, 50272, 2048),
@@ -112,7 +111,7 @@ def random_predictors(
     Args:
         mlp_density, head_density: what one row selects, by which the engine chooses how a layer runs.
         lookahead: halves between the MLP's site and fc1. heads_ahead: between the heads' site and q/k/v.
-        dtype: of the MLP predictors: float16, or int8 or int4 with a scale a row.
+        dtype: of the MLP predictors: float16, or int4 with a scale a row.
         active_share: of the weights that they predict. Of a rank above that of the weights, the rest is zero.
     """
     sets = sets_of(shape, active_share, device)
@@ -139,9 +138,6 @@ def random_predictors(
             if dtype == "int4":
                 (down, down_scale), (up, up_scale) = stored_rows(down, "int4"), stored_rows(up, "int4")
                 pair = PredictorWeights(down, up, bias, down_scale.float(), up_scale.float())
-            elif dtype != "float16":
-                (down, down_scale), (up, up_scale) = quantise_rows(pair.down), quantise_rows(pair.up)
-                pair = replace(pair, down=down, up=up, down_scale=down_scale, up_scale=up_scale)
         result[layer, target] = TargetPredictor(
             layer, target, Site.at(half), pair, torch.zeros(1, device=device), None,
             folded, torch.zeros(n, device=device), density,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import append_row, command_line, device_name, five_digits, made_now
+from benchmarks.rows import STEP, append_row, command_line, device_name, five_digits, made_now
 from dejavu_train import SparseCausalLM
 from dejavu_train.models.opt import load_opt
 
@@ -56,7 +56,7 @@ def count(make: Any, name: str, dtype: str, device: str, args: Any) -> None:
     if "read" in written:
         found["rows_unlike_read"] = int((written["auto"] != written["read"]).any(1).sum())
         found["rows"] = len(written["auto"])
-    append_row(args.out, five_digits(about | found | made_now("kernels", "dejavu_train/engine")), COLUMNS)
+    append_row(args.out, five_digits(about | found | made_now(*STEP)), COLUMNS)
     print(about | found, flush=True)
 
 

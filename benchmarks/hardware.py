@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import ROOT, command_line
-from benchmarks.tables_format import read_csv
+from benchmarks.table_maker import read_rows
 from dejavu_train.extras.hosts.hardware import FILE
 from dejavu_train.families import ModelDims
 from dejavu_train.run.estimate import flops_of_step
@@ -32,7 +32,7 @@ def rows(root: Path = ROOT) -> list[dict[str, Any]]:
     batch, middle = config["data"]["batch_size"], len(rates) // 2  # neurons' predictors first
     neurons, heads = (batch * len(part) / sum(part) for part in (rates[:middle], rates[middle:]))
     tflops = flops_of_step(SHAPE, config["mlp"]["rank"], batch) / neurons / 1e12
-    sampled = next(row for row in read_csv(root / SAMPLES) if row["shape"] == "6.7b" and row["gpu"] == NAMES["H200"])
+    sampled = next(row for row in read_rows(root / SAMPLES) if row["shape"] == "6.7b" and row["gpu"] == NAMES["H200"])
     weights = SHAPE.layer_weights * SHAPE.n_layers + SHAPE.vocab_size * SHAPE.d_model
     read = 2 * weights * float(sampled["tokens_per_s"]) / float(sampled["rows"]) / 1e12
     steps = {gpu: _dense_step(root, name) for gpu, name in NAMES.items()}
@@ -52,7 +52,7 @@ def rows(root: Path = ROOT) -> list[dict[str, Any]]:
 def _dense_step(root: Path, gpu: str) -> float:
     """Milliseconds of the latest dense fp16 step of 6.7B."""
     wanted = {"gpu": gpu, "model": "6.7b", "engine": "dense", "batch": "1", "options": ""}
-    return [float(row["after_ms"]) for row in read_csv(root / STEPS) if wanted.items() <= row.items()][-1]
+    return [float(row["after_ms"]) for row in read_rows(root / STEPS) if wanted.items() <= row.items()][-1]
 
 
 def main() -> int:

@@ -1,19 +1,22 @@
-"""Ways to draft over one engine: sparse, other weights, half of the layers, copies. Acceptance may be forced.
+"""Ways to draft over one engine, of a GPU or of a CPU: sparse, weights of fewer bits, copies. A GPU's may be forced.
 
-A pair is the library's own, except that a table of coins may replace the dense model's choices on the device. That
-costs some launches more.
+A pair is the library's own. Where acceptance is forced, a table of coins replaces the dense model's choices on the
+device, which costs some launches more.
 """
 
 import dataclasses
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dejavu_train.engine.cpu import CpuEngine
+from dejavu_train.engine.cpu.lossless import CpuPair
+from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED
 from dejavu_train.engine.draft_weights import draft_weights
@@ -24,9 +27,67 @@ from dejavu_train.engine.step import DecodeStep
 from dejavu_train.engine.verification import EnginePair
 from dejavu_train.engine.weights import DecodeWeights
 
-COINS = 4096
-COPYING = "sparse, 4 bits, and copies"  # of speed alone: what is copied has no forced acceptance
+COINS, SIZE = 4096, 3  # SIZE: tokens that must have stood before, where text is copied
 FIXED = {"draft_length=0": 0, "prompt lookup": MOST_DRAFTED}  # lengths of drafts that are not chosen
+Written = tuple[list[int], Acceptance]
+
+
+def followed(text: list[int]) -> list[int]:
+    """What followed the last tokens where they stood before, or nothing."""
+    for at in range(len(text) - SIZE - 1, -1, -1):
+        if text[at : at + SIZE] == text[-SIZE:]:
+            return text[at + SIZE :]
+    return []
+
+
+class Lookup(CpuPair):
+    """Drafts what stood behind the last tokens where they stood before, for nothing."""
+
+    def cycle(self, drafted: int, mode: str) -> Verified:
+        """Verify what followed the last occurrence, or nothing."""
+        state = self.draft_state
+        return self.verify(followed(state.tokens[0, : int(state.position[0]) + 1].tolist())[:drafted], mode)
+
+
+class CpuWays:
+    """Ways of a CPU's engines, by name."""
+
+    def __init__(self, dense: CpuEngine, sparse: CpuEngine) -> None:
+        self.dense, weights = dense, sparse.weights
+
+        def pair(kind: type[CpuPair], draft: Any, selectors: Any, copies: bool = False) -> CpuPair:
+            made = kind(weights, draft, selectors, sparse.state, sparse.scratch, sparse.threads)
+            if not copies:
+                made.copied = None
+            return made
+
+        own = pair(CpuPair, weights, sparse.selectors)
+        self.pairs = {
+            "draft_length=0": own, "sparse": own,
+            "sparse, 8 bits": pair(CpuPair, weights.rounded, sparse.selectors),
+            "dense, 8 bits": pair(CpuPair, weights.rounded, make_selectors(weights, [])),
+            "sparse, 8 bits, and copies": pair(CpuPair, weights.rounded, sparse.selectors, copies=True),
+            "prompt lookup": pair(Lookup, weights, sparse.selectors),
+        }  # fmt: skip
+
+    def write(self, way: str, prompt: list[int], new: int, sampling: Sampling, length: int | None = None) -> Written:
+        """The text of one way. The time of the prompt is not counted."""
+        pair, text = self.pairs[way], []
+
+        def show(start: int, stop: int, _: Sequence[int]) -> None:
+            text.extend(pair.draft_state.tokens[0, start:stop].tolist())
+
+        row = Row.of_prompt(prompt, len(prompt) + new, sampling)
+        return text, pair.generate(row, (), FIXED.get(way, length), show)
+
+    def write_densely(self, prompt: list[int], new: int, sampling: Sampling) -> Written:
+        engine, n = self.dense, len(prompt)
+        engine.begin([Row.of_prompt(prompt, n + new, sampling)])
+        left, began = new - 1, CpuPair.clock()
+        while left > 0:
+            left -= engine.steps(left, sampling.mode)
+        taken = CpuPair.clock() - began
+        return engine.state.tokens[0, n : n + new].tolist(), Acceptance(new - 1, new - 1, seconds=taken)
 
 
 class Measured(EnginePair):
@@ -34,18 +95,17 @@ class Measured(EnginePair):
 
     Attributes:
         share: None, or the probability that a drafted token is accepted.
-        size: None, or how many tokens must have stood before, of prompt lookup.
+        copies: whether drafts are what followed the last tokens where they stood before.
     """
 
     share: float | None = None
-    size: int | None = None
+    copies = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         device = self.step.device
-        self.coins, self.turn = (
-            torch.zeros(n, dtype=torch.int64, device=device) for n in (COINS, 1)
-        )  # accepted tokens of each cycle
+        # Accepted tokens of each cycle, and the number of the next cycle.
+        self.coins, self.turn = (torch.zeros(n, dtype=torch.int64, device=device) for n in (COINS, 1))
         self.pace, self.copied = Pace(MOST_DRAFTED), None
 
     def force(self, share: float) -> None:
@@ -62,7 +122,7 @@ class Measured(EnginePair):
     def queue(self, drafted: int, mode: str) -> Callable[[], Verified]:
         """See `Pair.queue`. A draft that is copied is put there by the host. Pairs of one step have graphs apart."""
         run = partial(self._run, drafted, mode)
-        if self.size is not None:
+        if self.copies:
             self._give(drafted)
             run, drafted = partial(self._verify, mode), 0
         self.step.replay((self, self.share is None, drafted, mode), run)
@@ -71,18 +131,11 @@ class Measured(EnginePair):
     def _give(self, drafted: int) -> None:
         state, position = self.step.state, int(self.step.state.position)
         text = state.tokens[0, : position + 1].tolist()
-        given = text[:drafted] if self.share is not None else self._followed(text)[:drafted]
+        given = text[:drafted] if self.share is not None else followed(text)[:drafted]
         self.first.copy_(state.position)
         if given:
             state.tokens[0, position + 1 : position + 1 + len(given)] = torch.tensor(given, dtype=torch.int32)
             state.position.add_(len(given))
-
-    def _followed(self, text: list[int]) -> list[int]:
-        size = self.size or 0
-        for at in range(len(text) - size - 1, -1, -1):
-            if text[at : at + size] == text[-size:]:
-                return text[at + size :]
-        return []
 
     @torch.no_grad()
     def _verify(self, mode: str) -> None:
@@ -99,15 +152,11 @@ class Measured(EnginePair):
         return torch.where(self.numbers < accepted, drafted, (drafted + 1) % self.weights.shape.vocab_size)
 
 
-class Ways:
-    """Pairs over one engine by name, and the dense engine's tokens. A pair is made when it is first asked for.
+class GpuWays:
+    """Ways over a GPU's engine of one row, by name. A pair is made when it is first asked for."""
 
-    Args:
-        engine: of one row, with the predictors.
-    """
-
-    def __init__(self, engine: DecodeEngine) -> None:
-        self.engine = engine
+    def __init__(self, dense: DecodeEngine | None, engine: DecodeEngine) -> None:
+        self.dense, self.engine = dense, engine
         self._made: dict[str, Measured] = {}
 
     def __getitem__(self, way: str) -> Measured:
@@ -117,18 +166,26 @@ class Ways:
 
     def _make(self, way: str) -> Measured:
         engine = self.engine
-        if way in ("draft_length=0", "sparse"):
-            return self.pair(engine.core)
-        if way == "prompt lookup":
-            lookup = self.pair(engine.core)
-            lookup.size, lookup.ahead = 3, False
-            return lookup
-        if way == "half the layers":
-            return self.pair(self._half())
+        if way in ("draft_length=0", "sparse", "prompt lookup"):
+            own = self._pair(engine.core)
+            own.copies = way == "prompt lookup"
+            own.ahead = own.ahead and not own.copies
+            return own
         coded = draft_weights(engine.weights, "int4")
-        pair = self.pair(self.step(coded, engine.predictors if way.startswith("sparse") else {}))
-        pair.copied = Pace(MOST_DRAFTED) if way == COPYING else None
+        pair = self._pair(self._step(coded, engine.predictors if way.startswith("sparse") else {}))
+        pair.copied = Pace(MOST_DRAFTED) if way.endswith("copies") else None
         return pair
+
+    def _pair(self, step: DecodeStep) -> Measured:
+        return Measured(step, self.engine.weights, self.engine.begin)
+
+    def _step(self, weights: DecodeWeights, predictors: dict[Any, Any]) -> DecodeStep:
+        """A step of other weights or predictors over the engine's state."""
+        engine, options = self.engine, dataclasses.replace(self.engine.options, context=self.engine.context)
+        facts = {key: each.facts(1) for key, each in predictors.items()}
+        plan = plan_step(weights.shape, facts, weights.formats, options, engine.plan.engine)
+        plan = with_screen(plan, engine.core.screen is not None and weights.lm_head is engine.weights.lm_head, None)
+        return DecodeStep(weights, predictors, plan, options, engine.device, None, engine.core)
 
     def forget(self, way: str) -> None:
         """Give its memory back."""
@@ -139,45 +196,24 @@ class Ways:
         if self.engine.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def pair(self, step: DecodeStep) -> Measured:
-        return Measured(step, self.engine.weights, self.engine.begin)
-
-    def step(self, weights: DecodeWeights, predictors: dict[Any, Any]) -> DecodeStep:
-        """Of other weights or predictors over the engine's state."""
-        engine, options = self.engine, dataclasses.replace(self.engine.options, context=self.engine.context)
-        facts = {key: each.facts(1) for key, each in predictors.items()}
-        plan = plan_step(weights.shape, facts, weights.formats, options, engine.plan.engine)
-        plan = with_screen(plan, engine.core.screen is not None and weights.lm_head is engine.weights.lm_head, None)
-        return DecodeStep(weights, predictors, plan, options, engine.device, None, engine.core)
-
-    def _half(self) -> DecodeStep:
-        """The first half of the layers, then the final LayerNorm and the LM head."""
-        weights, n = self.engine.weights, self.engine.shape.n_layers // 2
-        shape = dataclasses.replace(weights.shape, n_layers=n)
-        layers = [layer.arranged(False) for layer in weights.layers[:n]]
-        step = self.step(dataclasses.replace(weights, shape=shape, layers=layers, drafts={}), {})
-        step.caches = self.engine.core.caches  # verification writes those of all layers
-        return step
-
-    def write(
-        self, way: str, prompt: list[int], new: int, sampling: Sampling, length: int | None = None
-    ) -> tuple[list[int], Acceptance]:
-        """The text of one way, and what was accepted. The time of the prompt is not counted."""
-        ends, length = [len(prompt)], FIXED.get(way, length)
-        row = Row.of_prompt(prompt, len(prompt) + new, sampling)
-        found = self[way].generate(row, (), length, lambda _, stop, __: ends.append(stop))
+    def write(self, way: str, prompt: list[int], new: int, sampling: Sampling, length: int | None = None) -> Written:
+        """The text of one way. The time of the prompt is not counted."""
+        ends, row = [len(prompt)], Row.of_prompt(prompt, len(prompt) + new, sampling)
+        found = self[way].generate(row, (), FIXED.get(way, length), lambda _, stop, __: ends.append(stop))
         return self.engine.state.tokens[0, len(prompt) : ends[-1]].tolist(), found
 
-    def write_densely(self, engine: DecodeEngine, prompt: list[int], new: int, sampling: Sampling) -> Acceptance:
-        """Of an engine without drafts, step by step, without looks between them."""
-        n = len(prompt)
+    def write_densely(self, prompt: list[int], new: int, sampling: Sampling) -> Written:
+        """Step by step, without looks between them."""
+        engine, n = self.dense, len(prompt)
+        assert engine is not None
         engine.begin([Row.of_prompt(prompt, n + new, sampling)])
         wait(engine)
         began = time.perf_counter()
         for _ in range(new - 1):
             engine.step(sampling.mode)
         wait(engine)
-        return Acceptance(new - 1, new - 1, seconds=time.perf_counter() - began)
+        taken = time.perf_counter() - began
+        return engine.state.tokens[0, n : n + new].tolist(), Acceptance(new - 1, new - 1, seconds=taken)
 
 
 def wait(engine: DecodeEngine) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import five_digits, made_now
+from benchmarks.rows import CPU_STEP, SCORE, STEP, five_digits, made_now
 from dejavu_train.ground.files import replacing
 
 COLUMNS = (
@@ -50,26 +50,31 @@ def text_rows(rows: Path) -> Iterator[Row]:
 
 
 def task_rows(rows: Path) -> Iterator[Row]:
-    """Accuracies, and shares of the answers that changed."""
-    for row in _read(rows.glob("tasks-*.csv")):
-        same = {name: row[name] for name in ("weights", "mlp_density", "head_density", "device", "torch")}
-        same |= {"subject": row["task"], "tokens": row["examples"]}
-        yield same | {"measure": "accuracy", "value": row["accuracy"]}
-        yield same | {"measure": "changed", "value": row["changed"]}
+    """Accuracies, and shares of the answers that changed, of folders tasks-WEIGHTS-NEURONS-HEADS."""
+    for path in sorted(rows.glob("tasks-*/tasks.csv")):
+        _, weights, neurons, heads = path.parent.name.split("-")
+        for row in _read([path]):
+            if row["task"] == "mean" or row["metric"] != "acc":
+                continue
+            same = {"weights": "fp16" if weights == "fp16" else "4 bits", "subject": row["task"]}
+            same |= {"tokens": row["examples"], "device": row["device"], "torch": row["torch"]}
+            for densities, name in (((neurons, heads), "value"), ((1, 1), "dense")):
+                at = same | {"mlp_density": densities[0], "head_density": densities[1]}
+                yield at | {"measure": "accuracy", "value": row[name]}
+                yield at | {"measure": "changed", "value": row["flips"] if name == "value" else 0}
 
 
 def speed_rows(rows: Path) -> Iterator[Row]:
-    """Milliseconds a token, of folders speed-WEIGHTS-NEURONS-HEADS and those with -shardsN."""
+    """Milliseconds a token, of folders speed-WEIGHTS-NEURONS-HEADS."""
     for path in sorted(rows.glob("speed-*/results.json")):
-        _, weights, *_, last = path.parent.name.split("-")
-        gpus = last.removeprefix("shards") if last.startswith("shards") else "1"
+        weights = path.parent.name.split("-")[1]
         results = json.loads(path.read_text("utf-8"))
         for timing in results["timing"]:
             yield {
                 "measure": "ms", "weights": "fp16" if weights == "fp16" else "4 bits", "way": timing["backend"],
                 "mlp_density": timing["asked_mlp_density"], "head_density": timing["asked_head_density"],
                 "subject": f"prompt {timing['prompt']}", "value": timing["ms_per_token"]["p50"],
-                "tokens": timing["new_tokens"], "gpus": gpus, "device": timing["device"],
+                "tokens": timing["new_tokens"], "gpus": "1", "device": timing["device"],
                 "torch": results["versions"]["torch"],
             }  # fmt: skip
 
@@ -79,8 +84,13 @@ def lossless_rows(rows: Path) -> Iterator[Row]:
     for row in _read(rows.glob("lossless-*.csv")):
         if row["what"] != "speed" or row["text"] != "all":
             continue
-        same = {"weights": "fp16" if row["weights"] == "float16" else "4 bits", "way": row["way"]}
-        same |= {"subject": row["decoding"], "tokens": row["tokens"], "device": row["gpu"], "torch": row["torch"]}
+        same = {"weights": "4 bits" if row["weights"] == "int4" else "fp16", "way": row["way"]}
+        same |= {
+            "subject": row["decoding"],
+            "tokens": row["tokens"],
+            "device": row["gpu"] or row["cpu"],
+            "torch": row["torch"],
+        }
         yield same | {"measure": "lossless", "value": row["ratio"]}
         yield same | {"measure": "acceptance", "value": row["acceptance"]}
 
@@ -96,7 +106,7 @@ def time_rows(rows: Path) -> Iterator[Row]:
 
 def gather(scale: str, model: Path, rows: Path) -> None:
     """Write rows.csv anew from all that is there."""
-    made = made_now("dejavu_train", "kernels")
+    made = made_now(*STEP, *CPU_STEP, *SCORE)
     found: list[Row] = list(pretraining_rows(model))
     for part in (text_rows, task_rows, speed_rows, lossless_rows, time_rows):
         found += part(rows)

@@ -1,16 +1,13 @@
-"""Quality of 4-bit weights: round to nearest and GPTQ, alone and with the sparse model, against whole-block bytes.
+"""Scores 4-bit weights: round to nearest and GPTQ, alone and with the sparse model, against whole-block bytes.
 
-    python -m benchmarks.quantize report --bundles before=B after=A --weights rtn=FOLDER gptq=FOLDER
-    bash benchmarks/hundred.sh OUTPUT    the 100M model, from pretraining to its report, on one GPU
-    python -m benchmarks.quantize show      the rows as Markdown, for docs/results/four-bits.md
+    python -m benchmarks.quantize report --weights rtn=FOLDER gptq=FOLDER
 
-`report` appends rows to docs/results/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes.
-`kl` is the mean divergence of the model's next-token distributions from those of its fp16 weights, in nats.
-`increase` that of log perplexity, in nats, its `error` a paired bootstrap over documents. Of rows with both, `excess`
-is the increase less the sum of the two alone. Bytes are what a token reads of a decoder block, scales and predictors
-included, over the bytes of its matrices in fp16. Counted are the selected heads of q, k, v and the output projection,
-and the selected neurons of fc1. Of fc2 those count that are active besides. Sparse rows have no second
-stage: with 4-bit weights fc1 itself is what it would read.
+Rows go to docs/results/frontier/int4.csv. Texts are those that `benchmarks/texts.py prepare` writes. `kl` is the mean
+divergence of the next-token distributions from those of the fp16 weights, in nats. `increase` is that of log
+perplexity, in nats, its `error` a paired bootstrap over documents. Bytes are what a token reads of a decoder block,
+scales and predictors included, over the bytes of its matrices in fp16. Of the
+attention the selected heads count, of fc1 the selected neurons, of fc2 those that are active besides. Sparse rows have
+no second stage.
 """
 
 import argparse
@@ -22,18 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.quantize_tables import show
-from benchmarks.rows import append_row, command_line, five_digits, made_now
+from benchmarks.rows import SCORE, append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
 from dejavu_train.families import ModelDims, dims_of
-from dejavu_train.ground.errors import UserError, exit_on_user_error
+from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.models.int4_sizes import part_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
 from dejavu_train.sparse.masked import masking
@@ -127,98 +124,61 @@ def paired(difference: np.ndarray, tokens: Sequence[int]) -> tuple[float, float 
     return float(difference.sum() / counts.sum()), float(resampled.std(ddof=1))
 
 
-class Rows:
-    """Appends rows of one model to the CSV, and says them."""
-
-    def __init__(self, options: argparse.Namespace, shape: ModelDims) -> None:
-        self.options, self.shape = options, shape
-        import transformers
-
-        versions = f"torch {torch.__version__}; transformers {transformers.__version__}"
-        self.same = {"versions": versions, **made_now("dejavu_train")}
-
-    def add(
-        self, text: str, corpus: EvalCorpus, weights: str, predictors: str, asked: tuple[float, float],
-        bundle: Bundle | None, scored: Scored, dense: Scored, alone: Sequence[Scored] = (),
-    ) -> None:  # fmt: skip
-        """alone: where both weights and selection differ from the dense fp16 model, either alone."""
-        tokens = corpus.document_tokens
-        increase, error = paired(scored.nats - dense.nats, tokens)
-        excess: tuple[float | None, float | None] = (None, None)
-        if alone:
-            excess = paired(scored.nats - sum(one.nats for one in alone) + dense.nats, tokens)
-        read, mlp, heads = block_bytes(self.shape, bundle, scored, weights != "fp16")
-        row = {
-            "model": Path(self.options.model).name, "what": "report", "weights": weights, "predictors": predictors,
-            "text": text, "documents": len(tokens), "tokens": corpus.tokens, "asked_mlp_density": asked[0],
-            "asked_head_density": asked[1], "mlp_selected": mlp, "head_selected": heads, "block_bytes": read,
-            "kl": float(scored.kl.sum() / corpus.tokens),
-            "perplexity": float(np.exp(scored.nats.sum() / corpus.tokens)), "increase": increase, "error": error,
-            "excess": excess[0], "excess_error": excess[1], "seed": self.options.seed, **self.same,
-        }  # fmt: skip
-        append_row(self.options.csv, five_digits(row))
-        excess_shown = "" if excess[0] is None else f", excess {excess[0]:+.4f} +- {excess[1] or 0:.4f}"
-        print(
-            f"{text} {weights} {predictors} {asked[0]:g}/{asked[1]:g}: KL {row['kl']:.5f}, nats {increase:+.5f} +-"
-            f" {error or 0:.5f}, {100 * read:.2f} % of the bytes{excess_shown}",
-            flush=True,
-        )
+def row_of(
+    options: argparse.Namespace, shape: ModelDims, text: str, corpus: EvalCorpus, weights: str,
+    asked: tuple[float, float], bundle: Bundle | None, scored: Scored, dense: Scored,
+) -> dict[str, Any]:  # fmt: skip
+    """What was measured of a text, by some weights and what a bundle selects, beside the dense fp16 model."""
+    tokens = corpus.document_tokens
+    increase, error = paired(scored.nats - dense.nats, tokens)
+    read, mlp, heads = block_bytes(shape, bundle, scored, weights != "fp16")
+    return {
+        "model": Path(options.model).name, "what": "report", "weights": weights,
+        "predictors": "none" if bundle is None else "before", "text": text, "documents": len(tokens),
+        "tokens": corpus.tokens, "asked_mlp_density": asked[0], "asked_head_density": asked[1],
+        "mlp_selected": mlp, "head_selected": heads, "block_bytes": read, "kl": float(scored.kl.sum() / corpus.tokens),
+        "perplexity": float(np.exp(scored.nats.sum() / corpus.tokens)), "increase": increase, "error": error,
+        "seed": options.seed, "versions": f"torch {torch.__version__}; transformers {transformers.__version__}",
+    }  # fmt: skip
 
 
 def report(options: argparse.Namespace) -> None:
-    """Rows of every text: fp16 and each of the weights, dense and sparse, with predictors of fp16 and other weights.
-
-    Predictors `before` select for fp16 and for all of --sparse, others for --sparse alone.
-    """
-    if options.bundles and next(iter(options.bundles)) != "before":
-        raise UserError("--bundles must begin with before=FOLDER: 4 bits are compared with the fp16 model's selection")
-    bundles = {name: Bundle.from_pretrained(folder) for name, folder in options.bundles.items()}
+    """Rows of every text: fp16 and each of the weights, dense and with what the predictors select."""
+    bundle = Bundle.from_pretrained(options.bundle)
     tokenizer, device = load_tokenizer(options.model), resolve_device(options.device)
-    corpora = {}
-    for text in options.texts.split(","):
-        documents = load_documents(TextSource(source=f"{options.data}/{text}.jsonl"))[0]
-        corpora[text] = hold_out(documents, tokenizer, WINDOW, options.tokens)
     folders = {"fp16": options.model, **options.weights}
     models = {name: load_opt(folder, device=device) for name, folder in folders.items()}
-    sparse = [name for name in models if name in options.sparse.split(",")]
-    written = options.rows.split(",") if options.rows else ["none", *bundles]
-    rows = Rows(options, dims_of(models["fp16"].config))
-    for text, corpus in corpora.items():
+    shape, about = dims_of(models["fp16"].config), made_now(*SCORE)
+
+    def add(*measured: Any) -> None:
+        row = five_digits(row_of(options, shape, *measured))
+        append_row(options.csv, row | about)
+        names = ("text", "weights", "asked_mlp_density", "asked_head_density", "kl", "increase", "block_bytes")
+        print("  ".join(f"{name} {row[name]}" for name in names), flush=True)
+
+    for text in options.texts.split(","):
+        documents = load_documents(TextSource(source=f"{options.data}/{text}.jsonl"))[0]
+        corpus = hold_out(documents, tokenizer, WINDOW, options.tokens)
         batches = list(eval_batches(corpus, options.batch_tokens, device))
         dense = [log_probabilities(models["fp16"], batch) for batch in batches]
         scored = partial(score, batches=batches, dense=dense, documents=len(corpus.document_tokens))
         alone = {name: scored(model, None) for name, model in models.items()}
         for name, found in alone.items():
-            if "none" in written:
-                rows.add(text, corpus, name, "none", (1.0, 1.0), None, found, alone["fp16"])
+            add(text, corpus, name, (1.0, 1.0), None, found, alone["fp16"])
         for asked in options.densities:
-            selected: Scored | None = None
-            for predictors, bundle in bundles.items():
-                moved = bundle.at(*asked)
-                for name in ["fp16", *sparse] if predictors == "before" else sparse:
-                    if name != "fp16" and predictors not in written:
-                        continue
-                    found = scored(models[name], moved)
-                    selected = selected or found  # fp16 with its own predictors comes first
-                    both = () if name == "fp16" else (alone[name], selected)
-                    if predictors in written:
-                        rows.add(text, corpus, name, predictors, asked, moved, found, alone["fp16"], both)
+            moved = bundle.at(*asked)
+            for name in [name for name in models if name in ("fp16", *options.sparse.split(","))]:
+                add(text, corpus, name, asked, moved, scored(models[name], moved), alone["fp16"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
-    parser.add_argument("command", choices=("report", "show"))
+    parser.add_argument("command", choices=("report",))
     parser.add_argument("--model", default="checkpoints/opt-mini")
+    parser.add_argument("--bundle", default="checkpoints/opt-mini/bundle", help="predictors of the fp16 model")
     parser.add_argument("--weights", nargs="*", default=[], help="NAME=FOLDER of 4-bit weights: rtn, gptq")
-    parser.add_argument(
-        "--bundles",
-        nargs="*",
-        default=["before=checkpoints/demo/bundle"],
-        help="NAME=FOLDER of predictors: before (of the fp16 model), first; after (of the GPTQ model)",
-    )
     parser.add_argument("--sparse", default="gptq", help="which of the weights are also scored sparsely")
     parser.add_argument("--densities", nargs="*", default=DENSITIES, help="NEURONS/HEADS")
-    parser.add_argument("--rows", default="", help="predictors whose rows are written, none for dense; all by default")
     parser.add_argument("--data", default=".data", help="what `benchmarks/texts.py prepare` wrote")
     parser.add_argument("--texts", default=TEXTS)
     parser.add_argument("--tokens", type=int, default=10_000, help="of every text")
@@ -230,13 +190,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     options.densities = [tuple(map(float, pair.split("/"))) for pair in options.densities]
     options.weights = dict(pair.split("=", 1) for pair in options.weights)
-    options.bundles = dict(pair.split("=", 1) for pair in options.bundles)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
-    if options.command == "show":
-        show(options.csv)
-    else:
-        report(options)
+    report(options)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python -m benchmarks.release --tag    the same check, then an annotated tag with these words
 
 The demo's rows must have measured the sources of the release: anybody makes them again in ten minutes. Rows of other
-tables need a GPU, quiet cores or days. They may be older, and the release names them with what makes them again.
+tables need a GPU, quiet cores or days. They may be older, and the release names them.
 """
 
 import re
@@ -15,9 +15,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.rows import command_line
-from benchmarks.tables import FILES, MADE_BY, MARKED, ROOT, fill
-from benchmarks.tables_format import OLDER
+from benchmarks.rows import ROOT, command_line
+from benchmarks.tables import FILES, MARKED, OLDER, fill
 
 CHANGELOG = "CHANGELOG.md"
 MUST_BE_NEW = ("demo",)
@@ -28,7 +27,7 @@ def older_tables() -> Iterator[tuple[str, str, str]]:
     """(table, page, how many rows) of every table that shows rows of other sources."""
     for page in FILES:
         for table in MARKED.finditer(fill((ROOT / page).read_text("utf-8"), ROOT, page)):
-            yield from ((table[2], page, mark.strip(" ()")) for mark in OLDER.findall(table[3]))
+            yield from ((table[2], page, mark) for mark in OLDER.findall(table[3]))
 
 
 def sections(changelog: str) -> dict[str, str]:
@@ -100,11 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing.append(f"{CHANGELOG} has lines under Unreleased; python -m benchmarks.release --fold moves them")
     lines = [f"dejavu_train {version}", "", found.get(version, ""), ""]
     older = list(older_tables())
-    lines += ["Tables with rows of earlier sources, and what makes them again:", ""] * bool(older)
+    lines += ["Tables with rows of earlier sources:", ""] * bool(older)
     for table, page, mark in older:
-        lines.append(f"- {page}, {table}: {mark}. Made by {MADE_BY[table]}.")
+        lines.append(f"- {page}, {table}: {mark}")
         if table in MUST_BE_NEW:
-            missing.append(f"{page}, table {table}: {mark}; run {MADE_BY[table]}")
+            missing.append(f"{page}, table {table}: {mark}; run what its last line names")
     words = "\n".join(lines).strip() + "\n"
     if not options.tag:
         print(words)

@@ -11,13 +11,18 @@ import json
 import os
 import subprocess
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+# What timed things enter by: steps on a GPU and on a CPU, a server, and whatever scores a model without an engine.
+STEP = ("dejavu_train.engine.decode", "dejavu_train.kernels.settings")
+CPU_STEP = ("dejavu_train.engine.cpu.engine",)
+SERVER = ("dejavu_train.extras.serving.server", *STEP, *CPU_STEP)
+SCORE = ("dejavu_train.evaluation.perplexity", "dejavu_train.sparse.masked")
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -58,34 +63,72 @@ def code_of(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-@functools.cache
-def measured_sources(*parts: str) -> str:
-    """Files and folders of the repository and a hash over code and settings: ``kernels dejavu_train/engine 0123abcd``.
+def _file_of(module: str) -> Path | None:
+    """The file of a module of the repository, found by its name. None for modules of other packages."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((file for file in (path.with_name(f"{path.name}.py"), path / "__init__.py") if file.is_file()), None)
 
-    Settings are the JSON files of a folder.
+
+def _imports(file: Path, module: str) -> Iterator[str]:
+    """Names of the modules that a file imports anywhere, but for the types of annotations."""
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    tree = ast.parse(file.read_text("utf-8"))
+    typing = (each for each in ast.walk(tree) if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.dump(each.test))
+    left_out = {inner for each in typing for part in each.body for inner in ast.walk(part)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and node not in left_out:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node not in left_out:
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{name}.{alias.name}" if _file_of(f"{name}.{alias.name}") else name
+
+
+@functools.cache
+def _read(module: str) -> tuple[str, frozenset[str]]:
+    """A module's code, with the JSON files of a package, and the modules of the repository that it imports."""
+    file = _file_of(module)
+    if file is None:
+        raise ValueError(f"{module} is no module of this repository")
+    texts = [code_of(file.read_text("utf-8"))]
+    if file.name == "__init__.py":
+        texts += [path.read_text("utf-8") for path in sorted(file.parent.glob("*.json"))]
+    return "\n".join(texts), frozenset(name for name in _imports(file, module) if _file_of(name))
+
+
+@functools.cache
+def measured_sources(*modules: str) -> str:
+    """Modules and a hash over what runs: ``dejavu_train.engine.decode 0123abcd``.
+
+    Hashed are these modules and what they import of the repository, whatever imports it in turn. Comments and
+    docstrings do not count. Settings, which are JSON files of a package, do.
     """
-    digest = hashlib.sha256()
-    for part in parts:
-        for path in sorted((ROOT / part).rglob("*.*")) if (ROOT / part).is_dir() else [ROOT / part]:
-            if path.suffix in (".py", ".json"):
-                text = path.read_text("utf-8")
-                code = code_of(text) if path.suffix == ".py" else text
-                digest.update(f"{path.relative_to(ROOT).as_posix()}\n{code}\n".encode())
-    return " ".join((*parts, digest.hexdigest()[:12]))
+    found: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module], imported = _read(module)
+            waiting += imported
+    whole = "".join(f"{module}\n{found[module]}\n" for module in sorted(found))
+    return " ".join((*modules, hashlib.sha256(whole.encode()).hexdigest()[:12]))
 
 
 def is_older(row: Mapping[str, Any]) -> bool:
     """Whether the sources that a row measured have changed since, or are not known."""
-    parts = str(row.get("sources") or "").split()[:-1]
-    return not all((ROOT / part).exists() for part in parts) or row.get("sources") != measured_sources(*parts)
+    modules = str(row.get("sources") or "").split()[:-1]
+    if not modules or not all(_file_of(module) for module in modules):
+        return True
+    return row.get("sources") != measured_sources(*modules)
 
 
-def made_now(*parts: str) -> dict[str, str]:
+def made_now(*modules: str) -> dict[str, str]:
     """Commit, date and sources of a row.
 
-    parts: files and folders of the repository whose code the row measures.
+    modules: those that the timed thing enters by, such as ``dejavu_train.engine.decode``.
     """
-    return {"commit": commit(), "date": datetime.date.today().isoformat(), "sources": measured_sources(*parts)}
+    return {"commit": commit(), "date": datetime.date.today().isoformat(), "sources": measured_sources(*modules)}
 
 
 def device_name(device: torch.device | str = "cuda") -> str:

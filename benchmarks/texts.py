@@ -5,8 +5,7 @@
     make tables                                          the rows as Markdown, in docs/results/texts.md
 
 `prepare` reads the four installed sources and the files of FOLDER (books_heldout.jsonl, general_heldout.jsonl,
-wikitext2/valid.raw.txt, wikitext2/train.txt.xz, tasks/lambada_openai_test.jsonl,
-where to get them: docs/results/texts.md).
+wikitext2/valid.raw.txt, tasks/lambada_openai_test.jsonl, where to get them: docs/results/texts.md).
 `run` goes the whole way that a user's `train.py` goes. Then it scores 100,000 tokens of every text, or all of a shorter
 one, through `mask`. It appends a row for each text and selection to docs/results/texts/<model>.csv. Interrupted, the
 same command goes on behind the last text that was scored.
@@ -18,15 +17,14 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.rows import append_row, command_line, device_name, made_now
+from benchmarks.rows import SCORE, append_row, command_line, device_name, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import mlp_share
-from dejavu_train.data.samples import SampleManifest, decode_rows
 from dejavu_train.data.text import INSTALLED_DOCS, Document, TextSource, load_documents, load_sets
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out, increase
 from dejavu_train.evaluation.texts import load_text
@@ -48,7 +46,7 @@ TEXTS = {  # name -> where prepare finds it: an installed source, or a file of -
     "wikitext": "wikitext2/valid.raw.txt",
     "lambada": "tasks/lambada_openai_test.jsonl",
 }
-TRAINING = ("self", "docs", "half", "wikitext")
+TRAINING = ("self", "docs")
 PLAIN = ("--calibrate.cascade=null", "--heads.enabled=false", "--calibrate.head_density=1.0")  # MLP only, one stage
 RECIPES: dict[str, list[str]] = {
     "default": [],
@@ -81,21 +79,6 @@ def prepare(data: Path, folder: Path, model: str, tokens: int, cache: str) -> No
         print(f"{name}: {held.tokens} tokens of {len(texts)} documents{', all there is' if text.whole else ''}")
     documents = load_sets(TextSource(source=INSTALLED_DOCS, cache=cache), model)[0]["train"]
     _write_documents(folder / "train_docs.jsonl", [document.text for document in documents])
-    words = TextSource(source=str(data / "wikitext2/train.txt.xz"))
-    _write_documents(folder / "train_wikitext.jsonl", [document.text for document in load_documents(words)[0]])
-    manifest = SampleManifest.load(Path(model))
-    written = decode_rows((Path(model) / "samples.xz").read_bytes(), manifest.settings["length"])
-    pieces = [part for row in written for part in tokenizer.decode(row[1:]).split("</s>") if part.strip()]
-    room = sum(map(len, pieces)) // 2  # half the characters of either
-    _write_documents(folder / "train_half.jsonl", [*_some(pieces, room), *_some([d.text for d in documents], room)])
-
-
-def _some(texts: Sequence[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        if characters <= 0:
-            return
-        yield text[:8000]
-        characters -= len(text[:8000])
 
 
 def _write_documents(path: Path, texts: Sequence[str]) -> None:
@@ -150,11 +133,8 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     manifest = json.loads((work / "activations" / "manifest.json").read_text())
     train_tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["set"] == "train")
     bundle = Bundle.from_pretrained(work / "bundle")
-    if not options.keep:
-        for shards in (work / "activations").glob(
-            "layer_*"
-        ):  # the manifest stays: the rows say how much was trained on
-            shutil.rmtree(shards)
+    for shards in (work / "activations").glob("layer_*"):  # the manifest stays: rows say how much was trained on
+        shutil.rmtree(shards)
     device = resolve_device("auto")
     model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
     settings = rows_of(bundle, options.recipe, options.yardsticks, options.densities)
@@ -194,7 +174,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
                 "error": None if error is None else round(error, 6),
                 "device": device_name(device),
                 "torch": torch.__version__,
-                **made_now("dejavu_train"),
+                **made_now("dejavu_train.run.pipeline", *SCORE),
             }
             append_row(options.output, row)
             if quality.row.selection == "predicted":
@@ -204,8 +184,6 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
         with open(scored_before, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
     scored_before.unlink(missing_ok=True)
-    for shards in (work / "activations").glob("layer_*"):
-        shutil.rmtree(shards)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -224,7 +202,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--densities", default="", help="of neurons and heads, as 0.1/1,0.2/0.85. Else the recipe's")
     parser.add_argument("--yardsticks", action="store_true", help="score the oracle and static selection too")
-    parser.add_argument("--keep", action="store_true", help="keep the activations until the end")
     parser.add_argument("--work", default="checkpoints/texts", help="folder of the runs")
     parser.add_argument("--cache", default="checkpoints/text")
     parser.add_argument("--output", default="docs/results/texts/opt-mini.csv")

@@ -19,9 +19,7 @@ export -f one
 
 mini() {
   cat <<EOF
---training self --seed 1 --label self-1.2M-3000-steps --text.sample.tokens=1200000 --mlp.steps=3000 --heads.steps=3000
 --training self --label self-tuned --tune.steps=300 --tune.density=0.18
---training self --seed 1 --label self-tuned --tune.steps=300 --tune.density=0.18
 --training self --seed 2 --label self-tuned --tune.steps=300 --tune.density=0.18
 --training self --yardsticks
 --training docs $file
@@ -29,15 +27,10 @@ mini() {
 --training self --seed 2
 --training docs --seed 1 $file
 --training docs --seed 2 $file
---training half $file
 --training self --recipe original
---training docs --recipe original $file
---training self --seed 1 --label self-1.2M --text.sample.tokens=1200000
 --training self --label self-50k --text.sample.tokens=50000
 --training self --recipe whitened-svd
---training docs --recipe whitened-svd $file
---training self --recipe svd
---training docs --recipe svd $file
+
 EOF
 }
 

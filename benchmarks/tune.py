@@ -4,7 +4,7 @@
     python -m benchmarks.tune --stages screen sums --widths 4096 9216
     python -m benchmarks.tune --out FILE.json --log FILE.csv
 
-The calls are those of `benchmarks.compiled_layers`, by the public functions, on tensors of the GPU. Caches are emptied
+The calls are those of `tests.compiled.layers`, by the public functions, on tensors of the GPU. Caches are emptied
 before each. What settings a call looks up is recorded, and the fields of one stage are varied one after another. A
 candidate takes the place of what is there where it is 2 % faster. Every time goes into the log at once, so that the
 same command goes on where it was stopped, by --seconds or otherwise. A candidate that ended the process is not tried
@@ -33,11 +33,11 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
-from benchmarks import compiled_layers
 from benchmarks.rows import append_row, command_line, device_name, made_now, needs_gpu
 from dejavu_train.ground.files import write_text
 from dejavu_train.kernels.common import settings
 from dejavu_train.kernels.common.settings import Lookup, Row, SettingsFile, Values
+from tests.compiled import layers as compiled_layers
 
 BETTER = 0.98  # of a time: what is less good is noise
 DENSITY = 0.15  # of the MLP's rows, where a list of them is read
@@ -80,9 +80,6 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "wide": {"rows": (2, 4, 8, 16), "chunk": (512, 1024, 2048), "warps": (2, 4, 8)},
 }
 STAGES = sorted({name.split()[0] for name in CHOICES})
-ROOMS = [
-    f"kernels/{room.name}" for room in sorted(settings.FOLDER.parent.iterdir()) if room != settings.FOLDER
-]  # code alone
 RANGES = ("d", "capacity", "tile", "waves")  # names of shapes that are in order: the first of them makes ranges
 COLUMNS = ("gpu", "stage", "format", "shape", "values", "us", "torch", "commit", "date", "sources")
 Timer = Callable[[Sequence[Callable[[], Any]]], float]
@@ -205,7 +202,7 @@ class Log:
     """Times by what was looked up and values, in a CSV that grows. Rows of other GPUs and sources are left alone."""
 
     def __init__(self, path: Path, gpu: str) -> None:
-        self.path, self.made = path, made_now(*ROOMS)
+        self.path, self.made = path, made_now("dejavu_train.engine.ops")
         self.shared = {"gpu": gpu, "torch": torch.__version__, **self.made}
         self.times: Measured = {}
         rows = list(csv.DictReader(path.read_text("utf-8").splitlines())) if path.is_file() else []

@@ -1,7 +1,6 @@
 """Times the MLP of a dense layer with rows of silent neurons read and left out, over the share that is live.
 
-    python -m benchmarks.zeros                                    writes benchmarks/results/zeros.csv
-    python -m benchmarks.zeros --shapes 6.7b --rows 1 8 --sweep   launch settings of `live_down` too
+    python -m benchmarks.zeros --shapes 6.7b --rows 1 8
 
 Rows: one in one grid ("grid") or as up, then live rows of down ("apart"), beside up, then all of down ("read"). Several
 rows and eight verification slots: up as a product, then live rows or all of down. Weights lie in memory past the L2.
@@ -9,7 +8,7 @@ Which neurons are live is drawn anew for each set of weights. `plan` leaves sile
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,14 +24,14 @@ from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.dense.dense_batch import dense_add, hidden_products
 from dejavu_train.kernels.dense.dense_rows import dense_wide
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
-from dejavu_train.kernels.mlp.live_down import LiveDownSettings, live_down
+from dejavu_train.kernels.mlp.live_down import live_down
 from dejavu_train.kernels.stages.hidden import hidden_row, kept_unit
 from dejavu_train.kernels.stages.mlp import mlp
 from dejavu_train.kernels.verify.slot_products import slot_hidden, slot_linear
 from dejavu_train.kernels.verify.slot_walk import ProductScratch
 
 SHARES = (0.02, 0.06, 0.12, 0.3, 0.6, 1.0)
-SWEEP = ((512, 1024), (4, 8, 16), (2, 4), (4, 8))  # of `LiveDownSettings`
+SOURCES = ("dejavu_train.kernels.mlp.live_down", "dejavu_train.kernels.stages.mlp", "dejavu_train.kernels.settings")
 OPEN, SHUT = 8.0, -1e4  # biases of live and of silent neurons
 Timed = dict[str, Callable[[int], None]]
 
@@ -131,24 +130,18 @@ def timed(run: Callable[[int], None]) -> float:
     return measure(lambda: run(next(turn)))
 
 
-def cells(rows: list[int], slots: bool) -> Iterator[tuple[int, bool]]:
-    yield from ((each, False) for each in rows)
-    if slots:
-        yield 8, True
-
-
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["1.3b", "6.7b", "afm-4.5b", "prosparse-7b", "30b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
-    parser.add_argument("--sweep", action="store_true", help="settings of live_down at a share of 0.06")
     parser.add_argument("--no-slots", dest="slots", action="store_false")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/zeros.csv"))
     args = parser.parse_args()
     needs_gpu(parser)
-    about = made_now("kernels/mlp", "kernels/stages", "kernels/common") | gpu_versions()
-    for name, (rows, slots) in itertools.product(args.shapes, cells(args.rows, args.slots)):
+    cells = [*((rows, False) for rows in args.rows), *[(8, True)] * args.slots]
+    about = made_now(*SOURCES) | gpu_versions()
+    for name, (rows, slots) in itertools.product(args.shapes, cells):
         problem = Problem(SHAPES[name], rows, slots)
         for share in args.shares:
             problem.open(share)
@@ -157,12 +150,6 @@ def main() -> int:
                 row = {"model": name, "rows": rows, "slots": int(slots), "live": share, "way": way, "us": us}
                 append_row(args.out, five_digits(row | about))
             print(name, rows, "slots" if slots else "", share, {w: round(t, 2) for w, t in found.items()}, flush=True)
-        if args.sweep:
-            problem.open(0.06)
-            way = problem.ways().get("apart") or problem.ways()["skip"]
-            for block, each, warps, programs in itertools.product(*SWEEP):
-                with LiveDownSettings(block, each, warps, programs).in_use():
-                    print(name, rows, "settings", block, each, warps, programs, round(timed(way), 2), flush=True)
         del problem
         torch.cuda.empty_cache()
     return 0

@@ -20,11 +20,11 @@ KERNELS, EXTRAS = "dejavu_train/kernels", "dejavu_train/extras"
 # Rooms of the package as they were called before extras had a folder of their own.
 BEFORE = {
     "kernels": KERNELS,
-    "dejavu_train/extras/serving": EXTRAS,
-    "dejavu_train/extras/survey": EXTRAS,
-    "dejavu_train/extras/generation": EXTRAS,
-    "dejavu_train/extras/tasks": EXTRAS,
-    "dejavu_train/extras/pretrain": EXTRAS,
+    "dejavu_train/serving": EXTRAS,
+    "dejavu_train/evaluation/survey": EXTRAS,
+    "dejavu_train/evaluation/generation": EXTRAS,
+    "dejavu_train/evaluation/lm_eval": EXTRAS,
+    "dejavu_train/training/pretrain": EXTRAS,
 }
 
 

@@ -159,10 +159,10 @@ def reference_engine(model, bundle=None, **options) -> DecodeEngine:
     return DecodeEngine(model, bundle, EngineOptions(ops="reference", **options))
 
 
-def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=None):
+def masked_logits(model, bundle, tokens, sparse_from=0, margins=None):
     """tokens (T) -> (logits (T, V), {(layer, target): mask (T, n)}): dense compute, skipped units set to zero.
 
-    K/V are computed for every head: what back-fill must reproduce. With `stale` they are missing where skipped.
+    K/V are computed for every head: what back-fill must reproduce.
     Candidates of a second stage are what is selected, as the engine reads them.
     margins: a list that receives, for each predictor with a threshold, the distance (T,) of its nearest logit to it.
     """
@@ -189,9 +189,6 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
         select("attn_in", i, n)
         heads = masks.get((i, "heads"), torch.ones(steps, h, dtype=torch.bool)).T
         allowed = torch.ones(steps, steps, dtype=torch.bool).tril()[None].expand(h, steps, steps)
-        if stale:
-            allowed = allowed & heads[:, None, :]
-            allowed = allowed | torch.eye(steps, dtype=torch.bool)  # the row itself: skipped rows are masked below
         attended = (q @ k.transpose(1, 2)).masked_fill(~allowed, float("-inf")).softmax(-1) @ v
         instead = bundle.means.get(i, torch.zeros(h, hd)) if bundle is not None else torch.zeros(h, hd)
         return torch.where(heads[..., None], attended, instead[:, None])
@@ -209,17 +206,17 @@ def masked_logits(model, bundle, tokens, sparse_from=0, stale=False, margins=Non
     return model.lm_head(family.final_norm(model)(x)), masks
 
 
-def masked_nll(model, bundle, tokens, sparse_from=0, stale=False, margins=None):
+def masked_nll(model, bundle, tokens, sparse_from=0, margins=None):
     """-log p of tokens[1:], (T - 1,)."""
-    logits, _ = masked_logits(model, bundle, tokens, sparse_from, stale, margins)
+    logits, _ = masked_logits(model, bundle, tokens, sparse_from, margins)
     return F.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
 
 
-def assert_policy(model, policy):
-    """What an engine scores whose heads are skipped, under a policy for their K/V, is what the masked model scores."""
+def assert_filled_in(model):
+    """What an engine scores whose heads are skipped is what the masked model scores."""
     bundle = random_bundle(model, threshold=0.8, targets=("heads",))
     row = rows_of(30)[0]
     _, masks = masked_logits(model, bundle, row)
     assert 0.1 < masks[0, "heads"].float().mean() < 0.9, "the case must skip some heads"
-    nll = reference_engine(model, bundle, kv_policy=policy).score([row])[0]
-    torch.testing.assert_close(nll, masked_nll(model, bundle, row, stale=policy == "stale"), atol=2e-5, rtol=1e-5)
+    nll = reference_engine(model, bundle).score([row])[0]
+    torch.testing.assert_close(nll, masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)

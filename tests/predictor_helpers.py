@@ -24,18 +24,9 @@ def products_of(weights, batch=1, block=64):
     return Products.ROW_WORDS if takes_row_words(rank, block, ROW_LANES) else Products.ROW_TILES
 
 
-def quantize_rows(weight, dtype):
-    """weight (n, d) -> (n, d) int8 or float8_e4m3fn and scales (n,) fp32."""
-    if dtype == torch.int8:
-        return quantise_rows(weight)
-    largest = weight.float().abs().amax(1)
-    scale = torch.where(largest > 0, largest / 448, torch.ones_like(largest))
-    return (weight.float() / scale[:, None]).to(dtype), scale
-
-
-def quantized(weights, dtype):
-    """A predictor's weights with codes for both matrices."""
-    (down, down_scale), (up, up_scale) = (quantize_rows(each, dtype) for each in (weights.down, weights.up))
+def quantized(weights):
+    """A predictor's weights with codes of int8 for both matrices."""
+    (down, down_scale), (up, up_scale) = (quantise_rows(each) for each in (weights.down, weights.up))
     return replace(weights, down=down, up=up, down_scale=down_scale, up_scale=up_scale)
 
 

@@ -41,7 +41,6 @@ def test_sites_by_half_blocks():
     assert two.site(UnitKey(3, "mlp")) == Site(2, "mlp_in") and two.site(UnitKey(3, "heads")) == Site(2, "attn_in")
     with pytest.raises(UserError, match="before the first layer"):
         two.site(UnitKey(0, "mlp"))
-    assert dataclasses.replace(two, lookahead_nearest=True).site(UnitKey(0, "mlp")) == Site(0, "attn_in")
 
 
 def test_jobs():
@@ -61,7 +60,6 @@ def test_jobs():
         ({"mlp": PredictorConfig(rank=8, steps=-1)}, "mlp.steps"),
         ({"mlp": PredictorConfig(rank=8, lookahead=-1)}, "mlp.lookahead"),
         ({"mlp": PredictorConfig(rank=8, lookahead=2)}, "before the first layer"),
-        ({"mlp": PredictorConfig(rank=8, warmup=1.5)}, "mlp.warmup"),
         ({"heads": PredictorConfig(rank=8, init="svd")}, "heads.init"),
         ({"heads": PredictorConfig(enabled=False), "targets": "heads"}, "heads.enabled"),
         ({"heads": PredictorConfig(enabled=False), "calibrate": CalibrateConfig(head_density=0.8)}, "ask for 1.0"),

@@ -94,7 +94,7 @@ def quantise(model, folder):
 
 
 def configured(model):
-    flags = ["--collect.by_layers=true", "--text.source=text.txt", "--collect.mean_tokens=64"]
+    flags = ["--collect.by_layers=true", "--text.source=text.txt"]
     flags += ["--collect.device=cpu", "--mlp.rank=2", "--tune.steps=2", "--tune.tokens=1024", "--tune.batch_tokens=512"]
     return parse_config([f"--model={model}", f"--collect.window={WINDOW}", "--collect.batch_size=8", *flags])
 

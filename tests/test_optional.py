@@ -11,7 +11,7 @@ from bundles import make_bundle
 from forgotten import forget_modules
 
 from dejavu_train import SparseOPTForCausalLM
-from dejavu_train.evaluation import html_report, picture, text_panels
+from dejavu_train.evaluation import html_report, picture
 from dejavu_train.ground import machine
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt
@@ -77,8 +77,7 @@ def test_wandb(hide):
 
 def test_matplotlib(hide, tmp_path):
     hide("matplotlib")
-    assert picture.plot_curves({}, tmp_path / "curve.png") is False
-    assert text_panels.plot_texts({}, tmp_path / "texts.svg") is False and not list(tmp_path.iterdir())
+    assert picture.plot_curves({}, tmp_path / "curve.png") is False and not list(tmp_path.iterdir())
 
 
 def test_no_folder_for_temporary_files(monkeypatch, capsys, tmp_path):

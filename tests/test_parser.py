@@ -12,9 +12,11 @@ import typing
 import pytest
 from conftest import REPOSITORY
 
-from dejavu_train.cli.parser import merged, parse
+from dejavu_train.cli.parser import parse
+from dejavu_train.cli.values import merged
 from dejavu_train.evaluation.command import read_config
 from dejavu_train.evaluation.config import InferConfig
+from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.extras.generation.run import read_config as read_generation
 from dejavu_train.ground.errors import UserError
 from dejavu_train.run.command import parse_config
@@ -132,14 +134,14 @@ def test_commands_of_task_rows_in_the_documentation_parse():
     commands = _commands(r"-m benchmarks\.tasks")
     assert commands
     for _, _, *flags in commands:
-        read_tasks(TasksConfig, flags[flags[0] == "engine" :], "")
+        read_tasks(TasksConfig, flags, "")
 
 
 def test_names_come_with_commas_or_repeated_and_none_is_empty():
-    read = read_observe(["--parts", "residual,units", "--parts", "union", "--heads", "L1H1,", "--losses=0.1,0.2"])
-    assert read.parts == ("residual", "units", "union") and read.heads == ("L1H1",) and read.losses == (0.1, 0.2)
-    for empty in (["--heads", "[]"], ["--heads="], ["--heads", ""], ["--heads=[]"]):
-        assert read_observe(empty).heads == ()
+    read = read_observe(["--parts", "residual,units", "--parts", "union", "--ef", "9,", "--losses=0.1,0.2"])
+    assert read.parts == ("residual", "units", "union") and read.ef == (9,) and read.losses == (0.1, 0.2)
+    for empty in (["--ef", "[]"], ["--ef="], ["--ef", ""], ["--ef=[]"]):
+        assert read_observe(empty).ef == ()
     assert read_observe(["--parts=[residual, union]"]).parts == ("residual", "union")
 
 
@@ -149,6 +151,16 @@ def test_an_option_that_moved_names_its_command(write):
             UserError, match="observe.*, which is no longer there; type python -m papers.deja_vu.observe --config"
         ):
             read_config(options)
+
+
+def test_an_option_that_is_a_constant_now_may_name_its_value(write):
+    """As a config file of 0.2 does, which spelled all options out."""
+    old = write("old.yaml", "collect: {mean_tokens: 8192}\nmlp: {monitor: retained_mass}")
+    assert parse_config(["--config", old, "--heads.warmup=0.05"]) == parse_config([])
+    said = "mlp.monitor is no option any more, it is always retained_mass, got recall; leave it out"
+    for flags in (["--mlp.monitor", "recall"], ["--config", write("old.yaml", "mlp: {monitor: recall}")]):
+        with pytest.raises(UserError, match=said):
+            parse_config(flags)
 
 
 def test_lists_come_with_commas_and_files_one_by_one():
@@ -316,7 +328,7 @@ def test_names_that_stand_twice_agree():
 
     hints = typing.get_type_hints(InferConfig)
     assert tuple(losses.LOSSES) == LOSSES and typing.get_args(PredictorDtype) == PREDICTOR_DTYPES
-    assert typing.get_args(hints["text_set"]) == SETS
+    assert TEXT_SET in SETS
     known = typing.get_args(hints["backend"])
     assert set(known) == {"dense", *BACKENDS, DENSE_ENGINE, DENSE_CPU}
     assert set(typing.get_args(typing.get_args(hints["timing_backends"])[0])) == set(known) - {"auto"}

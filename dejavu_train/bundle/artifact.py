@@ -25,7 +25,6 @@ from dejavu_train.bundle.allocation import allocate
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import METADATA, model_reference, published_name, referenced_model
 from dejavu_train.bundle.measured import measured_rows
-from dejavu_train.bundle.schema_1 import from_schema_1
 from dejavu_train.bundle.spec import CASCADE_PARTS, PredictorSpec, check_spec, tensor_name
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
 from dejavu_train.ground.errors import UserError
@@ -41,7 +40,7 @@ from dejavu_train.ground.files import (
 from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import check_repository, fetch, looks_local, push
 from dejavu_train.models.installed import hint, installed
-from dejavu_train.models.opt import has_hash, weight_hash
+from dejavu_train.models.opt import weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor
@@ -75,8 +74,7 @@ class Bundle:
             predictor has its ``state_dict`` under ``.predictor.`` in place of ``.down``, ``.up`` and ``.bias``.
         metadata: anything else worth keeping, as JSON: text name and hash, tokens, seconds.
         classes: of custom predictors, by the name that their specs give.
-        tokenizer_hash: of the model's tokenizer, see ``tokenizer_hash.py``. None: not known, as in bundles of earlier
-            versions.
+        tokenizer_hash: of the model's tokenizer, see ``tokenizer_hash.py``. None: the model has none.
     """
 
     model: str
@@ -236,10 +234,7 @@ class Bundle:
                     f" {model} has {theirs[name]}; give the bundle of this model"
                 )
             refuse_foreign(values, model)
-            if has_hash(model, self.weight_hash, revision):
-                given = self.weight_hash
-            else:
-                given = weight_hash(model, self.weight_hash.startswith("full:"), revision)
+            given = weight_hash(model, self.weight_hash.startswith("full:"), revision)
         if given != self.weight_hash:
             raise UserError(
                 f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"
@@ -332,7 +327,7 @@ class Bundle:
         predictor_class: PredictorClass | Mapping[str, PredictorClass] | None = None,
         **hub: Any,
     ) -> "Bundle":
-        """Read a bundle from a folder or a hub id.
+        """Read a bundle from a folder or a hub id. Its schema is 3, which 0.2 and later versions write.
 
         Args:
             name: the folder, or ``OWNER/NAME`` on the hub.
@@ -353,9 +348,10 @@ class Bundle:
         metadata = read_json(folder / METADATA, f"{where}: {METADATA}")
         if not isinstance(metadata, dict) or "schema" not in metadata:
             raise UserError(f"{where}: {METADATA} is not a bundle's; give the folder that train.py wrote")
-        if metadata["schema"] not in (1, 2, SCHEMA):
+        if metadata["schema"] != SCHEMA:
             raise UserError(
-                f"{where} has schema {metadata['schema']}, this version reads 1 to {SCHEMA}; make the bundle anew"
+                f"{where} has schema {metadata['schema']}, this version reads {SCHEMA}, which 0.2 and later write;"
+                " make the bundle anew with train.py"
             )
         if metadata.pop("sha256", None) != json_digest(metadata):
             raise UserError(f"{where}: {METADATA} was changed after it was written; restore it or make the bundle anew")
@@ -371,9 +367,6 @@ class Bundle:
         except SafetensorError as error:
             raise UserError(f"{where}: {TENSORS} is not readable safetensors ({error}); {MAKE_ANEW}") from None
         try:
-            if metadata["schema"] == 1:
-                logger.warning("%s has schema 1 and is read as schema %d; save_pretrained writes that", where, SCHEMA)
-                metadata, tensors = from_schema_1(metadata, tensors)
             specs = [PredictorSpec(**spec) for spec in metadata["predictors"]]
             shape = ModelDims.from_stored(dict(metadata["shape"]))
             bundle = cls(

@@ -35,29 +35,15 @@ def published_name(model: str) -> str:
 def referenced_model(metadata: Any, folder: Path) -> str:
     """The model that a bundle.json in ``folder`` names: an absolute path, an id on the hub, or a bare name. A bare name
     stands for a folder that is not here. "" where nothing can be read.
-
-    Up to schema 2 a path was relative to where train.py ran: it is looked for there and above the bundle. Where it is
-    not found it may have been an id, and is one only if the hub's cache has it.
     """
     name = metadata.get("model") if isinstance(metadata, dict) else None
     if not isinstance(name, str) or not name:
         return ""
     here = Path(os.path.abspath(folder))
-    if metadata.get("schema") in (1, 2):
-        folders = [base / name for base in (Path.cwd(), *here.parents) if (base / name / "config.json").is_file()]
-        if folders or os.path.isabs(name) or (not looks_local(name) and _in_cache(name)):
-            return os.path.abspath(folders[0]) if folders else name
-        return os.path.basename(os.path.normpath(name))
     if not name.startswith(os.curdir):
         return name
     ways = [os.path.normpath(base / name) for base in (here, folder.resolve())]
     return next((way for way in ways if os.path.isdir(way)), os.path.basename(ways[0]))
-
-
-def _in_cache(name: str) -> bool:
-    from huggingface_hub import constants
-
-    return (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
 
 
 def check_bundle(name: str) -> None:

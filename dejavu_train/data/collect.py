@@ -233,7 +233,7 @@ def _collect_whole(model: Any, recording: Recording) -> None:
     if len(recording.missing) == len(recording.planned) or not (last / WEIGHTS).exists():
         planned = recording.windows
         warn_if_untrained(model, [window.ids for window in planned if len(window.ids) > 1])
-        _save_layer_weights(model, manifest, activations, windows_of_means(planned, config))
+        _save_layer_weights(model, manifest, activations, windows_of_means(planned))
     heads = {}
     for layer, block in enumerate(blocks_of(model)):
         mean = LayerWeights.load(activations, layer, manifest.weight_hash).head_mean

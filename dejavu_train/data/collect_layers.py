@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.config import MEAN_TOKENS, CollectConfig
 from dejavu_train.data.recording import (
     Batch,
     HeadReference,
@@ -99,8 +99,7 @@ class StreamPass:
 
 def stream_bytes(manifest: ActivationManifest, tokens: int, config: CollectConfig) -> int:
     """Of both files, for ``tokens`` recorded tokens."""
-    rows = tokens + (config.mean_tokens if config.head_criterion == "from_mean" else 0)
-    return 2 * rows * manifest.shape.d_model * torch_dtype(config.dtype).itemsize
+    return 2 * (tokens + MEAN_TOKENS) * manifest.shape.d_model * torch_dtype(config.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class _Batches:
     def of(cls, recording: Recording, probes: Sequence[np.ndarray]) -> "_Batches":
         size = recording.config.batch_size
         return cls(
-            list(batches(windows_of_means(recording.windows, recording.config), 1)),
+            list(batches(windows_of_means(recording.windows), 1)),
             [Batch.of([Window(0, ids)]) for ids in probes],
             [(entry, list(batches(windows, size))) for entry, windows in recording.open_shards],
         )

@@ -8,6 +8,10 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.ranges import COUNT, NUMBER, Range, check_ranges
 
 Storage = Literal["float16", "bfloat16"]
+MEAN_TOKENS = 8192  # of the train set, over which a head's mean is taken: many times the columns of a head
+POOL_BLOCKS = 32  # of about 1 MB, whose rows are shuffled together: a batch of 1,024 rows has some of each
+CONSTANTS = {"head_criterion": "from_mean", "mean_tokens": MEAN_TOKENS}
+"""Options of 0.2. What is recorded still names them, so that its activations are known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +36,6 @@ class CollectConfig:
     """In which the model runs. auto: float16, and bfloat16 where neurons are squared, which float16 does not hold."""
     storage: Storage = "float16"
     """In which hidden states are stored."""
-    head_criterion: Literal["from_mean", "norm"] = "from_mean"
-    """What a head contributes. from_mean: how far its output lies from its mean, which then stands for a skipped head.
-    norm: its whole output, and a skipped head adds nothing."""
-    mean_tokens: int = 8192
-    """Train tokens over which that mean is taken."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     device_map: str | None = None
@@ -48,8 +47,7 @@ class CollectConfig:
     def __post_init__(self) -> None:
         least = Range(2, COUNT.most)  # </s> and a token
         tokens = dict.fromkeys(("window", "train_tokens", "val_tokens", "calibration_tokens", "shard_tokens"), least)
-        others = dict.fromkeys(("windows_per_document", "batch_size", "mean_tokens"), COUNT)
-        check_ranges(self, "collect.", tokens | others)
+        check_ranges(self, "collect.", tokens | {"batch_size": COUNT, "windows_per_document": COUNT})
         if self.by_layers and self.device_map is not None:
             raise UserError(
                 f"collect.by_layers runs on one device, got collect.device_map {self.device_map};"
@@ -65,7 +63,7 @@ class CollectConfig:
 
     def request(self, seed: int) -> dict[str, Any]:
         """What decides which rows are recorded. How the model runs (batch, dtype, device) is left out."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self) | CONSTANTS
         for name in ("batch_size", "dtype", "device", "device_map", "by_layers"):
             values.pop(name)
         return {**values, "seed": seed}
@@ -81,9 +79,7 @@ class DataConfig:
     """Rows of a job up to this size are kept on the training device. More are streamed from disk. 0 always streams."""
     num_workers: int = 0
     """Reader processes when streaming. 0 reads in the training process, which is right on few cores."""
-    pool_blocks: int = 32
-    """Blocks (of about 1 MB) whose rows are shuffled together."""
 
     def __post_init__(self) -> None:
-        ranges = {"batch_size": COUNT, "pool_blocks": COUNT, "num_workers": Range(0, 10_000), "memory_gb": NUMBER}
+        ranges = {"batch_size": COUNT, "num_workers": Range(0, 10_000), "memory_gb": NUMBER}
         check_ranges(self, "data.", ranges)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dejavu_train.data.config import DataConfig
+from dejavu_train.data.config import POOL_BLOCKS, DataConfig
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.families import Site, Target, UnitKey
 from dejavu_train.ground.errors import UserError
@@ -55,7 +55,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         rank: int = 0,
         world: int = 1,
         workers: int = 0,
-        pool_blocks: int = 32,
+        pool_blocks: int = POOL_BLOCKS,
         seed: int = 0,
     ) -> None:
         self.sources, self.batch_size = sources, batch_size
@@ -276,7 +276,7 @@ class ShardDataModule(lightning.LightningDataModule):
             raise UserError(
                 f"the set {set_name} has {reader.rows} rows, fewer than the {consumers} readers; collect more tokens"
             )
-        pool_blocks = self.config.pool_blocks if shuffle else 0
+        pool_blocks = POOL_BLOCKS if shuffle else 0
         return BlockShuffled(sources, batch_size, rank, world, workers, pool_blocks, self.seed), resident
 
     def _loader(self, set_name: str, shuffle: bool) -> DataLoader[RawBatch] | InMemoryLoader:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.config import MEAN_TOKENS, CollectConfig
 from dejavu_train.data.shards import ActivationManifest, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
@@ -133,12 +133,10 @@ class MeanHeads:
         return {layer: total / max(1, self.tokens) for layer, total in self._totals.items()}
 
 
-def windows_of_means(planned: Sequence[Window], config: CollectConfig) -> Sequence[Window]:
-    """The first windows, over which heads are averaged. None where a skipped head adds nothing."""
-    if config.head_criterion == "norm":
-        return []
+def windows_of_means(planned: Sequence[Window]) -> Sequence[Window]:
+    """The first windows, over which heads are averaged."""
     ends = np.cumsum([len(window.ids) for window in planned])
-    return planned[: int(np.searchsorted(ends, config.mean_tokens)) + 1]
+    return planned[: int(np.searchsorted(ends, MEAN_TOKENS)) + 1]
 
 
 class WriterThread:

@@ -83,22 +83,21 @@ class Attention:
             work.ops.site_predict(x, self.site(), self.position, self.inputs, pdl=work.pdl)
 
     def project_in(self, x: Tensor) -> None:
-        """Queries, and keys and values into the cache. Those that are missing as the policy says."""
+        """Queries, and keys and values into the cache, those that are missing too."""
         work, weights = self.work, self.weights
         if self.plan.kernels is Kernels.QKV_ALL:
             work.ops.qkv_dense(x, weights.norm1, weights.qkv, self.step(None), pdl=work.pdl)
         elif self.plan.kernels is Kernels.QKV_SELECTED:
             assert self.selection is not None
-            work.ops.qkv(weights.qkv, self.step(self.selection), policy=work.kv_policy, pdl=work.pdl)
+            work.ops.qkv(weights.qkv, self.step(self.selection), pdl=work.pdl)
         else:
-            policy = "always" if self.selection is None else work.kv_policy
             work.ops.qkv_select(
-                weights.qkv, self.step(self.predictor.selection), self.neurons, work.state.row_state, policy=policy,
-                pdl=work.pdl, late=self.late,
+                weights.qkv, self.step(self.predictor.selection), self.neurons, work.state.row_state, pdl=work.pdl,
+                late=self.late,
             )  # fmt: skip
         if weights.head_norms is not None:
             selected = self.selection if self.plan.run is Run.SELECTED else None
-            work.ops.norm_heads(self.step(selected), weights.head_norms, policy=work.kv_policy, pdl=work.pdl)
+            work.ops.norm_heads(self.step(selected), weights.head_norms, pdl=work.pdl)
 
     def attend(self) -> None:
         """Every head's output, and the list of neurons, where its predictor ran beside q/k/v."""

@@ -39,7 +39,6 @@ class EngineBackend(EnginePool):
     Args:
         model: a Hugging Face model on one GPU, whose modules are changed so that they share the engine's tensors.
         bundle: predictors and thresholds.
-        kv_policy: as in `DecodeEngine`.
         ops: "triton", or "reference" for plain torch on any device (slow, for tests).
         guard: what all engines share of a guard, or None. zeros: as in `EngineOptions`.
     Raises:
@@ -53,7 +52,6 @@ class EngineBackend(EnginePool):
         self,
         model: Any,
         bundle: Bundle,
-        kv_policy: str = "backfill",
         ops: str = "triton",
         guard: GuardState | None = None,
         zeros: str = "auto",
@@ -72,7 +70,7 @@ class EngineBackend(EnginePool):
             )
         dtype = engine_dtype(model, ops)
         facts = facts_of(bundle, read_as_codes(bundle, dtype, 1), dtype_name(dtype), 1)
-        options = EngineOptions(kv_policy=kv_policy, ops=ops, guard=guard, zeros=zeros)
+        options = EngineOptions(ops=ops, guard=guard, zeros=zeros)
         engine = Engine.GPU if ops == "triton" else Engine.REFERENCE
         self.ranks = ranks_of(model)
         held, world = (self.shape, 1) if self.ranks is None else (self.ranks.shard.dims, self.ranks.shard.world)

@@ -23,7 +23,7 @@ def plan_compiled(
     keys = [UnitKey(layer, target) for layer in range(dims.n_layers) for target in (Target.HEADS, Target.MLP)]
     halves = tuple(_half(key, predictors, dims.activation in SILENT) for key in keys)
     head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
-    return StepPlan(Engine.CPU, dims, options.batch, context, options.kv_policy, formats, halves, False, head_why=head)
+    return StepPlan(Engine.CPU, dims, options.batch, context, formats, halves, False, head_why=head)
 
 
 def _check(formats: Formats, options: EngineOptions) -> None:
@@ -32,11 +32,6 @@ def _check(formats: Formats, options: EngineOptions) -> None:
         raise Unsupported("the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it")
     if options.zeros == "read":
         raise Unsupported("the CPU engine never reads rows of silent neurons; leave zeros out")
-    if options.kv_policy != "backfill":
-        raise Unsupported(
-            f"the CPU engine knows the policy backfill only, got {options.kv_policy}; pass kv_policy='backfill' to stay"
-            " on it"
-        )
     if formats.dtype != "float32":
         raise Unsupported(
             f"the CPU engine keeps weights in float32, and this model is in {formats.dtype}; pass dtype='float32' to"

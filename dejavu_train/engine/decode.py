@@ -8,6 +8,7 @@ of operations have the same signatures: the Triton kernels, and their plain-torc
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,12 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
 from dejavu_train.engine.planned import Engine
 from dejavu_train.engine.predictors import TargetPredictor, load_predictors
-from dejavu_train.engine.prefill import prefill
 from dejavu_train.engine.prompts import Prompts
 from dejavu_train.engine.ranks.group import agree
 from dejavu_train.engine.ranks.joins import Join, RankJoin
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.ranks.ranks import Ranks, waiting
-from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
+from dejavu_train.engine.row_numbers import sent
 from dejavu_train.engine.scores import Score, scores_of
 from dejavu_train.engine.session import Session, Sight
 from dejavu_train.engine.step import DecodeStep
@@ -139,11 +139,11 @@ class DecodeEngine(Session):
         self.ranks = ranks
         self.join = Join() if ranks is None else RankJoin(ranks.shard, ranks.sums, plan.batch, device)
         self.core = DecodeStep(self.weights, loaded, plan, options, device, guard, join=self.join)
-        self.state, self.prompts = self.core.state, Prompts(self.core)
+        self.state, self.prompts = self.core.state, Prompts(self.core, self.join)
         self.options = options
-        self._selects: list[Any] = [options.kv_policy]  # what ranks must have alike, besides their models
+        self._selects: list[Any] = []  # what ranks must have alike, besides their models
         if ranks is not None:
-            self._selects += sorted((*key, each.threshold.tolist()) for key, each in loaded.items())
+            self._selects = sorted((*key, each.threshold.tolist()) for key, each in loaded.items())
         self._verifies_live = shape.activation in SILENT and options.zeros != "read"
         self._pairs: dict[str | None, EnginePair] = {}
         super().__init__()
@@ -170,14 +170,15 @@ class DecodeEngine(Session):
         self.open(stops)
         with waiting(self.ranks):
             self._see(0, rows)
-            longest, prefilled = max(len(row.tokens) for row in rows), [row.prefilled for row in rows]
-            write_rows(self.core, sent(row_numbers(0, rows, longest), self.device))
-            if max(prefilled) > 0:
-                self.core.x[-1, : len(rows)] = prefill(
-                    self.weights, self.state.tokens[: len(rows)], prefilled, [cache.k for cache in self.core.caches],
-                    [cache.v for cache in self.core.caches], self.join,
-                )  # fmt: skip
-            self.core.tail(rows[0].sampling.mode, score)
+            self.prompts.write(0, rows)
+            for b, row in enumerate(rows):
+                if row.prefilled:
+                    self.prompts.run(b, row.prefilled)
+            mode, tail = rows[0].sampling.mode, self.core.tail
+            if self.ranks is None:
+                self.core.replay(("begun", mode, score), partial(tail, mode, score), shared=True)
+            else:
+                tail(mode, score)
 
     def open(self, stops: Sequence[int]) -> None:
         """See `Session.open`."""
@@ -194,7 +195,7 @@ class DecodeEngine(Session):
         check_rows([row], self.batch, self.context, self.shape, unheld=1)
         self._see(b, [row])
         scores = self.prompts.scores(b, row)
-        self.prompts.join(b, row)
+        self.prompts.join_row(b, row)
         return scores
 
     def score_last(self, b: int, top: int) -> Score:

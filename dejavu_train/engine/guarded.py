@@ -15,7 +15,7 @@ from dejavu_train.families import Target, UnitKey
 
 
 class GuardedAttention:
-    """All heads of every row. K and V that were skipped before are filled in as the policy says."""
+    """All heads of every row. K and V that were skipped before are filled in."""
 
     def __init__(self, body: Attention, guard: GuardState, layer: int) -> None:
         self.body, self.guard, self.key = body, guard, UnitKey(layer, Target.HEADS)

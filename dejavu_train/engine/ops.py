@@ -2,8 +2,8 @@
 
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
-from dejavu_train.kernels.attention import out_projection
-from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head
+from dejavu_train.kernels.attention import attend_chunk, out_projection
+from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head, unpack
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, live_down, pack
 from dejavu_train.kernels.sample import sampling
@@ -42,6 +42,8 @@ class StepOps:
     dense_add = staticmethod(dense_batch.dense_add)
     screened_head = staticmethod(screened_head.screened_head)
     advance = staticmethod(sampling.advance)
+    attend_chunk = staticmethod(attend_chunk.attend_chunk)
+    unpack = staticmethod(unpack.unpack)
     slot_qkv = staticmethod(slot_products.slot_qkv)
     attend_slots = staticmethod(attend_slots.attend_slots)
     slot_linear = staticmethod(slot_products.slot_linear)
@@ -80,6 +82,8 @@ class TorchOps(StepOps):
     dense_add = staticmethod(of_numbers(reference.dense_add))
     screened_head = staticmethod(of_numbers(screened_head.screened_head_reference))
     advance = staticmethod(of_numbers(sampling.advance_reference))
+    attend_chunk = staticmethod(attend_chunk.attend_chunk_reference)
+    unpack = staticmethod(unpack.unpack_reference)
     slot_qkv = staticmethod(of_numbers(slot_products.slot_qkv_reference))
     attend_slots = staticmethod(of_numbers(attend_slots.attend_slots_reference))
     slot_linear = staticmethod(of_numbers(slot_products.slot_linear_reference))

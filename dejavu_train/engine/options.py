@@ -10,11 +10,10 @@ from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.families.dims import SILENT, Activation
 from dejavu_train.ground.errors import UserError
 
-POLICIES = ("backfill", "always", "stale")
 LOOK_AHEADS = ("fused", "stream", "inline")
 OPERATIONS = ("triton", "reference")
 ZEROS = ("auto", "skip", "read")
-CHOICES = (("kv_policy", POLICIES), ("look_ahead", LOOK_AHEADS), ("ops", OPERATIONS), ("zeros", ZEROS))
+CHOICES = (("look_ahead", LOOK_AHEADS), ("ops", OPERATIONS), ("zeros", ZEROS))
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class EngineOptions:
     Args:
         batch: rows, at most 32. Fewer prompts may be given. The graph always runs all rows.
         context: tokens a row can hold, prompt included. None = the model's limit.
-        kv_policy: what happens to K/V of skipped heads: backfill (exact), always, stale.
         dtype: of weights and caches. The residual stream and all sums are fp32. None = the model's, or float16 for
             4-bit weights with Triton.
         device: None = the model's.
@@ -50,7 +48,6 @@ class EngineOptions:
 
     batch: int = 1
     context: int | None = None
-    kv_policy: str = "backfill"
     dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     ops: str = "triton"

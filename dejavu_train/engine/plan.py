@@ -103,7 +103,7 @@ def plan_step(
         check_ranks(predictors, options)
     chooser = _Chooser(dims, predictors, formats, options, engine, ranks)
     halves = tuple(half for layer in range(dims.n_layers) for half in (chooser.attention(layer), chooser.mlp(layer)))
-    plan = StepPlan(engine, dims, batch, context, options.kv_policy, formats, halves, chooser.codes_down, ranks=ranks)
+    plan = StepPlan(engine, dims, batch, context, formats, halves, chooser.codes_down, ranks=ranks)
     kept = sum(half.run is Run.SELECTED for half in halves[::2]) + plan.shares_inputs
     mlps = [predictors.get(UnitKey(i // 2, Target.MLP)) for i, half in enumerate(halves) if half.late]
     widths = [facts.rank for facts in mlps if facts is not None]
@@ -278,7 +278,7 @@ class _Chooser:
         if selected and self.packed and self.batch > MOST_TOKENS:
             raise UserError(
                 f"4-bit weights of selected heads are read for up to {MOST_TOKENS} rows at once, not {self.batch};"
-                " take fewer rows, or the policy backfill with crossover"
+                " take fewer rows, or let crossover on"
             )
         plan = HalfPlan(
             Target.HEADS, Run.SELECTED if selected else Run.MASKED, kernels, (reason, *why), facts.site, place,
@@ -297,8 +297,6 @@ class _Chooser:
         """
         if self.batch == 1:
             return True, "one row reads the heads that it selects"
-        if self.options.kv_policy == "stale":
-            return True, "the policy stale needs to know what was skipped"
         if not (self.options.crossover and crossover_measured(self.engine)):
             return True, "crossover is off, or was not measured here"
         return False, "several rows would compute K/V of missing positions, each of its own"

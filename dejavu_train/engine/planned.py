@@ -161,7 +161,6 @@ class StepPlan:
     dims: ModelDims
     batch: int
     context: int
-    kv_policy: str
     formats: Formats
     halves: tuple[HalfPlan, ...]
     codes_down: bool
@@ -197,9 +196,7 @@ class StepPlan:
 
     def describe(self) -> str:
         """How every layer runs, equal ones together, and why."""
-        lines = [
-            f"{self.batch} row{'s' * (self.batch > 1)} of {self.context} tokens, K/V of skipped heads: {self.kv_policy}"
-        ]
+        lines = [f"{self.batch} row{'s' * (self.batch > 1)} of {self.context} tokens"]
         if self.ranks > 1:
             dims = self.dims
             lines.append(

@@ -1,111 +1,98 @@
-"""The dense prompt phase: many tokens at once in plain torch, K/V written into the engine's static caches.
+"""The dense prompt phase of a GPU: chunks of few sizes, K/V written into the engine's static caches.
 
-Matrices of 4 bits are written out in the model's dtype one after another. Each is gone before the next one.
+    prompt of 600 tokens    0 .. 255 | 256 .. 511 | 512 .. 599, as 128 rows of which 88 are real
+
+Products are those of torch. Attention of a chunk is a kernel, whose row, position and length lie on the device. So each
+size is one graph. Matrices of 4 bits are written out in the model's dtype one after another, each into the memory of
+the one before. A prompt is never run beside another.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.engine.weights import DecodeWeights, LayerWeights
-from dejavu_train.families.block import alibi, forward_block, repeat_groups
+from dejavu_train.families.block import before_half, behind_half
 from dejavu_train.kernels.common.activation import activation_reference
+from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
-from dejavu_train.kernels.common.positions import Alibi, Rotary, turned_reference
-from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.common.positions import Rotary, turned_reference
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import Linear, Matrix
 from dejavu_train.kernels.stages.hidden import kept_unit
+from dejavu_train.kernels.verify.attend_slots import SLOTS
 
 HEAD_ROWS = 4096  # of the LM head at once
-TOKENS_AT_ONCE = 8192  # bounds the memory of a batch of long prompts
+SIZES = (16, 64, 128, 256, 512, 1024)  # rows of a chunk
+MOST, MOST_PACKED = 256, 1024  # rows of a whole chunk: each unpacks 4-bit weights once more
+SLOTTED, SLOTTED_PACKED = 8, 32  # tokens that passes of eight slots, which read codes as they are, take less time for
 ONE_GPU = Join()
 
 
-@torch.no_grad()
-def prefill(
+@dataclass(frozen=True)
+class Chunk:
+    """Positions ``first`` to ``first + count`` - 1 of a prompt, computed as ``size`` rows of every product."""
+
+    first: int
+    count: int
+    size: int
+
+
+def chunks_of(count: int, most: int, slotted: int = 0) -> list[Chunk]:
+    """The chunks of a prompt of ``count`` tokens. They follow from the tokens' positions alone.
+
+    Whole chunks of ``most`` tokens come first. The rest is one chunk of the smallest size that holds it.
+
+    Args:
+        slotted: a rest of so many tokens, or fewer, runs in passes of eight slots.
+
+    >>> chunks_of(300, 256)
+    [Chunk(first=0, count=256, size=256), Chunk(first=256, count=44, size=64)]
+    """
+    found = [Chunk(first, most, most) for first in range(0, count - most + 1, most)]
+    first = len(found) * most
+    if count - first <= slotted:
+        found += [Chunk(at, min(SLOTS, count - at), SLOTS) for at in range(first, count, SLOTS)]
+    elif first < count:
+        found.append(Chunk(first, count - first, next(size for size in SIZES if size >= count - first)))
+    return found
+
+
+def run_chunk(
     weights: DecodeWeights,
+    ops: StepOps,
     tokens: Tensor,
-    counts: Sequence[int],
-    k_cache: list[Tensor],
-    v_cache: list[Tensor],
+    chunk: Tensor,
+    size: int,
+    caches: Sequence[KvCache],
     join: Join = ONE_GPU,
 ) -> Tensor:
-    """Run the first counts[b] tokens of each row densely.
+    """Run a chunk of one row's prompt densely. Earlier positions of the row are in its caches.
 
     Args:
-        tokens: (B, T) integers. counts: B numbers of tokens, 0 = nothing to do for this row.
-        k_cache, v_cache: per layer (>= B, g, T, head_dim). rows below B are written, see `run_prompts`.
-        join: of the outputs of the halves of layers.
+        tokens: (B, capacity) int32. chunk: (3,) int32, the row, the first position, and how many tokens.
+        size: of the chunk. What stands behind its real tokens changes nothing of them.
+        caches: per layer. K and V of the real tokens are written.
     Returns:
-        (B, d) fp32, the residual stream of each row's last token after the last layer (zeros where counts[b] is 0).
+        (size, d) fp32, the residual stream behind the last layer.
     """
-    last = torch.zeros(len(counts), weights.shape.d_model, device=tokens.device, dtype=torch.float32)
-    rows = [b for b, count in enumerate(counts) if count > 0]
-    size = max(1, TOKENS_AT_ONCE // max(counts))
-    for first in range(0, len(rows), size):
-        part = rows[first : first + size]
-        longest = max(counts[b] for b in part)
-        numbers, ends = torch.tensor([part, [counts[b] - 1 for b in part]], device=tokens.device)
-        last[numbers] = run_prompts(weights, tokens[numbers, :longest], numbers, ends, k_cache, v_cache, join)
-    return last
-
-
-def run_prompts(
-    weights: DecodeWeights,
-    ids: Tensor,
-    rows: Tensor,
-    ends: Tensor,
-    k_cache: list[Tensor],
-    v_cache: list[Tensor],
-    join: Join = ONE_GPU,
-) -> Tensor:
-    """Run prompts that are filled up to one length. Whatever stands behind a prompt changes nothing of it.
-
-    Args:
-        ids: (n, T) integers. rows, ends: (n,) int64, of the caches, and positions of last tokens.
-        k_cache, v_cache: per layer (B, g, >= T, head_dim). T positions are written. What lies behind a row's last token
-            is written again by the steps, before anything reads it.
-    Returns:
-        (n, d) fp32, the residual stream of each last token after the last layer.
-    """
-    x = run_tokens(weights, ids, rows, k_cache, v_cache, join)
-    return x[torch.arange(len(x), device=x.device), ends]
-
-
-def run_tokens(
-    weights: DecodeWeights,
-    ids: Tensor,
-    rows: Tensor,
-    k_cache: list[Tensor],
-    v_cache: list[Tensor],
-    join: Join = ONE_GPU,
-) -> Tensor:
-    """The same, (n, T, d) fp32 of all tokens."""
-    ids = ids.long()
-    length = ids.shape[1]
-    positions = torch.arange(length, device=ids.device).expand_as(ids)
-
-    bias = None
-    if isinstance(weights.placed, Alibi):
-        ahead = positions[0] > positions[0][:, None]
-        bias = alibi(weights.placed.slopes, positions, positions).masked_fill(ahead, -torch.inf)
-
-    def attend(keys: Tensor, values: Tensor, _attn_in: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys[rows, :, :length], values[rows, :, :length] = k, v
-        # Rows are padded at their ends, where causal attention from real tokens never looks.
-        k, v = repeat_groups(q, k, v)
-        if bias is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
-
-    x = embedded(weights, ids, positions)
-    for layer, keys, values in zip(weights.layers, k_cache, v_cache, strict=True):
-        x = forward_block(dense_block(weights, layer, join), x, partial(attend, keys, values), positions)[0]
+    at = (chunk[1] + torch.arange(size, device=tokens.device)).clamp(max=tokens.shape[1] - 1)  # of real tokens no more
+    x = embedded(weights, tokens.index_select(0, chunk[:1].long())[0, at], at)
+    for layer, cache in zip(weights.layers, caches, strict=True):
+        block = dense_block(weights, layer, ops, at, join)
+        rows = block.project(before_half(block, block.norm_attn, x))
+        out = torch.zeros(size, weights.shape.n_heads, weights.shape.head_dim, dtype=rows.dtype, device=x.device)
+        ops.attend_chunk(rows, cache, chunk, out)
+        x = behind_half(block, block.norm_attn, x + block.out(out.flatten(1)))
+        made = block.neurons(before_half(block, block.norm_mlp, x))
+        x = behind_half(block, block.norm_mlp, x + block.down(made))
     return x
 
 
@@ -130,8 +117,10 @@ def embedded(weights: DecodeWeights, ids: Tensor, positions: Tensor) -> Tensor:
     return x if weights.embedding_norm is None else layer_norm_reference(x, weights.embedding_norm)
 
 
-def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GPU) -> Any:
-    """A layer as `forward_block` reads it. Residual sums are fp32, products in the weights' dtype.
+def dense_block(
+    weights: DecodeWeights, layer: LayerWeights, ops: StepOps, at: Tensor, join: Join = ONE_GPU
+) -> SimpleNamespace:
+    """The maps of a layer for tokens (T, .) at positions ``at`` (T,). Products are in the weights' dtype.
 
     Squares of 256 and more are no fp16 numbers: hidden values are stored times `kept_unit`.
     """
@@ -140,24 +129,37 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GP
     turns = weights.placed if isinstance(weights.placed, Rotary) else None
     normed = torch.float32 if dims.post_norm else dtype  # the residual stream itself, or what products read
 
-    def compared(x: Tensor, norm: LayerNormWeights | None, positions: Tensor) -> Tensor:
-        """Queries or keys (B, h, T, e), in fp32 where they are turned, as the kernels turn them."""
+    def numbers(weight: Matrix, beside: bool = False) -> Tensor:
+        """(n, d) of a weight with any leading dimensions."""
+        if weight.format is Format.INT4:
+            return ops.unpack(weight, dtype, beside)
+        return weight.numbers.flatten(0, -2)
+
+    def norm(ln: LayerNormWeights, x: Tensor) -> Tensor:
+        out = torch.empty_like(x, dtype=normed)
+        ops.layer_norm(x, ln, out)
+        return out
+
+    def compared(x: Tensor, norm: LayerNormWeights | None) -> Tensor:
+        """Queries or keys (T, g, n, e), in fp32 where they are turned, as the kernels turn them."""
         if norm is not None:
             x = layer_norm_reference(x, norm, torch.float32)
         if turns is not None:
-            x = turned_reference(x.float(), turns, positions[:, None].expand(x.shape[:-1]))
+            x = turned_reference(x.float(), turns, at[:, None, None].expand(x.shape[:-1]))
         return x.to(dtype)
 
-    def project(n: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        n, qkv = n.to(dtype), layer.qkv.weight.dense(dtype).flatten(0, 2)
-        # (B, g, r + 2, T, e)
-        rows = F.linear(n, qkv, layer.qkv.bias.flatten()).unflatten(-1, layer.qkv.bias.shape).movedim(-4, -2)
-        q, k, v = rows[:, :, :share].flatten(1, 2), rows[:, :, share], rows[:, :, share + 1]
+    def project(n: Tensor) -> Tensor:
+        """(T, g, r + 2, e)."""
+        bias = layer.qkv.bias
+        rows = F.linear(n.to(dtype), numbers(layer.qkv.weight), bias.flatten()).unflatten(-1, bias.shape)
+        if turns is None and layer.head_norms is None:
+            return rows
         norms = (None, None) if layer.head_norms is None else (layer.head_norms.q, layer.head_norms.k)
-        return compared(q, norms[0], positions), compared(k, norms[1], positions), v
+        q, k, v = rows.split((share, 1, 1), 2)
+        return torch.cat((compared(q, norms[0]), compared(k, norms[1]), v), 2)
 
     def values(linear: Linear, n: Tensor, activation: str, scale: float = 1.0) -> Tensor:
-        x = F.linear(n.to(dtype), linear.weight.dense(dtype), linear.bias)
+        x = F.linear(n.to(dtype), numbers(linear.weight), linear.bias)
         if activation == "relu" and not layer.hidden.threshold:
             return x.relu_()
         return (activation_reference(x.float(), activation, layer.hidden.threshold) * scale).to(dtype)
@@ -172,18 +174,25 @@ def dense_block(weights: DecodeWeights, layer: LayerWeights, join: Join = ONE_GP
         )
         return gate.mul_(up)
 
-    def down(neurons: Tensor) -> Tensor:
-        down = layer.down.weight.dense(dtype)
-        product = neurons @ down if layer.down_transposed else F.linear(neurons, down)
-        return join.total(product.float() / unit + layer.down.bias.float())
+    def whole(linear: Linear, x: Tensor, weight: Tensor, unit: float = 1.0) -> Tensor:
+        """x weight + bias of all ranks, weight (n, d). The bias is added before one rounding, or in fp32 behind it."""
+        if unit == 1 and type(join) is Join and linear.bias.dtype == dtype:
+            return torch.addmm(linear.bias, x, weight)
+        return join.total((x @ weight).float() / unit + linear.bias.float())
+
+    def out(mixed: Tensor) -> Tensor:
+        return whole(layer.out, mixed, numbers(layer.out.weight, beside=layer.packed).T)
+
+    def down(made: Tensor) -> Tensor:
+        rows = numbers(layer.down.weight)
+        return whole(layer.down, made, rows if layer.down_transposed or layer.packed else rows.T, unit)
 
     return SimpleNamespace(
         post_norm=dims.post_norm,
-        norm_attn=lambda x: layer_norm_reference(x, layer.behind[0] or layer.norm1, normed),
+        norm_attn=partial(norm, layer.behind[0] or layer.norm1),
         project=project,
-        scaling=1.0,  # by `scaled_dot_product_attention`
-        out=lambda mixed: join.total(F.linear(mixed, layer.whole_out(dtype)).float() + layer.out.bias.float()),
-        norm_mlp=lambda x: layer_norm_reference(x, layer.behind[1] or layer.norm2, normed),
+        out=out,
+        norm_mlp=partial(norm, layer.behind[1] or layer.norm2),
         neurons=neurons,
         down=down,
     )

@@ -1,79 +1,113 @@
-"""Rows that join others: each alone, its prompt filled up to one of few sizes, from a graph of that size.
+"""Prompts of an engine's rows: each alone, in chunks of few sizes, every size a graph.
 
-Which kernel multiplies a prompt follows from how many tokens it has. So a prompt that runs alone in its size gives the
+Which kernel multiplies a chunk follows from its size, and the chunks from the prompt's positions. So a prompt gives the
 same numbers whoever else is served. An eager pass of a short prompt takes the time in which its launches are queued,
-several times what the GPU needs for it. From a graph it takes the GPU's time.
-
-A row joins in one transfer and two graphs, behind the steps that were asked for before. The host waits for nothing.
+several times what the GPU needs for it. From a graph it takes the GPU's time. The host waits for nothing.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
+from dejavu_train.engine import runs
 from dejavu_train.engine.inputs import Row
-from dejavu_train.engine.prefill import logits_of, run_prompts, run_tokens
-from dejavu_train.engine.row_numbers import FIRST, row_numbers, sent, write_rows
+from dejavu_train.engine.prefill import MOST, MOST_PACKED, SLOTTED, SLOTTED_PACKED, chunks_of, logits_of, run_chunk
+from dejavu_train.engine.ranks.joins import Join
+from dejavu_train.engine.row_numbers import row_numbers, sent, write_rows
 from dejavu_train.engine.scores import AT_ONCE, Score, scores_of
+from dejavu_train.engine.slot_pass import SlotPass
 from dejavu_train.engine.step import DecodeStep
+from dejavu_train.families.dims import engine_refusal
+from dejavu_train.kernels.verify.attend_slots import SLOTS
 from dejavu_train.models.finite import not_finite
-
-STEP = 32  # tokens between two sizes
-LONGEST = 256  # beyond it the GPU needs longer than the host
 
 
 class Prompts:
     """Prompts for the rows of a step.
 
-    Matrices of 4 bits are written out as numbers one after another. These passes, and long prompts, are not recorded.
+    Args:
+        join: of the outputs of the halves of layers. Those of several GPUs are not recorded.
     """
 
-    def __init__(self, core: DecodeStep) -> None:
-        self.core = core
-        self._packed = any(layer.packed for layer in core.weights.layers)
-        self._given: dict[int, Tensor] = {}
+    def __init__(self, core: DecodeStep, join: Join) -> None:
+        self.core, self.join, self._alone = core, join, type(join) is Join
+        packed = core.weights.packed
+        self.most = MOST_PACKED if packed else MOST
+        has_slots = self._alone and engine_refusal(core.shape, runs.VERIFIED) is None
+        self.slotted = has_slots * (SLOTTED_PACKED if packed else SLOTTED)
+        self._chunk = torch.zeros(3, dtype=torch.int32, device=core.device)
+        self._given: dict[int, torch.Tensor] = {}
+        self._passes: dict[int, SlotPass] = {}
         self._row = torch.zeros(1, dtype=torch.int64, device=core.device)
         self._changed = core.state.done, core.state.row_state
         self._kept = [tensor.clone() for tensor in self._changed]
 
+    def write(self, first: int, rows: Sequence[Row]) -> None:
+        """Begin rows in the state, from place ``first`` on."""
+        core, width = self.core, self.core.state.tokens.shape[1]
+        numbers = row_numbers(first, rows, width)
+        if not self._alone:
+            write_rows(core, sent(numbers, core.device))
+            return
+        if len(rows) not in self._given:
+            self._given[len(rows)] = torch.zeros(numbers.shape, dtype=torch.float64, device=core.device)
+        given = self._given[len(rows)]
+        given.copy_(sent(numbers, core.device))
+        core.replay(("rows", len(rows)), partial(write_rows, core, given), shared=True)
+
     @torch.no_grad()
-    def join(self, b: int, row: Row) -> None:
-        """Begin a row in place b: run its prompt densely, and choose its next token. Other rows stay as they are."""
-        core, size = self.core, self._size(row.prefilled)
-        width = self._size(len(row.tokens))
-        numbers = row_numbers(b, [row], width)
-        try:
-            if self._packed or width > LONGEST:
-                self._begin(sent(numbers, core.device), size)
+    def run(self, b: int, count: int) -> None:
+        """Run the first ``count`` tokens of row b. The step's residual stream behind its last layer is theirs then."""
+        for chunk in chunks_of(count, self.most, self.slotted):
+            self._chunk.copy_(sent(torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32), self.core.device))
+            if chunk.size == SLOTS:
+                self.core.replay(("slots", b), partial(self._run_slots, b))
+            elif self._alone:
+                self.core.replay(("prompt", chunk.size), partial(self._run, chunk.size), shared=True)
             else:
-                if width not in self._given:
-                    shape = 1, FIRST + width
-                    self._given[width] = torch.zeros(shape, dtype=torch.float64, device=core.device)
-                given = self._given[width]
-                given.copy_(sent(numbers, core.device))
-                core.replay(("prompt", width, size), partial(self._begin, given, size), shared=True)
+                self._run(chunk.size)
+
+    def _run(self, size: int) -> torch.Tensor:
+        """The chunk that is written on the device. Returns (size, d)."""
+        core = self.core
+        x = run_chunk(core.weights, core.ops, core.state.tokens, self._chunk, size, core.caches, self.join)
+        core.x[-1].index_copy_(0, self._chunk[:1].long(), x.index_select(0, self._chunk[2:].long() - 1))
+        return x
+
+    def _run_slots(self, b: int) -> None:
+        """The same of at most eight tokens. Slots behind the last token are copies of it."""
+        core, chunk = self.core, self._chunk
+        if b not in self._passes:
+            of_row = [
+                dataclasses.replace(cache, k=cache.k[b : b + 1], v=cache.v[b : b + 1], watermark=None)
+                for cache in core.caches
+            ]
+            self._passes[b] = SlotPass(core.weights, of_row, core.ops, core.work.pdl)
+        slots = torch.arange(SLOTS, dtype=torch.int32, device=core.device)
+        position = chunk[1] + torch.minimum(slots, chunk[2] - 1)
+        found = self._passes[b].run_layers(core.state.tokens[b].index_select(0, position), position)
+        core.x[-1].index_copy_(0, chunk[:1].long(), found.index_select(0, chunk[2:].long() - 1))
+
+    @torch.no_grad()
+    def join_row(self, b: int, row: Row) -> None:
+        """Begin a row in place b: run its prompt densely, and choose its next token. Other rows stay as they are."""
+        core = self.core
+        try:
+            with core.on_device():
+                for tensor, kept in zip(self._changed, self._kept, strict=True):
+                    kept.copy_(tensor)
+                core.state.done.fill_(1)
+                self.write(b, [row])
+                self._row.fill_(b)
+            if row.prefilled:
+                self.run(b, row.prefilled)
             mode, score = row.sampling.mode, row.scored_from is not None
             core.replay(("joined", mode, score), partial(self._end, mode, score), shared=True)
         except BaseException:
             self._put_back()
             raise
-
-    def _size(self, n: int) -> int:
-        return min(-(-n // STEP) * STEP, self.core.context)
-
-    def _begin(self, given: Tensor, size: int) -> None:
-        """Everything in front of the LM head. Other rows are done meanwhile. given: (1, FIRST + width) fp64."""
-        core = self.core
-        for tensor, kept in zip(self._changed, self._kept, strict=True):
-            kept.copy_(tensor)
-        core.state.done.fill_(1)
-        row, prefilled, tokens = write_rows(core, given)
-        self._row.copy_(row)
-        if size:
-            keys, values = [cache.k for cache in core.caches], [cache.v for cache in core.caches]
-            last = run_prompts(core.weights, tokens[:, :size], row, prefilled - 1, keys, values)
-            core.x[-1].index_copy_(0, row, last)
 
     @torch.no_grad()
     def scores(self, b: int, row: Row) -> list[Score]:
@@ -86,10 +120,15 @@ class Prompts:
         if first is None or first >= row.prefilled:
             return []
         with core.on_device():
-            ids = torch.tensor([row.tokens[: row.prefilled]], device=core.device)
-            keys, values = [cache.k for cache in core.caches], [cache.v for cache in core.caches]
-            behind = run_tokens(core.weights, ids, torch.tensor([b], device=core.device), keys, values)[0]
-            found: list[Score] = []
+            core.state.tokens[b, : row.prefilled].copy_(
+                sent(torch.tensor(row.tokens[: row.prefilled]).int(), core.device)
+            )
+            parts = []
+            for chunk in chunks_of(row.prefilled, self.most):
+                at = torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32)
+                self._chunk.copy_(sent(at, core.device))
+                parts.append(self._run(chunk.size)[: chunk.count])
+            behind, found = torch.cat(parts), list[Score]()
             for start in range(first, row.prefilled, AT_ONCE):  # logits of position p stand behind token p - 1
                 stop = min(row.prefilled, start + AT_ONCE)
                 logits = logits_of(core.weights, behind[start - 1 : stop - 1])

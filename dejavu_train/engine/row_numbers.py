@@ -22,15 +22,15 @@ def row_numbers(first: int, rows: Sequence[Row], width: int) -> Tensor:
 
     fp64 holds every integer of them exactly.
     """
-    made = []
+    made = torch.zeros(len(rows), FIRST + width, dtype=torch.float64)
     for b, row in enumerate(rows, first):
         said = row.sampling
         numbers = [b, row.prefilled, len(row.tokens), row.least, row.total, row.sparse_from, said.top_k]
         numbers += [said.seed * MAX_BATCH + row.number]
         given = [said.temperature, said.top_p, said.min_p, said.repetition_penalty]
         given += [said.presence_penalty, said.frequency_penalty]
-        made.append([*numbers, *given, *row.tokens, *[0] * (width - len(row.tokens))])
-    return torch.tensor(made, dtype=torch.float64)
+        made[b - first, : FIRST + len(row.tokens)] = torch.tensor([*numbers, *given, *row.tokens], dtype=torch.float64)
+    return made
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
@@ -60,7 +60,4 @@ def write_rows(core: DecodeStep, given: Tensor) -> tuple[Tensor, Tensor, Tensor]
     core.watermark.index_copy_(
         1, rows, whole[None, :, 1, None].expand(len(core.watermark), -1, core.watermark.shape[2])
     )
-    for valid in (cache.valid for cache in core.caches if cache.valid is not None):
-        held = torch.arange(valid.shape[2], device=valid.device) < prefilled[:, None]
-        valid.index_copy_(0, rows, held[:, None].expand(-1, valid.shape[1], -1).to(valid.dtype))
     return rows, prefilled, tokens

@@ -81,17 +81,21 @@ class SlotPass:
                 largest may then be -inf. None = all logits.
         """
         weights, ops, pdl = self.weights, self.ops, self.pdl
-        at = position.long()
-        self.x[0].copy_(embedded(weights, tokens.long(), at))
-        for layer, cache in zip(weights.layers, self.caches, strict=True):
-            self._attend(layer, cache, position)
-            self._multiply(layer)
+        self.run_layers(tokens, position)
         ops.layer_norm(self.x[0], weights.final_norm, self.normed, pdl=pdl)
         if self.screen is not None and stops is not None:
             ops.screened_slots(self.x[0], self.normed, self.screen, stops, self.logits, self.screening, pdl=pdl)
         else:
             self._head()
             self.join.close_head(self.logits)
+
+    def run_layers(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """The same in front of the final norm. Returns (8, d) fp32, the residual stream behind the last layer."""
+        self.x[0].copy_(embedded(self.weights, tokens.long(), position.long()))
+        for layer, cache in zip(self.weights.layers, self.caches, strict=True):
+            self._attend(layer, cache, position)
+            self._multiply(layer)
+        return self.x[0]
 
     def describe(self) -> str:
         """What equality of slots holds for."""
@@ -167,7 +171,7 @@ class SlotPass:
         """
         layer, device, shape = self.weights.layers[0], self.x.device, self.weights.shape
         room = torch.zeros(2, 1, shape.n_kv_heads, SLOTS, shape.head_dim, dtype=self.normed.dtype, device=device)
-        cache = dataclasses.replace(self.caches[0], k=room[0], v=room[1], watermark=None, valid=None)
+        cache = dataclasses.replace(self.caches[0], k=room[0], v=room[1], watermark=None)
 
         def qkv(x: Tensor, position: Tensor) -> Tensor:
             self.ops.slot_qkv(x, layer.qkv, HeadStep(self.q, cache, position), self.products)

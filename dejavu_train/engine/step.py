@@ -149,7 +149,6 @@ class DecodeStep:
         dtype, size = self.weights.embedding.dtype, (batch, shape.n_kv_heads, self.context)
         half = self.plan.half(layer, Target.HEADS)
         sparse = half.run is Run.SELECTED
-        stale = sparse and self.plan.kv_policy == "stale"
         attn_in = self.work.carried.inputs
         if sparse or half.kernels is not Kernels.QKV_WITH_PREDICTOR:
             attn_in = torch.zeros(batch, self.context if sparse else 0, shape.d_model, dtype=dtype, device=device)
@@ -162,7 +161,6 @@ class DecodeStep:
             v=v,
             attn_in=attn_in,
             watermark=self.watermark[layer] if sparse else None,
-            valid=torch.zeros(size, dtype=torch.uint8, device=device) if stale else None,
             positions=self.weights.placed,
         )
 
@@ -253,12 +251,12 @@ class DecodeStep:
             for tensor, copy in saved:
                 tensor.copy_(copy)
 
-    def _capture(self, run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    def _capture(self, run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
         """What ``run`` queues: compile every kernel in a run whose effects are undone, then record one."""
         with CAPTURING:
             return self._captured(run, pool)
 
-    def _captured(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    def _captured(self, run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
         # One stream for all: memory that one recording has given back is taken by the next on the same stream alone.
         stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -278,7 +276,7 @@ class DecodeStep:
         call = mode, score, self.guard is not None and self.guard.due()
         self.replay(call, partial(self.eager, *call))
 
-    def replay(self, key: tuple[Any, ...], run: Callable[[], None], shared: bool = False) -> None:
+    def replay(self, key: tuple[Any, ...], run: Callable[[], object], shared: bool = False) -> None:
         """``run`` once, from a graph of this key where steps are graphs. It is recorded the first time.
 
         Args:
@@ -298,6 +296,3 @@ class DecodeStep:
         """Forget all rows. Captured graphs stay valid."""
         self.work.reset()
         self.watermark.zero_()
-        for cache in self.caches:
-            if cache.valid is not None:
-                cache.valid.zero_()

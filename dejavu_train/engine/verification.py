@@ -64,7 +64,7 @@ class EnginePair(Pair):
         ranks: of one of several GPUs. All of them run the same cycles. None = one GPU.
         skips: verification leaves rows of silent neurons out, see `SlotPass`.
     Raises:
-        UserError: a guard, a policy other than backfill, or products whose rows depend on each other here.
+        UserError: a guard, or products whose rows depend on each other here.
     """
 
     ahead = True
@@ -79,8 +79,6 @@ class EnginePair(Pair):
     ) -> None:
         if step.guard is not None:
             raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
-        if step.plan.kv_policy != "backfill":
-            raise UserError(f"lossless decoding needs kv_policy backfill, this engine has {step.plan.kv_policy}")
         self.step, self._begin, self._ranks = step, begin, ranks
         self.weights, device = dense, step.device
         join = None if ranks is None else RankJoin(ranks.shard, ranks.sums.by_rank(), SLOTS, device)

@@ -33,7 +33,6 @@ class Workspace:
 
     ops: StepOps
     pdl: bool
-    kv_policy: str
     state: TokenState
     carried: Carried
     ahead: torch.cuda.Stream | None
@@ -66,7 +65,6 @@ class Workspace:
         return cls(
             ops=ops,
             pdl=pdl,
-            kv_policy=plan.kv_policy,
             # A column more than the context: scoring the last token of a full context chooses one beyond it.
             state=TokenState.empty(batch, plan.context + 1, device, vocab=dims.vocab_size) if state is None else state,
             carried=Carried(plan, dtype, device),

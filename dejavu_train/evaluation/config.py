@@ -40,7 +40,7 @@ class InferConfig(TextConfig):
     GROUPS = {
         "texts": (
             "Which texts are read",
-            ("own_text", "text_config", "text_revision", "text_field", "text_cache", "text_set", "window"),
+            ("own_text", "text_config", "text_revision", "text_field", "text_cache", "window"),
         ),
         "quality": (
             "What is scored",

@@ -8,6 +8,15 @@ from dejavu_train.ground.files import replacing
 
 # Colours of Okabe and Ito differ for colour-blind people; markers and dashes tell lines apart too.
 BLUE, GREEN, PINK, ORANGE, RED, BLACK = "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#000000"
+# selection -> colour, marker, line, label
+CURVES = {
+    "predicted": (BLUE, "o", "-", "predicted"),
+    "oracle": (GREEN, "s", "--", "oracle (knows this token's activations)"),
+    "noncontextual": (PINK, "D", "-.", "non-contextual (embedding only)"),
+    "static": (ORANGE, "^", "-", "static (most often active)"),
+    "random": (RED, "v", ":", "random"),
+    "as calibrated": (BLACK, "*", "", "the bundle as calibrated (its heads too)"),
+}
 STYLES = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (PINK, "D", ":"), (ORANGE, "v", "-"))
 
 

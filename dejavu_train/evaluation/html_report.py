@@ -3,29 +3,27 @@
     python -m dejavu_train.evaluation.html_report RESULTS_FOLDER [--wandb PROJECT]
 
 Made of the files alone: results.json, and if they lie there observations/ (of papers.deja_vu.observe), generation/
-(of evaluation.generation), tasks/results.json (of evaluation.lm_eval) and paper/paper.json (of papers.deja_vu.tables).
-So it can be made anew at any time. report.html.jinja is the page. It escapes all text, and its one script sorts tables.
+(of extras.generation), tasks/results.json (of extras.tasks) and paper/paper.json (of papers.deja_vu.tables).
+So it can be made anew at any time. report.html.jinja is the page, which escapes all text. Pictures are those that lie
+there, curve.png among them.
 """
 
 import argparse
+import base64
 import csv
 import dataclasses
-import html
 import logging
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 
 from dejavu_train.evaluation import report
-from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.report import Table
 from dejavu_train.evaluation.schema import read_current
-from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.verdict import verdict
 from dejavu_train.ground.errors import UserError, exit_on_user_error, first_line
 from dejavu_train.ground.experiments import offline_folder, say_offline
@@ -35,35 +33,32 @@ from dejavu_train.ground.progress import set_up_logging
 logger = logging.getLogger(__name__)
 
 SHOWN_ROWS = 400  # of a table; the CSV beside it has them all
-LONG = 40  # rows of a table of tasks, from which on it is folded
 TASKS = {"tasks/results.json": "Tasks", "paper/paper.json": "The paper's tables that are about tasks"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """One observation of observations.json: its words, its rows, and its picture as SVG, if it has one."""
+    """One observation of observations.json: its words, its rows, and its picture as a data URI, if it has one."""
 
     name: str
     title: str
     paper: str
     caption: str
     table: Table
-    svg: str | None
+    picture: str | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Everything in a results folder, pictures as SVG.
+    """Everything in a results folder, pictures as data URIs.
 
-    ``curve`` and ``panels`` are pictures of the quality rows: one text with its verdict, and every text. ``observed``
-    is observations.json, and ``tasks`` the rows of each file of tasks. ``trend`` is the picture of the paper's Fig. 7.
-    ``generation`` is generation.json with its picture as ``svg``.
+    ``curve`` is curve.png. ``observed`` is observations.json, and ``tasks`` the rows of each file of tasks. ``trend``
+    is the picture of the paper's Fig. 7. ``generation`` is generation.json with its ``picture`` and its ``table``.
     """
 
     folder: Path
     found: dict[str, Any]
     curve: str | None
-    panels: str | None
     observed: dict[str, Any] | None
     observations: list[Observation]
     tasks: dict[str, Table]
@@ -91,11 +86,9 @@ def read_results(folder: str | Path) -> Results:
             ) from None
     try:
         tasks = {path: _task_table(folder / path) for path in TASKS if (folder / path).is_file()}
-        drawn = folder / "paper" / "fig7.svg"
-        trend = _svg(drawn) if drawn.is_file() else None
-        generation = _generation(folder / "generation")
-        curve, panels = _drawn(stored_results, plot_curves), _drawn(stored_results, plot_texts)
-        return Results(folder, stored_results, curve, panels, observed, observations, tasks, trend, generation)
+        curve = _picture(folder / "curve.png") if stored_results["quality"] else None
+        trend, generation = _picture(folder / "paper" / "fig7.png"), _generation(folder / "generation")
+        return Results(folder, stored_results, curve, observed, observations, tasks, trend, generation)
     except UserError:
         raise
     except (KeyError, OSError) as error:
@@ -106,21 +99,23 @@ def read_results(folder: str | Path) -> Results:
         ) from None
 
 
-def _svg(path: Path) -> str:
-    """Raises ValueError for a file that holds no picture."""
-    text = path.read_text(encoding="utf-8")
-    if "<svg" not in text:
-        raise ValueError(f"{path.name} is no SVG")
-    return text
+def _picture(path: Path) -> str | None:
+    """A PNG as a data URI. None where there is no file. Raises ValueError for one that holds no picture."""
+    if not path.is_file():
+        return None
+    data = path.read_bytes()
+    if not data.startswith(b"\x89PNG"):
+        raise ValueError(f"{path.name} is no PNG")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def _observation(folder: Path, one: dict[str, Any]) -> Observation:
     with open(folder / f"{one['name']}.csv", encoding="utf-8", newline="") as file:
         headings, *rows = csv.reader(file)
     cells = [[_rounded(cell) for cell in row] for row in rows]
-    svg = _svg(folder / f"{one['name']}.svg") if one["picture"] else None
+    picture = _picture(folder / f"{one['name']}.png") if one["picture"] else None
     words = {key: one[key] for key in ("name", "title", "paper", "caption")}
-    return Observation(**words, table=Table(one["name"], headings, cells), svg=svg)
+    return Observation(**words, table=Table(one["name"], headings, cells), picture=picture)
 
 
 def _rounded(cell: str) -> str:
@@ -143,21 +138,15 @@ def _generation(folder: Path) -> dict[str, Any] | None:
     if not (folder / "generation.json").is_file():
         return None
     stored = read_json(folder / "generation.json", "generation.json")
-    svg = _svg(folder / "generation.svg") if stored["picture"] else None
-    return {**stored, "svg": svg, "table": _rows_table("Generation", stored["rows"])}
+    return {
+        **stored,
+        "picture": _picture(folder / "generation.png"),
+        "table": _rows_table("Generation", stored["rows"]),
+    }
 
 
 def _shown(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _drawn(found: dict[str, Any], plot: Callable[[dict[str, Any], Path], bool]) -> str | None:
-    """A picture of the quality rows as SVG. None without rows or without matplotlib."""
-    if not found["quality"]:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "curve.svg"
-        return path.read_text(encoding="utf-8") if plot(found, path) else None
 
 
 def page(results: Results) -> str:
@@ -174,7 +163,7 @@ def page(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    room.filters |= {"anchor": _anchor, "inline_svg": inline_svg, "summary_rows": _summary_rows}
+    room.filters["anchor"] = _anchor
     return room.get_template("report.html.jinja").render(
         results=results,
         about=about,
@@ -184,26 +173,6 @@ def page(results: Results) -> str:
         task_files=TASKS,
         shown_rows=SHOWN_ROWS,
     )
-
-
-def _summary_rows(table: Table) -> Table | None:
-    """Means and perplexities of a table of tasks that is too long to be read. None for another."""
-    short = [row for row in table.cells if "mean" in row or "perplexity" in row]
-    return dataclasses.replace(table, cells=short) if len(table.cells) > LONG and short else None
-
-
-def inline_svg(svg: str, name: str, title: str) -> str:
-    """An SVG file as a part of a page: without its prologue, its ids prefixed so that no two pictures share one.
-
-    >>> inline_svg('<?xml?><svg a="b"><g id="x"/><use xlink:href="#x" clip-path="url(#x)"/></svg>', "n", "T")
-    '<svg role="img" aria-label="T" a="b"><g id="n-x"/><use xlink:href="#n-x" clip-path="url(#n-x)"/></svg>'
-    """
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r'\bid="', f'id="{name}-', body)
-    body = re.sub(r'href="#', f'href="#{name}-', body)
-    body = re.sub(r"url\(#", f"url(#{name}-", body)
-    return body.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1).rstrip()
 
 
 def _anchor(name: str) -> str:
@@ -252,7 +221,7 @@ def log_to_wandb(
         raise UserError("--wandb needs wandb: pip install 'dejavu-train[train]'") from None
     before = None if record is None else record.logger("wandb")
     tables = {table.name: wandb.Table(columns=table.headings, data=table.cells) for table in all_tables(results)}
-    drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.svg]
+    drawn = [results.folder / "observations" / f"{one.name}.png" for one in results.observations if one.picture]
     pictures = [results.folder / "curve.png", results.folder / "generation" / "generation.png"]
     pictures += [results.folder / "paper" / "fig7.png", *drawn]
     shown = {f"picture {path.stem}": wandb.Image(str(path)) for path in pictures if path.is_file()}

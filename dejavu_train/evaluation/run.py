@@ -28,6 +28,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetti
 from dejavu_train.evaluation.picture import plot_curves
 from dejavu_train.evaluation.provenance import hashes, new_run
 from dejavu_train.evaluation.ranks import together
+from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import EvalText, behind_start, load_text, trained_text
 from dejavu_train.evaluation.timing import (
     CPU,
@@ -253,7 +254,7 @@ def _load_texts(config: InferConfig, bundle: Bundle, tokenizer: Any) -> list[Eva
     tokens = config.tokens
     if tokens == 0:  # without scoring one window is enough: timing takes its prompt from it
         named, tokens = named[:1], config.window - 1
-    options = (config.text_set, config.model, trained, tokenizer, config.window, tokens, config.seed)
+    options = (TEXT_SET, config.model, trained, tokenizer, config.window, tokens, config.seed)
     sources: list[tuple[str, str | dict[str, Any]]] = [*named]
     if config.own_text is not None:
         import_text(config.own_text, "--own_text")  # named by its flag where it cannot be imported

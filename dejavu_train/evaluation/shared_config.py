@@ -10,7 +10,8 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.models.installed import installed
 
 DEFAULT = "checkpoints/demo/bundle"
-TextSet = Literal["train", "calibration", "val", "test"]
+TEXT_SET = "test"  # of a text that is split: nothing was trained or chosen on it
+_CONSTANTS: dict[str, Any] = {"text_set": TEXT_SET}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,9 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """Which text is read."""
+    """Which text is read. Of one that is split, such as that of training or a hub dataset, the test set."""
+
+    CONSTANTS = _CONSTANTS
 
     seed: int = 0
     """Of what is drawn at random, and of the order of documents."""
@@ -68,8 +71,6 @@ class TextOptions:
     """Commit or tag of a hub dataset."""
     text_field: str = "text"
     """Field that holds the text, of a hub dataset or a JSONL line."""
-    text_set: TextSet = "test"
-    """Which set is read of a text that is split: of training, installed-docs, hub datasets."""
 
 
 @dataclasses.dataclass(frozen=True)

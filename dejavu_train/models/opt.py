@@ -313,16 +313,6 @@ def _canonical(name: str, dtype: str) -> tuple[str, str]:
     return full_name(own_name(name)), dtype
 
 
-def _earlier_spellings() -> Iterator[Spelling]:
-    """What hashes of earlier versions were made over: names and dtypes as one container or the other has them."""
-    torch_names = {spelled: str(dtype) for spelled, dtype in DTYPE_SPELLED.items()}
-    yield lambda name, dtype: (name, dtype)
-    yield lambda name, dtype: (name, torch_names.get(dtype, dtype))
-    yield lambda name, dtype: (name.removeprefix("model."), dtype)
-    yield lambda name, dtype: (name.removeprefix("model."), torch_names.get(dtype, dtype))
-    yield lambda name, dtype: (_canonical(name, dtype)[0], torch_names.get(dtype, dtype))
-
-
 def _stored_tensors(file: Path) -> Iterator[tuple[str, str, list[int], int, Callable[[int, int], bytes]]]:
     """Of every tensor its name, its dtype, its shape, its bytes, and what reads bytes ``start`` to ``stop`` of them."""
     if file.suffix == ".safetensors":
@@ -372,13 +362,6 @@ def _rows(files: Iterable[Path], full: bool, spelling: Spelling) -> dict[str, by
     return rows
 
 
-def _hash_file(file: Path, full: bool) -> list[tuple[str, bytes]]:
-    return list(_rows([file], full, _canonical).items())
-
-
-_hash_safetensors = _hash_pickled = _hash_file  # earlier names, for programs that were written for 0.1
-
-
 def _digest(rows: Mapping[str, bytes], full: bool) -> str:
     digest = hashlib.sha256()
     for name in sorted(rows):
@@ -407,17 +390,3 @@ def weight_hash(name: str, full: bool = False, revision: str | None = None) -> s
             rows[embedding] = head
             del rows[HEAD]
     return _digest(rows, full)
-
-
-def has_hash(name: str, wanted: str, revision: str | None = None) -> bool:
-    """Whether a model's stored weights have the hash ``wanted``: that of :func:`weight_hash`, or one of an earlier
-    version. Such a one was made over names and dtypes as they are stored, in this container or the other.
-
-    Raises:
-        UserError: as :func:`weight_hash`.
-    """
-    full = wanted.startswith("full:")
-    if weight_hash(name, full, revision) == wanted:
-        return True
-    files = stored_files(name, revision=revision)
-    return any(_digest(_rows(files, full, spelling), full) == wanted for spelling in _earlier_spellings())

@@ -1,7 +1,7 @@
 """The keys of quantising a model, with their defaults. Readable without torch."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from dejavu_train.data.text import TextSource
 from dejavu_train.families import ModelDims
@@ -11,11 +11,15 @@ from dejavu_train.models.installed import installed
 
 LEAST_PER_INPUT = 10  # calibration tokens; fewer leave second moments that say little
 DEFAULT_TOKENS = 128_000
+# Options of 0.2, of gptq. An error in a head may be undone by others, and biases take over what rounding does to means.
+CONSTANTS: dict[str, Any] = {"damp_own": 0.0, "act_order": False, "out_hessian": "full", "correct_bias": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeConfig:
     """A model's matrices in 4 bits, written as a model folder of its own."""
+
+    CONSTANTS = CONSTANTS
 
     model: str = "checkpoints/opt-mini"
     """Folder or hub id. Its weights in fp16, bf16 or fp32, or quantised by GPTQ, AWQ, compressed-tensors or
@@ -36,15 +40,6 @@ class QuantizeConfig:
     """Sequences per forward pass."""
     damp_mean: float = 0.01
     """Of gptq: this share of the mean of the second moments' diagonal is added to the diagonal."""
-    damp_own: float = 0.0
-    """Of gptq: this share of itself is added to each entry of that diagonal."""
-    act_order: bool = False
-    """Of gptq: inputs with large second moments first, with scales chosen beforehand. For the map out of
-    the neurons, whose scales are each neuron's own, it is always so."""
-    out_hessian: Literal["full", "per_head"] = "full"
-    """Of gptq: whether an error in one head of the output projection may be undone by other heads."""
-    correct_bias: bool = True
-    """Of gptq: whether biases take over what rounding does to the outputs' means."""
     lm_head: Literal["fp16", "int8", "int4"] = "fp16"
     """fp16 leaves the LM head as it is. int8 (to nearest) and int4 (by the quantizer) store it in codes of its own.
     Embeddings to which it is tied stay as they are. The decode engine of a GPU reads fp16 and int4."""
@@ -59,7 +54,7 @@ class QuantizeConfig:
     def check(self, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value out of range, or one that the model does not allow."""
         least = Range(2, COUNT.most)
-        ranges = {"tokens": least, "window": least, "batch_size": COUNT, "damp_mean": NUMBER, "damp_own": NUMBER}
+        ranges = {"tokens": least, "window": least, "batch_size": COUNT, "damp_mean": NUMBER}
         check_ranges(self, "", ranges | {"seed": SEED})
         self.text.check()
         if self.gptq and self.window > shape.max_positions:

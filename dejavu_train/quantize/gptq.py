@@ -7,11 +7,10 @@ H = X' X and H^-1 = U' U, with U upper triangular. Rounding column i by the erro
 j] / U[i, i]. This is the paper's step 3, for all rows at once because they share H. U comes from one Cholesky
 factorisation: with J that reverses the order, J H J = L L', so that U = J L^-1 J.
 
-Three grids, one for each way in which groups lie on a matrix:
+Two grids, one for each way in which groups lie on a matrix:
 
 - ``InputGroups``: a row's scale for g inputs that follow one another. It is chosen on reaching them, from weights that
 have taken over the errors of those before. The order is the inputs' own.
-- ``StaticGroups``: the same groups, scales chosen beforehand, so that inputs may be taken in any order.
 - ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. Any order, too, because a column's
   grid is its own. It is what the map out of the neurons has, whose rows of 4 bits are its columns here.
 
@@ -64,20 +63,6 @@ class InputGroups:
         return self.scales[:, index // self.block]
 
 
-class StaticGroups:
-    """scales (n, m / g), chosen from the weights (n, m) as they were. ``order`` names the input of each column."""
-
-    def __init__(self, weight: Tensor, group: int, order: Tensor) -> None:
-        self.block, self.scales = BLOCK, group_scales(weight, group)
-        self._groups = (order // group).tolist()
-
-    def enter(self, columns: Tensor, start: int) -> None:
-        pass
-
-    def at(self, column: Tensor, index: int) -> Tensor:
-        return self.scales[:, self._groups[index]]
-
-
 class OutputGroups:
     """scales (m, n / g), of the columns in the order in which they are reached."""
 
@@ -102,7 +87,7 @@ def quantise_columns(weight: Tensor, hessian: Tensor, grid: Grid, config: Quanti
     Args:
         weight: changed in place, to what the columns were when they were reached.
         hessian: (m, m) fp32, X' X over the calibration tokens, or a multiple. Used up.
-        config: its ``damp_mean`` and ``damp_own``.
+        config: its ``damp_mean``.
     Raises:
         UserError: the damped matrix cannot be factorised.
     """
@@ -132,7 +117,7 @@ def inverse_factor(hessian: Tensor, config: QuantizeConfig) -> Tensor:
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
     mean = diagonal[~dead].mean() if bool((~dead).any()) else torch.ones((), device=hessian.device, dtype=torch.float32)
-    diagonal += config.damp_own * diagonal + config.damp_mean * mean
+    diagonal += config.damp_mean * mean
     diagonal[dead] = 1.0
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
     if int(failed):

@@ -19,7 +19,7 @@ from dejavu_train.families import BlockParts
 from dejavu_train.families.block import before_half, behind_half, causal, mix_heads, positions_like
 from dejavu_train.models.int4 import Int4Rows, RowLayout
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.gptq import InputGroups, OutputGroups, StaticGroups, quantise_columns
+from dejavu_train.quantize.gptq import InputGroups, OutputGroups, quantise_columns
 from dejavu_train.quantize.rounding import round_nearest
 
 
@@ -163,7 +163,7 @@ class LayerQuantizer:
 
     def _corrects(self, linear: Any) -> bool:
         """Whether the bias takes over what rounding does to the mean output."""
-        return self.config.gptq and self.config.correct_bias and linear.bias is not None
+        return self.config.gptq and linear.bias is not None
 
     def _solve(self, parts: list[str], hessian: Tensor | None) -> dict[str, Int4Rows]:
         weights = [self.block.get_submodule(part).weight for part in parts]
@@ -185,18 +185,11 @@ class LayerQuantizer:
     def _gptq(self, part: str, weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (n, m) int8 of weight (n, m), and the scales of their grid."""
         (n, m), group, device = weight.shape, self.layouts[part].sizes.group, weight.device
-        if part in self._out and self.config.out_hessian == "per_head":
-            hessian = torch.block_diag(*(hessian[i : i + group, i : i + group] for i in range(0, m, group)))
-        by_moment = part in self._down or self.config.act_order
-        order = (
-            hessian.diagonal().argsort(descending=True, stable=True) if by_moment else torch.arange(m, device=device)
-        )
-        if part in self._down:
-            grid: Any = OutputGroups(n, m, group, device)
-        elif by_moment:
-            grid = StaticGroups(weight, group, order)
+        grid: InputGroups | OutputGroups
+        if part in self._down:  # its scales are each neuron's own, so that inputs of large second moments come first
+            order, grid = hessian.diagonal().argsort(descending=True, stable=True), OutputGroups(n, m, group, device)
         else:
-            grid = InputGroups(n, m, group, device)
+            order, grid = torch.arange(m, device=device), InputGroups(n, m, group, device)
         codes = quantise_columns(weight[:, order], hessian[order][:, order], grid, self.config)
         back = order.argsort()
         return codes[:, back], grid.scales[back] if part in self._down else grid.scales

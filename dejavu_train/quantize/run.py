@@ -25,7 +25,7 @@ from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.stored import HEAD, in_layer
-from dejavu_train.quantize.config import LEAST_PER_INPUT, QuantizeConfig
+from dejavu_train.quantize.config import CONSTANTS, LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import ModelFolder, folder_aside
 from dejavu_train.quantize.foreign import MatrixReader
 from dejavu_train.quantize.head import quantised_head
@@ -90,10 +90,7 @@ def quantise(config: QuantizeConfig) -> list[dict[str, MatrixErrors]]:
             "lm_head": config.lm_head,
             "made_of": {"model": config.model, "weight_hash": digest, "quant_method": quant_method(values)},
             "text": text,
-            "settings": {
-                name: getattr(config, name)
-                for name in ("damp_mean", "damp_own", "act_order", "out_hessian", "correct_bias", "seed")
-            },
+            "settings": {"damp_mean": config.damp_mean, **CONSTANTS, "seed": config.seed},
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
             "minutes": round((time.monotonic() - began) / 60, 2),
             "peak_memory_gb": peaks_of(device),

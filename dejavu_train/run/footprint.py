@@ -8,6 +8,7 @@ import dataclasses
 
 from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PROBES
 from dejavu_train.calibration.sensitivity import block_positions
+from dejavu_train.data.config import MEAN_TOKENS
 from dejavu_train.data.untrained import TOKENS
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import SMOOTH
@@ -107,7 +108,7 @@ def _states(config: RunConfig, shape: ModelDims, tokens: int) -> int:
     calibrate, row = config.calibrate, shape.d_model * _itemsize(config)
     probed = probed_rows(config) * calibrate.sensitivity_tokens * shape.n_layers
     learnt = calibrate.head_loss_tokens * shape.n_layers if config.heads.enabled else 0
-    return row * max(2 * (tokens + config.collect.mean_tokens), probed + learnt)
+    return row * max(2 * (tokens + MEAN_TOKENS), probed + learnt)
 
 
 def _itemsize(config: RunConfig) -> int:

@@ -97,18 +97,6 @@ def print_plan(config: RunConfig) -> None:
     print("no mistake was found; the same command without --check begins")
 
 
-def disk_bytes(config: RunConfig, shape: ModelDims, on_gpu: bool | None = None) -> tuple[int, int]:
-    """Tokens and bytes of all activations where nothing is there yet. Of a text that must be read first, none."""
-    tokens = sum(filter(None, expected_tokens(config, on_gpu).values()))
-    return tokens, tokens * row_bytes(config, shape) * shape.n_layers
-
-
-def whole_run(config: RunConfig, shape: ModelDims) -> dict[str, float]:
-    """Seconds of each stage where nothing is there yet. The device of the run is timed."""
-    rows = {name: count or 0 for name, count in expected_tokens(config).items()}
-    return stage_seconds(Estimate.measure(config.settled(shape), shape), rows, tokens_to_sample(config))
-
-
 def stage_seconds(estimate: Estimate, rows: Mapping[str, int], sampled: int) -> dict[str, float]:
     """Seconds of each stage where nothing is there yet, on one device.
 

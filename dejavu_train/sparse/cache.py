@@ -24,8 +24,7 @@ class SparseLayer(CacheLayerMixin):
     Attributes:
         keys, values: (B, h, room, e), zero where nothing was computed.
         attn_in: (B, room, d), the input of the attention block. positions: (B, room) int64, where its rows stand.
-        watermark: (B, h) int64. K and V are valid for columns below it (with the policy ``stale``: were valid last).
-        valid: (B, h, room) bool, which columns hold K and V. The policy ``stale`` attends to these only.
+        watermark: (B, h) int64. K and V are valid for columns below it.
         length: columns in use.
     """
 
@@ -38,7 +37,6 @@ class SparseLayer(CacheLayerMixin):
         self.attn_in: Tensor | None = None
         self.positions: Tensor | None = None
         self.watermark: Tensor | None = None
-        self.valid: Tensor | None = None
 
     def extend(self, attn_in: Tensor, positions: Tensor, n_heads: int, head_dim: int) -> int:
         """The first of T new columns. They keep ``attn_in`` (B, T, d) and ``positions`` (B, T), K and V have room."""
@@ -49,20 +47,18 @@ class SparseLayer(CacheLayerMixin):
             self.keys = attn_in.new_zeros(rows, n_heads, 0, head_dim)
             self.values = torch.zeros_like(self.keys)
             self.watermark = torch.zeros(rows, n_heads, dtype=torch.long, device=attn_in.device)
-            self.valid = torch.zeros(rows, n_heads, 0, dtype=torch.bool, device=attn_in.device)
             self.is_initialized = True
         elif self.attn_in.shape[0] != rows:
             raise UserError(
                 f"the SparseCache holds {self.attn_in.shape[0]} rows, the input has {rows}; start with a new cache"
             )
-        assert self.attn_in is not None and self.positions is not None and self.valid is not None
+        assert self.attn_in is not None and self.positions is not None
         start, self.length = self.length, self.length + new
         lacking = self.length - self.attn_in.shape[1]
         if lacking > 0:
             columns = -(-lacking // GROWTH) * GROWTH
             self.attn_in, self.positions = _wider(self.attn_in, 1, columns), _wider(self.positions, 1, columns)
             self.keys, self.values = _wider(self.keys, 2, columns), _wider(self.values, 2, columns)
-            self.valid = _wider(self.valid, 2, columns)
         self.attn_in[:, start : self.length], self.positions[:, start : self.length] = attn_in, positions
         return start
 
@@ -90,21 +86,20 @@ class SparseLayer(CacheLayerMixin):
         """Forget the last columns: a negative number says how many, a positive one (older transformers) what stays."""
         keep = self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
         self.length = max(keep, 0)
-        if self.watermark is not None and self.valid is not None:
+        if self.watermark is not None:
             self.watermark.clamp_(max=self.length)
-            self.valid[:, :, self.length :] = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        for name in ("keys", "values", "attn_in", "positions", "watermark", "valid"):
+        for name in ("keys", "values", "attn_in", "positions", "watermark"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.index_select(0, indices.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for name in ("keys", "values", "attn_in", "positions", "watermark", "valid"):
+        for name in ("keys", "values", "attn_in", "positions", "watermark"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.repeat_interleave(repeats, dim=0))

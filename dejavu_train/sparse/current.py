@@ -77,7 +77,7 @@ class Current:
             logger.log(level, line)
 
     def _run_with(self, model: Any, bundle: Bundle) -> Runtime:
-        runtime = Runtime(model, bundle, self.settings, model.kv_policy, self._held.value)
+        runtime = Runtime(model, bundle, self.settings, self._held.value)
         if runtime.refusal is not None:
             self._log_refusal(runtime.refusal)
         return runtime

@@ -43,18 +43,12 @@ class GatherDecoder:
         model: its maps out of neurons and heads are re-laid in place (same values, other strides). Adapters are
             merged into copies.
         bundle: predictors and thresholds.
-        kv_policy: what happens to K and V of heads that were skipped. ``backfill`` computes them when the head is
-        selected again, and is exact. ``always`` computes K and V of all heads at every step: exact, and reads more.
-        ``stale`` leaves them out of the attention: inexact, for study.
         guard: every N-th sparse column is dense and moves thresholds, see ``bundle/guard.py``.
     Raises:
         NotPlain: a module that must be called, and whose rows are read instead.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, bundle: Bundle, kv_policy: str = "backfill", guard: GuardState | None = None
-    ) -> None:
-        self.kv_policy = kv_policy
+    def __init__(self, model: PreTrainedModel, bundle: Bundle, guard: GuardState | None = None) -> None:
         family = family_of(model)
         self.blocks = plain_blocks(model)
         self.final_norm = family.final_norm(model)
@@ -152,24 +146,20 @@ class GatherDecoder:
         start = layer.extend(attn_in, positions, k.shape[1], block.head_dim)
         assert layer.positions is not None
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
-        assert layer.watermark is not None and layer.valid is not None
-        low = start if self.kv_policy == "stale" else int(layer.watermark.min())
+        assert layer.watermark is not None
+        low = int(layer.watermark.min())
         if low < start:
             missing = layer.attn_in[:, low:start]
             keys = split_heads(block.k(missing), block.head_dim)
             layer.keys[:, :, low:start] = block.keys(keys, layer.positions[:, low:start])
             layer.values[:, :, low:start] = split_heads(block.v(missing), block.head_dim)
         layer.keys[:, :, start : layer.length], layer.values[:, :, start : layer.length] = k, v
-        layer.valid[:, :, low : layer.length] = True
         layer.watermark.fill_(layer.length)
         allowed = visible.to(q.device)[:, None, None, :].expand(-1, 1, q.shape[2], -1)
         columns = torch.arange(layer.length, device=q.device)
         own = columns[start:, None]
         # A padded query may see itself only: a softmax over nothing would be NaN and spread through the cache.
         allowed = (allowed & (columns <= own)) | (columns == own)
-        if self.kv_policy == "stale":
-            (valid,) = repeat_groups(q, layer.valid[:, :, None, : layer.length])
-            allowed = allowed & valid
         keys, values = repeat_groups(q, layer.keys[:, :, : layer.length], layer.values[:, :, : layer.length])
         if block.slopes is not None:
             gained = alibi(block.slopes, positions, layer.positions[:, : layer.length])
@@ -260,8 +250,7 @@ class GatherDecoder:
 
         see: is shown the outputs of these groups (B, u, h / g * e), less the means that stand in for skipped ones.
         """
-        assert layer.keys is not None and layer.values is not None and layer.valid is not None
-        assert layer.positions is not None
+        assert layer.keys is not None and layer.values is not None and layer.positions is not None
         block, mean, bias = self.blocks[number], self.head_means[number], self.out_biases[number]
         self._compute_kv(block, layer, keep, visible)
         groups = keep.any(dim=0).nonzero().flatten()
@@ -273,16 +262,13 @@ class GatherDecoder:
         query = query.view(len(query), len(groups), -1, block.head_dim)  # (B, u, h / g, e)
         read = partial(_units, units=groups, dim=1)
         keys, values = read(layer.keys)[:, :, : layer.length], read(layer.values)[:, :, : layer.length]
-        allowed = visible[:, None, :]
-        if self.kv_policy == "stale":
-            allowed = allowed & read(layer.valid)[:, :, : layer.length]
         # In fp32: a score of an OPT can be ten times what fp16 holds.
         scores = query.float() @ keys.float().transpose(-1, -2)
         if block.slopes is not None:
             seen = layer.positions[:, : layer.length]
             gained = alibi(block.slopes, seen[:, -1:], seen).unflatten(1, (block.n_groups, -1)).squeeze(3)
             scores = scores + read(gained)
-        weights = torch.softmax(scores.masked_fill(~allowed[:, :, None], torch.finfo(torch.float32).min), dim=-1)
+        weights = torch.softmax(scores.masked_fill(~visible[:, None, None, :], torch.finfo(torch.float32).min), dim=-1)
         mixed = (weights @ values.float()).flatten(2).to(query.dtype)
         if mean is not None:
             mixed = mixed - _units(mean, groups)
@@ -293,41 +279,34 @@ class GatherDecoder:
         return out if bias is None else out + bias
 
     def _compute_kv(self, block: BlockParts, layer: SparseLayer, keep: Tensor, visible: Tensor) -> None:
-        """K and V of the last column for the heads that need them, and whatever the policy says is missing."""
-        assert layer.watermark is not None and layer.valid is not None
+        """K and V of the heads ``keep`` (B, g), of the last column and of earlier ones that these heads lack."""
+        assert layer.watermark is not None
         column = layer.length - 1
-        needed = torch.ones_like(keep) if self.kv_policy == "always" else keep  # (B, g)
-        if self.kv_policy == "stale":
-            lowest = torch.full((needed.shape[1],), column, device=keep.device)
-        else:
-            lowest = torch.where(needed, layer.watermark, column).amin(dim=0)
-        union = needed.any(dim=0)
+        lowest = torch.where(keep, layer.watermark, column).amin(dim=0)
+        union = keep.any(dim=0)
         fresh = (union & (lowest == column)).nonzero().flatten()
         if len(fresh):
-            self._write_kv(block, layer, fresh, column, needed)
+            self._write_kv(block, layer, fresh, column, keep)
         for head in (union & (lowest < column)).nonzero().flatten():
-            self._write_kv(block, layer, head[None], int(lowest[head]), needed)
-        layer.watermark[needed] = layer.length
+            self._write_kv(block, layer, head[None], int(lowest[head]), keep)
+        layer.watermark[keep] = layer.length
         # Padding is never looked at, so nothing is missing where a row has only had padding.
         skipped = ~visible[:, column, None] & (layer.watermark == column)
         layer.watermark[skipped] = layer.length
 
-    def _write_kv(self, block: BlockParts, layer: SparseLayer, heads: Tensor, low: int, needed: Tensor) -> None:
-        """Compute K and V of ``heads`` (u of g) from column ``low`` on, for the rows that need and lack them."""
+    def _write_kv(self, block: BlockParts, layer: SparseLayer, heads: Tensor, low: int, keep: Tensor) -> None:
+        """Compute K and V of ``heads`` (u of g) from column ``low`` on, for the rows that keep and lack them."""
         assert layer.keys is not None and layer.values is not None and layer.attn_in is not None
-        assert layer.watermark is not None and layer.valid is not None and layer.positions is not None
+        assert layer.watermark is not None and layer.positions is not None
         source = layer.attn_in[:, low : layer.length]  # (B, L, d)
         columns = torch.arange(low, layer.length, device=source.device)
-        write = needed[:, heads, None]  # (B, u, L)
-        if self.kv_policy != "stale":
-            write = write & (columns >= layer.watermark[:, heads, None])
+        write = keep[:, heads, None] & (columns >= layer.watermark[:, heads, None])  # (B, u, L)
         for linear, stored in ((block.k, layer.keys), (block.v, layer.values)):
             projected = _project(linear, heads, block.head_dim, source).transpose(1, 2)  # (B, u, L, e)
             if linear is block.k:
                 projected = block.keys(projected, layer.positions[:, low : layer.length])
             old = stored[:, heads, low : layer.length]
             stored[:, heads, low : layer.length] = torch.where(write[..., None], projected, old)
-        layer.valid[:, heads, low : layer.length] |= write
 
 
 def _folded_bias(projection: Any, mean: Tensor | None) -> Tensor | None:

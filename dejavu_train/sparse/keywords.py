@@ -24,7 +24,7 @@ TAKEN = (  # by from_pretrained of the dense class
     "tqdm_class",
 )  # fmt: skip
 OWN = (  # of our from_pretrained, by name
-    "predictors", "backend", "sparse_from", "kv_policy", "dtype", "device", "device_map", "predictor_class", "guard",
+    "predictors", "backend", "sparse_from", "dtype", "device", "device_map", "predictor_class", "guard",
 )  # fmt: skip
 WITHIN = ("subfolder", "config", "output_loading_info")  # by it, among other keywords
 PRIVATE = ("_from_auto", "_from_pipeline", "_commit_hash")  # that transformers passes itself
@@ -55,6 +55,7 @@ REFUSED = {  # what to do instead; {name} is the class
     "state_dict": _DENSE,
     "key_mapping": _SAVED,
     "variant": _SAVED,
+    "kv_policy": "keys and values of skipped heads are always filled in (backfill); leave it out",
     "gguf_file": _SAVED,
     "from_tf": _SAVED,
     "from_flax": _SAVED,
@@ -72,7 +73,7 @@ REFUSED = {  # what to do instead; {name} is the class
     "allow_all_kernels": _KERNELS,
     "fusion_config": _KERNELS,
 }
-DEFAULTS = {"use_safetensors": True, "weights_only": True, "adapter_name": "default"}
+DEFAULTS = {"use_safetensors": True, "weights_only": True, "adapter_name": "default", "kv_policy": "backfill"}
 # Of a config beside what its family names: what decides which tensors there are. The rest may be given as keywords.
 STRUCTURE = ("tie_word_embeddings", "model_type", "architectures", "transformers_version")
 

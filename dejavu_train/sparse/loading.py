@@ -75,8 +75,8 @@ def load_together(
     if launched():
         if device_map is not None or asked.attributes or asked.options:
             raise UserError(
-                f"under torchrun {caller}.from_pretrained takes name, predictors, backend, sparse_from, kv_policy,"
-                " dtype and hub keywords alone; leave the others out"
+                f"under torchrun {caller}.from_pretrained takes name, predictors, backend, sparse_from, dtype"
+                " and hub keywords alone; leave the others out"
             )
         from dejavu_train.engine.ranks.load import load_rank  # imports triton
 

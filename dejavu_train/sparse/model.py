@@ -64,7 +64,6 @@ class SparseCausalLM(_Dense):
     Attributes:
         dense_class: of transformers. None in this class alone, whose models take the class that suits the dense one.
         sparse_from: may be changed between calls.
-        kv_policy: ``backfill``, ``always`` or ``stale``, see ``gather``. ``mask`` computes all K and V anyway.
     """
 
     dense_class: ClassVar[type[PreTrainedModel] | None] = None
@@ -73,7 +72,6 @@ class SparseCausalLM(_Dense):
         """For transformers' own use. A model made this way has no bundle."""
         super().__init__(config)
         self.sparse_from = 0
-        self.kv_policy = "backfill"
         self._current = Current()
 
     @classmethod
@@ -83,7 +81,6 @@ class SparseCausalLM(_Dense):
         bundle: Bundle | None = None,
         backend: str = "auto",
         sparse_from: SparseFrom = 0,
-        kv_policy: str = "backfill",
         ops: str = "triton",
         guard: Guard | None = None,
         zeros: str = "auto",
@@ -106,7 +103,7 @@ class SparseCausalLM(_Dense):
                 text is the same.
 
         Raises:
-            UserError: an unknown backend or policy, a backend that cannot run here, no guard, or a bundle or backend
+            UserError: an unknown backend, one that cannot run here, no guard, or a bundle or backend
                 that cannot be guarded. ``skip`` for an activation that makes no neuron zero.
         """
         if not isinstance(guard, Guard | None):
@@ -117,7 +114,7 @@ class SparseCausalLM(_Dense):
             bundle = Bundle.exact(model.config.name_or_path, dims_of(model.config))
         check_bundle_of(model, bundle)
         sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
-        sparse.sparse_from, sparse.kv_policy = sparse_from, kv_policy
+        sparse.sparse_from = sparse_from
         sparse._current = Current(Settings(backend, ops, guard if guard is not None and guard.every else None, zeros))
         sparse.set_bundle(bundle)
         return sparse.eval()
@@ -129,7 +126,6 @@ class SparseCausalLM(_Dense):
         predictors: Bundle | str | Path | None = None,
         backend: str = "auto",
         sparse_from: SparseFrom = 0,
-        kv_policy: str = "backfill",
         dtype: str | torch.dtype | None = "float32",
         device: str | int | torch.device | None = "cpu",
         device_map: Any = None,
@@ -148,7 +144,6 @@ class SparseCausalLM(_Dense):
                 Where there is none, the model runs without predictors, see :meth:`from_model`.
             backend: ``auto``, ``mask``, ``gather``, ``triton`` or ``cpu``.
             sparse_from: first sparse position: one for all rows, (B,) one per row, or ``prompt``: the prompt is dense.
-            kv_policy: of heads that a token skips: ``backfill``, ``always`` or ``stale``, see ``gather``.
             dtype: ``float32``, ``float16`` or ``bfloat16``, by any name that torch has. ``auto`` or None: as stored.
             device: where the model lies. Ignored when ``device_map`` is given.
             revision: commit or tag of a hub model.
@@ -171,7 +166,7 @@ class SparseCausalLM(_Dense):
         loaded = load_together(
             name, predictors, kind, device, device_map, revision, predictor_class, keywords, cls.__name__,
         )  # fmt: skip
-        model = cls.from_model(loaded.dense, loaded.bundle, backend, sparse_from, kv_policy, guard=guard, zeros=zeros)
+        model = cls.from_model(loaded.dense, loaded.bundle, backend, sparse_from, guard=guard, zeros=zeros)
         if "attn_implementation" in keywords and model.backend != "mask":
             logger.warning("attn_implementation is of the backend mask; %s computes attention itself", model.backend)
         return (model, loaded.info) if keywords.get("output_loading_info") else model

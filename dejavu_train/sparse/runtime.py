@@ -15,7 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.engine.options import POLICIES, ZEROS, check_zeros
+from dejavu_train.engine.options import ZEROS, check_zeros
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.engine.token_bytes import step_bytes
@@ -75,17 +75,13 @@ class Runtime:
         guarded: what the guard has measured, or None.
         refusal: why auto did not take the engine, or None.
     Raises:
-        UserError: a bundle of another shape, an unknown policy, or a backend that cannot run it or be guarded.
+        UserError: a bundle of another shape, or a backend that cannot run it or be guarded.
     """
 
-    def __init__(
-        self, model: Any, bundle: Bundle, settings: Settings, kv_policy: str, earlier: "Runtime | None" = None
-    ) -> None:
+    def __init__(self, model: Any, bundle: Bundle, settings: Settings, earlier: "Runtime | None" = None) -> None:
         check_bundle_of(model, bundle)
-        if kv_policy not in POLICIES:
-            raise UserError(f"kv_policy must be one of {', '.join(POLICIES)}, got {kv_policy}")
         check_zeros(settings.zeros, dims_of(model.config).activation)
-        self.bundle, self.kv_policy = bundle, kv_policy
+        self.bundle = bundle
         self.device, self.dtype = model.device, model.dtype
         self.backend = settings.backend
         self.refusal: Unsupported | None = None
@@ -106,7 +102,7 @@ class Runtime:
             if settings.auto:
                 self.backend = "cpu" if model.device.type == "cpu" and settings.ops == "triton" else "triton"
             try:
-                self.engines = _engine_backend(self.backend, model, bundle, kv_policy, settings, self.guarded)
+                self.engines = _engine_backend(self.backend, model, bundle, settings, self.guarded)
             except Unsupported as refusal:
                 if ranks_of(model) is not None:
                     raise refusal.among_ranks() from None
@@ -123,7 +119,7 @@ class Runtime:
 
     def fits(self, model: Any) -> bool:
         """Whether the model still is what this was made of."""
-        same = (self.device, self.dtype, self.kv_policy) == (model.device, model.dtype, model.kv_policy)
+        same = (self.device, self.dtype) == (model.device, model.dtype)
         return same and self._sources.same(self._read_sources(model))
 
     def prepare(self, model: Any) -> None:
@@ -138,7 +134,7 @@ class Runtime:
         with self._made.lock, no_mode(self.device):
             if self.gatherer is None:
                 try:
-                    self.gatherer = GatherDecoder(model, self.bundle, self.kv_policy, self.guarded)
+                    self.gatherer = GatherDecoder(model, self.bundle, self.guarded)
                 except NotPlain as refusal:
                     raise UserError(str(refusal)) from None
                 if self.engines is not None:  # weights were laid out anew
@@ -222,9 +218,7 @@ def check_lossless(runtime: Runtime) -> None:
         raise UserError("lossless decoding has no guard, since acceptance measures the selection; pass guard=None")
 
 
-def _engine_backend(
-    backend: str, model: Any, bundle: Bundle, kv_policy: str, settings: Settings, guarded: GuardState | None
-) -> Any:
+def _engine_backend(backend: str, model: Any, bundle: Bundle, settings: Settings, guarded: GuardState | None) -> Any:
     """The engines for a model. Raises Unsupported where they do not run."""
     if (why := engine_refusal(dims_of(model.config), RUNS)) is not None:
         raise Unsupported(f"the engine {backend} has {why}")
@@ -232,10 +226,10 @@ def _engine_backend(
         if backend == "cpu":
             from dejavu_train.engine.cpu.backend import CpuBackend
 
-            return CpuBackend(model, bundle, kv_policy, guarded, settings.zeros)
+            return CpuBackend(model, bundle, guarded, settings.zeros)
         from dejavu_train.engine.backend import EngineBackend
 
-        return EngineBackend(model, bundle, kv_policy, settings.ops, guarded, settings.zeros)
+        return EngineBackend(model, bundle, settings.ops, guarded, settings.zeros)
     except ImportError as error:
         raise Unsupported(f"the engine {backend} cannot be loaded ({error})") from None
     except NotPlain as refusal:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from dejavu_train.bundle.allocation import parse_budget
 from dejavu_train.calibration.config import CalibrateConfig, check_reachable
-from dejavu_train.data.config import CollectConfig, DataConfig
+from dejavu_train.data.config import CONSTANTS, POOL_BLOCKS, CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.families import TARGETS, ModelDims, Site, Target, UnitKey
 from dejavu_train.ground.errors import UserError
@@ -18,6 +18,12 @@ from dejavu_train.training.sizes import check_help
 
 INVOCATION = ("layers", "targets", "jobs", "scheduler", "resources", "plan")  # keys of one invocation, never kept
 LOSSES = ("paper", "pos_weight", "contribution", "listwise", "regression", "log_contribution")  # in predictors.losses
+# Options of 0.2. Identities of stages still have them, so that its runs go on.
+_CONSTANTS: dict[str, Any] = {f"collect.{name}": value for name, value in CONSTANTS.items()}
+_CONSTANTS |= {"data.pool_blocks": POOL_BLOCKS, "mlp.density_allocation": True, "heads.density_allocation": False}
+for _target in ("mlp", "heads"):
+    _CONSTANTS |= {f"{_target}.lookahead_nearest": False, f"{_target}.monitor": "retained_mass"}
+    _CONSTANTS[f"{_target}.warmup"] = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +45,6 @@ class PredictorConfig:
     moment. The last two are of mlp only."""
     lookahead: int = 0
     """How many halves before its own the predictor reads: 0 its own, 1 the half before it, and so on."""
-    lookahead_nearest: bool = False
-    """Where lookahead reaches before the first layer: the nearest existing site instead of an error."""
     predictor: dict[str, Any] | None = None
     """A predictor of your own, class_path and init_args, in place of the low-rank one. See docs/guides/extend.md."""
     loss: str | dict[str, Any] = "contribution"
@@ -48,24 +52,18 @@ class PredictorConfig:
     own: class_path and init_args, such as contribution and negative_weight."""
     density: float | None = None
     """Mean density at which the predictors will be deployed. Metrics and early stopping refer to it. null: that of
-    calibrate when they are first trained."""
-    density_allocation: bool = True
-    """Share that density over the layers in proportion to their true density (mlp only)."""
+    calibrate when they are first trained. Layers of mlp share it in proportion to their true density."""
     steps: int = 1000
     """Optimiser steps at most. 0 keeps the first values: with an SVD initialisation they are a baseline without
     training."""
     learning_rate: float = 4e-3
-    """Highest rate of AdamW, after the warm-up."""
+    """Highest rate of AdamW, after a twentieth of the steps."""
     weight_decay: float = 0.0
     """Of AdamW."""
-    warmup: float = 0.05
-    """Share of the steps in which the rate rises."""
     validations: int = 10
     """How often the val set is scored during those steps."""
-    monitor: Literal["retained_mass", "recall"] = "retained_mass"
-    """What decides the best checkpoint, at the deployed density."""
     patience: int = 4
-    """Stop after so many validations without improvement. 0 never stops early."""
+    """Stop after so many validations in which the retained mass at that density did not improve. 0 never stops."""
 
     def check(self, section: str, shape: ModelDims) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
@@ -83,8 +81,6 @@ class PredictorConfig:
         for layer in self.ranks:
             if not 0 <= layer < shape.n_layers:
                 raise UserError(f"{section}.ranks: the model has layers 0 to {shape.n_layers - 1}, got {layer}")
-        if not 0.0 <= self.warmup < 1.0:
-            raise UserError(f"{section}.warmup must lie in [0, 1), got {self.warmup}")
         if section == "heads" and self.init in ("svd", "whitened_svd") and self.predictor is None:
             raise UserError(f"heads.init cannot be {self.init}: heads have no weight to decompose; use small or random")
         if isinstance(self.loss, str) and self.loss not in LOSSES:
@@ -105,15 +101,15 @@ class PredictorConfig:
         """What the predictor of ``key`` reads.
 
         Raises:
-            UserError: before the first layer, unless ``lookahead_nearest``.
+            UserError: before the first layer.
         """
         half = key.site.half - self.lookahead
-        if half < 0 and not self.lookahead_nearest:
+        if half < 0:
             raise UserError(
                 f"{key.target}.lookahead {self.lookahead} reaches before the first layer for layer {key.layer};"
-                f" set {key.target}.lookahead_nearest to true or choose less"
+                " choose less"
             )
-        return Site.at(max(0, half))
+        return Site.at(half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +184,7 @@ class RunConfig:
             ("revision", "bundle", "store", "verify", "seed", *INVOCATION[:-1]),
         )
     }
+    CONSTANTS = _CONSTANTS
     NOTES = {"check": ("--check, and what the configurations take: disk, GPU, hours", check_help)}
 
     model: str = "checkpoints/opt-mini"
@@ -226,7 +223,7 @@ class RunConfig:
     """Predictors of the neurons."""
     heads: PredictorConfig = dataclasses.field(
         default_factory=lambda: PredictorConfig(
-            rank=12, init="small", loss="log_contribution", density=0.85, density_allocation=False, learning_rate=3e-3
+            rank=12, init="small", loss="log_contribution", density=0.85, learning_rate=3e-3
         )
     )
     """Predictors of the attention heads."""

@@ -149,7 +149,7 @@ def deployed_density(config: RunConfig, job: UnitKey, activations: Path) -> floa
     density = section.density
     if density is None:
         density = config.calibrate.mlp_density if target == Target.MLP else config.calibrate.head_density
-    if target == Target.HEADS or not section.density_allocation or density == 1.0:
+    if target == Target.HEADS or density == 1.0:
         return density
     active = active_densities(activations)
     return min(1.0, density * active[layer] * len(active) / max(sum(active), 1e-12))
@@ -213,11 +213,10 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
         section.loss,
         section.learning_rate,
         section.weight_decay,
-        section.warmup,
     )
     init_module(module, config, job, activations, manifest.weight_hash)
 
-    monitor = f"val/{section.monitor}"
+    monitor = "val/retained_mass"  # at the deployed density
     rates = Rates(config.data.num_workers)
     best = ModelCheckpoint(
         folder / "checkpoints", "best", monitor, mode="max", save_weights_only=True, enable_version_counter=False

@@ -15,6 +15,8 @@ from dejavu_train.predictors.losses import Batch, get_loss, needs_contribution
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 from dejavu_train.predictors.metrics import N_BINS, at_density, logit_histograms, top_units
 
+WARMUP = 0.05  # of the steps: Adam's moments settle meanwhile
+
 
 class SelectionMetric(Metric):
     """Sums of all rows and ranks, from which the ratios at any density follow."""
@@ -43,8 +45,8 @@ class LitPredictor(lightning.LightningModule):
         n_out: number of units.
         density: share of units that will be selected when deployed. Metrics and stopping are taken there.
         loss: as :func:`get_loss` takes it. The parameters of a loss that is a module are trained too.
-        learning_rate, weight_decay: of AdamW.
-        warmup: share of the steps in which the rate rises. After it falls along a cosine to a hundredth.
+        learning_rate, weight_decay: of AdamW. The rate rises in a share WARMUP of the steps, and falls along a cosine
+            to a hundredth.
 
     A batch is what ShardDataModule makes.
     """
@@ -58,11 +60,10 @@ class LitPredictor(lightning.LightningModule):
         loss: str | dict[str, Any] = "contribution",
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
-        warmup: float = 0.05,
     ) -> None:
         super().__init__()
         self.target, self.density, self.n_out = target, density, n_out
-        self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.predictor = predictor
         self.epochs = -1
         """How many the steps take, for callbacks; -1: nobody knows."""
@@ -181,7 +182,7 @@ class LitPredictor(lightning.LightningModule):
             self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay, fused=fused
         )
         steps = max(1, int(self.trainer.estimated_stepping_batches))
-        warm = max(1, round(self.warmup * steps))
+        warm = max(1, round(WARMUP * steps))
 
         def rate(step: int) -> float:
             if step < warm:

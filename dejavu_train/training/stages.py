@@ -138,6 +138,7 @@ def _section(values: Mapping[str, Any], section: str) -> dict[str, Any]:
                 flat[f"{prefix}.{name}"] = value
 
     add(section, {name: value for name, value in values[section].items() if name not in left_out})
+    flat |= {name: value for name, value in RunConfig.CONSTANTS.items() if name.startswith(f"{section}.")}
     if section == "trainer":  # its classes are Lightning's for the most part, and change with its version
         flat = {name: value for name, value in flat.items() if not name.endswith(".file_sha256")}
     return flat

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.figure import pyplot, save
-from dejavu_train.evaluation.text_panels import CURVES
+from dejavu_train.evaluation.figure import CURVES, pyplot, save
 
 COLUMNS = 3
 

@@ -18,7 +18,7 @@ import torch
 import transformers
 from conftest import save_tiny_opt
 
-from benchmarks.rows import made_now
+from benchmarks.rows import SERVER, made_now
 
 from .bodies import draw
 from .world import World
@@ -47,7 +47,7 @@ def main() -> int:
         f"{dict(kinds)}, {len(findings)} findings, {tracebacks} tracebacks, the server {'goes on' * alive or 'is lost'}"
     )
     if options.out:
-        rows = {"seeds": options.seeds, **made_now("dejavu_train/extras/serving", "dejavu_train/engine")}
+        rows = {"seeds": options.seeds, **made_now(*SERVER)}
         rows |= {"torch": torch.__version__, "transformers": transformers.__version__, **kinds}
         rows |= {"tracebacks": tracebacks, "alive": alive, "findings": findings}
         Path(options.out).write_text(json.dumps(rows, indent=1) + "\n")

@@ -15,11 +15,11 @@ from dejavu_train.training.config import TuneConfig
 def test_stages_append_their_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(by_layers, "TINY", dataclasses.replace(by_layers.TINY, n_layers=2))
     arguments = argparse.Namespace(
-        shape="tiny", layers=None, places=[str(tmp_path)], device="cpu", tokens=1024, calibration_tokens=512,
+        shape="tiny", layers=None, folder=tmp_path / "model", device="cpu", tokens=1024, calibration_tokens=512,
         tune_steps=1, results=tmp_path / "rows.csv",
     )  # fmt: skip
     monkeypatch.setattr(by_layers, "TuneConfig", functools.partial(TuneConfig, tokens=512, batch_tokens=512))
-    model, run = by_layers.places(arguments)
+    model, run = arguments.folder, arguments.folder / "run"
     by_layers.make(by_layers.sizes_of(arguments), model, torch.device("cpu"))
     monkeypatch.setattr(collect_layers, "_collect_layer", collect_layers._collect_layer)  # put back afterwards
     for stage in by_layers.STAGES:

@@ -30,7 +30,7 @@ def test_a_size_is_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(check_sizes, "parse_config", lambda argv: parse([*argv, "--mlp.rank=8", "--heads.rank=4"]))
     assert check_sizes.main() == 0
     (row,) = json.loads((tmp_path / "sizes.json").read_text())
-    assert row["hours"] > 0 and row["device"] and row["sources"].startswith("dejavu_train/")
+    assert row["hours"] > 0 and row["device"] and row["sources"].startswith("dejavu_train.run.estimate ")
 
 
 def test_the_table_is_printed_by_the_help(capsys):

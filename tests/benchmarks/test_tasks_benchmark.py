@@ -1,10 +1,9 @@
-"""benchmarks/tasks.py: rows with conditions, and how far a backend is from `mask`."""
+"""Rows of downstream tasks have their conditions."""
 
 import csv
 
 import pytest
 from bundles import make_bundle
-from conftest import REPOSITORY
 from task_files import write_task_files
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -13,22 +12,17 @@ from benchmarks import tasks as benchmark
 from dejavu_train.ground.errors import exit_on_user_error
 
 
-def test_rows_of_tasks_and_of_a_backend_against_mask(tiny_opt, tmp_path, monkeypatch):
+def test_rows_of_tasks_have_their_conditions(tiny_opt, tmp_path, monkeypatch):
     make_bundle(tiny_opt).at(0.4, 0.5).save_pretrained(tmp_path / "bundle")
     write_task_files(tmp_path)
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results")
     flags = [f"--model={tiny_opt}", f"--bundle={tmp_path / 'bundle'}", f"--folder={tmp_path}", "--tasks=[cb, copa]"]
     flags += [
-        f"--include_path={REPOSITORY / 'configs/tasks'}",
         "--shots=[0]",
         "--limit=3",
         "--device=cpu",
         "--text=[]",
     ]
     assert exit_on_user_error(benchmark.main, flags) == 0
-    assert exit_on_user_error(benchmark.main, ["engine", *flags, "--backend=gather"]) == 0
     rows = list(csv.DictReader((tmp_path / "results/tasks.csv").open()))
     assert [row["task"] for row in rows] == ["cb", "copa", "mean"] and rows[0]["asked_mlp_density"] == "0.4"
-    (row,) = csv.DictReader((tmp_path / "results/task_engine.csv").open())
-    assert row["requests"] == "15" and float(row["nats_apart_most"]) < 1e-3 and row["requests_apart"] == "0"
-    assert row["apart_beyond"] == "0.001"

@@ -62,28 +62,6 @@ def test_roundtrip(bundle, folder):
     assert Bundle.from_pretrained(folder).specs == bundle.specs
 
 
-def test_schema_1_is_read_with_a_notice(tiny_opt, tmp_path, caplog):
-    """The names of schema 1 for the same predictors, second stage included."""
-    bundle, folder = make_bundle(tiny_opt, cascade=True), tmp_path / "bundle"
-    bundle.save_pretrained(folder)
-
-    def older_tensors(tensors):
-        for name in [name for name in tensors if name.endswith(".stage2_threshold")]:
-            tensors[name.replace(".stage2_threshold", ".bar")] = tensors.pop(name)
-
-    def older_metadata(metadata):
-        metadata |= {"schema": 1, "entries": metadata.pop("predictors"), "facts": metadata.pop("metadata")}
-        for spec in metadata["entries"]:
-            spec["passes"] = spec.pop("stage2_retained_mass")
-
-    rewrite(folder, older_metadata, older_tensors)
-    again = Bundle.from_pretrained(folder)
-    assert (again.specs, again.metadata, set(again.tensors)) == (bundle.specs, bundle.metadata, set(bundle.tensors))
-    assert [record.getMessage().count("schema 1") for record in caplog.records] == [1]
-    again.save_pretrained(folder)
-    assert json.loads((folder / METADATA).read_text())["schema"] == 3
-
-
 def test_means_travel_with_the_bundle(tiny_opt, tmp_path):
     made = make_bundle(tiny_opt, means=True)
     made.save_pretrained(tmp_path / "bundle")

@@ -13,7 +13,7 @@ from dejavu_train.bundle.artifact import METADATA, Bundle
 from dejavu_train.bundle.folder import model_reference, named_model, require_model
 from dejavu_train.ground.errors import UserError
 
-EARLIER = Path(__file__).resolve().parents[1] / "earlier"  # made by an earlier version, from inside tests
+EARLIER = Path(__file__).resolve().parents[1] / "earlier"  # written by version 0.2.0
 
 
 @pytest.fixture
@@ -87,22 +87,18 @@ def test_a_pushed_bundle_names_no_folder_of_this_machine(place, monkeypatch):
     assert not any(str(place).encode() in content for files in sent for content in files.values())
 
 
-def test_a_bundle_of_an_earlier_version_is_read(tmp_path, monkeypatch):
-    """Its weight hash was made over names without ``model.``, its model named as ``train.py`` was told it."""
+def test_a_bundle_of_version_0_2_is_read(tmp_path):
+    """Schema 3, with a second stage, as 0.2.0 saved it. Saved again it says the same."""
     bundle = Bundle.from_pretrained(EARLIER / "bundle")
-    assert json.loads((EARLIER / "bundle" / METADATA).read_text())["model"] == "earlier/model"
     bundle.check_model(str(EARLIER / "model"))
-    assert bundle.model == str(EARLIER / "model")
-    monkeypatch.chdir(EARLIER.parent)
-    assert named_model("earlier/bundle") == "earlier/model"
-    shutil.copytree("earlier/bundle", tmp_path / "bundle")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert named_model("bundle") == "" and Bundle.from_pretrained("bundle").model == "model"
-    (tmp_path / "hub" / "models--earlier--model").mkdir(parents=True)
-    assert named_model("bundle") == "earlier/model"
-    bundle.save_pretrained("again")
-    Bundle.from_pretrained("again").check_model(str(EARLIER / "model"))
+    assert bundle.model == str(EARLIER / "model") and bundle.metadata == {"text": "made up"}
+    assert sorted(bundle.cascades()) == [0, 1] and bundle.targets == ["mlp", "heads"]
+    bundle.save_pretrained(tmp_path / "again")
+    assert Bundle.from_pretrained(tmp_path / "again").digest() == bundle.digest()
+    metadata = json.loads((tmp_path / "again" / METADATA).read_text()) | {"schema": 2}
+    (tmp_path / "again" / METADATA).write_text(json.dumps(metadata))
+    with pytest.raises(UserError, match="has schema 2, this version reads 3"):
+        Bundle.from_pretrained(tmp_path / "again")
 
 
 def test_repr_is_a_line(place):

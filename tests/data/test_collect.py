@@ -11,7 +11,7 @@ from small_runs import COLLECT, activations, flags, run_main, start_process
 
 import dejavu_train.data.collect as collect_module
 from dejavu_train.data.collect import _say_shortfall, collect
-from dejavu_train.data.config import CollectConfig
+from dejavu_train.data.config import MEAN_TOKENS, CollectConfig
 from dejavu_train.data.recording import Batch, HeadReference, record_batch
 from dejavu_train.data.shard_reader import ShardReader
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
@@ -78,19 +78,10 @@ def test_a_heads_mean_is_over_the_first_train_tokens(tiny_opt, text_file):
             model(torch.tensor([window]))
         total += kept[1]["head_out"][0].sum(0)
         seen += len(window)
-        if seen >= CollectConfig().mean_tokens:
+        if seen >= MEAN_TOKENS:
             break
     mean = LayerWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
     torch.testing.assert_close(mean, total / seen, atol=1e-4, rtol=1e-4)
-
-
-def test_heads_may_be_measured_whole(tiny_opt, text_file, tmp_path):
-    config = CollectConfig(
-        **COLLECT | {"train_tokens": 300, "val_tokens": 100, "calibration_tokens": 100}, head_criterion="norm"
-    )
-    manifest = collect(str(tiny_opt), TextSource(source=str(text_file)), config, tmp_path / "a")
-    assert 0 <= manifest.text["report_8grams_in_train"] < 1
-    assert not LayerWeights.load(tmp_path / "a", 0, manifest.weight_hash).head_mean.any()
 
 
 def test_budgets_are_exact_and_sets_disjoint(tiny_opt, text_file):

@@ -19,7 +19,7 @@ from dejavu_train.models.stored import SINGLE
 
 
 def made(model, text_file, folder, **settings):
-    config = CollectConfig(**COLLECT | {"mean_tokens": 300} | settings)
+    config = CollectConfig(**COLLECT | settings)
     collect(str(model), TextSource(source=str(text_file)), config, folder)
     return file_digests(folder)
 
@@ -106,7 +106,7 @@ def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path, collecte
 def test_parts_of_several_processes_are_the_whole(tiny_opt, text_file, tmp_path, parts, whole):
     """Also where some of three recorded nothing."""
     folder = tmp_path / "layers"
-    config, left = CollectConfig(**COLLECT | {"mean_tokens": 300, "by_layers": True}), []
+    config, left = CollectConfig(**COLLECT | {"by_layers": True}), []
 
     def share():
         for number in parts:

@@ -19,7 +19,7 @@ from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
 pytestmark = needs_proc
-TINY = {"train_tokens": 200, "val_tokens": 100, "calibration_tokens": 100, "mean_tokens": 64}
+TINY = {"train_tokens": 200, "val_tokens": 100, "calibration_tokens": 100}
 
 
 def collect_tokens(model, text, folder, changes):

@@ -113,9 +113,6 @@ for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):
             _case(f"{_bits}, {_name}, {_how}", _packed, {"lookahead": 1, **_options}, look_ahead=_how)
     _case(f"{_bits}, mixed", _packed, {"lookahead": 1, "int4": True}, MIXED)
     _case(f"{_bits}, ahead, 2 rows", _packed, {"lookahead": 1, "int4": True}, batch=2)
-    for _policy in ("always", "stale"):
-        _case(f"{_bits}, {_policy}", _packed, {"targets": ("heads",)}, kv_policy=_policy)
-        _case(f"{_bits}, {_policy}, 2 rows, crossover", _packed, {}, batch=2, kv_policy=_policy, crossover=True)
     _case(f"{_bits}, guard, fused", _packed, {"lookahead": 1, "int4": True}, guard=True)
     _case(f"{_bits}, guard, own heads", _packed, {"lookahead": 1, "own_heads": True}, guard=True)
     for _batch in (1, 2, 9):

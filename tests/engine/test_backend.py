@@ -144,8 +144,8 @@ def test_auto_without_a_gpu_is_the_engine_for_cpus(folder, bundle, caplog, monke
     monkeypatch.setattr("dejavu_train.kernels.common.checks.INTERPRET", False)
     assert SparseOPTForCausalLM.from_model(load_opt(folder), bundle).backend == "cpu"
     with caplog.at_level(logging.WARNING, "dejavu_train"):
-        made = SparseOPTForCausalLM.from_model(load_opt(folder), bundle, kv_policy="always")
-    assert made.backend == "gather" and "knows the policy backfill only" in caplog.text
+        made = SparseOPTForCausalLM.from_model(load_opt(folder), bundle, zeros="read")
+    assert made.backend == "gather" and "never reads rows of silent neurons" in caplog.text
     with pytest.raises(UserError, match="needs a GPU.*use backend='gather'"):
         SparseOPTForCausalLM.from_model(load_opt(folder), bundle, "triton")
 

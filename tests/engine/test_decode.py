@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from decode_helpers import assert_policy, masked_nll, random_bundle, random_opt, rows_of
+from decode_helpers import assert_filled_in, masked_nll, random_bundle, random_opt, rows_of
 from decode_helpers import reference_engine as engine
 
 from dejavu_train.engine.decode import DecodeEngine
@@ -61,9 +61,8 @@ def test_scores_equal_the_masked_forward_pass(model, options, batch):
         torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
-def test_policies_of_skipped_heads(model, policy):
-    assert_policy(model, policy)
+def test_keys_of_skipped_heads_are_filled_in(model):
+    assert_filled_in(model)
 
 
 def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
@@ -179,7 +178,6 @@ def test_reset_and_reuse(model):
         (lambda m: time_engine(m, None, "dense-engine", torch.tensor([[2]]), 3), "needs a CUDA device"),
         (lambda m: engine(m, context=129), "129 tokens does not fit"),
         (lambda m: engine(m, batch=33), "1 to 32 rows"),
-        (lambda m: engine(m, kv_policy="never"), "backfill, always, stale"),
         (lambda m: engine(m, context=20).generate([[2] * 15], 6), "21 tokens do not fit the engine's context of 20"),
         (lambda m: engine(m).generate([[2], [2]], 6), "holds 1 rows, got 2"),
         (lambda m: engine(m).generate([[]], 6), "empty prompt"),

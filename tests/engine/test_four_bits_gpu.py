@@ -8,11 +8,11 @@ import torch
 from decode_helpers import masked_logits, masked_nll, mlp_ahead, random_bundle, random_opt, rows_of
 from four_bit_models import four_bits
 
+from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Packer
-from dejavu_train.engine.random_weights import weights_of_shape
 from dejavu_train.families import ModelDims
 
 pytestmark = [
@@ -91,12 +91,10 @@ def test_layers_whose_input_the_mlp_before_makes(monkeypatch, head_dim, tiled):
     rows = rows_of(70)
     for options in ({"int4": True}, {"int4": True, "means": True}, {"int4": True, "targets": ("mlp",)}):
         bundle = random_bundle(model, rank=16, lookahead=1, **options)
-        for policy in ("backfill", "stale", "always") if head_dim == 64 and "targets" not in options else ("backfill",):
-            engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", dtype=torch.float16, kv_policy=policy))
-            assert all(half.late for half in engine.plan.halves[2::2])
-            expected = [masked_nll(model, bundle, row, stale=policy == "stale") for row in rows]
-            where = f"late {options} {policy} head dim {head_dim}"
-            assert_as_close_as_plain_torch(model, bundle, rows, expected, where, kv_policy=policy)
+        engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", dtype=torch.float16))
+        assert all(half.late for half in engine.plan.halves[2::2])
+        expected = [masked_nll(model, bundle, row) for row in rows]
+        assert_as_close_as_plain_torch(model, bundle, rows, expected, f"late {options} head dim {head_dim}")
 
 
 def test_a_dense_step_with_fc2_on_its_own(monkeypatch):
@@ -106,13 +104,11 @@ def test_a_dense_step_with_fc2_on_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
-def test_policies_and_the_choice_of_batches(batch):
+def test_the_choice_of_batches(batch):
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
     bundle, rows = random_bundle(model, rank=16), rows_of(*range(60, 60 + batch))
-    for policy in ("backfill", "always", "stale"):
-        expected = [masked_nll(model, bundle, row, stale=policy == "stale") for row in rows]
-        where = f"{policy} batch {batch}"
-        assert_as_close_as_plain_torch(model, bundle, rows, expected, where, kv_policy=policy)
+    expected = [masked_nll(model, bundle, row) for row in rows]
+    assert_as_close_as_plain_torch(model, bundle, rows, expected, f"batch {batch}")
 
 
 def test_greedy_tokens_are_those_of_the_mask():

@@ -9,7 +9,7 @@ from decode_helpers import random_opt, tokens
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import DENSE, new_scratch, new_state
 from dejavu_train.engine.cpu.entry_point import enter
-from dejavu_train.engine.cpu.prefill import prefill
+from dejavu_train.engine.cpu.prefill import PromptPass
 from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.draft import Draft
@@ -54,7 +54,7 @@ class Slots:
         """
         self.slots.clear()
         self.state.tokens[0, : len(self.row)] = self.row
-        prefill(self.weights, self.rules, self.state, 0, self.known)
+        PromptPass(self.weights, self.rules, self.state, len(self.row) + 1, self.team.n_threads).run(0, self.known)
         for behind in (self.state.keys[..., self.known :], self.state.values[:, :, :, self.known :]):
             behind[:] = noise
         for name in ("x", "partial", "results", "heads_out", "q", "logits", "residual"):

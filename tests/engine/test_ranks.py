@@ -271,12 +271,12 @@ def test_ranks_that_are_asked_for_different_things_say_so(model):
     assert len(said) == 2
 
 
-@pytest.mark.parametrize("other", ["lossless", "score", "threshold", "policy"])
+@pytest.mark.parametrize("other", ["lossless", "score", "threshold"])
 def test_ranks_that_make_other_calls_say_so(model, other):
     def run(sums):
         later = sums.rank == 1
         bundle = random_bundle(model, threshold=0.5 if later and other == "threshold" else 0.3)
-        engine = engine_of(model, bundle, sums, kv_policy="stale" if later and other == "policy" else "backfill")
+        engine = engine_of(model, bundle, sums)
         with pytest.raises(UserError, match="rank 1 was asked for something else"):
             if later and other == "score":
                 engine.score(rows_of(5))

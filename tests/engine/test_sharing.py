@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dejavu_train.engine.ranks.sharing import block_of, rates_of, shards_of, share_out, waited_bytes
+from benchmarks.tensor_parallel import waited_bytes
+from dejavu_train.engine.ranks.sharing import block_of, rates_of, shards_of, share_out
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.ground.errors import UserError
 

@@ -1,18 +1,17 @@
 """A pass over eight slots: a slot's logits are its own, and those of the dense model."""
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 import torch
 from decode_helpers import random_opt
 from family_models import random_family
 
-from benchmarks.verification import count_differences
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.engine.slot_pass import SlotPass
+from dejavu_train.engine.slot_pass import SLOTS, SlotPass
 from dejavu_train.ground.errors import UserError
 
 ROW = [5, 7, 11, 13, 17, 19]
@@ -26,11 +25,45 @@ def engine_of(ops, layers=1, screen=False):
     return engine
 
 
+def passes_of(engine):
+    """Passes over one sequence, and over eight that are alike."""
+    for sequences in (1, SLOTS):
+        caches = [
+            dataclasses.replace(
+                cache, k=cache.k.repeat(sequences, 1, 1, 1), v=cache.v.repeat(sequences, 1, 1, 1), watermark=None
+            )
+            for cache in engine.core.caches
+        ]
+        yield SlotPass(engine.weights, caches, engine.core.ops, engine.core.work.pdl)
+
+
 @pytest.mark.parametrize("ops", ["reference", "triton"])
+@torch.no_grad()
 def test_no_slot_depends_on_others_of_one_sequence_or_of_eight(ops):
+    """Some slots hold the tokens of a first pass, wherever they lie. The others hold random ones, and K and V of NaN
+    follow."""
     engine = engine_of(ops)
-    with torch.no_grad():
-        assert count_differences(engine.weights, engine, SimpleNamespace(check_layers=1)) == (0, 90)
+    device, vocabulary = engine.device, engine.shape.vocab_size
+    tokens = torch.randint(3, vocabulary, (SLOTS,), dtype=torch.int32, device=device)
+    at = int(engine.state.position[0]) + torch.arange(SLOTS, dtype=torch.int32, device=device)
+    expected, known = None, []
+    for made in passes_of(engine):
+        if expected is None:
+            made.run(tokens, at)
+            expected, known = made.logits.clone(), [(cache.k.clone(), cache.v.clone()) for cache in made.caches]
+        for live, shift in ((8, 0), (1, 0), (1, 3), (2, 5), (3, 1), (4, 4), (5, 0), (6, 2), (7, 7), (8, 6)):
+            slots = (torch.arange(live, device=device) + shift) % SLOTS
+            held = torch.randint(3, vocabulary, (SLOTS,), dtype=torch.int32, device=device)
+            places = at[-1] + 1 + torch.arange(SLOTS, dtype=torch.int32, device=device)
+            held[slots], places[slots] = tokens[:live], at[:live]
+            last = places.tolist() if len(made.caches[0].k) > 1 else [int(at[live - 1])]
+            for cache, kept in zip(made.caches, known, strict=True):
+                for numbers, whole in zip((cache.k, cache.v), kept, strict=True):
+                    numbers.copy_(whole.expand_as(numbers))
+                    for sequence, position in enumerate(last):
+                        numbers[sequence, :, position + 1 :] = float("nan")
+            made.run(held, places)
+            assert torch.equal(made.logits[slots], expected[:live]), (live, shift)
 
 
 def family_engine(name, ops="reference", **sizes):

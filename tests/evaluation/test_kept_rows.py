@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from bundles import make_bundle
-from conftest import REPOSITORY, make_text
+from conftest import make_text
 from task_files import write_task_files
 
 from dejavu_train.evaluation.html_report import write_report
@@ -83,10 +83,10 @@ def test_observe_keeps_its_parts(shared, given, tmp_path, monkeypatch, how):
     break_at(monkeypatch, observing, "predictor_rows", 1, how)
     monkeypatch.setattr(observing, "draw", lambda rows, folder: [])  # pictures take seconds
     text = {"text": given / "text.txt", "tokens": 300, "slow_tokens": 100, "window": 32, "densities": "[0.4]"}
-    parts = {"parts": "[residual, selections, predictors]", "sentence": "the model reads a token"}
+    parts = {"parts": "[residual, selections, predictors]"}
     ends(observe_command.main, shared | text | parts, how)
     about = json.loads((tmp_path / "observations/observations.json").read_text())
-    assert [one["name"] for one in about["observed"]] == ["cosine", "norms", "clusters", "selections"]
+    assert [one["name"] for one in about["observed"]] == ["cosine", "norms", "selections"]
     for one in about["observed"]:
         with open(tmp_path / f"observations/{one['name']}.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == one["rows"] > 0
@@ -127,7 +127,7 @@ def test_tasks_keep_what_was_asked(shared, given, tmp_path, monkeypatch, command
 
     module = {"tasks": run, "paper": paper}[command]
     break_at(monkeypatch, module, "ask", {"tasks": 4, "paper": 3}[command], how)  # both after one whole comparison
-    asked = {"folder": given, "include_path": REPOSITORY / "configs/tasks", "tasks": "[copa, piqa]", "text": "[]"}
+    asked = {"folder": given, "tasks": "[copa, piqa]", "text": "[]"}
     asked |= {"shots": "[0]", "limit": 2, "output": tmp_path / command} | (
         {"tables": "[table4]"} if command == "paper" else {}
     )

@@ -7,7 +7,6 @@ from matplotlib import pyplot
 from dejavu_train.evaluation import picture, report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting
 from dejavu_train.evaluation.picture import plot_curves
-from dejavu_train.evaluation.text_panels import plot_texts
 from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.predictors.metrics import SelectionSums
@@ -89,7 +88,7 @@ def test_table(found):
 
 
 def test_picture(found, tmp_path):
-    assert plot_curves(found, tmp_path / "curve.png") and plot_texts(found, tmp_path / "texts.svg")
+    assert plot_curves(found, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
     report.write_results(found, tmp_path / "new")
     assert (tmp_path / "new/results.json").is_file()

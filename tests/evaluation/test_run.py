@@ -210,7 +210,7 @@ def error_line(capsys) -> str:
         ({"dtype": "int3"}, "dtype"),
         ({"backend": "magic"}, "--backend"),
         ({"timing_backends": "magic"}, "--timing_backends"),
-        ({"text_set": "dev"}, "--text_set"),
+        ({"text_set": "dev"}, "text_set is no option any more, it is always test, got dev; leave it out"),
         ({"text": "=a.txt"}, "NAME=SOURCE"),
         ({"text": "name="}, "NAME=SOURCE"),
         ({"text": ["a/one.txt", "b/one.jsonl"]}, "two texts are named one"),

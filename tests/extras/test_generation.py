@@ -148,7 +148,9 @@ def test_the_command_writes_rows_pictures_and_a_section(settings, tmp_path, caps
     assert marks[0] == marks[1] > 50
     write_json(tmp_path / "results.json", results())
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "<h2>Generation</h2>" in page and "picture-generation" in page and "3 prompts of 12 tokens" in page
+    assert (
+        "<h2>Generation</h2>" in page and 'alt="Generation under sparsity"' in page and "3 prompts of 12 tokens" in page
+    )
 
 
 def test_what_is_compared(bundle_folder):
@@ -174,7 +176,7 @@ def test_what_is_compared(bundle_folder):
         ({"every": "1"}, "guard.every must be at least 2"),
         ({"every": "0"}, "--every must be at least 2, got 0"),
         ({"densities": "0"}, "must lie above 0"),
-        ({"decodings": "beam"}, "--decodings must be a list"),
+        ({"decodings": "beam"}, "decodings is no option any more, it is always [greedy, sampled], got beam"),
         ({"new_tokens": "600"}, "exceed the model's 512 positions"),
         ({"prompts": "500"}, "prompts of 12 tokens, not 500"),
         ({"temperature": "0"}, "--temperature must lie in 1e-06 to"),

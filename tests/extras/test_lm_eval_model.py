@@ -21,7 +21,6 @@ from dejavu_train.bundle.selector import Predicted
 from dejavu_train.extras.tasks import run as run_module
 from dejavu_train.extras.tasks.config import TASKS, TasksConfig
 from dejavu_train.extras.tasks.model import Asked, DejavuLM
-from dejavu_train.extras.tasks.packing import Row, build_rows, pack
 from dejavu_train.extras.tasks.run import read_config
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.opt import load_opt, load_tokenizer
@@ -101,28 +100,21 @@ def test_log_likelihoods_are_those_of_a_plain_loop(tiny_opt, bundle, backend, sp
         assert greedy == wanted_greedy
 
 
-class Whole(DejavuLM):
-    """Without shared contexts."""
-
-    _shares_contexts = False
-
-
 @pytest.mark.parametrize("sparse_from", [0, "prompt"])
 @pytest.mark.parametrize("backend", ["dense", "mask"])
-def test_answers_behind_one_context_score_as_alone(tiny_opt, bundle, backend, sparse_from, monkeypatch):
+def test_answers_behind_one_context_score_as_alone(tiny_opt, bundle, backend, sparse_from):
     words = make_text(400).split()
     pairs = []
     for question in range(6):  # four answers of other lengths each; two end in another last token alone
         context = " ".join(words[40 * question : 40 * question + 4 + 4 * question])
         ends = [words[40 * question + 30 : 40 * question + 31 + n] for n in (0, 1, 5)]
         pairs += [(context, " " + " ".join(end)) for end in [*ends, [*ends[1][:-1], "silent"]]]
-    pairs.append((" ".join(words[:200]), " and a context that is cut"))
-    shared, alone = (lm_of(tiny_opt, bundle, backend, sparse_from) for _ in range(2))
-    monkeypatch.setattr(Whole, "positions_at_once", 1)  # a row a batch: no padding either
-    alone.__class__ = Whole
-    asked = instances("loglikelihood", pairs)
-    got, expected = (lm.loglikelihood(asked, disable_tqdm=True) for lm in (shared, alone))
-    for (nats, greedy), (wanted, wanted_greedy) in zip(got, expected, strict=True):
+    pairs += [(" ".join(words[:200]), " and a context that is cut"), (words[0], f" {words[1]} reads")]
+    pairs.append((f"{words[0]} {words[1]}", " reads"))  # the same tokens, of which fewer are asked for
+    lm = lm_of(tiny_opt, bundle, backend, sparse_from)
+    got = lm.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
+    for pair, (nats, greedy) in zip(pairs, got, strict=True):
+        ((wanted, wanted_greedy),) = lm.loglikelihood(instances("loglikelihood", [pair]), disable_tqdm=True)
         assert nats == pytest.approx(wanted, abs=1e-4) and greedy == wanted_greedy
 
 
@@ -144,24 +136,6 @@ def test_windows_are_as_long_as_the_family_says(tmp_path, name, key):
     lm = lm_of(save_family(name, tmp_path, **{key: 32}), make_bundle(tmp_path).at(1.0, 1.0), "gather")
     asked = instances("loglikelihood", [(make_text(60, seed=1), " and the token")])
     assert lm.max_length == 32 and lm.loglikelihood(asked, disable_tqdm=True)[0][0] < 0
-
-
-def test_rows_of_requests():
-    pairs = [([1, 2, 3], [7, 8]), ([1, 2, 3], [7, 9]), ([1, 2, 3], [4]), ([5], [6, 6, 6]), ([9] * 12, [3, 3])]
-    rows = build_rows(pairs, longest=10, shared=True)
-    found = {row.context: row.branches for row in rows}
-    assert found == {(9,) * 9: {(3,): [4]}, (1, 2, 3): {(7,): [0, 1], (): [2]}, (5,): {(6, 6): [3]}}
-    packed = pack(rows[1:], pad=1)
-    assert packed.ids.tolist() == [[1, 2, 3, 7], [5, 6, 6, 1]] or packed.ids.tolist() == [[5, 6, 6, 1], [1, 2, 3, 7]]
-    row = packed.ids[:, 0].tolist().index(1)
-    assert packed.position_ids[row].tolist() == [0, 1, 2, 3] and packed.position_ids[1 - row].tolist() == [0, 1, 2, -1]
-    two = pack([Row((1, 2), {(3,): [0], (4, 5): [1]})], pad=1)
-    assert two.position_ids.tolist() == [[0, 1, 2, 2, 3]] and two.columns.tolist() == [1, 2, 3, 4]
-    seen = [[int(x) for x in line] for line in two.attention_mask[0, 0]]
-    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]
-    apart = build_rows(pairs, longest=10, shared=False)
-    assert len(apart) == 4  # requests that differ in the last token are one row
-    assert sum(map(len, apart)) == sum(map(len, rows)) + 3  # the context of the third
 
 
 def test_prompt_and_zero_differ(tiny_opt, bundle):
@@ -219,14 +193,12 @@ def test_lossless_generation_is_the_dense_models(tiny_opt, bundle):
         ("the model", {"until": [], "max_gen_toks": 12, "do_sample": False}),
         ("the model reads a token", {"until": [], "max_gen_toks": 12, "do_sample": False}),
     ]
-    lm = lm_of(tiny_opt, bundle, "cpu", "prompt", batch_size=2)
-    lm.lossless = True
+    lm = lm_of(tiny_opt, bundle, "cpu", "prompt", lossless=True)
     texts = lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
     assert lm.model.lossless_report()["drafted"] > 0
     dense = DejavuLM(load_opt(str(tiny_opt)), load_tokenizer(str(tiny_opt)), batch_size=2)
     assert texts == dense.generate_until(instances("generate_until", asked), disable_tqdm=True)
-    lm = lm_of(tiny_opt, bundle, "gather", "prompt")
-    lm.lossless = True
+    lm = lm_of(tiny_opt, bundle, "gather", "prompt", lossless=True)
     with pytest.raises(UserError, match="needs an engine"):
         lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
 
@@ -257,7 +229,7 @@ def test_the_command_line_writes_rows_samples_and_a_table(tiny_opt, bundle_folde
         f"--model={tiny_opt}",
         f"--bundle={bundle_folder}",
     ]
-    flags += [f"--folder={data}", f"--include_path={REPOSITORY / 'configs/tasks'}", f"--output={tmp_path}", "--limit=3"]
+    flags += [f"--folder={data}", f"--output={tmp_path}", "--limit=3"]
     flags += ["--text=[wikitext, c4, prose]", "--shots=[0, 1]", "--log_samples=true", "--device=cpu"]
     assert exit_on_user_error(run_module.main, flags) == 0
     found = json.loads((tmp_path / "results.json").read_text())
@@ -288,7 +260,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, 
     from conftest import save_tiny_opt
 
     other = save_tiny_opt(tmp_path / "other", num_hidden_layers=1)
-    common = [f"--model={tiny_opt}", f"--bundle={bundle_folder}", f"--include_path={REPOSITORY / 'configs/tasks'}"]
+    common = [f"--model={tiny_opt}", f"--bundle={bundle_folder}"]
     common += [f"--folder={data}", "--device=cpu", "--limit=2", f"--output={tmp_path / 'out'}", "--shots=[0]"]
     broken = write_task_files(tmp_path / "broken")
     (broken / "tasks/piqa_valid.jsonl").write_text("{}\n")

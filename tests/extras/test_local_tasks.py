@@ -68,9 +68,7 @@ def own_task(name, docs):
 
 
 def local_task(name, folder):
-    manager, chosen = find_tasks(
-        [name], AskedOptions(folder=str(folder), include_path=str(REPOSITORY / "configs/tasks"))
-    )
+    manager, chosen = find_tasks([name], AskedOptions(folder=str(folder)))
     return manager.load(list(chosen.values()))["tasks"][chosen[name]]
 
 

@@ -43,7 +43,12 @@ def main() -> int:
     for name, count in sorted(counts.items()):
         print(f"  {count} x {name}")
     if asked.out:
-        rows = {"seeds": asked.seeds, **made_now("dejavu_train"), "seconds": round(seconds), "files": dict(counts)}
+        rows = {
+            "seeds": asked.seeds,
+            **made_now("dejavu_train.bundle.artifact", "dejavu_train.data.text", "dejavu_train.quantize.source"),
+            "seconds": round(seconds),
+            "files": dict(counts),
+        }
         Path(asked.out).write_text(json.dumps(rows | {"findings": findings}, indent=1) + "\n")
     return 1 if findings else 0
 

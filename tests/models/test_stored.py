@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import has_hash, load_opt, weight_hash
+from dejavu_train.models.opt import load_opt, weight_hash
 from dejavu_train.models.stored import INDEX, SINGLE, check_folder, loaded_files
 from dejavu_train.quantize.source import StoredTensors
 
 MARK = "model.decoder.final_layer_norm.bias"  # a tensor that says which file it came from
-EARLIER = Path(__file__).resolve().parents[1] / "earlier"
 EMBEDDING, HEAD = "model.decoder.embed_tokens.weight", "lm_head.weight"
 
 
@@ -189,22 +188,6 @@ def test_positions_of_old_uploads_are_left_out(name, tmp_path):
         expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
         torch.testing.assert_close(load_opt(str(folder))(ids).logits, expected)
     assert not any("rotary" in each for each in StoredTensors(str(folder)))
-
-
-def test_hashes_of_earlier_versions_are_known(tmp_path):
-    """Made over names and dtypes as a container has them, of the model in ``tests/earlier``, whose names lack model."""
-    stored = "250e3619ae2c4d26af42d9b54b4ba3e69ff6fdfa077b593831324efae341d0fb"
-    others = {
-        "with model.": "9140adeda49a5f0e5aad3dbc6d7a18f055b1303a9057d7a60b3aac514730bf52",
-        "pickled": "26de14953e3a840dcf8640157ad8bd9501e16e0409baca0c98b60117dc64ff6f",
-    }
-    assert weight_hash(str(EARLIER / "model")) == others["with model."]
-    folder = shutil.copytree(EARLIER / "model", tmp_path / "model")
-    for known in (stored, *others.values()):
-        assert has_hash(str(folder), known) and has_hash(str(folder), f"full:{known}")
-    tensors = load_file(folder / SINGLE)
-    write(folder / SINGLE, {name: tensor + 1 for name, tensor in tensors.items()})
-    assert not any(has_hash(str(folder), known) for known in (stored, *others.values()))
 
 
 def test_quantised_from_any_names(tmp_path):

@@ -26,7 +26,7 @@ def data(tiny_opt, tmp_path_factory):
 
 def test_the_papers_tables(tiny_opt, data, tmp_path, capsys):
     flags = [f"--config={CONFIG}", f"--model={tiny_opt}", f"--bundle={data / 'bundle'}"]
-    flags += [f"--folder={data}", f"--include_path={REPOSITORY / 'configs/tasks'}", f"--output={tmp_path}", "--limit=2"]
+    flags += [f"--folder={data}", f"--output={tmp_path}", "--limit=2"]
     flags += ["--tasks=[piqa, cb]", "--shots=[0]", "--sparsities=[0.5, 0.75]", "--device=cpu"]
     assert exit_on_user_error(tables.main, [*flags, "--structures=[parallel 2, skip 1/2]"]) == 0
     rows = json.loads((tmp_path / "paper.json").read_text())["rows"]
@@ -55,7 +55,7 @@ def test_the_configuration_spells_the_defaults_out():
 def test_rows_carry_their_conditions(tiny_opt, data, tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     flags = [f"--model={tiny_opt}", f"--bundle={data / 'bundle'}", f"--folder={data}", "--tasks=[copa]", "--text=[]"]
-    flags += [f"--include_path={REPOSITORY / 'configs/tasks'}", "--shots=[0]", "--limit=2", "--device=cpu"]
+    flags += ["--shots=[0]", "--limit=2", "--device=cpu"]
     assert exit_on_user_error(record.main, [*flags, "--tables=[table4]"]) == 0
     rows = list(csv.DictReader((tmp_path / "paper.csv").open()))
     assert {(row["asked_mlp_density"], row["asked_head_density"]) for row in rows} == {("0.15", "1"), ("1", "0.5")}

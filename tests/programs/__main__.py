@@ -12,7 +12,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # helpers that tests share
 
-from benchmarks.rows import made_now
+from benchmarks.rows import CPU_STEP, STEP, made_now
 
 from .judge import COMPARED, SEEN
 from .program import describe, draw, quiet, run, shrink, without
@@ -56,7 +56,12 @@ def main() -> int:
         )
     if asked.out:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        rows = {"seeds": asked.seeds, "left_out": asked.leave_out, **made_now("dejavu_train", "kernels"), **versions}
+        rows = {
+            "seeds": asked.seeds,
+            "left_out": asked.leave_out,
+            **made_now("dejavu_train.sparse.model", *STEP, *CPU_STEP),
+            **versions,
+        }
         rows |= {"positions_compared": COMPARED, "seconds": round(seconds)}
         rows |= {"calls": calls, "refused": refused, "refusals": dict(reasons), "findings": findings}
         Path(asked.out).write_text(json.dumps(rows, indent=1) + "\n")

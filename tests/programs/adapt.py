@@ -172,7 +172,7 @@ def twin(world: World, call: dict[str, Any]) -> None:
     if world.given is None:
         return
     other = copy.copy(world)
-    other.backend, other.density, other.policy = call["backend"], tuple(call["density"]), "backfill"
+    other.backend, other.density = call["backend"], tuple(call["density"])
     other.bundle = other.target_bundle()
     other.take(other.wrap(world.given), world.given)
     run_compute(other, call["then"])

@@ -65,7 +65,6 @@ def draw(seed: int) -> Program:
         "exact": seed % 2 == 0,
         "density": draw_density(rng),
         "start": rng.choice((0, 0, 0, "prompt", "prompt", 5)),
-        "policy": "always" if backend in ("gather", "reference") and rng.random() < 0.2 else "backfill",
     }
     calls: list[dict[str, Any]] = [{"call": "load", **DRAWS["load"][0](rng, profile)}]
     names = [name for name, (_, _, weight) in DRAWS.items() for _ in range(weight)]
@@ -96,7 +95,7 @@ def _hangs(*_: Any) -> None:
 
 def run(program: Program, base: Base) -> Outcome:
     """Carry out a program. The first finding ends it."""
-    world_keys = ("exact", "backend", "made", "start", "policy")
+    world_keys = ("exact", "backend", "made", "start")
     outcome, started = Outcome(0, []), time.perf_counter()
     signal.signal(signal.SIGALRM, _hangs)
     signal.alarm(SECONDS)

@@ -5,8 +5,9 @@ import os
 import pytest
 from bundles import make_bundle
 
-from benchmarks.crowd import Crowd
 from dejavu_train.engine.cpu.engine import SUPPORTED
+
+from .crowd import Crowd
 
 SECONDS = float(os.environ.get("CROWD_SECONDS", "2.5"))
 LONG = 5.0  # times as long where a call takes longer

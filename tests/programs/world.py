@@ -68,7 +68,6 @@ class World:
     given: Any = None
     bundle: Bundle | None = None
     start: int | str = 0
-    policy: str = "backfill"
     coded: bool = False
     lora: bool = False
     drifts: bool = False
@@ -98,8 +97,8 @@ class World:
     def options(self) -> dict[str, Any]:
         """How ``from_model`` is called for this program's backend."""
         if self.backend == "reference":
-            return {"backend": "triton", "ops": "reference", "sparse_from": self.start, "kv_policy": self.policy}
-        return {"backend": self.backend, "sparse_from": self.start, "kv_policy": self.policy}
+            return {"backend": "triton", "ops": "reference", "sparse_from": self.start}
+        return {"backend": self.backend, "sparse_from": self.start}
 
     def wrap(self, dense: OPTForCausalLM) -> Any:
         return SparseOPTForCausalLM.from_model(dense, self.bundle, **self.options())

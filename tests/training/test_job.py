@@ -80,7 +80,6 @@ def test_density_is_shared_out_by_true_density(config):
     densities = [deployed_density(run, (layer, "mlp"), folder) for layer in (0, 1)]
     assert sum(densities) / 2 == pytest.approx(0.2) and densities[0] != densities[1]
     assert deployed_density(run, UnitKey(0, "heads"), folder) == 0.75
-    assert deployed_density(config("--mlp.density_allocation=false"), UnitKey(0, "mlp"), folder) == 0.4
 
 
 def test_extra_callbacks_and_look_ahead(config, tmp_path):

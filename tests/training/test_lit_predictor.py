@@ -109,11 +109,11 @@ def test_contributions_are_recomputed_and_obey_the_label(folder, weights):
 
 
 def test_the_rate_rises_and_falls(folder, weights):
-    module = LitPredictor("mlp", LowRankPredictor(48, 8, 96), 96, learning_rate=1.0, warmup=0.1)
+    module = LitPredictor("mlp", LowRankPredictor(48, 8, 96), 96, learning_rate=1.0)
     module.init_predictor("random", weights)
     rates = []
     module.on_train_batch_end = lambda *_: rates.append(module.optimizers().param_groups[0]["lr"])
-    trained(module, data_for(folder, "mlp", "mlp_in"), 40)
+    trained(module, data_for(folder, "mlp", "mlp_in"), 80)
     assert rates[0] < rates[3] == pytest.approx(1.0)
     assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False)) and rates[-1] < 0.05
 

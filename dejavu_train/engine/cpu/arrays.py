@@ -130,6 +130,12 @@ class Selectors(Group):
         fields = {name: getattr(self, name) for name in type(self).__annotations__}
         return Selectors(**{**fields, "fine": np.full_like(self.fine, -1)})
 
+    def without_predictors(self) -> "Selectors":
+        """The same with every unit computed, and nothing kept for one that was skipped. Shares its arrays."""
+        fields = {name: getattr(self, name) for name in type(self).__annotations__}
+        nothing = {name: np.full_like(getattr(self, name), -1) for name in ("at", "kept")}
+        return Selectors(**{**fields, **nothing, "sites": np.zeros_like(self.sites)})
+
 
 class State(Group):
     """Per row: sequence (B), the number of the sequence whose token it runs, 0 to S - 1. Engines have a row for each

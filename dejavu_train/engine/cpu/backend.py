@@ -29,7 +29,7 @@ class CpuBackend(EnginePool):
     """Engines for one model and bundle.
 
     Raises:
-        Unsupported: a model that is not on the CPU, another policy than backfill, no POSIX threads, predictors that
+        Unsupported: a model that is not on the CPU, no POSIX threads, predictors that
             are not low-rank, a guard.
     """
 
@@ -39,7 +39,6 @@ class CpuBackend(EnginePool):
         self,
         model: Any,
         bundle: Bundle,
-        kv_policy: str = "backfill",
         guard: GuardState | None = None,
         zeros: str = "auto",
     ) -> None:
@@ -53,7 +52,7 @@ class CpuBackend(EnginePool):
         if not SUPPORTED:
             raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
         formats = Formats("float32", "float32", str(model.dtype).removeprefix("torch."))
-        options = EngineOptions(kv_policy=kv_policy, guard=guard, zeros=zeros)
+        options = EngineOptions(guard=guard, zeros=zeros)
         plan_step(self.shape, {}, formats, options, Engine.CPU)  # refuses now what no engine can run
         self._owner = os.getpid()
         self._rules: Rules | None = None

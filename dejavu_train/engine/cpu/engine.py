@@ -15,7 +15,7 @@ from torch import Tensor
 from dejavu_train.engine.cpu import arrays
 from dejavu_train.engine.cpu.entry_point import enter
 from dejavu_train.engine.cpu.lossless import CpuPair
-from dejavu_train.engine.cpu.prefill import fault, logits_of, prefill
+from dejavu_train.engine.cpu.prefill import PromptPass, fault, logits_of
 from dejavu_train.engine.cpu.selectors import Rules, read_rules
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.cpu.threads import SUPPORTED
@@ -106,6 +106,7 @@ class CpuEngine(Session):
         self.state = arrays.new_state(self.shape, batch, self.context, kept, operand)
         self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors, operand)
         self._seconds_per_step = CALL_SECONDS
+        self._prompts = PromptPass(self.weights, self.selectors, self.state, self.context, self.threads)
         self._team = Team(enter, (self.weights.model, self.selectors, self.state, self.scratch), self.threads)
         self._pairs: dict[str | None, CpuPair] = {}
         super().__init__()
@@ -118,8 +119,10 @@ class CpuEngine(Session):
     def close(self) -> None:
         """Send the threads home. The engine cannot be used afterwards. Done by itself when the engine is forgotten."""
         self._team.close()
+        self._prompts.team.close()
         for pair in self._pairs.values():
             pair.team.close()
+            pair.prompts.team.close()
 
     @property
     def turns(self) -> Turns:
@@ -169,7 +172,7 @@ class CpuEngine(Session):
         others[b] = arrays.DONE
         try:
             state.row_state[:] = arrays.DONE
-            behind = self._write(b, row)
+            behind = self._write(b, row, row.scored_from is not None)
             self._team.call(1, row.sampling.mode, tail_only=True)
             others[b] = state.row_state[b]
         finally:
@@ -194,11 +197,11 @@ class CpuEngine(Session):
         """See `Session.end`."""
         self.state.row_state[b] = arrays.DONE
 
-    def _write(self, b: int, row: Row) -> Tensor:
+    def _write(self, b: int, row: Row, whole: bool = False) -> Tensor:
         """A row's state and the residual stream of its prefilled tokens, behind which the tail chooses the next.
 
         Returns:
-            (prefilled, d) fp32, the residual stream.
+            (prefilled, d) fp32, the residual stream, or (1, d) of the last position alone unless ``whole``.
         """
         state, known, sampler = self.state, len(row.tokens), row.sampling
         state.tokens[b, :known] = row.tokens
@@ -209,14 +212,14 @@ class CpuEngine(Session):
         state.min_p[b], state.repetition[b] = sampler.min_p, sampler.repetition_penalty
         state.presence[b], state.frequency[b] = sampler.presence_penalty, sampler.frequency_penalty
         state.seed[b] = row_seed(sampler.seed, row.number)
-        state.seen[b] = 0
-        state.seen[b, list(row.tokens[: row.prefilled])] = 1
-        state.watermark[:, b] = row.prefilled
         state.scored[b] = row.scored_from is not None
         behind = torch.empty(0, self.shape.d_model, dtype=torch.float32)
         if row.prefilled:
-            behind = prefill(self.weights, self.selectors, state, b, row.prefilled)
+            behind = self._prompts.run(b, row.prefilled, whole=whole)
             self.scratch.residual[b] = behind[-1].numpy()
+        state.seen[b] = 0
+        state.seen[b, list(row.tokens[: row.prefilled])] = 1
+        state.watermark[:, b] = row.prefilled
         # Not done, so that the tail gives the row its next token. Whether it is sparse is decided there.
         state.row_state[b] = arrays.DENSE
         return behind

@@ -6,7 +6,7 @@ import numpy as np
 
 from dejavu_train.engine.cpu import arrays
 from dejavu_train.engine.cpu.entry_point import enter_cycle
-from dejavu_train.engine.cpu.prefill import fault, prefill
+from dejavu_train.engine.cpu.prefill import PromptPass, fault
 from dejavu_train.engine.cpu.selectors import make_selectors
 from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.cpu.verify import ACCEPTED, DRAFTED, FIRST
@@ -51,6 +51,7 @@ class CpuPair(Pair):
             self.scratch = arrays.new_scratch(shape, 1, context, threads, selectors, draft.operand)
         self.slots = arrays.new_state(shape, SLOTS, context, 0, dense.operand, state)
         self.slot_scratch = arrays.new_scratch(shape, SLOTS, context, threads, self.rules, dense.operand)
+        self.prompts = PromptPass(dense, self.rules, state, context, threads)
         self.pace = Pace(MOST_DRAFTED if draft is not dense or (selectors.at >= 0).any() else 0)
         groups = (draft.model, selectors, self.draft_state, self.scratch, dense.model, self.rules)
         self.copied = Pace(MOST_DRAFTED)
@@ -67,7 +68,9 @@ class CpuPair(Pair):
             state.limit[:], state.least[:], state.sparse_from[:] = row.total, row.least, n
         draft.tokens[0, :n], draft.stops[: len(stops)] = row.tokens, list(stops)
         draft.position[0] = n - 1
-        self.slot_scratch.residual[0] = prefill(self.dense, self.rules, self.slots, 0, n)[-1].numpy()
+        self.slot_scratch.residual[0] = self.prompts.run(0, n)[-1].numpy()
+        draft.seen[0] = 0
+        draft.watermark[:] = 0
         return self._call(0, sampler.mode, behind_prompt=True)
 
     def cycle(self, drafted: int, mode: str) -> Verified:

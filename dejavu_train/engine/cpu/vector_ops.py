@@ -3,6 +3,8 @@
 Plain loops that LLVM turns into vector instructions: sums may be reordered (``SUMS``), which is what lets it.
 """
 
+from typing import Any
+
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
@@ -54,11 +56,21 @@ def dot_list(rows, scales, group, numbers, n, operands, units, live, out):
 def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
     """out[b] += factors[b, i] times row numbers[i], for i from start to stop and every batch row b in ``live``.
 
+    A batch row whose next four factors are zero takes no part: in a union of several rows most are.
+
     Args:
         out: (B + 1, D) fp32. numbers (at least stop) int32, factors (B, at least stop) fp32.
     """
     for i in range(start, stop, ROWS):
         bits = live
+        if without_lowest(live, 1):
+            bits, last = 0, min(i + ROWS, stop)
+            for b in range(factors.shape[0]):
+                if live >> b & 1:
+                    found: Any = False
+                    for j in range(i, last):
+                        found = found or factors[b, j] != np.float32(0)
+                    bits |= np.int64(found) << b
         while bits:
             if HAS_AVX512 and without_lowest(bits, 3):
                 add_quad(out, rows, scales, group, numbers, factors, i, stop, bits)

@@ -93,19 +93,3 @@ def rates_of(bundle: Any) -> dict[UnitKey, Tensor]:
         for (layer, target), spec in bundle.specs.items()
         if not spec.dense
     }
-
-
-def waited_bytes(shards: Sequence[Shard], rates: Mapping[UnitKey, Tensor]) -> tuple[float, float]:
-    """Bytes of the layers' matrices in fp16 that a token waits for: expected ones of the slowest rank, half by half.
-
-    Returns:
-        these, and what they would be if every rank read the same.
-    """
-    waited = even = 0.0
-    for key in shards[0].units:
-        row = shards[0].whole.rows_of(key.target) * shards[0].whole.d_model * 2
-        ids = [shard.units[key] for shard in shards]
-        read = [row * (rates[key][mine].sum().item() if key in rates else len(mine)) for mine in ids]
-        waited += max(read)
-        even += sum(read) / len(read)
-    return waited, even

@@ -8,10 +8,14 @@ from dejavu_train.evaluation.shared_config import TextConfig
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.ranges import COLDEST, SHARE, WIDEST, check_ranges
 
+DECODINGS = ("greedy", "sampled")  # a bundle is judged by both
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig(TextConfig):
     """Continuations of held-out prompts, dense and sparse, side by side."""
+
+    CONSTANTS = TextConfig.CONSTANTS | {"decodings": [*DECODINGS]}
 
     text: str = "installed-docs"
     """An installed source, a .txt or .jsonl file, or a hub dataset."""
@@ -21,10 +25,8 @@ class GenerationConfig(TextConfig):
     """Tokens of each prompt, the leading </s> included."""
     new_tokens: int = 128
     """Of every continuation. </s> ends none."""
-    decodings: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
-    """Sampled ones draw the same random numbers for every model."""
     temperature: float = 1.0
-    """Of sampling."""
+    """Of sampling, which draws the same random numbers for every model."""
     top_p: float = 1.0
     """Of sampling."""
     densities: tuple[float, ...] = ()
@@ -47,9 +49,8 @@ class GenerationConfig(TextConfig):
         for name, least in {"prompts": 2, "prompt": 2, "new_tokens": 8, "batch": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("decodings", "sparse_from"):
-            if not getattr(self, name):
-                raise UserError(f"--{name} is empty; name one")
+        if not self.sparse_from:
+            raise UserError("--sparse_from is empty; name one")
         check_ranges(self, "--", {"densities": SHARE, "head_density": SHARE})
         if not COLDEST <= self.temperature <= WIDEST:
             raise UserError(f"--temperature must lie in {COLDEST:g} to {WIDEST:g}, got {self.temperature}")

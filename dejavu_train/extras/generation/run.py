@@ -28,9 +28,10 @@ from dejavu_train.evaluation.calibrated import described, moved
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
+from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.extras.generation import measures
-from dejavu_train.extras.generation.config import GenerationConfig
+from dejavu_train.extras.generation.config import DECODINGS, GenerationConfig
 from dejavu_train.extras.generation.picture import draw
 from dejavu_train.families import TARGETS, Target, dims_of
 from dejavu_train.ground.errors import UserError
@@ -179,15 +180,15 @@ def compare_generation(
     """
     drop_generation_defaults(dense)
     asked = variants(config, bundle)
-    with Progress("generating", (1 + len(asked)) * len(config.decodings) * len(prompts), "text") as shown:
+    with Progress("generating", (1 + len(asked)) * len(DECODINGS) * len(prompts), "text") as shown:
         reference = SparseCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend)
         dense_texts = {
-            decoding: _continue(config, reference, dense, prompts, decoding, shown) for decoding in config.decodings
+            decoding: _continue(config, reference, dense, prompts, decoding, shown) for decoding in DECODINGS
         }
         for variant, model in _models(config, dense, bundle, backend, asked):
             rows: list[GenerationRow] = []
             positions: list[PositionRow] = []
-            for decoding in config.decodings:
+            for decoding in DECODINGS:
                 model.reset_guard()
                 model.sparse_from = "prompt" if variant.sparse_from == "prompt" else 0
                 made = _continue(config, model, dense, prompts, decoding, shown)
@@ -221,7 +222,7 @@ def _guard(variant: Variant) -> Guard:
 def load_prompts(config: GenerationConfig, tokenizer: Any, bundle: Bundle) -> tuple[EvalText, Tensor]:
     """The text, and (P, T) ids from </s> on: beginnings of documents, and further pieces where these are too few."""
     tokens = 2 * config.prompts * (config.prompt - 1)  # some windows are the short ends of documents
-    text = load_spread(config, bundle, tokenizer, config.text_set, config.prompt, tokens)
+    text = load_spread(config, bundle, tokenizer, TEXT_SET, config.prompt, tokens)
     whole = [window for window in text.held.windows if len(window) == config.prompt][: config.prompts]
     if len(whole) < config.prompts:
         raise UserError(

@@ -13,6 +13,7 @@ import transformers
 from dejavu_train.data.text import TextSource
 from dejavu_train.evaluation.config import name_texts
 from dejavu_train.evaluation.perplexity import EvalCorpus
+from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.extras.survey.config import SurveyConfig
 from dejavu_train.extras.survey.decoder import GGUF, check_window, find_parts, load_model, read_config
@@ -111,9 +112,7 @@ def _texts(config: SurveyConfig, tokenizer: Any) -> EvalCorpus:
             cache=config.text_cache,
         )  # fmt: skip
         trained: dict[str, Any] = {}
-        own = load_text(
-            name, text, config.text_set, config.model, trained, tokenizer, config.window, share, config.seed
-        ).held
+        own = load_text(name, text, TEXT_SET, config.model, trained, tokenizer, config.window, share, config.seed).held
         held.document += [len(held.document_tokens) + each for each in own.document]
         held.windows += own.windows
         held.document_tokens += own.document_tokens

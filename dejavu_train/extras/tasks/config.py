@@ -1,6 +1,7 @@
 """The keys of ``dejavu tasks``. Readable without torch and without lm-eval."""
 
 import dataclasses
+from pathlib import Path
 
 from dejavu_train.evaluation.shared_config import ModelConfig
 from dejavu_train.ground.errors import UserError
@@ -8,6 +9,7 @@ from dejavu_train.ground.errors import UserError
 # Deja Vu's seven and HellaSwag.
 TASKS = ("cb", "copa", "lambada", "openbookqa", "piqa", "rte", "winogrande", "hellaswag")
 TEXTS = ("wikitext", "c4", "prose")
+LOCAL = Path(__file__).parents[2] / "configs" / "tasks"  # of the YAMLs of local tasks, installed with the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,15 +17,14 @@ class AskedOptions:
     """What is asked."""
 
     GONE = {"texts": "its name is --text, as on every command"}
+    CONSTANTS = {"include_path": "configs/tasks"}
 
     tasks: tuple[str, ...] = tuple(TASKS)
     """Accuracies, at every number of shots: the paper's by their short names, or any of lm-eval's."""
     text: tuple[str, ...] = ("wikitext",)
     """Perplexities: wikitext, c4, prose."""
     folder: str | None = None
-    """Of local files (configs/tasks names them). null: the hub."""
-    include_path: str = "configs/tasks"
-    """Folder of task YAMLs."""
+    """Of local files, which configs/tasks names. null: the hub."""
     shots: tuple[int, ...] = (0, 5)
     """Numbers of examples before the question."""
     limit: int | None = None

@@ -59,7 +59,6 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
     questions = all_questions(config)
     asked = asked_model(config)
     dense, sparse = DejavuLM.load(dataclasses.replace(asked, backend=DENSE)), DejavuLM.load(asked)
-    sparse.encoded = dense.encoded
     models = {DENSE: dense, "sparse": sparse}
     caches = {n: config.use_cache and f"{config.use_cache}-{_digest(lm.identity, config)}" for n, lm in models.items()}
     for part in questions:

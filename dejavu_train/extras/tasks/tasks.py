@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from dejavu_train.evaluation.perplexity import increase
-from dejavu_train.extras.tasks.config import TASKS, TEXTS, AskedOptions
+from dejavu_train.extras.tasks.config import LOCAL, TASKS, TEXTS, AskedOptions
 from dejavu_train.extras.tasks.model import DejavuLM
 from dejavu_train.extras.tasks.paired import flip_rate, mcnemar
 from dejavu_train.ground.errors import UserError
@@ -70,19 +70,16 @@ def find_tasks(names: Sequence[str], options: AskedOptions) -> tuple[TaskManager
     Raises:
         UserError: an unknown task, or no such folder.
     """
-    for folder in (options.folder, options.include_path if options.folder else None):
-        if folder is not None and not Path(folder).is_dir():
-            raise UserError(f"there is no folder {folder}; give the folder of the task files")
+    if options.folder is not None and not Path(options.folder).is_dir():
+        raise UserError(f"there is no folder {options.folder}; give the folder of the task files")
     ours = options.folder is not None
     chosen = {n: f"local_{n}" if ours and n in (*TASKS, *TEXTS) else HUB_NAMES.get(n, n) for n in names}
     metadata: dict[str, Any] = {"folder": options.folder}
     # Reading lm-eval's own index of some ten thousand files takes longer than a small run.
-    manager = TaskManager(
-        include_path=options.include_path if ours else None, include_defaults=not ours, metadata=metadata
-    )
+    manager = TaskManager(include_path=str(LOCAL) if ours else None, include_defaults=not ours, metadata=metadata)
     for name, own in chosen.items():
         if own not in manager.all_tasks:
-            others = options.include_path if ours else "lm-eval"
+            others = LOCAL if ours else "lm-eval"
             raise UserError(f"there is no task {name}; known are {', '.join((*TASKS, *TEXTS))} and those of {others}")
     return manager, chosen
 

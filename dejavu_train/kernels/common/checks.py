@@ -112,7 +112,7 @@ def check_head_dim(head_dim: int) -> None:
 def check_attention(step: HeadStep, slots: bool = False) -> tuple[int, int, int]:
     """(heads of K and V, heads of q that share each, head_dim) of q (B, heads, head_dim) and the caches of B rows.
 
-    Watermarks and valid positions are looked at where there are some. slots: caches of one row will do.
+    Watermarks are looked at where there are some. slots: caches of one row will do.
     """
     q, cache = step.q, step.cache
     check_device("q", q)
@@ -126,8 +126,6 @@ def check_attention(step: HeadStep, slots: bool = False) -> tuple[int, int, int]
         check_shape(name, tensor, sequences, n_heads, cache.capacity, head_dim)
     if cache.watermark is not None:
         check_shape("watermark", cache.watermark, sequences, n_heads)
-    if cache.valid is not None:
-        check_shape("valid", cache.valid, sequences, n_heads, cache.capacity)
     check_shape("position", step.position, rows)
     return n_heads, n_q // n_heads, head_dim
 

@@ -15,7 +15,6 @@ class KvCache:
     k, v: (B, h, T, head_dim).
     attn_in: (B, T, d), inputs that are kept. T is 0 where none are.
     watermark: (B, h) int32, K/V are there below it. None means that those of all heads are there.
-    valid: (B, h, T) uint8, the positions that are there, or None. Only the policy "stale" reads it.
     positions: what k is turned by before it is kept, or what is added to scores with it. None: neither.
     """
 
@@ -23,7 +22,6 @@ class KvCache:
     v: Tensor
     attn_in: Tensor
     watermark: Tensor | None = None
-    valid: Tensor | None = None
     positions: Rotary | Alibi | None = None
 
     @property

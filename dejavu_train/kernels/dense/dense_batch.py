@@ -73,15 +73,6 @@ def _normalised(x: Tensor, ln: LayerNormWeights, dtype: torch.dtype, pdl: bool) 
     return n
 
 
-def int4_linear_reference(x: Tensor, weight: Matrix, bias: Tensor | None, activation: str) -> Tensor:
-    """Plain torch, in fp64 where x is."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = x.to(wide) @ weight.dense(wide).flatten(0, -2).T
-    if bias is not None:
-        y = y + bias
-    return activation_reference(y, activation)
-
-
 def takes(weight: Matrix, batch: int) -> TypeGuard[Int4Rows]:
     """Whether these kernels multiply so many tokens with this matrix."""
     return weight.format is Format.INT4 and batch <= MOST_TOKENS

@@ -1,6 +1,6 @@
 """How the weights of predictors lie, and as what kernels read them.
 
-They are numbers, or int8 or fp8 codes or nibbles with a scale a row. Rows of uint8 are nibbles as a bundle stores them.
+They are numbers, or int8 codes or nibbles with a scale a row. Rows of uint8 are nibbles as a bundle stores them.
 A row has H = ceil(d / 2) bytes. Byte j holds u = code + 8 of column j in its low nibble, of column H + j in the high
 one. Kernels read them as floats 1 + u / 16, the nibble in the mantissa of 1.0 (`nibble_floats`). Eight floats take four
 instructions and eight byte permutations. For the tensor cores they are read as fp16 codes (`nibble_halves`).
@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-QUANTIZED_TYPES = (torch.int8, torch.float8_e4m3fn)
-CODE_TYPES = (*QUANTIZED_TYPES, torch.uint8)
+CODE_TYPES = (torch.int8, torch.uint8)
 
 
 def nibble_codes(stored: Tensor, columns: int) -> Tensor:

@@ -40,7 +40,6 @@ def qkv_select_reference(
     step: HeadStep,
     mlp: Predictor,
     row_state: Tensor,
-    policy: str = "backfill",
     late: LateSite | None = None,
 ) -> None:
     """Plain torch, in place."""
@@ -54,7 +53,7 @@ def qkv_select_reference(
         weights = replace(weights, bias=late.shifts - late_sums(weights.weight, norm.ln)[1])
         product = n[0, t] @ late.numbers().T[:, : hidden.shape[1]] * late.scale[: hidden.shape[1]]
         hidden.copy_(product.relu() if late.relu else product)
-    qkv_reference(weights, step, policy)
+    qkv_reference(weights, step)
     select_reference(mlp, row_state)
 
 
@@ -84,19 +83,18 @@ def qkv_select(
     step: HeadStep,
     mlp: Predictor,
     row_state: Tensor,
-    policy: str = "backfill",
     pdl: bool = False,
     late: LateSite | None = None,
 ) -> None:
     """Stage 2: `qkv`, and the second half of the MLP's predictor. One batch row.
 
     mlp.hidden: (1, rank) fp32 from `site_predict`. late: as `mlp_ahead` left it. Then hidden is made here, the bias of
-    q/k/v is replaced by `late.shifts`, and their weight has 4 bits. Errors: shapes, policy, a CPU tensor.
+    q/k/v is replaced by `late.shifts`, and their weight has 4 bits. Errors: shapes, a CPU tensor.
     """
     given, made, gains = weights, (None, None), None
     if late is not None:
         given, gains = replace(weights, bias=late.shifts), late.gains
-    n_tiles, arguments, sizes, options = qkv_launch(given, step, policy, gains)
+    n_tiles, arguments, sizes, options = qkv_launch(given, step, gains)
     check_shape("q", step.q, 1, *step.q.shape[1:])
     check_shape("hidden", mlp.hidden, 1, mlp.hidden.shape[1])
     check_selects(mlp, row_state)

@@ -9,7 +9,7 @@ A program owns a unit and one range of POSITIONS positions. A unit is a (row, gr
 of q. So a group may be several units. The grid is fixed by the capacity, programs beyond the position leave. The last
 program of a unit to finish (an integer ticket) combines the partial results in order of their index: bitwise
 deterministic. A group's first unit also sets watermark[b, i] = position[b] + 1. A unit that starts so late that it
-reads this finds q/k/v there. Positions that were never written ("stale") are skipped through `valid`.
+reads this finds q/k/v there.
 Position, watermark, selection and the K/V below the watermark are older than the launch before this one. They are read
 before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may read early only
 what is older than q/k/v.
@@ -80,8 +80,6 @@ def flash_decode_reference(
     own = q.to(wide).view(batch, n_groups, -1, head_dim)
     p = torch.arange(capacity, device=q.device)
     seen = (p <= position[:, None])[:, None, :].expand(batch, n_groups, capacity)
-    if cache.valid is not None:
-        seen = seen & (cache.valid > 0)
     k = torch.where(seen[..., None], cache.k.to(wide), 0.0)
     v = torch.where(seen[..., None], cache.v.to(wide), 0.0)
     scores = own @ k.transpose(-1, -2) * head_dim**-0.5
@@ -101,14 +99,13 @@ def flash_decode_reference(
 
 
 class Kept(NamedTuple):
-    """What attention reads beside q. row_bits None: all groups. watermark and valid may be None as well."""
+    """What attention reads beside q. row_bits None: all groups. watermark may be None as well."""
 
     k_cache: Any
     v_cache: Any
     row_bits: Any
     position: Any
     watermark: Any
-    valid: Any
 
 
 class AttendSizes(NamedTuple):
@@ -225,9 +222,6 @@ def attend(
             late = (seen & (p >= ready))[:, None] & inside[None, :]
             k = tl.load(kept.k_cache + at, mask=late, other=k_early, cache_modifier=".cg").to(tl.float32)
             v = tl.load(kept.v_cache + at, mask=late, other=v_early, cache_modifier=".cg").to(tl.float32)
-            if kept.valid is not None:
-                seen = seen & (tl.load(kept.valid + pair * capacity + p, mask=seen, other=0) != 0)
-                v = tl.where(seen[:, None], v, 0.0)
             mixed = ()
             tops = ()
             masses = ()
@@ -299,7 +293,7 @@ def attention_launch(
     check_shape("scratch.tickets", scratch.tickets, batch * n_heads)
     splits = triton.cdiv(capacity, settings.positions)
     row_bits = None if selection is None else selection.row_bits
-    kept = Kept(cache.k, cache.v, row_bits, step.position, cache.watermark, cache.valid)
+    kept = Kept(cache.k, cache.v, row_bits, step.position, cache.watermark)
     arguments = (q, kept, mean, out, scratch, capacity, head_dim**-0.5, slopes)
     units = triton.cdiv(share, settings.queries)
     queries = triton.cdiv(share, units)  # alike for all

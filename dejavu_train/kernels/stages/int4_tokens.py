@@ -15,8 +15,7 @@ multiplied.
 
 Words come through a queue in lines of 128 bytes (`lane_queue`), `ahead` pairs before they are taken. Behind the last
 turn these are the next block's. What lies beyond the last row or column is not read. Turns are a loop that stays one.
-Instructions that are too many to be kept take longer to come than words do. In plain torch:
-`kernels.dense.dense_batch.int4_linear_reference`.
+Instructions that are too many to be kept take longer to come than words do.
 """
 
 from typing import Any, NamedTuple

@@ -38,7 +38,7 @@ from dejavu_train.kernels.common.activation import activation_of, activation_ref
 from dejavu_train.kernels.common.checks import check_device, check_shape, require
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.common.selection import PackedSelection
 from dejavu_train.kernels.formats.format import Format
@@ -53,17 +53,6 @@ LAUNCHES: dict[str, Any] = {
     Format.INT4: listed_int4.launch,
 }
 """How each format is launched: (x, weights, norm) -> `ListedLaunch`. A new format adds itself."""
-
-
-def mlp_reference(
-    x: Tensor, ln: LayerNormWeights | None, weights: MlpWeights, residual: Tensor, mask: Tensor, out: Tensor
-) -> None:
-    """Plain torch over a selection, mask (B, n) bool, in fp64 where x is. 4-bit weights meet x in fp16."""
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    dtype = weights.up.bias.dtype if weights.up.weight.format is Format.INT4 else weights.up.weight.parts()[0].dtype
-    n = x.to(dtype) if ln is None else layer_norm_reference(x, ln, dtype)
-    h = torch.where(mask, hidden_reference(n.to(wide), weights), 0.0)
-    out.copy_(h @ weights.down.weight.dense(wide) + weights.down.bias.to(wide) + residual)
 
 
 def hidden_reference(n: Tensor, weights: MlpWeights) -> Tensor:

@@ -9,7 +9,7 @@ Norms of heads stand between q/k/v and attention (`norm_heads`):
 
 The norm of a head needs all of it, and programs of q/k/v have a tile. So q/k/v leave both as products, and what turns
 them (`Rotary.later`) does so here. RMSNorm without a weight may as well come after a rotation: it does not see one.
-Which positions are new depends on the policy of q/k/v, as in `qkv`. Calling this twice for one position norms it twice.
+Without watermarks t alone is new, as in `qkv`. Calling this twice for one position norms it twice.
 q (B, h, head_dim) fp32, k_cache (B, g, T, head_dim): the norm of k reads what the cache's dtype keeps of the products.
 Weights and biases of norms have the order of the rows of q and k.
 """
@@ -23,7 +23,8 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import (
     FLOAT_TYPES,
     check_attention,
-    check_input,
+    check_device,
+    check_dtype,
     check_shape,
     check_tensor,
     require,
@@ -37,7 +38,7 @@ from dejavu_train.kernels.common.layer_norm import (
     normalised_pieces,
 )
 from dejavu_train.kernels.common.positions import Rotary, angles, turned, turned_reference
-from dejavu_train.kernels.stages.qkv import POLICIES, new_positions
+from dejavu_train.kernels.stages.qkv import new_positions
 
 POSITIONS = 8  # that a program takes at once
 CHUNKS = 4  # programs of a head: most heads lack a position or two
@@ -51,7 +52,7 @@ class HeadNorms:
     k: LayerNormWeights
 
 
-def norm_heads_reference(step: HeadStep, norms: HeadNorms, policy: str = "backfill") -> None:
+def norm_heads_reference(step: HeadStep, norms: HeadNorms) -> None:
     """Plain torch, one (row, head) at a time, in fp64 where q is."""
     q, cache = step.q, step.cache
     rotary = cache.positions if isinstance(cache.positions, Rotary) else None
@@ -62,9 +63,8 @@ def norm_heads_reference(step: HeadStep, norms: HeadNorms, policy: str = "backfi
         y = layer_norm_reference(x.to(q.dtype), ln, q.dtype)
         return y if rotary is None else turned_reference(y, rotary, p.expand(y.shape[:-1]))
 
-    for b, head, chosen, p in new_positions(step, policy):
-        if chosen:
-            own[b, head] = made(own[b, head], norms.q, step.position[b])
+    for b, head, p in new_positions(step):
+        own[b, head] = made(own[b, head], norms.q, step.position[b])
         cache.k[b, head, p] = made(cache.k[b, head, p], norms.k, p).to(cache.k.dtype)
 
 
@@ -91,7 +91,7 @@ def _normed(x, norm, c, inside, table, p, HEAD_DIM: tl.constexpr):
 def _head_norm_kernel(
     q, k_cache, row_bits, position, watermark, table, capacity, norm_q, norm_k, H: tl.constexpr, SHARE: tl.constexpr,
     SHARE_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, POSITIONS: tl.constexpr,
-    POLICY: tl.constexpr, PDL: tl.constexpr,
+    FILLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -104,11 +104,9 @@ def _head_norm_kernel(
     if row_bits is not None:
         selected = ((tl.load(row_bits + pair % H) >> b) & 1) != 0
     first = last
-    if POLICY == 0:
+    if FILLS:
         first = tl.minimum(last, tl.load(watermark + pair))
     end = tl.where(selected, last + 1, 0)
-    if POLICY == 1:
-        end = last + 1
     if selected:
         if chunk == 0:
             j = tl.arange(0, SHARE_TILE)
@@ -125,7 +123,7 @@ def _head_norm_kernel(
         tl.store(at, y.to(k_cache.dtype.element_ty), mask=there)
 
 
-def norm_heads(step: HeadStep, norms: HeadNorms, policy: str = "backfill", pdl: bool = False) -> None:
+def norm_heads(step: HeadStep, norms: HeadNorms, pdl: bool = False) -> None:
     """See the module's formula. Without watermarks t alone is new.
 
     Raises ValueError for shapes, head dims, or a table of positions that q/k/v turn by themselves.
@@ -140,14 +138,13 @@ def norm_heads(step: HeadStep, norms: HeadNorms, policy: str = "backfill", pdl: 
         for each in (ln.weight, ln.bias):
             if each is not None:
                 check_shape("a norm of heads", each, head_dim)
-    filled = policy == "backfill" and cache.watermark is not None
+    filled = cache.watermark is not None
     _head_norm_kernel[(len(q) * n_heads, CHUNKS if filled else 1)](
         q, cache.k, None if selection is None else selection.row_bits, position, row_or(cache.watermark, position),
         table, cache.capacity, norms.q.args(), norms.k.args(), H=n_heads, SHARE=share,
         SHARE_TILE=triton.next_power_of_2(share), HEAD_DIM=head_dim,
         HEAD_TILE=triton.next_power_of_2(head_dim), POSITIONS=POSITIONS,
-        POLICY=POLICIES["backfill"] if filled else POLICIES["always"] if policy == "always" else POLICIES["stale"],
-        num_warps=1, **as_dependent(pdl, q.device),
+        FILLS=filled, num_warps=1, **as_dependent(pdl, q.device),
     )  # fmt: skip
 
 
@@ -163,8 +160,11 @@ def _layer_norm_kernel(x, norm, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: 
 
 
 def layer_norm(x: Tensor, ln: LayerNormWeights, out: Tensor, pdl: bool = False) -> None:
-    """x (B, d) -> out (B, d), one program a row, where every consumer of its own would cost more."""
-    batch, d = check_input("x", x)
+    """x (B, d) -> out (B, d), one program a row, where every consumer of its own would cost more. B is any number."""
+    check_device("x", x)
+    check_dtype("x", x, FLOAT_TYPES)
+    batch, d = x.shape
+    check_shape("x", x, batch, d)
     check_tensor("out", out, (batch, d), FLOAT_TYPES, x)
     waits, dependent = programmatic(x, pdl)
     _layer_norm_kernel[(batch,)](

@@ -31,7 +31,6 @@ from dejavu_train.kernels.common.launch import (
 )
 from dejavu_train.kernels.common.limits import MOST_TOKENS, Products, takes_nibbles
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.formats.codes import QUANTIZED_TYPES
 from dejavu_train.kernels.stages.predictor import Predictor, check_down, down_reference
 from dejavu_train.kernels.stages.select import check_selects
 from dejavu_train.kernels.stages.up_rows import row_words, saturated, units_of
@@ -196,7 +195,7 @@ def predict_rows(x: Tensor, predictor: Predictor, pdl: bool = False) -> None:
 def _predict_tiles(x: Tensor, predictor: Predictor, pdl: bool) -> None:
     own, (batch, d) = predictor.weights, x.shape
     rank = len(own.down)
-    check_tensor("weight", own.down, (rank, d), FLOAT_TYPES + QUANTIZED_TYPES, x)
+    check_tensor("weight", own.down, (rank, d), (*FLOAT_TYPES, torch.int8), x)
     settings = PredictRowsSettings.find("float", x.device, bytes=x.element_size())
     block = settings.block
     blocks = -(-d // block)

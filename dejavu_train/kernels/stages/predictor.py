@@ -26,7 +26,7 @@ def norm_sums(weight: Tensor, ln: LayerNormWeights) -> Sums:
 
 @dataclass(frozen=True)
 class PredictorWeights:
-    """down (rank, d), up (n, rank), bias (n) or None. In fp32, fp16, bf16, or int8 / fp8 e4m3 with fp32 row scales.
+    """down (rank, d), up (n, rank), bias (n) or None. In fp32, fp16, bf16, or int8 with fp32 row scales.
 
     For up to eight rows also as nibbles, uint8 (rank, ceil(d / 2)) and (n, ceil(rank / 2)), see `formats.codes`. For
     several rows of fp16 and of widths that `limits.takes_nibbles`.

@@ -16,8 +16,7 @@ back-fill and batches cost no second pass over the weights, and a tile has no re
 idle for long lacks more. Its pairs are shared out to several programs, which read the same weights at about the same
 time.
 A format's programs are handed in (`PROGRAMS`). With 4-bit rows attn_in is fp16.
-Policies: "backfill" as above. "always" writes K/V of every head at t and reads all their weights. "stale" writes
-K/V at t only and marks it in `valid` (B, h, T) uint8: what was skipped stays missing.
+Without watermarks every step selects all heads, and nothing is missing but t.
 """
 
 import itertools
@@ -42,8 +41,6 @@ from dejavu_train.kernels.stages.qkv_listed import listed_tiles
 from dejavu_train.kernels.stages.qkv_owned import own_tile
 from dejavu_train.kernels.stages.qkv_pairs import QkvRows, QkvSizes, Stored, Wanted
 
-POLICIES = {"backfill": 0, "always": 1, "stale": 2}
-
 
 @dataclass(frozen=True)
 class QkvSettings(Settings, stage="qkv"):
@@ -57,7 +54,8 @@ class QkvSettings(Settings, stage="qkv"):
     that the queue of 4-bit rows takes at least. So no more programs fit on a multiprocessor than are meant to.
 
     Chosen in whole steps under the carveout of `launch.share_carveout`. A chain of this stage alone misleads: its
-    programs then start beside those of the same kernel. "always" fills all multiprocessors at once in some widths.
+    programs then start beside those of the same kernel. Rows of every head at once fill all
+    multiprocessors in some widths.
     """
 
     rows: int
@@ -75,37 +73,31 @@ class QkvSettings(Settings, stage="qkv"):
         return replace(self, rows=min(self.rows, head_dim & -head_dim), block=block)
 
 
-def new_positions(step: HeadStep, policy: str) -> Iterator[tuple[int, int, bool, Tensor]]:
-    """(batch row, head, whether it is selected, its new positions (n,)) of every head that gets new K and V."""
+def new_positions(step: HeadStep) -> Iterator[tuple[int, int, Tensor]]:
+    """(batch row, head, its new positions (n,)) of every selected head."""
     cache, selection, position = step.cache, step.selection, step.position
     batch, n_heads = cache.k.shape[:2]
     mask = torch.ones(batch, n_heads, dtype=torch.bool) if selection is None else selection.to_mask(batch)
     for b, head in itertools.product(range(batch), range(n_heads)):
-        chosen, first, end = bool(mask[b, head]), int(position[b]), int(position[b]) + 1
-        if chosen or policy == "always":
-            if policy == "backfill" and cache.watermark is not None:
-                first = int(cache.watermark[b, head])
-            yield b, head, chosen, torch.arange(first, end, device=cache.k.device)
+        if mask[b, head]:
+            end = int(position[b]) + 1
+            first = end - 1 if cache.watermark is None else int(cache.watermark[b, head])
+            yield b, head, torch.arange(first, end, device=cache.k.device)
 
 
-def qkv_reference(weights: Linear, step: HeadStep, policy: str = "backfill") -> None:
+def qkv_reference(weights: Linear, step: HeadStep) -> None:
     """Plain torch, one (row, head) at a time."""
     q, cache = step.q, step.cache
     batch, n_heads = cache.k.shape[:2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     weight, bias = weights.weight.dense(wide), weights.bias.to(wide)
-    assert policy != "backfill" or cache.watermark is not None
-    for b, head, chosen, p in new_positions(step, policy):
+    for b, head, p in new_positions(step):
         rows = cache.attn_in[b, p].to(wide) @ weight[head].transpose(1, 2) + bias[head][:, None]
         if cache.turning is not None:
             rows = torch.cat([turned_reference(rows[:-1], cache.turning, p), rows[-1:]])
         cache.k[b, head, p] = rows[-2].to(cache.k.dtype)
         cache.v[b, head, p] = rows[-1].to(cache.v.dtype)
-        if chosen:
-            q.view(batch, n_heads, -1, q.shape[-1])[b, head] = rows[:-2, -1]
-        if policy == "stale":
-            assert cache.valid is not None
-            cache.valid[b, head, p] = 1
+        q.view(batch, n_heads, -1, q.shape[-1])[b, head] = rows[:-2, -1]
 
 
 @triton.jit
@@ -124,14 +116,14 @@ def _qkv_kernel(attn_in, rows, wanted, stored, S: tl.constexpr, PDL: tl.constexp
     qkv_tile(tl.program_id(0), tl.num_programs(0), attn_in, rows, wanted, stored, None, None, S, None, PDL)
 
 
-def qkv(weights: Linear, step: HeadStep, policy: str = "backfill", pdl: bool = False) -> None:
-    """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims, policy."""
-    n_tiles, arguments, sizes, options = qkv_launch(weights, step, policy)
+def qkv(weights: Linear, step: HeadStep, pdl: bool = False) -> None:
+    """See the module's formula. fp32 sums, one writer an element: deterministic. Errors: shapes, dims."""
+    n_tiles, arguments, sizes, options = qkv_launch(weights, step)
     _qkv_kernel[(n_tiles,)](*arguments, S=constant_fields(sizes), **as_dependent(pdl, step.q.device), **options)
 
 
 def qkv_launch(
-    weights: Linear, step: HeadStep, policy: str, gains: Tensor | None = None
+    weights: Linear, step: HeadStep, gains: Tensor | None = None
 ) -> tuple[int, tuple[Any, ...], QkvSizes, dict[str, int]]:
     """(tiles, arguments, constants, options) of `qkv_tile`, the same in every grid that carries it, checked.
 
@@ -143,13 +135,9 @@ def qkv_launch(
     n_heads, share, head_dim = check_projection(attn_in, weights, step)
     assert selection is not None
     check_shape("attn_in", attn_in, batch, cache.capacity, d)
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}, expected one of {', '.join(POLICIES)}")
-    stale, backfill = policy == "stale", policy == "backfill"
-    require(not stale or cache.valid is not None, 'the policy "stale" needs the tensor of valid positions')
-    require(not backfill or cache.watermark is not None, 'the policy "backfill" needs the tensor of watermarks')
+    fills = cache.watermark is not None
     table = None if cache.turning is None else cache.turning.fitting(cache.k)
-    found = QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy=policy)
+    found = QkvSettings.find(weight.format, q.device, tokens=batch, d=d, policy="backfill" if fills else "always")
     if weight.format is Format.INT4:
         check_dtype("attn_in", attn_in, (torch.float16,))
         require(batch <= MOST_TOKENS, f"4-bit rows of selected heads take up to {MOST_TOKENS} batch rows, not {batch}")
@@ -162,9 +150,8 @@ def qkv_launch(
     else:
         found = found.fitted(head_dim, d, weight.numbers.element_size())
         rows, group = QkvRows(weight.numbers, None, weights.bias, None), 0
-    valid = cache.valid if stale else None
     wanted = Wanted(selection.row_bits, position, row_or(cache.watermark, position))
-    arguments = (attn_in, rows, wanted, Stored(valid, q, cache.k, cache.v, cache.capacity, table))
+    arguments = (attn_in, rows, wanted, Stored(q, cache.k, cache.v, cache.capacity, table))
     sizes = QkvSizes(
         B=batch,
         H=n_heads,
@@ -178,7 +165,7 @@ def qkv_launch(
         STAGES=found.stages,
         GROUP=group,
         ROOM=found.room,
-        POLICY=POLICIES[policy],
+        FILLS=fills,
     )
     options = {"num_warps": found.warps} | ({"maxnreg": found.registers} if found.registers else {})
     return (share + 2) * head_dim * n_heads // found.rows, arguments, sizes, options

@@ -1,4 +1,4 @@
-"""Query, key and value rows of the selected heads as numbers. Formulas, layouts and policies as in `qkv`.
+"""Query, key and value rows of the selected heads as numbers. Formulas and layouts as in `qkv`.
 
 Programs take items off a list that all of them make: only rows that are needed are read. Programs of 4-bit rows read
 their first words before they know (`qkv_owned`). Of numbers these would be four times as many bytes. That is why the
@@ -63,7 +63,7 @@ def listed_tiles(
     heads = tl.arange(0, triton.next_power_of_2(S.H))
     inside = (b < S.B)[:, None] & (heads < S.H)[None, :]
     # Positions and watermarks are those that the step before left.
-    if S.POLICY == 0:
+    if S.FILLS:
         last, lacking = lacking_positions(wanted, b, heads, S)  # pairs by (row, head)
     else:
         last = tl.load(wanted.position + b, mask=b < S.B, other=0)
@@ -72,17 +72,12 @@ def listed_tiles(
     wait_for_predecessor(PDL)
     head_bits = tl.load(wanted.row_bits + heads, mask=heads < S.H, other=0)
     chosen = head_bits != 0
-    if S.POLICY == 1:
-        items = tl.where(chosen, OF_Q, 0) + OF_KV * groups
-    else:
-        if S.B > 1:
-            lacking = tl.where(((head_bits[None, :] >> b[:, None]) & 1) != 0, lacking, 0)
-            groups = (tl.sum(lacking, 0) + S.WIDE - 1) // S.WIDE
-        items = tl.where(chosen, OF_Q + OF_KV * groups, 0)
+    if S.B > 1:
+        lacking = tl.where(((head_bits[None, :] >> b[:, None]) & 1) != 0, lacking, 0)
+        groups = (tl.sum(lacking, 0) + S.WIDE - 1) // S.WIDE
+    items = tl.where(chosen, OF_Q + OF_KV * groups, 0)
     ends = tl.cumsum(items, 0)
     begins = ends - items
-    if S.POLICY == 1:
-        begins -= tl.where(chosen, 0, OF_Q)  # no rows of q
     for item in range(tile, tl.sum(items), n_tiles):
         own = (ends > item) & (ends - items <= item)
         head = tl.sum(tl.where(own, heads, 0))
@@ -92,11 +87,7 @@ def listed_tiles(
         start = group * S.WIDE
         # The pairs (row b, position first[b] .. last[b]) that the head lacks, counted on through the rows.
         n = tl.sum(tl.where(own[None, :], lacking, 0), 1)
-        if S.POLICY == 1:
-            selected = (tl.sum(tl.where(own, head_bits, 0)) >> b) & 1
-            n = tl.where(place < OF_Q, selected, n)
-        else:
-            n = tl.where(place < OF_Q, tl.minimum(n, 1), n)
+        n = tl.where(place < OF_Q, tl.minimum(n, 1), n)
         n_pairs = tl.sum(n)
         first = last + 1 - n
         if S.WIDE > S.PAIRS and n_pairs > S.PAIRS:  # the same shared memory: in steps of half the columns

@@ -214,7 +214,7 @@ def own_tile(
     if DOWN > 0:
         own_rows = own_row + tl.arange(0, ROWS)
         row_scales = tl.load(down.scale + own_rows, mask=own_rows < tl.where(of_head, 0, A.RANK), other=0.0)
-    if S.POLICY == 0:
+    if S.FILLS:
         last, lacking = lacking_positions(wanted, b, heads, S)
         mark = tl.load(wanted.watermark + b * S.H + own_head, mask=b < S.B, other=0)
         own_n = tl.where((b < S.B) & of_head & (own_row >= OF_Q), last + 1 - tl.minimum(mark, last), own_n)
@@ -223,14 +223,10 @@ def own_tile(
     wait_for_predecessor(PDL)
     own_bits = tl.load(wanted.row_bits + own_head)
     needed = own_bits != 0
-    if S.POLICY == 1:
-        needed = needed | (own_row >= OF_Q)
     if DOWN > 0:
         needed = needed | (tile < 0)
     if S.B > 1:
         for_row = ((own_bits >> b) & 1) != 0
-        if S.POLICY == 1:
-            for_row = for_row | (own_row >= OF_Q)
         own_n = tl.where(for_row, own_n, 0)
     own_pairs = tl.sum(own_n)
     own_wide = (own_pairs > S.PAIRS) & (FIRST > S.PAIRS)
@@ -251,7 +247,7 @@ def own_tile(
     first = tl.where(needed, tile - n_tiles, tile)  # below zero
     end = 0
     step = n_tiles
-    if S.POLICY == 0:  # the others need a position of each row at most
+    if S.FILLS:  # else a position of each row at most
         head_bits = tl.load(wanted.row_bits + heads, mask=heads < S.H, other=0)
         idle = ((heads < S.H) & (head_bits == 0)).to(tl.int32)
         n_idle = tl.sum(idle) * TILES

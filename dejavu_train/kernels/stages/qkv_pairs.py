@@ -36,9 +36,8 @@ class Wanted(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """q (B, h, r, head_dim), the caches, valid or None (see `qkv`), and the table of a rotation or None."""
+    """q (B, h, r, head_dim), the caches, and the table of a rotation or None."""
 
-    valid: Any
     q: Any
     k_cache: Any
     v_cache: Any
@@ -49,7 +48,8 @@ class Stored(NamedTuple):
 class QkvSizes(NamedTuple):
     """Constants. H: heads of K and V. SHARE: heads of q for each. GROUP: columns that share a scale, 0 of numbers.
 
-    The others: a launch's tiles, see `qkv.QkvSettings`.
+    FILLS: watermarks say what each head lacks. Else that is the present position. The others: a launch's
+    tiles, see `qkv.QkvSettings`.
     """
 
     B: int
@@ -64,7 +64,7 @@ class QkvSizes(NamedTuple):
     STAGES: int
     GROUP: int
     ROOM: int
-    POLICY: int
+    FILLS: bool
 
 
 @triton.jit
@@ -108,7 +108,6 @@ def turning(table, row, p, exists, R: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def store_rows(values, by, head, row, rows, of_row, p, exists, stored, S: tl.constexpr):
     """Stores the values (R, N) of a head's rows (R,), row and its next, of N pairs those that exist. by: `turning`."""
-    N: tl.constexpr = values.shape[1]
     OF_Q: tl.constexpr = S.SHARE * S.HEAD_DIM
     if stored.table is not None:
         values = turned(values, by)
@@ -121,6 +120,3 @@ def store_rows(values, by, head, row, rows, of_row, p, exists, stored, S: tl.con
         tl.store(stored.k_cache + slots, values.to(stored.k_cache.dtype.element_ty), mask=mask)
     else:
         tl.store(stored.v_cache + slots, values.to(stored.v_cache.dtype.element_ty), mask=mask)
-        if S.POLICY == 2:
-            if row == OF_Q + S.HEAD_DIM:
-                tl.store(stored.valid + pair * stored.capacity + p, tl.full((N,), 1, tl.uint8), mask=exists)

@@ -42,14 +42,6 @@ class Inbox:
         return cls(rank, pointers, entries, torch.zeros(programs, dtype=torch.int32, device=entries.device))
 
 
-def rank_sum_reference(parts: list[Tensor]) -> Tensor:
-    """(n,) fp32: the parts of all ranks, added in their order."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
-
-
 @triton.jit
 def _rank_sum_kernel(
     part, out, pointers, entries, counts, N: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,

@@ -6,7 +6,7 @@ A way is a pair of functions. The first reads what may be on its way before a pr
 
 | way | rows of the batch | formats | before the wait | where |
 | --- | --- | --- | --- | --- |
-| `registers` | 1 | numbers, int8, fp8 | all rows | multiplied and added in fp32 |
+| `registers` | 1 | numbers, int8 | all rows | multiplied and added in fp32 |
 | `tiles` | 1 to 32 | all | nothing | tensor cores, tiles through a pipeline |
 | `row_words` | 1 | nibbles, rank a multiple of 8 | all rows | tensor cores, words of eight codes (`int4_mma`) |
 | `words` | 2 to 8 | nibbles, rank a multiple of 8 | all rows | the same |

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram, record
+from dejavu_train.models.hooks import decoder_layers, head_contribution, output_gram
 from papers.deja_vu.observe.statistics import spearman
-
-MAPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +44,6 @@ class UniformityRow:
     per_token: float
     spread: float
     of_means: float
-
-
-@dataclasses.dataclass(frozen=True)
-class MapRow:
-    """One weight of the attention on the chosen sentence: the token at ``query`` looks at the one at ``key``."""
-
-    layer: int
-    head: int
-    uniformity: float
-    query: int
-    key: int
-    token: str
-    weight: float
 
 
 def attention_weights(attention: Any, inputs: Tensor, queries: Tensor) -> Tensor:
@@ -132,32 +117,3 @@ class Attention:
                 of_means = float(spearman(means[layer, :, 0], means[layer, :, 3]))
                 rows.append(UniformityRow(layer, float(stacked.mean()), float(stacked.std()), of_means))
         return rows
-
-
-@torch.no_grad()
-def map_rows(model: Any, token_ids: list[int], tokens: list[str], heads: list[tuple[int, int]] | None) -> list[MapRow]:
-    """The attention of chosen heads on one sentence.
-
-    Args:
-        token_ids: of the sentence, at least 3. tokens: as they are shown.
-        heads: (layer, head) each. None: the two most uniform and the two least uniform ones on this sentence.
-    """
-    maps: dict[tuple[int, int], tuple[float, Tensor]] = {}
-    blocks = decoder_layers(model)
-    with record(model, {"attn_in"}) as got:
-        model.model.decoder(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False)
-    for layer, places in got.items():
-        inputs = places["attn_in"][0]
-        queries = torch.arange(len(token_ids), device=inputs.device)
-        weights = attention_weights(blocks[layer].self_attn, inputs, queries)
-        even = uniformity(weights[:, 1:], queries[1:]).mean(-1)
-        maps |= {(layer, head): (float(even[head]), weights[head]) for head in range(len(weights))}
-    if heads is None:
-        order = sorted(maps, key=lambda key: -maps[key][0])
-        heads = [*order[: MAPS // 2], *order[-MAPS // 2 :]]
-    return [
-        MapRow(*key, maps[key][0], query, place, tokens[place], float(maps[key][1][query, place]))
-        for key in heads
-        for query in range(len(tokens))
-        for place in range(query + 1)
-    ]

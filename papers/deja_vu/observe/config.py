@@ -1,9 +1,9 @@
 """What an observation reads and measures, as keys with their defaults."""
 
 import dataclasses
-import re
+from typing import Literal
 
-from dejavu_train.evaluation.shared_config import TextConfig, TextSet
+from dejavu_train.evaluation.shared_config import TextConfig
 from dejavu_train.ground.errors import UserError
 
 PASS_PARTS = ("residual", "units", "attention", "union")
@@ -20,8 +20,8 @@ class ObserveConfig(TextConfig):
     """The folder observations is made in it: CSV, SVG and PNG files, and observations.json."""
     text: str = "installed-docs"
     """An installed source, a .txt or .jsonl file, or a hub dataset."""
-    predictor_set: TextSet = "val"
-    """The same for the part predictors: the paper takes validation documents."""
+    predictor_set: Literal["train", "calibration", "val", "test"] = "val"
+    """Which set the part predictors reads of a text that is split: the paper takes validation documents."""
     tokens: int | None = 20_000
     """Of the one pass, about. A window of each document before any gives a second one. null: all."""
     slow_tokens: int = 4000
@@ -40,10 +40,6 @@ class ObserveConfig(TextConfig):
     """Positions of each window at which attention is looked at."""
     requests: int = 128
     """Windows whose sets are kept for the unions of batches."""
-    sentence: str = "The model reads one token at a time, and the layer keeps only the rows that matter for that token."
-    """Whose attention maps are drawn."""
-    heads: tuple[str, ...] = ()
-    """Of the maps, as L5H1 (layer 5, head 1). None named: the two most uniform and the two least uniform ones."""
     densities: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
     """Of the MLPs' candidates, for the part selections."""
     neighbour_density: float = 0.1
@@ -80,18 +76,3 @@ class ObserveConfig(TextConfig):
         if any(peak is not None and peak <= 0 for peak in (self.peak_tflops, self.peak_gb_s)):
             got = f"{self.peak_tflops} and {self.peak_gb_s}"
             raise UserError(f"--peak_tflops and --peak_gb_s must be above 0, got {got}")
-        self.chosen_heads()
-
-    def chosen_heads(self) -> list[tuple[int, int]] | None:
-        """(layer, head) of the maps, or None where none is chosen.
-
-        Raises:
-            UserError: not of that form.
-        """
-        pairs = []
-        for name in self.heads:
-            parts = re.fullmatch(r"L(\d+)H(\d+)", name)
-            if parts is None:
-                raise UserError(f"--heads must look like L5H1, a layer and a head, got {name}")
-            pairs.append((int(parts[1]), int(parts[2])))
-        return pairs or None

@@ -7,17 +7,16 @@ print. Markers and dashes tell lines apart too. Legends stand below the panels, 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, PINK, RED, STYLES
-from dejavu_train.evaluation.text_panels import CURVES
+from dejavu_train.evaluation.figure import BLACK, BLUE, CURVES, GREEN, ORANGE, PINK, RED, STYLES
 from dejavu_train.families import Target
-from papers.deja_vu.observe.attention import HeadRow, MapRow, UniformityRow
+from papers.deja_vu.observe.attention import HeadRow, UniformityRow
 from papers.deja_vu.observe.cost import PARTS, PHASES, CostRow
 from papers.deja_vu.observe.neighbours import NeighbourRow
 from papers.deja_vu.observe.predictors import PredictorRow
-from papers.deja_vu.observe.residual import ClusterRow, CosineRow, NormRow
+from papers.deja_vu.observe.residual import CosineRow
 from papers.deja_vu.observe.selections import SelectionRow
 from papers.deja_vu.observe.union import UnionRow, mean_over_layers
-from papers.deja_vu.observe.units import FrequencyRow, OverlapRow, SparsityRow
+from papers.deja_vu.observe.units import SparsityRow
 
 MARKERS = "os^DvP*X<>"
 TARGETS = {Target.HEADS: "attention heads", Target.MLP: "MLP neurons"}
@@ -141,63 +140,6 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
     return figure
 
 
-def norms(rows: Sequence[NormRow]) -> Any:
-    """Fig. 5c, d: what attention and MLP read and add, and by how much it turns the stream."""
-    figure, panels = _panels(3, width=3.7)
-    parts = {part: [row for row in rows if row.part == part] for part in ("attention", "mlp")}
-    for style, (part, own) in enumerate(parts.items()):
-        layers = [row.layer for row in own]
-        name, (colour, marker, _) = {"attention": "attention", "mlp": "MLP"}[part], STYLES[style]
-        for column, text, face in (("input", "‖X‖", colour), ("output", "‖F(X)‖", "white")):
-            panels[0].plot(
-                layers, [getattr(row, column) for row in own], color=colour, marker=marker, markerfacecolor=face,
-                linestyle="-" if column == "input" else ":", markersize=4.5, linewidth=1.5, label=f"{text}, {name}",
-            )  # fmt: skip
-        for panel, column in ((panels[1], "cosine_output"), (panels[2], "cosine_sum")):
-            _line(panel, layers, [getattr(row, column) for row in own], style, f"cosine, {name}")
-            ends = [[getattr(row, f"{column}_{end}") for row in own] for end in ("p10", "p90")]
-            panel.fill_between(layers, *ends, color=colour, alpha=0.15, linewidth=0)
-            _whole(panel, layers)
-    _whole(panels[0], [row.layer for row in rows])
-    panels[0].set_yscale("log")
-    _plain(panels[0].yaxis)
-    _label(panels[0], "layer", "norm, median", "what a block reads and adds")
-    _label(panels[1], "layer", "cosine of X and F(X)", "median, middle 80 % shaded")
-    _label(panels[2], "layer", "cosine of X and X + F(X)", "median, middle 80 % shaded")
-    _legend(figure, 4)
-    return figure
-
-
-def attention_maps(rows: Sequence[MapRow]) -> Any:
-    """Fig. 4: attention of the chosen heads on the chosen sentence, two beside each other: more is not legible."""
-    from matplotlib.colors import PowerNorm
-
-    heads = list(dict.fromkeys((row.layer, row.head) for row in rows))
-    of_head = {head: [row for row in rows if (row.layer, row.head) == head] for head in heads}
-    count = 1 + max(row.query for row in rows)
-    tokens = {row.key: row.token for row in rows}
-    side = min(4.2, max(2.8, 0.17 * count + 0.9))
-    columns = min(2, len(heads))
-    figure, panels = _panels(columns, width=side, height=side, bands=-(-len(heads) // columns))
-    for panel in panels[len(heads) :]:
-        panel.remove()
-    panels = panels[: len(heads)]
-    for place, (panel, head) in enumerate(zip(panels, heads, strict=True)):
-        grid = [[float("nan")] * count for _ in range(count)]
-        for row in of_head[head]:
-            grid[row.query][row.key] = row.weight
-        drawn = panel.imshow(grid, cmap="cividis", norm=PowerNorm(0.5, vmin=0, vmax=1))
-        panel.grid(False)
-        names = [tokens[index] for index in range(count)]
-        panel.set_xticks(range(count), names, rotation=90, fontsize=6.5)
-        panel.set_yticks(range(count), names if place % columns == 0 else [], fontsize=6.5)
-        panel.set_title(f"layer {head[0]}, head {head[1]}: uniformity {of_head[head][0].uniformity:.2f}", fontsize=9)
-    figure.supylabel("token that looks", fontsize=9)
-    figure.supxlabel("token that is looked at", fontsize=9)
-    figure.colorbar(drawn, ax=panels, shrink=0.7, label="attention")
-    return figure
-
-
 def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any:
     """Fig. 4: uniformity of heads against the norm of their output, and the rank correlation by layer."""
     figure, panels = _panels(2)
@@ -222,72 +164,6 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     _whole(panels[1], after)
     _label(panels[1], "layer", "rank correlation", "uniformity and norm of the output")
     _legend(figure, 4)
-    return figure
-
-
-def clusters(rows: Sequence[ClusterRow]) -> Any:
-    """Section 3.2: how alike a window's tokens are, before each layer and after the last."""
-    figure, (panel,) = _panels(1, width=5.2)
-    layers = [row.layer for row in rows]
-    panel.errorbar(
-        layers, [row.similarity for row in rows], [row.spread for row in rows], color=BLUE, marker="o", capsize=2.5,
-        linewidth=1.5, markersize=4.5,
-    )  # fmt: skip
-    _whole(panel, layers)
-    _label(
-        panel, "before layer (last: the output)", "mean cosine of all pairs", "tokens of a window; bars: over windows"
-    )
-    return figure
-
-
-def frequency(rows: Sequence[FrequencyRow]) -> Any:
-    """Section 5.2: how often each neuron is active, by rank."""
-    figure, (panel,) = _panels(1, width=5.2, height=4)
-    layers = sorted({row.layer for row in rows})
-    for place, layer in enumerate(layers):
-        of_layer = [row for row in rows if row.layer == layer and row.frequency > 0]
-        label = f"layer {layer}" if len(layers) <= 8 or place in (0, len(layers) - 1) else None
-        dash = ("-", "--", "-.", ":")[place % 4]
-        panel.plot(
-            [row.rank for row in of_layer], [100 * row.frequency for row in of_layer], color=_ramp(place, len(layers)),
-            linestyle=dash, linewidth=1.8, label=label,
-        )  # fmt: skip
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    for axis in (panel.xaxis, panel.yaxis):
-        _plain(axis)
-    _label(panel, "neuron, by rank", "tokens at which it is active, %", "a straight line would be a power law")
-    _legend(figure, 3)
-    return figure
-
-
-def overlap(rows: Sequence[OverlapRow]) -> Any:
-    """How much two tokens' sets overlap, by distance in the text."""
-    figure, panels = _panels(2)
-    layers = sorted({row.layer for row in rows})
-    shown = layers[:: -(-len(layers) // 6)]
-    for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
-        for place, layer in enumerate(shown):
-            of_site = [row for row in rows if (row.layer, row.target) == (layer, target)]
-            near = sorted((row.distance, row.jaccard) for row in of_site if row.distance)
-            colour, dash = _ramp(place, len(shown)), ("-", "--", "-.", ":")[place % 4]
-            panel.plot(
-                *zip(*near, strict=True),
-                color=colour,
-                marker=MARKERS[place % len(MARKERS)],
-                markersize=4,
-                linestyle=dash,
-                label=f"layer {layer}",
-            )
-            for row in of_site:
-                if row.distance == 0:  # beyond the largest distance, where no line goes
-                    panel.plot([2.2 * near[-1][0]], [row.jaccard], color=colour, marker="D", markersize=5)
-        panel.set_xscale("log", base=2)
-        ticks = [*(distance for distance, _ in near[::2]), 2.2 * near[-1][0]]
-        panel.set_xticks(ticks, [*(str(distance) for distance, _ in near[::2]), "other\ntext"])
-        panel.set_ylim(0, 1.04 * max(row.jaccard for row in rows if row.target == target))
-        _label(panel, "positions apart", "overlap |A ∩ B| / |A ∪ B|", name)
-    _legend(figure, 6)
     return figure
 
 
@@ -418,12 +294,7 @@ def cost(rows: Sequence[CostRow]) -> Any:
 DRAWN: dict[str, Callable[..., Any]] = {
     "sparsity": sparsity,
     "cosine": cosine,
-    "norms": norms,
-    "attention_maps": attention_maps,
     "heads": heads,
-    "clusters": clusters,
-    "frequency": frequency,
-    "overlap": overlap,
     "union": union,
     "selections": selections,
     "predictors": predictors,

@@ -8,26 +8,21 @@ from typing import Any
 
 from dejavu_train.evaluation.rows import read_csv
 from dejavu_train.ground.errors import UserError, exit_on_user_error
-from papers.deja_vu.observe.attention import HeadRow, MapRow, UniformityRow
+from papers.deja_vu.observe.attention import HeadRow, UniformityRow
 from papers.deja_vu.observe.cost import CostRow
 from papers.deja_vu.observe.neighbours import NeighbourRow
 from papers.deja_vu.observe.predictors import PredictorRow
-from papers.deja_vu.observe.residual import ClusterRow, CosineRow, NormRow
+from papers.deja_vu.observe.residual import CosineRow
 from papers.deja_vu.observe.run import draw
 from papers.deja_vu.observe.selections import SelectionRow
 from papers.deja_vu.observe.union import UnionRow
-from papers.deja_vu.observe.units import FrequencyRow, OverlapRow, SparsityRow
+from papers.deja_vu.observe.units import SparsityRow
 
 KINDS: dict[str, type[Any]] = {
     "sparsity": SparsityRow,
     "cosine": CosineRow,
-    "norms": NormRow,
-    "attention_maps": MapRow,
     "heads": HeadRow,
     "uniformity": UniformityRow,
-    "clusters": ClusterRow,
-    "frequency": FrequencyRow,
-    "overlap": OverlapRow,
     "union": UnionRow,
     "selections": SelectionRow,
     "predictors": PredictorRow,

@@ -1,4 +1,4 @@
-"""The residual stream: how slowly it turns (Fig. 5 and App. B of the paper), and how tokens cluster (section 3.2).
+"""The residual stream: how slowly it turns (Fig. 5 and App. B of the paper).
 
 Letters: B windows, T positions, N measured positions, d model width.
 """
@@ -56,30 +56,6 @@ class NormRow:
     cosine_sum_p90: float
 
 
-@dataclasses.dataclass(frozen=True)
-class ClusterRow:
-    """Mean cosine similarity of the pairs of a window's positions, in the stream before ``layer`` (section 3.2)."""
-
-    layer: int
-    similarity: float
-    spread: float
-    windows: int
-
-
-def pairwise_similarity(states: Tensor, real: Tensor) -> Tensor:
-    """Mean cosine similarity over all pairs of different real positions of each window.
-
-    From the sum s of the T unit vectors: (‖s‖² - T) / (T (T - 1)).
-
-    Args: ``states`` (B, T, d), ``real`` (B, T) bool.
-    Returns: (B,) fp32, NaN for windows with fewer than two positions.
-    """
-    units = torch.nn.functional.normalize(states.float(), dim=-1) * real[..., None]
-    count = real.sum(-1).double()
-    summed = units.double().sum(1).square().sum(-1)
-    return torch.where(count > 1, (summed - count) / (count * (count - 1)), torch.nan).float()
-
-
 class Residual:
     """Follows the residual stream through the layers of each batch."""
 
@@ -93,7 +69,6 @@ class Residual:
         parts = [(layer, part) for layer in range(n_layers) for part in ("attention", "mlp")]
         self.logs = {key: [Distribution(-6, 6) for _ in range(3)] for key in parts}  # log10 of ‖X‖, ‖F(X)‖, their ratio
         self.cosines = {key: [Distribution(-1, 1) for _ in range(2)] for key in parts}
-        self.clusters: dict[int, list[Tensor]] = {layer: [] for layer in range(n_layers + 1)}
 
     def layer(self, layer: int, got: Mapping[str, Tensor], real: Tensor) -> None:
         """Add one layer of one batch: ``got`` has the places (B, T, d), ``real`` (B, T) says which positions count."""
@@ -110,7 +85,6 @@ class Residual:
         for earlier, before in self.recent:
             self.turning[earlier, layer - earlier].add(cosine(measured, before))
         self.recent.append((layer, measured))
-        self.clusters[layer].append(pairwise_similarity(states, real).cpu())
 
     def _part(self, layer: int, part: str, x: Tensor, fx: Tensor) -> None:
         x, fx = x.float(), fx.float()
@@ -134,13 +108,4 @@ class Residual:
             powers = [10**value for value in (x.quantile(0.5), fx.quantile(0.5))]
             powers += [10 ** ratio.quantile(q) for q in (0.5, 0.1, 0.9)]
             rows.append(NormRow(*key, *powers, *spread))
-        return rows
-
-    def cluster_rows(self) -> list[ClusterRow]:
-        rows = []
-        for layer, parts in self.clusters.items():
-            similarities = torch.cat(parts)
-            similarities = similarities[~similarities.isnan()].double()
-            spread = float(similarities.std()) if len(similarities) > 1 else 0.0
-            rows.append(ClusterRow(layer, float(similarities.mean()), spread, len(similarities)))
         return rows

@@ -15,14 +15,15 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
-from dejavu_train.evaluation.texts import EvalText, behind_start, load_spread
+from dejavu_train.evaluation.shared_config import TEXT_SET
+from dejavu_train.evaluation.texts import EvalText, load_spread
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import write_json
 from dejavu_train.ground.progress import Progress
 from dejavu_train.models.finite import check_logits
 from dejavu_train.models.hooks import decoder_layers, record
-from papers.deja_vu.observe.attention import Attention, map_rows
+from papers.deja_vu.observe.attention import Attention
 from papers.deja_vu.observe.config import PARTS, PASS_PARTS, ObserveConfig
 from papers.deja_vu.observe.cost import Peaks, cost_rows, measure_peaks
 from papers.deja_vu.observe.neighbours import neighbour_rows
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 FOLDER = "observations"
-SENTENCE = (3, 64)  # tokens of the sentence whose attention is drawn
 Rows = dict[str, Sequence[Any]]
 
 
@@ -54,13 +54,16 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
     folder = Path(config.output) / FOLDER
     if Path(config.output).is_file() or folder.is_file():
         raise UserError(f"--output {config.output} or {folder} is a file; choose another folder")
-    sentence = _sentence(config, model, tokenizer)
+    if config.window - 1 > model.config.max_position_embeddings:
+        raise UserError(
+            f"--window {config.window} exceeds the model's {model.config.max_position_embeddings} positions"
+        )
     if config.prompt + 20 > model.config.max_position_embeddings and "cost" in config.parts:
         raise UserError(f"--prompt {config.prompt} leaves no room to generate: the model has"
                         f" {model.config.max_position_embeddings} positions")  # fmt: skip
     text = None
     if set(config.parts) - {"cost"}:
-        text = load_spread(config, bundle, tokenizer, config.text_set, config.window, config.tokens)
+        text = load_spread(config, bundle, tokenizer, TEXT_SET, config.window, config.tokens)
     seconds: dict[str, float] = {}
     missing: list[dict[str, str]] = []
     about: dict[str, Any] = {
@@ -77,7 +80,7 @@ def observe(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any, bundle
     }
     waiting = list(config.parts)
     drawn = False
-    for parts, rows in _measure(config, model, tokenizer, bundle, text, sentence, missing, seconds):
+    for parts, rows in _measure(config, model, tokenizer, bundle, text, missing, seconds):
         measured = {name: own for name, own in rows.items() if own}
         for name, own in measured.items():
             write_csv(folder / f"{name}.csv", own)
@@ -101,7 +104,6 @@ def _measure(
     tokenizer: Any,
     bundle: Bundle | None,
     text: EvalText | None,
-    sentence: tuple[list[int], list[str]],
     missing: list[dict[str, str]],
     seconds: dict[str, float],
 ) -> Iterator[tuple[Sequence[str], Rows]]:
@@ -110,12 +112,10 @@ def _measure(
     if in_pass and text is not None:
         with _timed(seconds, "one pass"):
             rows = one_pass(config, model, text.held)
-        if "attention" in config.parts:
-            rows["attention_maps"] = map_rows(model, *sentence, config.chosen_heads())
         yield in_pass, rows
     others = [part for part in PARTS if part in config.parts and part not in PASS_PARTS]
     if others and others != ["cost"]:
-        held = load_spread(config, bundle, tokenizer, config.text_set, config.window, config.slow_tokens).held
+        held = load_spread(config, bundle, tokenizer, TEXT_SET, config.window, config.slow_tokens).held
     for part in others:
         rows = {}
         with _timed(seconds, part), torch.no_grad():
@@ -173,10 +173,9 @@ def one_pass(config: ObserveConfig, model: OPTForCausalLM, held: EvalCorpus) -> 
             bar.update(int(real.sum()))
     rows: Rows = {}
     if "residual" in config.parts:
-        rows |= {"cosine": residual.cosine_rows(), "norms": residual.norm_rows(), "clusters": residual.cluster_rows()}
+        rows |= {"cosine": residual.cosine_rows(), "norms": residual.norm_rows()}
     if "units" in config.parts:
-        rows |= {"sparsity": units.sparsity_rows(), "frequency": units.frequency_rows()}
-        rows |= {"concentration": units.concentration_rows(), "overlap": units.overlap_rows()}
+        rows["sparsity"] = units.sparsity_rows()
     if "attention" in config.parts:
         rows |= {"heads": attention.head_rows(), "uniformity": attention.uniformity_rows()}
     if "union" in config.parts:
@@ -231,23 +230,6 @@ def _about(text: EvalText) -> dict[str, Any]:
     names = ("name", "sha256", "set_name", "whole", "domain", "window")
     about = {name: getattr(text, name) for name in names}
     return about | {"documents": len(text.held.document_tokens), "tokens": text.held.tokens}
-
-
-def _sentence(config: ObserveConfig, model: OPTForCausalLM, tokenizer: Any) -> tuple[list[int], list[str]]:
-    """Ids of the sentence, from </s> on, and each as it is shown."""
-    ids = behind_start(tokenizer, config.sentence, "--sentence")
-    if not SENTENCE[0] <= len(ids) <= SENTENCE[1]:
-        low, high = SENTENCE
-        raise UserError(f"--sentence must have {low} to {high} tokens, </s> included; it has {len(ids)}")
-    if config.window - 1 > model.config.max_position_embeddings:
-        raise UserError(
-            f"--window {config.window} exceeds the model's {model.config.max_position_embeddings} positions"
-        )
-    n_layers, n_heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    for layer, head in config.chosen_heads() or []:
-        if layer >= n_layers or head >= n_heads:
-            raise UserError(f"--heads L{layer}H{head}: the model has {n_layers} layers of {n_heads} heads, from 0 on")
-    return ids, [tokenizer.decode([token]).strip() or "␣" for token in ids]
 
 
 class _timed:

@@ -30,17 +30,6 @@ TITLES = {
         "Fig. 5c, d; App. B",
         "X is the residual stream before attention or MLP, F(X) what the block adds to it, with LayerNorm and biases.",
     ),
-    "clusters": Title(
-        "How alike the tokens of a window are",
-        "section 3.2",
-        "Mean cosine similarity of all pairs of a window's positions in the residual stream.",
-    ),
-    "attention_maps": Title(
-        "Attention of uniform and of heavy-hitter heads",
-        "Fig. 4",
-        "A row is a token that looks, a column one that it looks at. Uniformity is the entropy of a row over that of a"
-        " uniform one, mean over the rows. Shown are the two most and the two least uniform heads, unless chosen.",
-    ),
     "heads": Title(
         "Uniform heads and the norm of their output",
         "Fig. 4",
@@ -51,23 +40,6 @@ TITLES = {
         "Rank correlation of uniformity and output norm",
         "Fig. 4",
         "Per layer: within a token, and of the heads' means.",
-    ),
-    "frequency": Title(
-        "How often each neuron is active",
-        "section 5.2",
-        "Neurons of a layer by falling frequency, both axes logarithmic.",
-    ),
-    "concentration": Title(
-        "Which share of all activations the most active neurons make",
-        "section 5.2",
-        "top_5: share of the activations that the 5 % most often active neurons make. exponent and r2: of a power law"
-        " fitted to the upper half of the ranks.",
-    ),
-    "overlap": Title(
-        "How much two tokens' sets overlap, by their distance",
-        "section 5.2",
-        "Active neurons, and heads that a token needs (at the first of the losses). Diamonds: two tokens of different"
-        " windows at the same position.",
     ),
     "union": Title(
         "Sparsity of a whole batch, and what grouping gains",

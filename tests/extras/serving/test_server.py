@@ -12,11 +12,10 @@ import httpx
 import openai
 import pytest
 from bundles import make_bundle
-from conftest import REPOSITORY
+from malformed import ask_all
 from serving_helpers import NAME, Running
 from transformers import AutoTokenizer
 
-from benchmarks.malformed import ask_all
 from benchmarks.serve import Load
 from dejavu_train.extras.serving.command import listen
 from dejavu_train.extras.serving.log import LogFile
@@ -109,7 +108,7 @@ def test_malformed_requests_get_an_error_of_openais_form(server):
         assert row["status"] in ("400", "404") and row["type"] == "invalid_request_error", row
         assert row["message"] and "\n" not in row["message"], row
     kept = ("number", "status", "raised", "type", "param", "code")
-    with (REPOSITORY / "benchmarks/results/malformed.csv").open(newline="") as file:
+    with Path(__file__).with_name("malformed.csv").open(newline="") as file:
         committed = [{name: row[name] for name in kept} for row in csv.DictReader(file)]
     assert [{name: str(row[name] or "") for name in kept} for row in rows] == committed
     with httpx.Client(base_url=server.url, timeout=30) as client:

@@ -76,24 +76,24 @@ def outputs(attn_in, bias, dtype=torch.float32):
     n_heads, _, head_dim = bias.shape
     q = torch.full((batch, n_heads, head_dim), NAN, device=bias.device, dtype=dtype)
     k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=bias.device, dtype=dtype) for _ in range(2))
-    return torch.zeros(batch, n_heads, capacity, dtype=torch.uint8, device=bias.device), q, k, v
+    return q, k, v
 
 
-def check(function, reference, tensors, policy="backfill", skip_unselected=True, **options):
+def check(function, reference, tensors, skip_unselected=True, **options):
     """Against float64: products are exact, sums of fp32. What is not asked for stays as it was."""
     attn_in, weight, bias, selection, position, watermark = tensors
     made, exact = outputs(attn_in, bias), outputs(attn_in, bias, torch.float64)
 
-    def run(call, valid, q, k, v, **options):
-        step = HeadStep(q, KvCache(k, v, attn_in, watermark, valid), position, selection)
+    def run(call, q, k, v, **options):
+        step = HeadStep(q, KvCache(k, v, attn_in, watermark), position, selection)
         call(Linear(weight, bias), step, **options)
 
     kept = weight.scales.clone()
-    if policy != "always" and skip_unselected:
+    if skip_unselected:
         weight.scales[selection.row_bits == 0] = NAN  # heads that no row selects are not multiplied
-    run(function, *made, policy=policy, **options)
+    run(function, *made, **options)
     weight.scales.copy_(kept)
-    run(reference, *exact, policy=policy)
+    run(reference, *exact)
     size = (attn_in.nan_to_num().double().abs().amax() * weight.scales.double().abs().amax() * 8).item()
     for got, want in zip(made, exact, strict=True):
         torch.testing.assert_close(got.double(), want.double(), equal_nan=True, atol=2e-6 * size, rtol=1e-5)
@@ -101,12 +101,16 @@ def check(function, reference, tensors, policy="backfill", skip_unselected=True,
 
 
 @pytest.mark.parametrize(
-    ("policy", "batch", "n_heads", "head_dim", "d", "group", "density"),
-    [("backfill", 1, 2, 16, 256, 128, 0.5), ("backfill", 2, 1, 80, 96, 32, 0.7), ("backfill", 1, 1, 32, 192, 64, 1.0),
-     ("always", 1, 2, 16, 40, 40, 0.0), ("stale", 3, 2, 16, 64, 64, 0.6), ("backfill", 1, 1, 128, 128, 128, 1.0)],
-)  # fmt: skip
-def test_qkv(device, policy, batch, n_heads, head_dim, d, group, density):
-    check(qkv, qkv_reference, case(device, batch, n_heads, head_dim, d, group, density), policy)
+    ("batch", "n_heads", "head_dim", "d", "group", "density"),
+    [(1, 2, 16, 256, 128, 0.5), (2, 1, 80, 96, 32, 0.7), (1, 1, 32, 192, 64, 1.0), (1, 1, 128, 128, 128, 1.0)],
+)
+def test_qkv(device, batch, n_heads, head_dim, d, group, density):
+    check(qkv, qkv_reference, case(device, batch, n_heads, head_dim, d, group, density))
+
+
+@pytest.mark.parametrize(("batch", "n_heads", "d", "group"), [(1, 2, 40, 40), (3, 2, 64, 64)])
+def test_without_watermarks_nothing_is_missing(device, batch, n_heads, d, group):
+    check(qkv, qkv_reference, (*case(device, batch, n_heads, 16, d, group, 1.0)[:-1], None))
 
 
 @pytest.mark.parametrize(("batch", "warps", "steps"), [(1, 2, 4), (2, 1, 8)])
@@ -147,13 +151,9 @@ LACKING = [  # (pairs that heads lack, heads that rows select)
 ]
 
 
-@pytest.mark.parametrize(
-    ("lacks", "selected", "policy"),
-    [(*lacking, "backfill") for lacking in LACKING]
-    + [(*LACKING[i], policy) for policy in ("always", "stale") for i in (1, 3, 4)],
-)
-def test_what_heads_lack(device, policy, lacks, selected):
-    check(qkv, qkv_reference, lacking(device, lacks, selected), policy)
+@pytest.mark.parametrize(("lacks", "selected"), LACKING)
+def test_what_heads_lack(device, lacks, selected):
+    check(qkv, qkv_reference, lacking(device, lacks, selected))
 
 
 def test_lines_of_a_tile_in_assembly(device, queues_in_assembly):
@@ -161,17 +161,16 @@ def test_lines_of_a_tile_in_assembly(device, queues_in_assembly):
 
 
 @pytest.mark.parametrize(
-    ("case_number", "policy", "d", "group", "warps", "steps", "wide"),
-    [(0, "backfill", 320, 32, 1, 4, 4), (1, "backfill", 1280, 128, 2, 4, 4), (2, "backfill", 576, 64, 1, 8, 8),
-     (3, "backfill", 64, 32, 1, 4, 8), (4, "backfill", 40, 40, 1, 4, 8), (4, "always", 256, 128, 2, 4, 4),
-     (5, "backfill", 128, 128, 2, 4, 8), (5, "stale", 128, 128, 1, 8, 4), (7, "backfill", 128, 128, 1, 8, 4)],
+    ("case_number", "d", "group", "warps", "steps", "wide"),
+    [(0, 320, 32, 1, 4, 4), (1, 1280, 128, 2, 4, 4), (2, 576, 64, 1, 8, 8), (3, 64, 32, 1, 4, 8), (4, 40, 40, 1, 4, 8),
+     (5, 128, 128, 2, 4, 8), (7, 128, 128, 1, 8, 4)],
 )  # fmt: skip
-def test_early_asks_in_assembly(device, queues_in_assembly, case_number, policy, d, group, warps, steps, wide):
+def test_early_asks_in_assembly(device, queues_in_assembly, case_number, d, group, warps, steps, wide):
     """Words of a first step that are asked for before the inputs, in several steps or beyond a row's end. No program
     leaves while copies are on their way."""
     tensors = lacking(device, *LACKING[case_number], d=d, group=group)
     with QkvSettings(16, 2, 32 * warps, steps, warps, wide).in_use():
-        check(qkv, qkv_reference, tensors, policy)
+        check(qkv, qkv_reference, tensors)
     if queues_in_assembly is not None:
         assert queues_in_assembly.shared.size > 0
         assert queues_in_assembly.left + queues_in_assembly.on_their_way() == 0
@@ -211,17 +210,19 @@ def test_errors_name_what_does_not_fit(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["backfill", "always"])
+@pytest.mark.parametrize("filled", [True, False])
 @pytest.mark.parametrize(
     ("batch", "n_heads", "head_dim", "d"),
     [(1, 4, 64, 256), (3, 8, 80, 640), (1, 3, 128, 384),
      (1, 32, 128, 4096), (1, 72, 128, 9216), (1, 56, 128, 7168), (1, 96, 128, 12288), (1, 32, 80, 2560),
      (4, 32, 64, 2048), (8, 40, 128, 5120)],
 )  # fmt: skip
-def test_at_true_shapes(policy, batch, n_heads, head_dim, d):
-    tensors = case("cuda", batch, n_heads, head_dim, d, 128, 0.5, size=d**-0.5 / 5)
-    plain, dependent = (check(qkv, qkv_reference, tensors, policy, pdl=pdl) for pdl in (False, True))
+def test_at_true_shapes(filled, batch, n_heads, head_dim, d):
+    tensors = case("cuda", batch, n_heads, head_dim, d, 128, 0.5 if filled else 1.0, size=d**-0.5 / 5)
+    if not filled:
+        tensors = (*tensors[:-1], None)
+    plain, dependent = (check(qkv, qkv_reference, tensors, pdl=pdl) for pdl in (False, True))
     torch.testing.assert_close(dependent, plain, equal_nan=True, atol=0, rtol=0)
     if batch == 1:
         call = with_predictor("cuda", d // 16, 4 * d)
-        check(call, lambda *tensors, **options: call(*tensors, reference=True, **options), tensors, policy)
+        check(call, lambda *tensors, **options: call(*tensors, reference=True, **options), tensors)

@@ -62,7 +62,6 @@ def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.fl
     return Linear.of(weight, bias), attn_in, position, watermark, selection
 
 
-@pytest.mark.parametrize("policy", ["backfill", "always", "stale"])
 @pytest.mark.parametrize(
     ("batch", "n_heads", "head_dim", "d", "density"),
     [
@@ -74,7 +73,7 @@ def attention_case(batch, n_heads, head_dim, d, capacity, device, dtype=torch.fl
         (11, 3, 32, 40, 0.6),
     ],
 )
-def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
+def test_qkv(device, batch, n_heads, head_dim, d, density):
     capacity = 9
     weights, attn_in, position, watermark, selection = attention_case(
         batch, n_heads, head_dim, d, capacity, device, density=density
@@ -83,9 +82,9 @@ def test_qkv(device, policy, batch, n_heads, head_dim, d, density):
     for function in (qkv, qkv_reference):
         q = torch.full((batch, n_heads, head_dim), NAN, device=device)
         k, v = (torch.full((batch, n_heads, capacity, head_dim), NAN, device=device) for _ in range(2))
-        valid = torch.zeros(batch, n_heads, capacity, dtype=torch.uint8, device=device)
-        function(weights, HeadStep(q, KvCache(k, v, attn_in, watermark, valid), position, selection), policy)
-        made.append((q, k, v, valid))
+        marks = watermark if density < 1 else None  # of heads that are always selected nothing is missing
+        function(weights, HeadStep(q, KvCache(k, v, attn_in, marks), position, selection))
+        made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
@@ -126,10 +125,9 @@ def test_qkv_dense(device, batch, n_heads, head_dim, d):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 @pytest.mark.parametrize(("batch", "density"), [(1, 0.5), (3, 0.5), (2, 1.0), (1, 0.0), (2, None)])
-def test_flash_decode(device, head_dim, batch, density, stale):
+def test_flash_decode(device, head_dim, batch, density):
     n_heads, capacity = 3, 2 * BLOCK + 7
     q = torch.randn(batch, n_heads, head_dim, device=device)
     k, v = (torch.randn(batch, n_heads, capacity, head_dim, device=device) for _ in range(2))
@@ -137,13 +135,6 @@ def test_flash_decode(device, head_dim, batch, density, stale):
     for b in range(batch):  # what lies beyond a row's position was never written
         k[b, :, int(position[b]) + 1 :] = NAN
         v[b, :, int(position[b]) + 1 :] = NAN
-    valid = None
-    if stale:
-        valid = (torch.rand(batch, n_heads, capacity, device=device) < 0.4).to(torch.uint8)
-        valid[0, 0, :BLOCK] = 0  # a whole range without a valid position
-        valid[torch.arange(batch), :, position.long()] = 1
-        k[valid == 0] = NAN
-        v[valid == 0] = NAN
     selection = None
     if density is not None:
         selection = head_selection(n_heads, device)
@@ -155,7 +146,7 @@ def test_flash_decode(device, head_dim, batch, density, stale):
     for function in (flash_decode, flash_decode, flash_decode_reference):
         out = torch.full((batch, n_heads * head_dim), NAN, device=device)
         watermark = torch.full((batch, n_heads), -5, dtype=torch.int32, device=device)
-        step = HeadStep(q, KvCache(k, v, q[:, :0], watermark, valid), position, selection)
+        step = HeadStep(q, KvCache(k, v, q[:, :0], watermark), position, selection)
         function(step, out, scratch)
         made.append((out, watermark))
     assert torch.equal(made[0][0], made[1][0]), "a second run with the same scratch is the same, bit for bit"
@@ -197,13 +188,8 @@ def test_mistakes_are_one_line(device):
     q = torch.zeros(1, 2, 16, device=device)
     k = torch.zeros(1, 2, 5, 16, device=device)
     cache = KvCache(k, k, attn_in, watermark)
-    with pytest.raises(ValueError, match="unknown policy 'never'"):
-        qkv(weights, HeadStep(q, cache, position, selection), "never")
     with pytest.raises(ValueError, match=r"k_cache: expected shape \(1, 2, 4, 16\), got \(1, 2, 5, 16\)|attn_in"):
         qkv(weights, HeadStep(q, dataclasses.replace(cache, attn_in=attn_in[:, :4].contiguous()), position, selection))
-    for policy, missing in (("backfill", "watermarks"), ("stale", "valid positions")):
-        with pytest.raises(ValueError, match=f"needs the tensor of {missing}"):
-            qkv(weights, HeadStep(q, dataclasses.replace(cache, watermark=None), position, selection), policy)
     with pytest.raises(ValueError, match="head dim 24 is not supported"):
         q24 = torch.zeros(1, 2, 24, device=device)
         scratch = AttentionScratch.empty(1, 2, 24, 5, device)
@@ -211,11 +197,10 @@ def test_mistakes_are_one_line(device):
     scratch, out = AttentionScratch.empty(1, 2, 16, 5, device), torch.zeros(1, 32, device=device)
     short = scratch._replace(tickets=scratch.tickets[:1])
     for wrong, given in (
-        ("watermark", (watermark[:, :1].contiguous(), None, scratch)),
-        ("valid", (watermark, torch.ones(1, 2, 4, dtype=torch.uint8, device=device), scratch)),
-        (r"scratch\.tickets", (watermark, None, short)),
+        ("watermark", (watermark[:, :1].contiguous(), scratch)),
+        (r"scratch\.tickets", (watermark, short)),
     ):
         with pytest.raises(ValueError, match=f"{wrong}: expected shape"):
-            flash_decode(HeadStep(q, KvCache(k, k, attn_in, *given[:2]), position, selection), out, given[2])
+            flash_decode(HeadStep(q, KvCache(k, k, attn_in, given[0]), position, selection), out, given[1])
     with pytest.raises(ValueError, match="32, 64, 128 positions, not 48"), AttendSettings(48, 2).in_use():
         flash_decode(HeadStep(q, cache, position, selection), out, scratch)

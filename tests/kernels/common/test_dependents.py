@@ -13,8 +13,6 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from dejavu_train.kernels.stages.qkv import POLICIES
-
 sys.path.append(str(REPOSITORY / "tests" / "engine"))
 from queued import CASES, Launch, engine_of, recorded
 
@@ -223,8 +221,6 @@ def writes(launch: Launch, address: int) -> bool:
     if launch.kernel not in LAUNCHED:
         return False
     names = set().union(*(walk.written for walk, _ in walks(launch.kernel)))
-    if launch.options.get("POLICY") != POLICIES["stale"]:
-        names.discard("valid")  # another buffer stands in for it
     return any(launch.tensors[name] == address for name in names & set(launch.tensors))
 
 

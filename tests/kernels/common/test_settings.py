@@ -130,7 +130,7 @@ def test_values_are_looked_up_and_tried(monkeypatch, made):
 
 def test_a_row_compares_what_is_no_range():
     assert Row({"policy": "always", "d": [None, 4]}, {}).meets({"policy": "always", "d": 4, "further": 1})
-    assert not Row({"policy": "always"}, {}).meets({"policy": "stale"})
+    assert not Row({"policy": "always"}, {}).meets({"policy": "backfill"})
 
 
 @pytest.mark.parametrize(("multiprocessors", "rows"), [(16, 512), (108, 512), (132, 528), (148, 592)])

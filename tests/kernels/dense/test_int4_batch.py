@@ -5,13 +5,13 @@ import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
 
 from dejavu_train.kernels.attention.out_projection import project_heads, project_heads_reference
+from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.dense import dense_batch
 from dejavu_train.kernels.dense.dense_batch import (
     int4_linear,
-    int4_linear_reference,
 )
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
@@ -20,6 +20,15 @@ from dejavu_train.kernels.stages.hidden import hidden_tokens
 from dejavu_train.kernels.stages.mlp import hidden_reference
 from dejavu_train.kernels.stages.rows import TokenSettings, launch_tokens
 from dejavu_train.kernels.stages.sink import QkvSink
+
+
+def int4_linear_reference(x, weight, bias, activation):
+    """Plain torch, in fp64 where x is."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = x.to(wide) @ weight.dense(wide).flatten(0, -2).T
+    if bias is not None:
+        y = y + bias
+    return activation_reference(y, activation)
 
 
 def inputs(device, batch, n):

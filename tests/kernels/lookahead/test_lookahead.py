@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from predictor_helpers import products_of, quantize_rows
+from predictor_helpers import products_of
 
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
@@ -22,7 +22,7 @@ from dejavu_train.kernels.stages.predictor import (
     head_selection,
 )
 from dejavu_train.kernels.stages.select import select
-from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
+from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, quantise_rows
 
 NAN = float("nan")
 
@@ -54,7 +54,7 @@ def test_lookahead(device, state, n_heads, head_dim, d, rank, n, relu, stored):
     predictor, bias = torch.randn(n_heads, d, device=device), torch.randn(n_heads, device=device)
     halves = [(torch.randn(rank, d, device=device), None), (torch.randn(n, rank, device=device), None)]
     if stored == torch.int8:
-        halves = [quantize_rows(weight, stored) for weight, _ in halves]
+        halves = [quantise_rows(weight) for weight, _ in halves]
     elif stored == torch.uint8:  # nibbles
         halves = [(pack_nibbles(codes), scale.float()) for codes, scale in (int4_rows(weight) for weight, _ in halves)]
     (down, down_scale), (up, up_scale) = halves
@@ -169,12 +169,12 @@ def test_all_heads(device, stored):
         attention = (HeadStep(q, cache, position), out)
         if kernels:
             site_predict(*site)
-            qkv_select(*rows, policy="always")
+            qkv_select(*rows)
             attend_pack(*attention, AttentionScratch.empty(1, n_heads, head_dim, capacity, device), (neurons, packed))
             listed = packed.ids[: int(packed.count)].long()
         else:
             site_predict_reference(*site)
-            qkv_select_reference(*rows, policy="always")
+            qkv_select_reference(*rows)
             flash_decode_reference(*attention)
             listed = neurons.indices()
         assert every.row_bits.eq(1).all()

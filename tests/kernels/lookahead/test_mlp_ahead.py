@@ -3,6 +3,7 @@
 import pytest
 import torch
 from int4_helpers import random_rows
+from mlp_helpers import mlp_reference
 from predictor_helpers import products_of
 
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
@@ -15,7 +16,6 @@ from dejavu_train.kernels.lookahead import mlp_ahead as module
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite, add_ahead_reference, mlp_ahead
 from dejavu_train.kernels.lookahead.qkv_select import qkv_select, qkv_select_reference
 from dejavu_train.kernels.mlp.pack import PackedSelection
-from dejavu_train.kernels.stages.mlp import mlp_reference
 from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, Predictor, PredictorWeights, head_selection
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
 
@@ -74,8 +74,10 @@ class Layer:
             late.factors[place] = late_factors_reference(late, d)
         arrived = torch.full((1,), 9, dtype=torch.int32, device=device)
         self.late = LateSite.of(late, inputs, self.position, self.qkv, self.mlp, arrived, ahead)
-        self.watermark = torch.full((1, n_heads), last - kept, dtype=torch.int32, device=device)
-        self.watermark[:, 0] = last  # lacks the present position alone
+        self.watermark = None  # every head is selected, and nothing is missing
+        if with_heads:
+            self.watermark = torch.full((1, n_heads), last - kept, dtype=torch.int32, device=device)
+            self.watermark[:, 0] = last  # lacks the present position alone
         self.out = torch.full_like(self.x, NAN)
         self.hidden = torch.full((1, rank), NAN, device=device)
         self.q = torch.full((1, n_heads * share, head_dim), NAN, device=device)
@@ -102,18 +104,18 @@ class Layer:
 
 
 @pytest.mark.parametrize(
-    ("tiled", "n_heads", "head_dim", "d", "rank", "n", "relu", "state", "with_heads", "policy", "share", "rms"),
+    ("tiled", "n_heads", "head_dim", "d", "rank", "n", "relu", "state", "with_heads", "share", "rms"),
     [
-        (False, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1, False),
-        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 1, False),
-        (True, 4, 16, 64, 8, 70, False, 1, True, "backfill", 3, True),  # groups of heads, whose q and k are turned
-        (False, 3, 16, 64, 8, 70, False, 1, False, "always", 2, True),
-        (True, 2, 32, 96, 24, 70, True, 2, True, "backfill", 1, False),  # all heads, whatever the logits say
-        (False, 2, 16, 64, 7, 70, True, 1, False, "always", 1, False),  # nibbles that are no whole words
+        (False, 4, 16, 64, 8, 70, False, 1, True, 1, False),
+        (True, 4, 16, 64, 8, 70, False, 1, True, 1, False),
+        (True, 4, 16, 64, 8, 70, False, 1, True, 3, True),  # groups of heads, whose q and k are turned
+        (False, 3, 16, 64, 8, 70, False, 1, False, 2, True),
+        (True, 2, 32, 96, 24, 70, True, 2, True, 1, False),  # all heads, whatever the logits say
+        (False, 2, 16, 64, 7, 70, True, 1, False, 1, False),  # nibbles that are no whole words
     ],
 )
 def test_an_mlp_and_the_next_layers_rows(
-    monkeypatch, device, tiled, n_heads, head_dim, d, rank, n, relu, state, with_heads, policy, share, rms
+    monkeypatch, device, tiled, n_heads, head_dim, d, rank, n, relu, state, with_heads, share, rms
 ):
     monkeypatch.setattr(module, "TILED_FROM", 0 if tiled else 1 << 20)
     got, want = (Layer(device, n_heads, head_dim, d, rank, n, relu, state, with_heads, share, rms) for _ in range(2))
@@ -121,13 +123,13 @@ def test_an_mlp_and_the_next_layers_rows(
     for each in (got, want):
         if each is got:
             mlp_ahead(each.x, each.ln2, each.weights, each.listed, each.out, each.late, early="list")
-            qkv_select(*each.rows(), policy=policy, late=each.late)
+            qkv_select(*each.rows(), late=each.late)
         else:
             mask = torch.zeros(1, n, dtype=torch.bool, device=device)
             mask[0, each.listed.ids[: int(each.listed.count)].long()] = True
             mlp_reference(each.x, each.ln2, each.weights, each.x, mask, each.out)
             add_ahead_reference(each.x, each.out, each.late)
-            qkv_select_reference(*each.rows(), policy=policy, late=each.late)
+            qkv_select_reference(*each.rows(), late=each.late)
     if with_heads and state == 1:
         assert 0 < int(want.heads.row_bits.sum()) < n_heads
     assert int(got.late.arrived) == got.late.sizes(rank).DOWN

@@ -30,28 +30,22 @@ def test_slopes_are_those_of_transformers(n_heads):
     torch.testing.assert_close(Alibi.of(n_heads, "cpu").slopes, theirs, atol=0, rtol=1e-6)
 
 
-def case(device, batch, n_groups, share, head_dim, density, alibi, stale=False, capacity=2 * BLOCK + 7):
+def case(device, batch, n_groups, share, head_dim, density, alibi, capacity=2 * BLOCK + 7):
     """Tensors as a step leaves them: what lies beyond a row's position was never written."""
     n_heads = n_groups * share
     q = torch.randn(batch, n_heads, head_dim, device=device)
     k, v = (torch.randn(batch, n_groups, capacity, head_dim, device=device) for _ in range(2))
     position = torch.tensor([capacity - 1, 0, BLOCK - 1][:batch], dtype=torch.int32, device=device)
-    valid = None
-    if stale:
-        valid = (torch.rand(batch, n_groups, capacity, device=device) < 0.4).to(torch.uint8)
-        valid[torch.arange(batch), :, position.long()] = 1
     for b in range(batch):
         for tensor in (k, v):
             tensor[b, :, int(position[b]) + 1 :] = NAN
-            if valid is not None:
-                tensor[b][valid[b] == 0] = NAN
     selection = None
     if density is not None:
         selection = head_selection(n_groups, device)
         selection.set_mask(torch.rand(batch, n_groups, device=device) < density)
     marks = torch.full((batch, n_groups), -5, dtype=torch.int32, device=device)
     slopes = Alibi.of(n_heads, device) if alibi else None
-    return q, KvCache(k, v, q[:, :0], marks, valid, slopes), selection, position
+    return q, KvCache(k, v, q[:, :0], marks, slopes), selection, position
 
 
 def poisoned(batch, n_heads, head_dim, capacity, device):
@@ -63,19 +57,19 @@ def poisoned(batch, n_heads, head_dim, capacity, device):
 
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "n_groups", "share", "head_dim", "density", "stale", "settings"),
+    ("batch", "n_groups", "share", "head_dim", "density", "settings"),
     [
-        (1, 2, 4, 32, 0.6, False, None),
-        (3, 2, 3, 16, 0.5, False, None),
-        (2, 1, 5, 80, None, False, AttendSettings(64, 2, 3)),
-        (1, 1, 7, 16, None, True, AttendSettings(32, 1, 7)),
-        (1, 3, 1, 64, 1.0, True, None),
-        (2, 2, 2, 16, 0.7, True, None),
-        (1, 2, 8, 16, 0.0, False, None),
+        (1, 2, 4, 32, 0.6, None),
+        (3, 2, 3, 16, 0.5, None),
+        (2, 1, 5, 80, None, AttendSettings(64, 2, 3)),
+        (1, 1, 7, 16, None, AttendSettings(32, 1, 7)),
+        (1, 3, 1, 64, 1.0, None),
+        (2, 2, 2, 16, 0.7, None),
+        (1, 2, 8, 16, 0.0, None),
     ],
 )
-def test_groups_and_slopes(device, batch, n_groups, share, head_dim, density, stale, settings, alibi):
-    q, cache, selection, position = case(device, batch, n_groups, share, head_dim, density, alibi, stale)
+def test_groups_and_slopes(device, batch, n_groups, share, head_dim, density, settings, alibi):
+    q, cache, selection, position = case(device, batch, n_groups, share, head_dim, density, alibi)
     n_heads, marks = n_groups * share, cache.watermark.clone()
     mean = torch.randn(n_heads, head_dim, device=device)
     out = torch.full((batch, n_heads * head_dim), NAN, device=device)

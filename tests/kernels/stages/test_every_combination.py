@@ -141,13 +141,12 @@ def test_qkv_of_all_heads(device, kind, turns, form):
     made.check(inputs, made.position[:, None].expand(1, 3), 10 * SHARES[kind])
 
 
-@pytest.mark.parametrize("policy", ["backfill", "always"])
 @pytest.mark.parametrize("turns", [None, *KINDS])
 @by_format
-def test_qkv_of_selected_heads(device, kind, turns, policy):
+def test_qkv_of_selected_heads(device, kind, turns):
     needs_tensor_cores(device, kind)
     for density, batch in itertools.product(DENSITIES, (1, 2)):
         dtype = FORMATS[kind] or torch.float32
         made = case(device, turns, batch, 3, 2, 16, 96, 11, density, kind == "int4", dtype)
-        qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection), policy)
-        made.check(made.cache.attn_in, filled_from(made, policy), 10 * SHARES[kind])
+        qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection))
+        made.check(made.cache.attn_in, filled_from(made), 10 * SHARES[kind])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
+from mlp_helpers import mlp_reference
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
@@ -11,7 +12,7 @@ from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages import listed_int4 as module
 from dejavu_train.kernels.stages.listed_int4 import Int4MlpSettings
-from dejavu_train.kernels.stages.mlp import mlp, mlp_reference
+from dejavu_train.kernels.stages.mlp import mlp
 
 NAN = float("nan")
 

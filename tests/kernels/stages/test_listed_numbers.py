@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mlp_helpers import mlp_reference
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
@@ -9,7 +10,7 @@ from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages import listed_numbers
-from dejavu_train.kernels.stages.mlp import mlp, mlp_reference
+from dejavu_train.kernels.stages.mlp import mlp
 
 NAN = float("nan")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from int4_helpers import random_rows
-from mlp_helpers import poisoned
+from mlp_helpers import mlp_reference, poisoned
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
 from dejavu_train.kernels.common.partial_sums import partial_sums
@@ -13,7 +13,7 @@ from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages import listed_int4, listed_numbers
 from dejavu_train.kernels.stages.listed_int4 import Int4MlpSettings
 from dejavu_train.kernels.stages.listed_numbers import MlpSettings
-from dejavu_train.kernels.stages.mlp import hidden_reference, mlp, mlp_reference
+from dejavu_train.kernels.stages.mlp import hidden_reference, mlp
 
 NAN = float("nan")
 FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int4": None}

@@ -23,24 +23,24 @@ RMS = LayerNormWeights(None, None, 1e-6, NormKind.RMS_NORM)
 
 
 @pytest.mark.parametrize(
-    ("policy", "batch", "n_heads", "share", "head_dim", "kind", "selected"),
+    ("filled", "batch", "n_heads", "share", "head_dim", "kind", "selected"),
     [
-        ("backfill", 1, 3, 2, 16, "partial", 0.6),
-        ("backfill", 2, 2, 3, 80, "full", 0.7),
-        ("backfill", 1, 2, 1, 32, None, 1.0),
-        ("backfill", 2, 2, 2, 16, "nanochat", 0.0),
-        ("always", 2, 3, 2, 16, "partial", 0.5),
-        ("stale", 2, 3, 1, 16, "full", 0.5),
-        ("always", 1, 2, 4, 16, "full", None),
+        (True, 1, 3, 2, 16, "partial", 0.6),
+        (True, 2, 2, 3, 80, "full", 0.7),
+        (True, 1, 2, 1, 32, None, 1.0),
+        (True, 2, 2, 2, 16, "nanochat", 0.0),
+        (False, 2, 3, 1, 16, "full", 1.0),
+        (False, 1, 2, 4, 16, "full", None),
     ],
 )
-def test_norm_heads(device, policy, batch, n_heads, share, head_dim, kind, selected):
+def test_norm_heads(device, filled, batch, n_heads, share, head_dim, kind, selected):
     capacity = 45
     k = torch.randn(batch, n_heads, capacity, head_dim, device=device) * 3 + 1
     q = torch.randn(batch, n_heads * share, head_dim, device=device) * 3 + 1
     position = torch.randint(capacity // 2, capacity, (batch,), dtype=torch.int32, device=device)
     marks = (torch.rand(batch, n_heads, device=device) * (position[:, None] + 1)).to(torch.int32)
     marks[:, 0] = 0  # more than one round of programs
+    marks = marks if filled else None
     rotary = None if kind is None else Rotary(Kind(kind, head_dim, capacity, device).rotary.table, later=True)
     selection = None
     if selected is not None:
@@ -51,8 +51,8 @@ def test_norm_heads(device, policy, batch, n_heads, share, head_dim, kind, selec
     if kind == "nanochat":
         norms = HeadNorms(RMS, RMS)
     exact = KvCache(k.double(), k, k[:, 0, :0], marks, positions=rotary), q.double()
-    norm_heads_reference(HeadStep(exact[1], exact[0], position, selection), norms, policy)
-    norm_heads(HeadStep(q, KvCache(k, k, k[:, 0, :0], marks, positions=rotary), position, selection), norms, policy)
+    norm_heads_reference(HeadStep(exact[1], exact[0], position, selection), norms)
+    norm_heads(HeadStep(q, KvCache(k, k, k[:, 0, :0], marks, positions=rotary), position, selection), norms)
     torch.testing.assert_close(q.double(), exact[1], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(k.double(), exact[0].k, atol=2e-5, rtol=1e-5)
 

@@ -129,41 +129,37 @@ def case(
     return Case(found, weights, cache, selection, position, q, exact, bias)
 
 
-def filled_from(case, policy):
+def filled_from(case):
     """(B, h): the first position that is written, -1 where nothing is."""
-    mask, now = case.selection.to_mask(len(case.q)), case.position[:, None]
-    if policy == "always":
-        return now.expand_as(mask)
-    return torch.where(mask, case.cache.watermark if policy == "backfill" else now, -1)
+    marks = case.position[:, None] if case.cache.watermark is None else case.cache.watermark
+    return torch.where(case.selection.to_mask(len(case.q)), marks, -1)
 
 
 KINDS = ("full", "partial", "yarn", "nanochat")
 
 
 @pytest.mark.parametrize(
-    ("four_bits", "kind", "policy", "batch", "n_heads", "share", "head_dim", "d", "density"),
+    ("four_bits", "kind", "batch", "n_heads", "share", "head_dim", "d", "density"),
     [
-        *((False, kind, "backfill", 1, 3, 2, 32, 96, 0.6) for kind in KINDS),
-        (False, None, "backfill", 2, 3, 3, 16, 64, 0.5),
-        (False, "full", "backfill", 3, 2, 1, 80, 64, 0.7),
-        (False, "partial", "backfill", 2, 2, 4, 16, 160, 1.0),
-        (False, "full", "always", 1, 3, 2, 16, 64, 0.5),
-        (False, "partial", "stale", 2, 3, 2, 16, 64, 0.5),
-        (False, "full", "backfill", 1, 2, 5, 16, 64, 0.0),
-        (True, "yarn", "backfill", 1, 2, 2, 32, 96, 0.6),
-        (True, "nanochat", "backfill", 2, 2, 1, 16, 160, 1.0),
-        (True, "partial", "always", 1, 3, 2, 16, 64, 0.5),
-        (True, "full", "stale", 2, 3, 2, 16, 64, 0.5),
-        (True, None, "backfill", 1, 2, 3, 16, 64, 0.0),
+        *((False, kind, 1, 3, 2, 32, 96, 0.6) for kind in KINDS),
+        (False, None, 2, 3, 3, 16, 64, 0.5),
+        (False, "full", 3, 2, 1, 80, 64, 0.7),
+        (False, "partial", 2, 2, 4, 16, 160, 1.0),
+        (False, "full", 1, 3, 2, 16, 64, None),
+        (False, "full", 1, 2, 5, 16, 64, 0.0),
+        (True, "yarn", 1, 2, 2, 32, 96, 0.6),
+        (True, "nanochat", 2, 2, 1, 16, 160, 1.0),
+        (True, "partial", 1, 3, 2, 16, 64, None),
+        (True, None, 1, 2, 3, 16, 64, 0.0),
     ],
 )
-def test_qkv(device, four_bits, kind, policy, batch, n_heads, share, head_dim, d, density):
-    made = case(device, kind, batch, n_heads, share, head_dim, d, 11, density, four_bits)
-    if policy == "stale":
-        valid = torch.zeros(batch, n_heads, 11, dtype=torch.uint8, device=device)
-        made.cache = dataclasses.replace(made.cache, valid=valid)
-    qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection), policy)
-    made.check(made.cache.attn_in, filled_from(made, policy), 2e-4 if four_bits else 2e-5)
+def test_qkv(device, four_bits, kind, batch, n_heads, share, head_dim, d, density):
+    """density None: without watermarks, where every head is selected and nothing is missing."""
+    made = case(device, kind, batch, n_heads, share, head_dim, d, 11, 1.0 if density is None else density, four_bits)
+    if density is None:
+        made.cache = dataclasses.replace(made.cache, watermark=None)
+    qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection))
+    made.check(made.cache.attn_in, filled_from(made), 2e-4 if four_bits else 2e-5)
 
 
 @pytest.mark.parametrize("four_bits", [False, True], ids=["numbers", "4 bits"])
@@ -175,7 +171,7 @@ def test_a_head_idle_for_long_is_filled_in_where_it_lies(device, batch, four_bit
     settings = QkvSettings(16, 2, 32, 4, 1, 4) if four_bits else QkvSettings(16, 8, 64, 2, 1, 16)
     with settings.in_use():
         qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection))
-    made.check(made.cache.attn_in, filled_from(made, "backfill"), 2e-4 if four_bits else 2e-5)
+    made.check(made.cache.attn_in, filled_from(made), 2e-4 if four_bits else 2e-5)
 
 
 @pytest.mark.parametrize("four_bits", [False, True], ids=["numbers", "4 bits"])
@@ -201,7 +197,7 @@ def test_beside_a_predictor(device, four_bits):
     predictor = Predictor(mlp, torch.zeros(1, device=device), neurons, hidden, Products.ROW_TILES)
     state = torch.ones(1, dtype=torch.int32, device=device)
     qkv_select(made.weights, HeadStep(made.q, made.cache, made.position, made.selection), predictor, state)
-    made.check(made.cache.attn_in, filled_from(made, "backfill"), 2e-4 if four_bits else 2e-5)
+    made.check(made.cache.attn_in, filled_from(made), 2e-4 if four_bits else 2e-5)
     assert torch.equal(neurons.indices(), (mlp.up @ hidden[0] + mlp.bias > 0).nonzero()[:, 0])
 
 
@@ -224,7 +220,7 @@ def test_at_true_shapes(kind, batch, n_heads, share, head_dim, d, four_bits, dty
     marks, tolerance = made.cache.watermark, 4e-2 if dtype is torch.bfloat16 else 1e-2
     marks[:, 1:] = torch.maximum(marks[:, 1:], made.position[:, None] - 3)
     qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection))
-    made.check(made.cache.attn_in, filled_from(made, "backfill"), tolerance)
+    made.check(made.cache.attn_in, filled_from(made), tolerance)
     before = [each.clone() for each in (made.q, made.cache.k, made.cache.v)]
     qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection), pdl=True)
     torch.testing.assert_close([made.q, made.cache.k, made.cache.v], before, equal_nan=True, atol=0, rtol=0)

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from predictor_helpers import predict_down_reference, quantize_rows
+from predictor_helpers import predict_down_reference
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.stages.predict import PredictSettings, predict
 from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, norm_sums
+from dejavu_train.predictors.quantization import quantise_rows
 
 NAN = float("nan")
 
@@ -54,7 +55,7 @@ def test_real_widths(d, dtype):
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     weight, scale = torch.randn(d // 16, d, device="cuda").half() * d**-0.5, None
     if dtype == torch.int8:
-        weight, scale = quantize_rows(weight, dtype)
+        weight, scale = quantise_rows(weight)
     sums, made = norm_sums(weight, ln), []
     for pdl in (False, True):
         out, normalised = torch.full((1, d // 16), NAN, device="cuda"), torch.full((1, d), NAN, device="cuda").half()

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from predictor_helpers import predictor_of, quantize_rows
+from predictor_helpers import predictor_of
 
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.stages.predict_rows import predict_rows
 from dejavu_train.kernels.stages.predictor import PredictorWeights
+from dejavu_train.predictors.quantization import quantise_rows
 
 NAN = float("nan")
 
@@ -17,7 +18,7 @@ NAN = float("nan")
 def test_tiles(rank, d, batch, dtype, device):
     x, weight, scale = torch.randn(batch, d, device=device), torch.randn(rank, d, device=device), None
     if dtype == torch.int8:
-        weight, scale = quantize_rows(weight, dtype)
+        weight, scale = quantise_rows(weight)
     else:
         x, weight = x.to(dtype), weight.to(dtype)
     for relu in (False, True):

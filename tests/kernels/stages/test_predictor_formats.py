@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from predictor_helpers import predict_down_reference, predict_select, predictor_of, quantize_rows
+from predictor_helpers import predict_down_reference, predict_select, predictor_of
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products
@@ -12,11 +12,11 @@ from dejavu_train.kernels.stages.predict import predict, site_predict
 from dejavu_train.kernels.stages.predict_rows import predict_rows
 from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, PredictorWeights, head_selection
 from dejavu_train.kernels.stages.select import logits_reference, predict_reference, select
-from dejavu_train.predictors.quantization import int4_rows, pack_nibbles
+from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, quantise_rows
 
 NAN = float("nan")
 NUMBERS = ("float32", "float16", "bfloat16")
-BYTES = (*NUMBERS, "int8", "float8_e4m3fn")
+BYTES = (*NUMBERS, "int8")
 # What a hidden value's parts leave out, beside what a reference in float64 has.
 BANDS = {Products.REGISTERS: 1e-5, Products.TILES: 2e-4, Products.ROW_TILES: 1e-5}
 
@@ -28,7 +28,7 @@ def stored(numbers, form):
         return pack_nibbles(codes).to(numbers.device), scale.float().to(numbers.device)
     if form in NUMBERS:
         return numbers.to(getattr(torch, form)), None
-    return quantize_rows(numbers, getattr(torch, form))
+    return quantise_rows(numbers)
 
 
 def weights_of(device, form, n, rank, d, bias=True, relu=False):

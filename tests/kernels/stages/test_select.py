@@ -104,13 +104,13 @@ def test_errors_name_the_number(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("d,n,rank", [(4096, 16384, 256), (9216, 36864, 576), (12288, 49152, 768)])
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
 def test_real_shapes(d, n, rank, batch, dtype):
     predictor = make_predictor(n, d, rank, "cuda", torch.float16)
     if dtype == torch.bfloat16:
         predictor = make_predictor(n, d, rank, "cuda", dtype)
     elif dtype != torch.float16:
-        predictor = quantized(predictor, dtype)
+        predictor = quantized(predictor)
     x = torch.randn(batch, d, device="cuda")
     ln = LayerNormWeights(torch.rand(d, device="cuda").half() + 0.5, torch.randn(d, device="cuda").half())
     out, again = poisoned(n, "cuda"), poisoned(n, "cuda")

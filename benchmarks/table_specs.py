@@ -1,0 +1,813 @@
+"""The tables of README.md, the model card and docs/: which rows each shows, and how."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table_maker import (
+    Column,
+    Row,
+    Table,
+    increase,
+    markdown,
+    mean,
+    mean_increase,
+    numbers,
+    percent,
+    read_rows,
+    shares,
+    with_error,
+)
+from dejavu_train.engine import runs
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.plan import plan_step
+from dejavu_train.engine.planned import Engine, Formats
+from dejavu_train.evaluation.schema import SCHEMA, current
+from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.families.dims import engine_refusal
+from dejavu_train.ground.errors import Unsupported
+
+RESULTS, PAGES = "benchmarks/results", "docs/results"
+DEMO, EXACT, ONE_MODEL = f"{RESULTS}/demo.json", f"{RESULTS}/exact.csv", f"{RESULTS}/one_model.csv"
+CARD, LOSSLESS = "checkpoints/opt-mini/pretraining.json", f"{RESULTS}/lossless.csv"
+MINI, HUNDRED = f"{PAGES}/texts/opt-mini.csv", f"{PAGES}/texts/opt-100m.csv"
+FAMILY_ROWS = f"{PAGES}/families/rows.csv"
+TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")
+STUDY = "scripts that have left ([past scripts](docs/notes/past-scripts.md))"
+
+
+def options_of(row: Row) -> dict[str, str]:
+    """What the options of a row set, by name."""
+    return dict(word.split("=") for word in str(row["options"]).split())
+
+
+def weights_of(row: Row) -> str:
+    return "4 bits" if "weights=int4" in row["options"] else "fp16"
+
+
+def named(row: Row) -> str:
+    """A shape as a page names it: OPT's by size."""
+    return f"OPT-{row['model'].upper()}" if row["model"][0].isdigit() else row["model"]
+
+
+def by_size(name: str) -> tuple[bool, float]:
+    """OPT's shapes first, each kind by size."""
+    size = "".join(letter for letter in name.rpartition("-")[2] if letter.isdigit() or letter == ".")
+    return not name.startswith("OPT"), float(size or 0)
+
+
+def card(row: Row) -> str:
+    """A row's GPU without its maker."""
+    return str(row["gpu"]).removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def ms(heading: str, **where: Any) -> Column:
+    """Milliseconds of the newest row of an engine. Of sparse steps the fastest."""
+    least = "p50_ms" if where.get("engine") == "sparse" else ""
+    return Column(f"{heading}, ms", "p50_ms", where, least=least)
+
+
+def times(heading: str, fast: Column, slow: Column) -> Column:
+    """How many times as fast a column is as another."""
+    return Column(heading, fast.field, fast.where, ".2f", unit="x", least=fast.least, over=slow)
+
+
+def part(heading: str, name: str, form: str = ".1f", **where: Any) -> Column:
+    """A share in per cent."""
+    return Column(heading, name, where, form, 100, " %")
+
+
+# Steps on a GPU
+
+USUAL, NEAR = 0.06, 0.004  # share of all neurons that is active, and what a measured share may differ
+READ, SKIP, SPARSE = (ms(name, engine=engine) for name, engine in (
+    ("all rows", "dense"), ("exact", "exact"), ("sparse", "sparse")
+))  # fmt: skip
+GAINS = times("exact over all rows", SKIP, READ), times("sparse over exact", SPARSE, SKIP)
+LIVE_SHARES = (0.02, 0.06, 0.3, 1.0)
+SELECTED = {"dense": "dense", "1": "all heads", "1.0": "all heads", "0.85": "85 %", "0.5": "50 %", "0.25": "25 %"}
+
+
+def exact_at(share: float, **where: Any) -> Table:
+    """Steps with so many active neurons and all heads."""
+    return Table(
+        EXACT,
+        {"shapes": "shapes", "weights": "weights"},
+        (READ, SKIP, SPARSE, *GAINS,
+         Column("active neurons found", "recall", {"engine": "sparse"}, ".0f", 100, " %", "p50_ms")),
+        "`python -m benchmarks.decode --out benchmarks/results/exact.csv` on a GPU",
+        {"near": True, "p50_ms": bool, **where},
+        {"shapes": named, "weights": weights_of,
+         "near": lambda row: abs(float(row["active"] or -1) - share) <= NEAR and float(row["head_union"]) >= 1},
+        order=lambda name: (name[1] != "fp16", *by_size(name[0])),
+        needs=("exact, ms", "sparse, ms"),
+    )  # fmt: skip
+
+
+EXACT_BATCHES = exact_at(USUAL, model="6.7b", weights="fp16").with_columns(
+    part("live together", "live", engine="exact"),
+    Column("overlap of two tokens", "overlap", {"engine": "exact"}, ".2f"),
+    READ, SKIP, SPARSE, *GAINS, line={"rows": "batch"}, order=lambda name: int(name[0]),
+)  # fmt: skip
+
+ZEROS = Table(
+    f"{RESULTS}/zeros.csv",
+    {"shapes": "shapes", "rows": "what"},
+    (
+        Column("all read, us", "us", {"way": "read", "live": "0.02"}, ".1f"),
+        *(Column(f"{100 * share:g} % live", "us", {"way": ("grid", "apart", "skip"), "share": share}, ".1f", least="us")
+          for share in LIVE_SHARES),
+    ),
+    "`python -m benchmarks.zeros` on a GPU",
+    {"model": ("1.3b", "6.7b", "30b"), "what": ("1", "8", "eight slots")},
+    {"shapes": named, "what": lambda row: "eight slots" if row["slots"] == "1" else row["rows"],
+     "share": lambda row: float(row["live"])},
+    order=lambda name: (*by_size(name[0]), name[1]),
+)  # fmt: skip
+
+
+DECODE = Table(
+    f"{RESULTS}/decode.csv",
+    {"shapes": "shapes"},
+    (
+        ms("transformers", engine="hf"), COMPILED := ms("compiled", engine="hf-compile"),
+        DENSE := ms("our dense", engine="dense"), SPARSE, times("dense over compiled", DENSE, COMPILED),
+        times("sparse over compiled", SPARSE, COMPILED),
+    ),
+    "`python -m benchmarks.decode` on a GPU",
+    {"batch": "1", "prompt": "128", "p50_ms": bool, "options": ("", "site=1")},
+    {"shapes": named},
+    order=lambda name: by_size(name[0]),
+    needs=("our dense, ms", "sparse, ms"),
+)  # fmt: skip
+
+
+def head_kind(row: Row) -> str:
+    """Weights and LM head of a row."""
+    head = "screened" if "screen=True" in row["options"] else "4 bits" if "lm_head=int4" in row["options"] else "fp16"
+    return f"{weights_of(row)}, {head}"
+
+
+FAMILY_STEPS = Table(
+    f"{RESULTS}/decode_families.csv",
+    {"shapes": "shapes", "weights, LM head": "kind"},
+    (DENSE, SPARSE, times("sparse over dense", SPARSE, DENSE), COMPILED,
+     times("sparse over compiled", SPARSE, COMPILED)),
+    "`python -m benchmarks.decode --models afm-4.5b prosparse-7b minitron-8b nemotron-4-15b` on a GPU",
+    {"p50_ms": bool, "kind": ("fp16, fp16", "4 bits, 4 bits"), "card": "H200"},
+    {"shapes": named, "kind": head_kind, "card": card},
+    order=lambda name: (*by_size(name[0]), name[0], name[1] != "fp16, fp16"),
+    needs=("our dense, ms", "sparse, ms"),
+)  # fmt: skip
+
+
+def place_of(row: Row) -> str:
+    """Shapes and GPUs of a step of several. Reckoned: from models of fewer layers."""
+    reckoned = ", reckoned" if row["note"].startswith("reckoned") else ""
+    return f"{named(row)}, {row['gpus']} {card(row)}{reckoned}"
+
+
+def unit_shares(row: Row) -> str:
+    """The shares of neurons and heads that a step of several GPUs selects."""
+    found = options_of(row)
+    if row["engine"] == "dense":
+        return "dense"
+    return f"{found.get('mlp_density', '0.1')}, {SELECTED[found.get('head_density', '0.5')]}"
+
+
+def slowest(heading: str, *selected: str) -> Column:
+    return Column(heading, "slowest_ms", {"selected": selected})
+
+
+SEVERAL = Table(
+    f"{RESULTS}/tensor_parallel.csv",
+    {"shapes, GPUs": "place", "weights": "kind"},
+    (ALL := slowest("dense, ms", "dense"), slowest("sparse, all heads, ms", "0.1, all heads"),
+     slowest("85 % of the heads", "0.1, 85 %"), HALF := slowest("50 % of the heads", "0.1, 50 %"),
+     times("half of the heads over dense", HALF, ALL),
+     times("a quarter of all units over dense", slowest("", "0.25, 25 %"), ALL),
+     Column("a sum, us", "sum_us", {"selected": "dense"}, ".2g")),
+    "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 175b --cells goals`, and others",
+    {"engine": ("dense", "sparse"), "batch": "1", "prompt": "128", "slowest_ms": bool},
+    {"place": place_of, "kind": lambda row: "4 bits" if row["weights"] == "int4" else "fp16", "selected": unit_shares},
+    chosen=lambda rows: [row for row in rows if row["sums"].startswith("pushed")],
+    order=lambda name: (*by_size(name[0].partition(",")[0]), name[0], name[1] != "fp16"),
+)  # fmt: skip
+
+
+# Steps on a CPU, and a server
+
+
+def cpu_runs(rows: list[Row]) -> list[Row]:
+    """For each model and format the rows of the newest run that has transformers beside our engine."""
+    found: list[Row] = []
+    for model, stored, words in (
+        ("1.3b", "float32", "OPT-1.3B, 32 bits"), ("1.3b", "int8", "OPT-1.3B, 8 bits"),
+        ("opt-mini", "float32", "opt-mini, 32 bits"), ("opt-mini", "int8", "opt-mini, 8 bits"),
+    ):  # fmt: skip
+        own = [row for row in rows if row["model"] == model]
+        beside = [row for row in own if row["engine"] == f"dense-{stored}"]
+        beside = [row for row in beside if any(
+            each["engine"] == "transformers-eager" and each["commit"] == row["commit"] for each in own
+        )]  # fmt: skip
+        run = [row for row in own if beside and row["commit"] == beside[-1]["commit"]]
+        found += [{**row, "line": words} for row in run if stored in row["engine"] or "-" not in row["engine"]
+                  or row["engine"].startswith("transformers")]  # fmt: skip
+    return found
+
+
+CPU = Table(
+    f"{RESULTS}/cpu_decode.csv",
+    {"ms per token": "line"},
+    (
+        Column("transformers", "p50_ms", {"engine": "transformers-eager"}),
+        Column("compiled", "p50_ms", {"engine": "transformers-compile"}),
+        Column("llama.cpp", "p50_ms", {"engine": "llama.cpp"}),
+        Column("our dense", "p50_ms", {"engine": ("dense-float32", "dense-int8")}),
+        Column("sparse, all heads", "p50_ms", {"engine": ("sparse-float32", "sparse-int8"), "head_selected": "1"}),
+        Column("sparse, fewer heads", "p50_ms",
+               {"engine": ("sparse-float32", "sparse-int8"), "head_selected": lambda share: share != "1"}),
+        Column("MB read, dense", "mb_per_token", {"engine": ("dense-float32", "dense-int8")}, ",.0f"),
+        Column("MB read, fewer heads", "mb_per_token",
+               {"engine": ("sparse-float32", "sparse-int8"), "head_selected": lambda share: share != "1"}, ",.0f"),
+    ),
+    "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
+    chosen=cpu_runs,
+)  # fmt: skip
+
+SERVE_SPEED = Table(
+    f"{RESULTS}/serve_speed.csv",
+    {"device": "device", "model": "model"},
+    (
+        *(Column(f"{name}, tokens/s", "tokens_per_second", {"contestant": name}, ",.0f")
+          for name in ("server", "engine", "transformers serve")),
+        *(Column(f"{name} over engine", "ratio", {"contestant": name}) for name in ("server", "transformers serve")),
+    ),
+    "`python -m benchmarks.serve speed` on quiet cores, also with `--device cuda`",
+    order=lambda name: name,
+)  # fmt: skip
+
+SERVE_LOAD = Table(
+    f"{RESULTS}/serve.jsonl",
+    {"device": "device", "clients": "clients"},
+    (
+        *(Column(name, name, form="g") for name in ("seconds", "text", "left", "given up", "refused 400")),
+        Column("anything else", "others", form="g"), Column("first token, p50, s", "first_p50"),
+        Column("p99", "first_p99"), Column("whole text, p50, s", "whole_p50"), Column("p99", "whole_p99"),
+    ),
+    "`python -m benchmarks.serve load`",
+    derived={"others": lambda row: sum(v for k, v in row.items() if k.startswith(("lost", "strange", "refused 5")))},
+)  # fmt: skip
+
+
+# The demo and the card
+
+
+def demo_of(root: Path) -> dict[str, Any]:
+    """Raises ValueError for a results.json of another schema."""
+    results = current(json.loads((root / DEMO).read_text("utf-8")))
+    if results["schema"] != SCHEMA:
+        raise ValueError(f"{DEMO} has schema {results['schema']}, expected {SCHEMA}")
+    return results
+
+
+def asked_of(row: Row) -> str:
+    heads = row["asked_head_density"]
+    skipped = f", {100 * heads:g} % of the heads" if heads < 1 else ""
+    return f"{100 * row['asked_mlp_density']:g} % of candidates{skipped}"
+
+
+def demo_rows(root: Path) -> list[Row]:
+    """Sparse and dense quality of each text from its first token on, with what stands about the text."""
+    results = demo_of(root)
+    texts = {text["name"]: text for text in results["texts"]}
+    found = []
+    for row in results["quality"]:
+        if row["sparse_from"] == 0 and not row.get("as_calibrated"):
+            text = texts[row["text"]]
+            about = {"first": row["text"] == results["texts"][0]["name"], "sources": results.get("sources", "")}
+            about |= {"seen": "yes" if text["domain"] == "in domain" else "no", "asked": asked_of(row)}
+            found.append(row | about | {"error": row["increase_error"]})
+    return found
+
+
+def noted_increase(rows: Sequence[Row], name: str) -> str:
+    """An increase with its error and its unit."""
+    text = with_error(float(rows[-1][name]), rows[-1]["error"])
+    return text if text.endswith("fold") else f"{text} %"
+
+
+def predicted(asked: str) -> tuple[Column, Column]:
+    where = {"selection": "predicted", "asked": asked}
+    return Column(f"{asked}: increase", "increase", where, noted_increase), part("bytes", "mlp_bytes", **where)
+
+
+MAKE_DEMO = "`make demo`, then `python -m benchmarks.tables --demo checkpoints/demo/results.json`"
+DEMO_TEXTS = Table(
+    demo_rows,
+    {"text": "text", "seen in training": "seen"},
+    (
+        Column("dense perplexity", "perplexity", {"selection": "dense"}, ".4g"),
+        *predicted("10 % of candidates"), *predicted("20 % of candidates"),
+        *predicted("20 % of candidates, 85 % of the heads"),
+    ),
+    MAKE_DEMO,
+    links=(DEMO,),
+)  # fmt: skip
+DEMO_YARDSTICKS = DEMO_TEXTS.with_columns(
+    part("neurons read", "mlp_selected", selection="predicted"),
+    *(Column(name, "increase", {"selection": selection}, noted_increase) for name, selection in (
+        ("predicted", "predicted"), ("oracle", "oracle"), ("non-contextual", "noncontextual"), ("static", "static"),
+    )),
+    line={"first text": "asked"}, where={"first": True, "selection": lambda kind: kind != "dense"},
+    order=lambda name: ("heads" in name[0], float(name[0].split()[0])),
+)  # fmt: skip
+
+
+def demo_table(root: Path) -> str:
+    """Every text with its predicted rows, and the first text's yardsticks."""
+    made = DEMO_TEXTS.make(root).partition("\nRows:")[0]
+    return f"{made}\n{DEMO_YARDSTICKS.make(root)}"
+
+
+def opening_rows(root: Path) -> list[Row]:
+    """What was timed, with the quality of the two texts."""
+    results, quality, found = demo_of(root), demo_rows(root), []
+    runs_of = {"dense": "transformers, dense", "dense-cpu": "our engine, exact", "cpu": "our engine, sparse"}
+    for timed in results["timing"]:
+        kind = "predicted" if timed["backend"] == "cpu" else "dense"
+        shown = {
+            row["text"]: row for row in quality
+            if row["selection"] == kind and asked_of(row) == asked_of(timed)
+        }  # fmt: skip
+        row = {name: each["perplexity"] for name, each in shown.items()} | {"sources": results.get("sources", "")}
+        row |= {"ms": timed["ms_per_token"]["p50"], "mb": timed["megabytes_per_token"]}
+        row["what"] = runs_of[timed["backend"]]
+        read = next(iter(shown.values())).get("mlp_selected", 1.0)
+        found.append(row | {"read": f"{100 * read:.1f} %" if kind == "predicted" else "all"})
+    return found
+
+
+OPENING = Table(
+    opening_rows,
+    {"on a CPU": "what", "neurons read": "read"},
+    (
+        *(Column(f"perplexity of {name}", name, form=".4g") for name in ("installed-docs", "installed-code")),
+        Column("ms per token", "ms"), Column("MB read per token", "mb"),
+    ),
+    "`make demo`",
+    links=(DEMO,),
+    brief=True,
+)  # fmt: skip
+
+HELDOUT = {  # file of pretraining.json -> its name in the card
+    "books_heldout.jsonl": "books, held out",
+    "general_heldout.jsonl": "general prose, held out",
+    "wikitext2_valid.raw.txt": "WikiText-2 validation, raw",
+    "installed-docs.jsonl.xz": "`installed-docs`, `test`",
+    "lambada.jsonl": "LAMBADA test passages",
+}
+
+
+def card_table(root: Path) -> str:
+    """What the embedded model came to on held-out text, by the end of its pretraining."""
+    told = json.loads((root / CARD).read_text("utf-8"))
+    table = []
+    for file, name in HELDOUT.items():
+        row = told["heldout"][file]
+        active = [100 * share for share in row["density"]]
+        words = f"{', '.join(f'{share:.1f}' for share in active)} (mean {mean(active):.1f})"
+        table.append([name, f"{row['bits_per_byte']:.3f}", f"{row['perplexity']:.1f}", f"{row['tokens']:,}", words])
+    headings = ["text", "bits per byte", "perplexity", "tokens", "share of active neurons, layers 0 to 5 (%)"]
+    where = f"{told['device']}, torch {told['torch'].partition('+')[0]}, seed {told['config']['seed']}"
+    by = "`python -m dejavu_train.extras.pretrain` with the settings there"
+    return f"{markdown(headings, table)}\nRows: pretraining.json, by {by}. {where}.\n"
+
+
+# Quality on texts
+
+
+def text_rows(root: Path) -> list[Row]:
+    """Both models. Recipes other than the default are asked for bytes: their larger share stands beside a fifth."""
+    rows = read_rows(root / MINI) + read_rows(root / HUNDRED)
+    for row in rows:
+        same = [float(each["asked_mlp_density"]) for each in rows if each["selection"] == row["selection"] and all(
+            each[name] == row[name] for name in ("model", "recipe", "training", "seed"))]  # fmt: skip
+        fifth = float(row["asked_mlp_density"]) == max(same)
+        heads = "" if row["asked_head_density"] == "1.0" else ", 85 % of the heads"
+        row["budget"] = ("20 %" if fifth else "10 %") + heads
+        trained = row["training"] if row["recipe"] == "default" else f"{row['recipe']}, {row['training']}"
+        row["what"] = trained if row["selection"] == "predicted" else row["selection"]
+    return rows
+
+
+TRAINED = ("self", "docs", "self-50k", "self-tuned", "original, self", "whitened-svd, self",
+           "oracle", "static")  # fmt: skip
+
+
+def is_shown(row: Row) -> bool:
+    """The default at every budget, other training of opt-mini at a fifth."""
+    other = row["what"] in TRAINED and row["model"] == "opt-mini" and row["budget"] == "20 %"
+    return row["what"] == "self" or other
+
+
+TEXT_MATRIX = Table(
+    text_rows,
+    {"model": "model", "trained on": "what", "asked": "budget"},
+    (Column("bytes, %", "mlp_bytes", form=shares),
+     *(Column(text, "increase", {"text": text}, increase) for text in TEXTS)),
+    "`bash benchmarks/texts.sh mini OUT.csv` and `100m` on a GPU",
+    {"shown": True},
+    {"shown": is_shown},
+    order=lambda name: (name[0] != "opt-mini", TRAINED.index(name[1]), name[2] != "20 %", name[2]),
+    links=(MINI, HUNDRED),
+)  # fmt: skip
+
+GUARD = Table(
+    f"{PAGES}/texts/guard.csv",
+    {"trained on": "training", "text": "text", "dense tokens": "dense", "thresholds": "moved"},
+    (
+        Column("increase, %", "increase", form=increase), Column("more bytes, %", "more_bytes", form=".1f", times=100),
+        Column("retained mass", "retained_mass", form=".3f"),
+    ),
+    STUDY,
+    {"every": ("0", "32"), "promise": "bundle"},
+    {"dense": lambda row: f"1 in {row['every']}" if row["every"] != "0" else "none",
+     "moved": lambda row: "moved" if row["control"] == "True" else "the bundle's"},
+)  # fmt: skip
+
+
+def best_ranks(rows: list[Row]) -> list[Row]:
+    """Of the ranks of one method the one of least divergence on calibration text."""
+    best: dict[str, str] = {}
+    for row in sorted(rows, key=lambda row: float(row["calibration_nats"] or 0)):
+        best.setdefault(row["method"].split(",")[0], row["method"])
+    return [row for row in rows if row["method"] == best[row["method"].split(",")[0]]]
+
+
+RIVALS = Table(
+    f"{PAGES}/frontier/rivals.csv",
+    {"chosen by": "method"},
+    (Column("bytes, %", "mlp_bytes", form=shares),
+     *(Column(text, "increase", {"text": text}, increase) for text in TEXTS)),
+    STUDY,
+    {"asked_bytes": "0.1"},
+    chosen=best_ranks,
+    order=lambda name: (name[0] != "oracle", name[0] != "predictors", name[0]),
+)  # fmt: skip
+
+
+def int4_rows(root: Path) -> list[Row]:
+    """Reports of 4 bits, the newest of each text and seed, with the increase above 4 bits alone, in nats."""
+    keys = ("model", "weights", "predictors", "asked_mlp_density", "asked_head_density", "text", "seed")
+    rows = [row for row in read_rows(root / f"{PAGES}/frontier/int4.csv") if row["what"] == "report"]
+    newest = {tuple(row[name] for name in keys): row for row in rows}
+    for key, row in newest.items():
+        alone = newest.get((key[0], key[1], "none", "1", "1", *key[5:]))
+        shares_of = (float(row["asked_mlp_density"]), float(row["asked_head_density"]))
+        row["selected"] = "all" if shares_of == (1, 1) else f"{100 * shares_of[0]:g} %, {100 * shares_of[1]:g} %"
+        row["rise"] = math.expm1(float(row["increase"]))
+        above = alone is not None and row["predictors"] != "none"
+        row["above"] = math.expm1(float(row["increase"]) - float(alone["increase"])) if above and alone else ""
+    return list(newest.values())
+
+
+INT4_LINES = (
+    ("rtn", "all"), ("gptq", "all"), ("gptq, LM head int8", "all"), ("gptq, LM head int4", "all"),
+    ("gptq", "20 %, 100 %"), ("gptq", "10 %, 100 %"), ("gptq", "20 %, 85 %"), ("gptq", "10 %, 85 %"),
+    ("gptq", "13 %, 85 %"), ("gptq", "8 %, 80 %"),
+)  # fmt: skip
+FOUR_BITS = Table(
+    int4_rows,
+    {"model": "model", "weights": "weights", "neurons, heads": "selected"},
+    (
+        Column("bytes, % of fp16", "block_bytes", form=lambda rows, name: f"{100 * mean(numbers(rows, name)):.1f}"),
+        Column("KL, nats", "kl", form=lambda rows, name: f"{mean(numbers(rows, name)):.4f}"),
+        Column("increase, %", "rise", form=increase), Column("above 4 bits alone, %", "above", form=mean_increase),
+    ),
+    "`python -m benchmarks.quantize report`",
+    {"model": ("opt-100m", "opt-100m-rank-64-three", "opt-mini"), "predictors": ("none", "before"), "shown": True},
+    {"shown": lambda row: (row["weights"], row["selected"]) in INT4_LINES},
+    order=lambda name: (name[0], INT4_LINES.index(name[1:])),
+    links=(f"{PAGES}/frontier/int4.csv",),
+)  # fmt: skip
+
+
+# Families
+
+FAMILY_NAMES = ("opt", "arcee", "llama-relu", "llama-drelu", "bloom")
+READ_BY = {"self": "own input", "lookahead": "half a layer earlier"}  # training -> what predictors of neurons read
+BY_FAMILIES = "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"
+
+
+def family_order(model: str) -> tuple[int, int]:
+    """Smaller models first, families as they are named."""
+    family, _, size = model.rpartition("-")
+    return len(size), FAMILY_NAMES.index(family)
+
+
+def whole_runs(rows: list[Row]) -> list[Row]:
+    """Of the runs that scored every text. A run that the end of the study cut off stays in the file alone."""
+    texts: dict[tuple[str, ...], set[str]] = {}
+    for row in rows:
+        texts.setdefault((row["model"], row["training"], row["seed"]), set()).add(row["text"])
+    return [row for row in rows if len(texts[row["model"], row["training"], row["seed"]]) == len(TEXTS)]
+
+
+FAMILIES = Table(
+    FAMILY_ROWS,
+    {"model": "model", "predictors read": "reads"},
+    (
+        Column("seeds", "seed", form=lambda rows, name: str(len({row[name] for row in rows}))),
+        Column("bytes at 10 %, %", "mlp_bytes", {"asked_mlp_density": "0.1"}, shares),
+        *(Column(f"{100 * float(share):g} % asked", "increase", {"asked_mlp_density": share}, mean_increase)
+          for share in ("0.05", "0.1", "0.2", "0.5", "0.7")),
+    ),
+    BY_FAMILIES,
+    {"selection": "predicted", "asked_head_density": "1.0"},
+    {"reads": lambda row: READ_BY[row["training"]]},
+    whole_runs,
+    lambda name: (name[1] != "own input", family_order(name[0])),
+)  # fmt: skip
+
+
+_SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+_OPT = {"model_type": "opt", "ffn_dim": 512, **_SIZES}
+KINDS: dict[str, dict[str, object]] = {  # kind -> what its config.json says, as small as can be
+    "OPT": _OPT,
+    "OPT 350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 64},
+    "Galactica": {**_OPT, "activation_function": "gelu", "enable_bias": False},
+    "Llama, Mistral, ReLU gate": {"model_type": "llama", "hidden_act": "relu", "num_key_value_heads": 2, **_SIZES},
+    "Llama, Mistral, FATReLU": {"model_type": "llama", "hidden_act": "fatrelu", "num_key_value_heads": 2, **_SIZES},
+    "Llama, Mistral, dReLU": {"model_type": "mistral", "hidden_act": "drelu", "num_key_value_heads": 2, **_SIZES},
+    "Arcee": {"model_type": "arcee", "num_key_value_heads": 2, **_SIZES},
+    "Nemotron": {"model_type": "nemotron", "hidden_act": "relu2", "num_key_value_heads": 2, **_SIZES},
+    "Jais 2": {"model_type": "jais2", "hidden_act": "relu2", **_SIZES},
+    "Persimmon": {"model_type": "persimmon", "hidden_act": "relu2", **_SIZES},
+    "NanoChat": {"model_type": "nanochat", "num_key_value_heads": 2, **_SIZES},
+    "BLOOM": {"model_type": "bloom", "hidden_size": 128, "n_layer": 2, "n_head": 4, "vocab_size": 320},
+}
+PRETRAINED = (
+    "OPT",
+    "Llama, Mistral, ReLU gate",
+    "Llama, Mistral, dReLU",
+    "Arcee",
+    "BLOOM",
+)  # weights were made of these
+
+
+def runs_table(_: Path) -> str:
+    """What runs a model of each kind, and on which weights that was tried."""
+    table = []
+    for kind, values in KINDS.items():
+        dims = dims_of(values, kind)
+        known = ["opt-mini"] * (kind == "OPT") + ["14M and 100M (briefly trained)"] * (kind in PRETRAINED)
+        gpu, cpu = (is_run(dims, engine) for engine in (Engine.GPU, Engine.CPU))
+        verified = gpu and engine_refusal(dims, runs.VERIFIED) is None
+        answers = [True, gpu, is_run(dims, Engine.GPU, packed=True), verified]
+        answers += [cpu, is_run(dims, Engine.CPU, packed=True), cpu]  # what it runs it also verifies
+        table.append([kind, *("yes" if yes else "no" for yes in answers), ", ".join(known) or "tiny random ones"])
+    engines = [f"{device}{how}" for device in ("GPU", "CPU") for how in ("", ", 4 bits", ", lossless")]
+    made = markdown(["kind", "`mask`, `gather`", *engines, "weights"], table)
+    return f"{made}\nMade by `make tables` from what the engines plan and refuse.\n"
+
+
+def is_run(dims: ModelDims, engine: Engine, packed: bool = False) -> bool:
+    """Whether an engine plans a step of such a model, with matrices in 4 bits or as numbers."""
+    dtype = "float16" if engine is Engine.GPU else "float32"
+    formats = Formats("int4", "int4", dtype, group=128) if packed else Formats(dtype, dtype, dtype)
+    try:
+        plan_step(dims, {}, formats, EngineOptions(), engine)
+    except Unsupported:
+        return False
+    return True
+
+
+# Lossless decoding, one model, layers, sweeps
+
+DRAFTS = {  # way of the rows of opt-mini on a CPU -> what a guide calls it; their drafts read 40 % of the candidates
+    "sparse": "the sparse model",
+    "dense, 8 bits": "the dense model with weights in 8 bits",
+    "sparse, 8 bits": "the sparse model with weights in 8 bits",
+    "prompt lookup": "copies of earlier text alone",
+    "sparse, 8 bits, and copies": "copies, and the sparse model with weights in 8 bits",
+}
+LOSSLESS_OPENING = Table(
+    LOSSLESS,
+    {"what drafts": "draft"},
+    (Column("lossless speed, our dense engine is 1", "ratio"), part("accepted", "acceptance", ".0f")),
+    "`python -m benchmarks.lossless speed`",
+    {"what": "speed", "text": "all", "model": "opt-mini", "decoding": "greedy", "draft": bool},
+    {"draft": lambda row: DRAFTS.get(row["way"], "")},
+    order=lambda name: list(DRAFTS.values()).index(name[0]),
+)  # fmt: skip
+LOSSLESS_FORCED = Table(
+    f"{RESULTS}/lossless_gpu.csv",
+    {"shapes": "shapes", "weights": "kind", "card": "card", "draft": "way"},
+    (
+        *(Column(f"a cycle of {length}, dense steps", "ratio", {"what": "cycle", "length": length})
+          for length in ("0", "4")),
+        *(Column(f"speed at {share}", "ratio", {"what": "forced", "forced": share})
+          for share in ("0.84", "0.9", "0.95")),
+    ),
+    "`python -m benchmarks.lossless forced --device cuda` with each shape",
+    {"what": ("cycle", "forced"), "way": ("sparse", "sparse, 4 bits", "dense, 4 bits", "prompt lookup")},
+    {"shapes": named, "kind": lambda row: "4 bits" if row["weights"] == "int4" else "fp16", "card": card},
+    order=lambda name: (*by_size(name[0]), name[1] != "fp16", name[2]),
+    needs=("speed at 0.9",),
+)  # fmt: skip
+
+
+def one_model_rows(root: Path) -> list[Row]:
+    """Of the largest model a row for each kind of weights and selection: quality, tasks, ms, lossless speed."""
+    rows = read_rows(root / ONE_MODEL)
+    largest = max(
+        (row["scale"] for row in rows), key=lambda scale: float(scale.rstrip("mb")) * (1e3 ** scale.endswith("b"))
+    )
+    rows = [row for row in rows if row["scale"] == largest]
+    kinds = ("weights", "mlp_density", "head_density")
+    device = next(row["device"] for row in rows if row["measure"] == "ms")
+    theirs = [row for row in rows if row["measure"] == "ms" and row["way"] == "dense"]
+    found = [{**row, "kind": "fp16, transformers", "neurons": "all", "heads": "", "ms": row["value"]} for row in theirs]
+    for kind in dict.fromkeys(tuple(row[name] for name in kinds) for row in rows if row["measure"] == "perplexity"):
+        same = [row for row in rows if tuple(row[name] for name in kinds) == kind]
+        values = {measure: numbers([row for row in same if row["measure"] == measure], "value")
+                  for measure in ("perplexity", "increase", "accuracy", "changed")}  # fmt: skip
+        row = {**same[-1], "device": device, "kind": kind[0], "dense": kind[1:] == ("1", "1")}
+        row |= {"neurons": "all" if kind[1] == "1" else f"{100 * float(kind[1]):g} %", "heads": kind[2]}
+        row |= {"perplexity": math.exp(mean([math.log(value) for value in values["perplexity"]]))}
+        row |= {"rise": percent(math.expm1(mean(values["increase"])))}
+        row |= {name: 100 * mean(values[name]) if values[name] else "" for name in ("accuracy", "changed")}
+        ways = ("dense-engine", "dense-cpu") if row["dense"] else ("triton", "cpu")
+        timed = [each for each in same if each["measure"] == "ms" and each["gpus"] == "1" and each["way"] in ways]
+        row["ms"] = float(timed[0]["value"]) if timed else ""
+        row["lossless"] = _best_draft(rows, kind[0]) if kind[1:] == ("0.2", "1") else ""
+        found.append(row)
+    return found
+
+
+def _best_draft(rows: Sequence[Row], weights: str) -> str:
+    """Greedy speed in dense steps and acceptance of the fastest sparse draft."""
+    drafts = [row for row in rows if row["weights"] == weights and row["subject"] == "greedy"
+              and row["way"].startswith("sparse")]  # fmt: skip
+    best = max(
+        (row for row in drafts if row["measure"] == "lossless"), key=lambda row: float(row["value"]), default=None
+    )
+    if best is None:
+        return ""
+    accepted = next(row for row in drafts if row["measure"] == "acceptance" and row["way"] == best["way"])
+    return f"{float(best['value']):.2f}, {100 * float(accepted['value']):.0f} %"
+
+
+ONE_MODEL_TABLE = Table(
+    one_model_rows,
+    {"weights": "kind", "neurons": "neurons", "heads": "heads"},
+    (
+        Column("perplexity of the texts", "perplexity", form=".4g"), Column("rise, %", "rise", form=""),
+        Column("accuracy of the tasks, %", "accuracy", form=".1f"), Column("answers changed, %", "changed", form=".1f"),
+        Column("ms a token", "ms"),
+        Column("lossless speed, accepted", "lossless", form=""),
+    ),
+    "`python -m benchmarks.one_model`",
+    links=(ONE_MODEL,),
+)  # fmt: skip
+ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
+    Column("perplexity of eight texts", "perplexity", form=".4g"), Column("ms per token", "ms"),
+    line={"weights": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool}, brief=True,
+)  # fmt: skip
+
+BY_LAYERS = Table(
+    f"{RESULTS}/by_layers.csv",
+    {"OPT": "what", "stage": "stage", "tokens": "tokens", "device": "device"},
+    (
+        Column("minutes", "minutes"), Column("a layer, GB", "layer_gb"), Column("beside it, GB", "beside_gb"),
+        Column("host, GB", "host_gb"), Column("weights read, GB/s", "read_gbps"),
+        Column("plain reads, GB/s", "disk_gbps"),
+    ),
+    "`python -m benchmarks.by_layers` on a GPU",
+    derived={"what": lambda row: f"{row['shape'].upper()}, {row['layers']} layers"},
+)  # fmt: skip
+
+COMPARED = Table(
+    f"{PAGES}/sweep/compare.csv",
+    {"run": "run"},
+    (
+        *(Column(f"{name}, %", key, form=".3g", times=100) for name, key in (
+            ("neurons selected", "mlp_selected"), ("MLP bytes", "mlp_bytes"), ("recall", "mlp_recall"))),
+        Column("increase, %", "increase", form=increase), Column("ms a token", "ms_per_token"),
+    ),
+    "`sh examples/sweep.sh`",
+    {"run": ("rank-8-at-0.2", "rank-64-at-0.2", "rank-64-at-0.4")},
+    {"error": lambda row: row["increase_error"]},
+)  # fmt: skip
+
+
+# Sentences
+
+
+def span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def gains_at(root: Path, share: float, column: Column, weights: str) -> list[float]:
+    """How many times as fast a column is, of every shape of one row."""
+    lines = exact_at(share, batch="1").lines(root)
+    texts = [column.text(rows) for name, rows in lines if name[1] == weights]
+    return [float(text.rstrip("x")) for text in texts if text]
+
+
+def speed_verdict(root: Path) -> str:
+    """Gains of exact skip, and of predictors over it."""
+    exact, over = ([span(gains_at(root, USUAL, column, kind)) for kind in ("fp16", "4 bits")] for column in GAINS)
+    return (
+        "**Verdict.** Leaving silent neurons out needs no training and changes no text. It makes a token"
+        f" {exact[0]} times as fast in fp16, and {exact[1]} times in 4 bits, where"
+        f" {100 * USUAL:.0f} % of the neurons are active.\n"
+        f"Predictors that select a tenth of the neurons add {over[0]} times to that in fp16, and"
+        f" {over[1]} times in 4 bits. They cost training, and some quality.\n"
+    )
+
+
+def break_even(root: Path) -> str:
+    """How what predictors gain over exact skip falls with the active share, between the ends that were timed."""
+    parts = [span(gains_at(root, share, GAINS[1], kind)) for kind in ("fp16", "4 bits") for share in (0.02, 0.3)]
+    return (
+        f"In fp16 predictors gain {parts[0]} times over exact skip with 2 % of the neurons active, and {parts[1]} times"
+        f" with 30 %. In 4 bits it is {parts[2]} and {parts[3]} times.\n"
+    )
+
+
+def demo_verdict(root: Path) -> str:
+    """Quality and speed of the bundle as calibrated, of the first text."""
+    results = demo_of(root)
+    timed = {row["backend"]: row for row in results["timing"]}
+    sparse, name = timed["cpu"], results["texts"][0]["name"]
+    # A row as calibrated has other thresholds for each layer, and stands in where there is no other.
+    rows = {row["selection"]: row for row in sorted(results["quality"], key=lambda row: not row.get("as_calibrated"))
+            if row["text"] == name and row["sparse_from"] == 0 and asked_of(row) == asked_of(sparse)}  # fmt: skip
+    found, fixed = rows["predicted"], 1 + rows["static"]["increase"]
+    spent = {backend: f"{row['ms_per_token']['p50']:.3g}" for backend, row in timed.items()}
+    asked = asked_of(sparse).replace("of candidates,", "of the neurons as candidates and")
+    return (
+        f"**Verdict.** With {asked}, perplexity of {name} rises by {percent(found['increase']).lstrip('+')} %, and"
+        f" {100 * found['mlp_selected']:.1f} % of the neurons are read. A token takes {spent['cpu']} ms instead of"
+        f" {spent['dense-cpu']} in the same engine, and {spent['dense']} in transformers.\n"
+        f"As many neurons, but the same ones for every token (static), make perplexity {fixed:.0f} times as high. So"
+        " looking at each token is what pays.\n"
+    )
+
+
+def one_model_verdict(root: Path) -> str:
+    """Which weights are the fastest, what sparsity gains in fp16, and from which size on it does in 4 bits."""
+    rows = [row for row in one_model_rows(root) if row["heads"] == "1" and row["ms"]]
+    spent = {(row["kind"], row["dense"]): row["ms"] for row in rows}
+    weights, dense = min(spent, key=lambda key: spent[key])
+    gained = [f"{spent[kind, True] / spent[kind, False]:.2f} times in {kind}" for kind in ("fp16", "4 bits")]
+    lines = exact_at(USUAL, batch="1", weights="4 bits").lines(root)
+    over = [(name[0].removeprefix("OPT-"), GAINS[1].text(rows).rstrip("x")) for name, rows in lines if "OPT" in name[0]]
+    return (
+        f"The fastest row at this size is {weights}, {'dense' if dense else 'sparse'}. A sparse step is"
+        f" {' and '.join(gained)} as fast as a dense one.\n"
+        f"In 4 bits predictors gain {over[0][1]} times over exact skip at {over[0][0]}, and"
+        f" {over[1][1]} times at {over[1][0]}.\n"
+    )
+
+
+VERDICTS: dict[str, Callable[[Path], str]] = {
+    "demo-verdict": demo_verdict,
+    "speed-verdict": speed_verdict,
+    "break-even": break_even,
+    "one-model-verdict": one_model_verdict,
+}
+TABLES: dict[str, Table | Callable[[Path], str]] = {
+    "opening": OPENING,
+    "demo": demo_table,
+    "card": card_table,
+    "exact": exact_at(USUAL, batch="1"),
+    "exact-batches": EXACT_BATCHES,
+    "zeros": ZEROS,
+    "decode-rivals": DECODE,
+    "decode-families": FAMILY_STEPS,
+    "several-gpus": SEVERAL,
+    "cpu": CPU,
+    "serve-speed": SERVE_SPEED,
+    "serve-load": SERVE_LOAD,
+    "texts": TEXT_MATRIX,
+    "guard": GUARD,
+    "rivals": RIVALS,
+    "four-bits": FOUR_BITS,
+    "families-runs": runs_table,
+    "families": FAMILIES,
+    "lossless-opening": LOSSLESS_OPENING,
+    "lossless-forced": LOSSLESS_FORCED,
+    "one-model": ONE_MODEL_TABLE,
+    "one-model-opening": ONE_MODEL_OPENING,
+    "by-layers": BY_LAYERS,
+    "compared": COMPARED,
+    **VERDICTS,
+}
