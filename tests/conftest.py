@@ -221,18 +221,6 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
-@pytest.fixture(params=[True, False], ids=["assembly", "plain"])
-def asm(request, device, monkeypatch):
-    """Whether a kernel of kernels/common runs its assembly. On a CPU that is carried out here (tests/assembly.py)."""
-    if request.param and device == "cpu":
-        from assembly import carried_out
-
-        carried_out(monkeypatch)
-    if not request.param and device == "cuda":
-        pytest.skip("plain arithmetic is for the interpreter")
-    return request.param
-
-
 @pytest.fixture
 def queues_in_assembly(device, monkeypatch):
     """Whole kernels with the assembly of their queues, on a CPU as well, by what is returned (tests/assembly.py)."""

@@ -149,6 +149,11 @@ def rows_of(*lengths, seed=3, vocab=300) -> list[list[int]]:
     return [[2, *torch.randint(3, vocab, (n - 1,), generator=generator).tolist()] for n in lengths]
 
 
+def tokens(n, vocab=300, seed=0) -> list[int]:
+    """Token ids of a row."""
+    return rows_of(n, seed=seed, vocab=vocab)[0]
+
+
 def reference_engine(model, bundle=None, **options) -> DecodeEngine:
     """The engine in plain torch."""
     return DecodeEngine(model, bundle, EngineOptions(ops="reference", **options))

@@ -32,6 +32,8 @@ class Started:
 
     def __init__(self, address: Path, job: dict[str, object]) -> None:
         self.out, self.err = Path(str(job["out"])), Path(str(job["err"]))
+        for path in (self.out, self.err):
+            path.touch()
         end = time.monotonic() + WAIT
         while True:
             self._connection = socket.socket(socket.AF_UNIX)
@@ -141,5 +143,6 @@ def listen(modules, address: str) -> None:
 
 if __name__ == "__main__":
     begun = json.loads(sys.argv[1])
-    sys.path.pop(0)  # the folder of tests
+    if sys.path[0] == str(Path(__file__).resolve().parent):  # not so with PYTHONSAFEPATH
+        del sys.path[0]
     listen(begun["modules"], begun["address"])

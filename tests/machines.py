@@ -43,7 +43,6 @@ CPU_ENGINE = (
 MODELS = (
     "engine/test_backend.py",
     "families/test_families.py",
-    "families/test_llama.py",
     "sparse/test_generated.py",
     "sparse/test_inputs.py",
     "sparse/test_model.py",

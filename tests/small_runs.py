@@ -52,7 +52,8 @@ def flags(tiny_opt: Path, text_file: Path, output: Path, *more: str) -> list[str
     return [f"--{name}={value}" for name, value in values.items()] + list(more)
 
 
-def _run_main(argv: list[str], log: str, module: str) -> None:
+def run_main(argv: list[str], log: str, module: str) -> None:
+    """The main of a module, in this process, which ends. What it prints goes to the log."""
     import importlib
     import signal
     import sys
@@ -84,7 +85,7 @@ def _server():
 
 def start_main(argv: list[str], log: Path, module: str = "dejavu_train.run.command") -> multiprocessing.Process:
     """Run the main of train.py, or of another command's ``module``, in a process of its own."""
-    return start_process(_run_main, argv, str(log), module)
+    return start_process(run_main, argv, str(log), module)
 
 
 def start_process(function: Callable[..., None], *arguments: object) -> multiprocessing.Process:

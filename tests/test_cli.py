@@ -3,11 +3,9 @@ import os
 import shutil
 from pathlib import Path
 
-import h5py
-import numpy as np
 import pytest
 import yaml
-from conftest import REPOSITORY, save_tiny_opt
+from conftest import REPOSITORY
 from small_runs import activations, flags
 
 import dejavu_train.ground.files as files
@@ -96,40 +94,11 @@ def test_mistakes_in_the_configuration(run, capsys, more, words):
     fails(capsys, run(*more), *words)
 
 
-def test_unknown_key_in_yaml(run, capsys, tmp_path):
-    path = tmp_path / "wrong.yaml"
-    path.write_text("mlp: {rank: 4, tempo: 3}\n")
-    fails(capsys, [*run(), f"--config={path}"], "tempo")
-    path.write_text("mlp: [unclosed\n")
-    fails(capsys, [*run(), f"--config={path}"], "not readable YAML")
-
-
-def test_activation_without_silent_neurons_is_named(run, capsys, tmp_path):
-    folder = save_tiny_opt(tmp_path / "silu", activation_function="silu")
-    fails(capsys, run(f"--model={folder}"), "uses the activation silu", "dejavu survey")
-
-
-@pytest.mark.parametrize(
-    "content, words", [(b"", "empty"), (b"\xff\xfe\x00bad", "UTF-8"), (b"Two words.\n\nMore.", "set")]
-)
-def test_text_that_cannot_be_used(run, capsys, tmp_path, content, words):
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    fails(capsys, run(f"--text.source={path}"), words)
-    assert not list((tmp_path / "run").rglob("*.h5"))
-
-
 def test_disk_too_small(run, capsys, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
     fails(capsys, run(), "GB")
     assert not list((tmp_path / "run").rglob("*.h5"))
-
-
-def test_an_output_that_is_a_file(run, capsys, tmp_path):
-    path = tmp_path / "file"
-    path.write_text("x")
-    fails(capsys, run(f"--output={path}"), "is a file")
 
 
 @pytest.fixture
@@ -138,27 +107,10 @@ def collected(run, tiny_opt, text_file, tmp_path) -> Path:
     return shutil.copytree(activations(tiny_opt, text_file), tmp_path / "run" / "activations")
 
 
-def test_truncated_shard(run, capsys, collected):
-    path = collected / "layer_00" / "shard_0000.h5"
-    path.write_bytes(path.read_bytes()[:5000])
-    fails(capsys, run(), "shard_0000.h5", "truncated")
-
-
-def test_shard_with_a_nan(run, capsys, collected):
-    with h5py.File(collected / "layer_00" / "shard_0001.h5", "r+") as file:
-        file["mlp_in"][3, 3] = np.nan
-    fails(capsys, run(), "shard_0001.h5", "was changed since it was written")
-
-
 def test_shard_of_an_older_schema(run, capsys, collected):
     manifest = collected / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"schema": 2', '"schema": 1'))
     fails(capsys, run(), "schema 1", "delete the folder and run train.py again")
-
-
-def test_shards_of_another_model(run, capsys, collected, tmp_path):
-    other = save_tiny_opt(tmp_path / "other", init_std=0.3)
-    fails(capsys, run(f"--model={other}"), "another model")
 
 
 def test_an_output_of_another_run(run, capsys, collected):

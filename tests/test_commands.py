@@ -10,7 +10,8 @@ import pytest
 from conftest import REPOSITORY
 from test_imports import TRAINING_ONLY, python
 
-from dejavu_train.run.command import commands, parse_config
+from dejavu_train.cli import commands
+from dejavu_train.run.command import parse_config
 
 
 def test_all_commands_are_listed_and_can_be_loaded(capsys):

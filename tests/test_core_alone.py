@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from conftest import REPOSITORY
+from forks import Forks
 from small_runs import flags
 
 LEFT = ("extras", "benchmarks", "papers")  # folders of tests that are not of the core
@@ -29,43 +30,48 @@ def core(tmp_path_factory):
     return folder
 
 
-def python(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{folder / 'tests'}", "PYTHONSAFEPATH": "1"}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+def environment(folder):
+    return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{folder / 'tests'}", "PYTHONSAFEPATH": "1"}
 
 
-def test_the_core_trains_and_infers(core, tiny_opt, text_file, tmp_path):
-    done = python(
-        core,
-        "-m",
-        "dejavu_train",
-        "train",
-        *flags(tiny_opt, text_file, tmp_path / "run", "--mlp.steps=8", "--heads.steps=8"),
-    )
-    assert done.returncode == 0, done.stderr
-    asked = [
-        f"--bundle={tmp_path / 'run/bundle'}",
-        f"--text={text_file}",
-        "--tokens=500",
-        "--window=64",
-        "--device=cpu",
-    ]
-    done = python(core, "-m", "dejavu_train", "infer", *asked, "--timing=false", "--new_tokens=4", "--generate=the")
-    assert done.returncode == 0, done.stderr
+RUN = "import runpy; runpy.run_module('dejavu_train', run_name='__main__', alter_sys=True)"
+
+
+@pytest.fixture(scope="module")
+def command(core):
+    """A command of the core: its exit code, and what it said."""
+    with Forks(["torch", "transformers", "lightning.pytorch", "torchmetrics", "h5py"], environment(core)) as forks:
+
+        def run(*arguments):
+            started = forks.start(core, RUN, *arguments)
+            return started.wait(), started.out.read_text(), started.err.read_text()
+
+        yield run
+
+
+def test_the_core_trains_and_infers(command, tiny_opt, text_file, tmp_path):
+    few = ("--mlp.steps=8", "--heads.steps=8")
+    code, _, said = command("train", *flags(tiny_opt, text_file, tmp_path / "run", *few))
+    assert code == 0, said
+    asked = [f"--bundle={tmp_path / 'run/bundle'}", f"--text={text_file}", "--tokens=500", "--window=64"]
+    asked += ["--device=cpu", "--timing=false", "--backend=gather", "--new_tokens=4", "--generate=the"]
+    code, _, said = command("infer", *asked)
+    assert code == 0, said
     assert (tmp_path / "run" / "results.json").is_file()
 
 
-def test_the_core_names_what_it_lacks(core, tiny_opt, text_file, tmp_path):
-    listed = python(core, "-m", "dejavu_train").stdout
+def test_the_core_names_what_it_lacks(command, tiny_opt, text_file, tmp_path):
+    _, listed, _ = command()
     assert "train" in listed and "serve" not in listed
-    done = python(core, "-m", "dejavu_train", "train", *flags(tiny_opt, text_file, tmp_path / "run", "--plan.gpus=4"))
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: --plan needs dejavu_train/extras, which this copy lacks")
+    code, _, said = command("train", *flags(tiny_opt, text_file, tmp_path / "run", "--plan.gpus=4"))
+    assert code == 2
+    assert "\nerror: --plan needs dejavu_train/extras, which this copy lacks" in f"\n{said}"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_core_passes_its_tests(core, room):
-    done = python(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", f"tests/{room}")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", f"tests/{room}"]
+    done = subprocess.run(command, cwd=core, env=environment(core), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -131,12 +131,6 @@ def test_a_forward_pass_with_labels_is_no_alarm(dense, bundle, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "falcon_h1", "bitnet"])
-def test_refusals_of_a_type_name_the_survey(kind):
-    with pytest.raises(UserError, match="dejavu survey --model some/model tells what"):
-        dims_of({"model_type": kind}, "some/model")
-
-
 @pytest.mark.parametrize(
     ("times", "compared"),
     [

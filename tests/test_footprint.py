@@ -140,7 +140,7 @@ def models(tmp_path_factory):
         ("calibrate", "logits"),
         ("calibrate", "neurons"),
         ("tune", "logits"),
-        ("tune", "neurons"),
+        pytest.param("tune", "neurons", marks=pytest.mark.long),
     ],
 )
 def test_by_layers(models, tmp_path, stage, name):

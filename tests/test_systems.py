@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPOSITORY
+from forks import Forks
 
 from dejavu_train.data.bulk_read import fill
 from dejavu_train.ground import children, locks, machine
@@ -28,20 +29,16 @@ def without_links(tmp_path):
     return tmp_path
 
 
-def python(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+RUN = "import runpy; runpy.run_module('dejavu_train', run_name='__main__', alter_sys=True)"
 
 
-@pytest.mark.parametrize("command", ["infer", "train"])
-def test_a_checkout_without_links_says_nothing_strange(without_links, command):
+def test_a_checkout_without_links_says_nothing_strange(without_links):
     shutil.copytree(REPOSITORY / "checkpoints/opt-mini", without_links / "model")
-    argv = ["--bundle=model/bundle", "--check"] if command == "infer" else ["--model=model", "--check"]
-    done = python(without_links, "-m", "dejavu_train", command, *argv)
-    assert done.returncode == 0, done.stderr
-    assert "link" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+    with Forks(["torch", "transformers"], os.environ | {"PYTHONPATH": str(without_links)}) as forks:
+        for argv in (["infer", "--bundle=model/bundle", "--check"], ["train", "--model=model", "--check"]):
+            started = forks.start(without_links, RUN, *argv)
+            code, said = started.wait(), started.out.read_text() + started.err.read_text()
+            assert code == 0 and "link" not in said and "Traceback" not in said, said
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("linux", 2048), ("darwin", 2)])

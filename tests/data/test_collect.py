@@ -2,17 +2,14 @@ import dataclasses
 import re
 import resource
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, make_text, save_tiny_opt
-from small_runs import COLLECT, activations, flags
+from small_runs import COLLECT, activations, flags, run_main, start_process
 
 import dejavu_train.data.collect as collect_module
-import dejavu_train.ground.files as files
 from dejavu_train.data.collect import _say_shortfall, collect
 from dejavu_train.data.config import MEAN_TOKENS, CollectConfig
 from dejavu_train.data.recording import Batch, HeadReference, record_batch
@@ -125,13 +122,6 @@ def refused(tiny_opt, text, config, folder, *words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_disk_too_small(tiny_opt, text_file, tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 1000})()
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage)
-    refused(tiny_opt, TextSource(source=str(text_file)), CollectConfig(**COLLECT), tmp_path / "a", "GB", "free")
-    assert not list(tmp_path.rglob("*.h5"))
-
-
 def test_another_request_or_model_is_refused(tiny_opt, text_file, tmp_path):
     folder = shutil.copytree(activations(tiny_opt, text_file), tmp_path / "a")
     config = CollectConfig(**COLLECT)
@@ -144,13 +134,6 @@ def test_another_request_or_model_is_refused(tiny_opt, text_file, tmp_path):
     changed.parent.mkdir()
     changed.write_text(make_text(30000, seed=5))
     refused(tiny_opt, TextSource(source=str(changed)), config, folder, "changed")
-
-
-def test_text_shorter_than_one_sequence(tiny_opt, tmp_path):
-    path = tmp_path / "short.jsonl"
-    path.write_text("".join(f'{{"text": "word {i}"}}\n' for i in range(40)))
-    config = CollectConfig(**COLLECT | {"window": 512})
-    refused(tiny_opt, TextSource(source=str(path)), config, tmp_path / "a", "short.jsonl", "fewer than one sequence")
 
 
 def test_values_beyond_fp16_name_the_remedy(tmp_path, text_file, monkeypatch):
@@ -174,19 +157,6 @@ def test_other_dtypes(tiny_opt, text_file, tmp_path, dtype):
     position = reader.read("position", 0, 600)
     assert reader.read("mlp_in", 0, 10).dtype == torch.bfloat16
     assert (reader.read("token", 0, 600) == 2).sum() == (position == 0).sum()
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"hidden_size": 128, "num_attention_heads": 2}, {"hidden_size": 256, "ffn_dim": 200}]
-)
-def test_other_sizes(tmp_path, text_file, sizes):
-    sizes = {"num_attention_heads": 2, **sizes, "word_embed_proj_dim": sizes["hidden_size"]}
-    folder = save_tiny_opt(tmp_path / "opt", **sizes)
-    config = CollectConfig(**COLLECT | {"train_tokens": 300, "val_tokens": 100, "calibration_tokens": 100})
-    collect(str(folder), TextSource(source=str(text_file)), config, tmp_path / "a")
-    reader = ShardReader(tmp_path / "a", 1, "train")
-    assert reader.read("mlp_in", 0, 300).shape == (300, sizes["hidden_size"])
-    assert reader.read("mlp_active", 0, 300).shape == (300, sizes.get("ffn_dim", 96))
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -218,12 +188,17 @@ def test_a_text_that_is_shorter_than_what_was_asked_for_is_said(caplog):
     assert not caplog.text
 
 
+def limited(limit, *given):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    run_main(*given)
+
+
 @pytest.mark.parametrize("limit", [20_000, 200_000])
 def test_a_limit_of_file_sizes_ends_a_run_in_one_line(tiny_opt, text_file, tmp_path, limit):
     """HDF5 ends a process with a segmentation fault where it cannot close a file."""
-    command = [sys.executable, str(REPOSITORY / "train.py"), *flags(tiny_opt, text_file, tmp_path / "run")]
-    room = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=room, check=False)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 2 and re.fullmatch(r"error: .*File too large; raise the limit of file sizes.*", last)
-    assert "Traceback" not in done.stderr and not list((tmp_path / "run").rglob(".tmp-*"))
+    argv, log = flags(tiny_opt, text_file, tmp_path / "run"), tmp_path / "log"
+    process = start_process(limited, limit, argv, str(log), "dejavu_train.run.command")
+    process.join()
+    said = log.read_text()
+    assert process.exitcode == 2 and "Traceback" not in said and not list((tmp_path / "run").rglob(".tmp-*"))
+    assert re.fullmatch(r"error: .*File too large; raise the limit of file sizes.*", said.strip().splitlines()[-1])

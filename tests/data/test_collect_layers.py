@@ -24,8 +24,21 @@ def made(model, text_file, folder, **settings):
     return file_digests(folder)
 
 
-def test_files_are_the_same(tiny_opt, text_file, tmp_path):
-    whole = made(tiny_opt, text_file, tmp_path / "whole")
+@pytest.fixture(scope="module")
+def collected(tiny_opt, text_file, tmp_path_factory):
+    """The folder of the whole model's activations."""
+    folder = tmp_path_factory.mktemp("collected") / "whole"
+    made(tiny_opt, text_file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(collected):
+    """Its files' digests."""
+    return file_digests(collected)
+
+
+def test_files_are_the_same(tiny_opt, text_file, tmp_path, whole):
     assert len(whole) > 6
     assert made(tiny_opt, text_file, tmp_path / "layers", by_layers=True) == whole
     assert not (tmp_path / "layers" / collect_layers.STREAM).exists()
@@ -45,8 +58,8 @@ def test_files_are_the_same_whatever_dtype_is_named_or_stored(kind, tiny_opt, te
     assert made(folder, text_file, tmp_path / "layers", by_layers=True) == whole
 
 
-def test_a_killed_run_goes_on_in_its_layer(tiny_opt, text_file, tmp_path, monkeypatch):
-    whole, folder, ran = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers", []
+def test_a_killed_run_goes_on_in_its_layer(tiny_opt, text_file, tmp_path, monkeypatch, whole):
+    folder, ran = tmp_path / "layers", []
     collect_layer, record = collect_layers._collect_layer, collect_layers.record_batch
 
     def watched(passes, *rest):
@@ -66,8 +79,8 @@ def test_a_killed_run_goes_on_in_its_layer(tiny_opt, text_file, tmp_path, monkey
     assert ran == [0, 1, 1]
 
 
-def test_states_of_a_run_that_is_killed_at_its_end_are_removed(tiny_opt, text_file, tmp_path, monkeypatch):
-    whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers"
+def test_states_of_a_run_that_is_killed_at_its_end_are_removed(tiny_opt, text_file, tmp_path, monkeypatch, whole):
+    folder = tmp_path / "layers"
 
     def killed(stream):
         raise KeyboardInterrupt
@@ -80,8 +93,8 @@ def test_states_of_a_run_that_is_killed_at_its_end_are_removed(tiny_opt, text_fi
     assert not (folder / collect_layers.STREAM).exists()
 
 
-def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path):
-    whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "whole"
+def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path, collected, whole):
+    folder = shutil.copytree(collected, tmp_path / "whole")
     kept = folder / "layer_01" / "shard_0000.h5"
     before = kept.stat().st_mtime_ns
     (folder / "layer_01" / "shard_0001.h5").unlink()
@@ -90,9 +103,9 @@ def test_a_missing_shard_alone_is_redone(tiny_opt, text_file, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [(0, 1, 2), (2,), ()])
-def test_parts_of_several_processes_are_the_whole(tiny_opt, text_file, tmp_path, parts):
+def test_parts_of_several_processes_are_the_whole(tiny_opt, text_file, tmp_path, parts, whole):
     """Also where some of three recorded nothing."""
-    whole, folder = made(tiny_opt, text_file, tmp_path / "whole"), tmp_path / "layers"
+    folder = tmp_path / "layers"
     config, left = CollectConfig(**COLLECT | {"by_layers": True}), []
 
     def share():

@@ -1,6 +1,7 @@
 """Collecting streams: its memory does not grow with the tokens, by layers not with the layers either. Each run is a
 process of its own. Its peak is read."""
 
+import pytest
 import torch
 from conftest import save_tiny_opt
 from resident_memory import grown, needs_proc, peak
@@ -66,6 +67,7 @@ def tell_growth_in_layers(models, tiny, text, folder, growth):
     growth.value = (peak(collect_and_calibrate, models[1], text, folder / "larger") - less) / 1e6 / MORE_MB
 
 
+@pytest.mark.long
 def test_by_layers_two_layers_are_in_memory(tiny_opt, text_file, tmp_path):
     """One that runs, and one that is read ahead. The whole model takes seven."""
     sizes = {"hidden_size": 512, "word_embed_proj_dim": 512, "num_attention_heads": 8, "num_hidden_layers": LAYERS}

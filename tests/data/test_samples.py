@@ -206,23 +206,6 @@ def test_rows_that_an_engine_has_not_are_written_by_transformers(tiny_opt, monke
     assert own_text.open_writer(RunConfig(model=str(tiny_opt)), rows, 16)[1] == writer
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokens": 1}, "text.sample.tokens"),
-        ({"length": 1}, "text.sample.length"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"batch_size": 5000}, "at most 4,096"),
-        ({"seed": -1}, "seed"),
-    ],
-)
-def test_mistakes_are_named(changes, message):
-    with pytest.raises(UserError, match=message):
-        SampleConfig(**changes).check()
-
-
 def test_a_model_alone_is_enough(tiny_opt, tmp_path, caplog):
     """No text is named: the model writes it, and a bundle comes out."""
     caplog.set_level(logging.INFO, logger="dejavu_train")

@@ -102,17 +102,6 @@ def test_windows_score_every_token_once(tiny_opt):
     assert [token for row in rows for token in row[1:]] == ids
 
 
-def test_jsonl_and_compressed_files(tmp_path):
-    rows = [{"id": "first", "text": "one"}, {"text": "two"}]
-    body = "\n".join(map(json.dumps, rows)).encode()
-    kinds = [("a.jsonl", open), ("b.jsonl.xz", lzma.open), ("c.jsonl.gz", gzip.open)]
-    for name, opener in kinds + [(name.upper(), opener) for name, opener in kinds]:
-        with opener(tmp_path / name, "wb") as file:
-            file.write(body)
-        documents, _ = load_documents(TextSource(source=str(tmp_path / name)))
-        assert documents == [Document("first", "one"), Document("1", "two")]
-
-
 def test_json_lines_under_a_name_of_plain_text_are_said(tmp_path, caplog):
     path = tmp_path / "a.TXT"
     path.write_text('{"text": "one"}\n{"text": "two"}\n')

@@ -7,7 +7,6 @@ import select
 import signal
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -77,23 +76,6 @@ def test_what_the_engine_cannot_do_runs_through_gather_or_is_refused(models, cap
         torch.testing.assert_close(models["auto"](ids).logits, models["gather"](ids).logits)
 
 
-def test_a_pipeline_writes_through_it(models, tiny_opt):
-    tokenizer = load_tokenizer(str(tiny_opt))
-    generator = pipeline("text-generation", model=models["cpu"], tokenizer=tokenizer, device="cpu")  # not a GPU at hand
-    made = generator("the model reads", max_new_tokens=4, do_sample=False)[0]["generated_text"]
-    assert made.startswith("the model reads") and len(made) > len("the model reads")
-
-
-def test_new_weights_are_noticed(tiny_opt):
-    bundle = make_bundle(tiny_opt).at(0.3, 0.75)
-    dense = load_opt(str(tiny_opt))
-    model = SparseOPTForCausalLM.from_model(dense, bundle, "cpu", sparse_from="prompt")
-    before = written(model)
-    with torch.no_grad():
-        dense.model.decoder.layers[0].fc1.bias.normal_(std=3.0, generator=torch.Generator().manual_seed(1))
-    assert not torch.equal(written(model), before)
-
-
 def test_an_engine_runs_what_a_check_plans(tiny_opt):
     """From the bundle alone, and from what the engine loaded."""
     for options in ({"lookahead": True, "dtype": "int8"}, {"cascade": True, "means": True}):
@@ -152,22 +134,6 @@ def test_a_model_in_half_precision_is_for_gather(tiny_opt, caplog):
     assert model.backend == "gather" and "float32" in caplog.text
 
 
-def test_callers_of_one_engine_wait_for_each_other(models):
-    engine = models["cpu"]._runtime.engines.engine(1, 64)
-    prompts = [[2, 9 + i, 30 + 3 * i] for i in range(6)]
-    alone = [engine.generate([prompt], 40, stop_tokens=()) for prompt in prompts]
-    scored = engine.score([alone[0][0], alone[1][0]])
-
-    def called(i):
-        if i % 3 == 0:
-            return torch.equal(torch.stack(engine.score([alone[0][0], alone[1][0]])), torch.stack(scored))
-        callback = (lambda row, token: time.sleep(0.001)) if i % 2 else None  # others get their turn in between
-        return engine.generate([prompts[i % 6]], 40, stop_tokens=(), callback=callback) == alone[i % 6]
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(called, range(16)))
-
-
 def test_a_forked_process_generates_while_a_call_holds_the_turn(models):
     """What a forked process copies of a turn and of threads belongs to no one there."""
     model = models["cpu"]
@@ -186,16 +152,6 @@ def test_a_forked_process_generates_while_a_call_holds_the_turn(models):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert heard and os.read(reader, 10) == b"same"
-
-
-def test_an_engine_is_not_called_by_its_own_callback_and_goes_on_after_one_that_fails(models):
-    engine = models["cpu"]._runtime.engines.engine(1, 64)
-    whole = engine.generate([[2, 9]], 8, stop_tokens=())
-    with pytest.raises(UserError, match="build another engine"):
-        engine.generate([[2, 9]], 8, callback=lambda row, token: engine.generate([[2, 10]], 2))
-    with pytest.raises(UserError, match="build another engine"):
-        engine.generate([[2, 9]], 8, callback=lambda row, token: engine.score([[2, 10]]))
-    assert engine.generate([[2, 9]], 8, stop_tokens=()) == whole
 
 
 @pytest.mark.parametrize("least", [{"min_new_tokens": 7}, {"min_length": 12}, {"min_length": 12, "min_new_tokens": 3}])

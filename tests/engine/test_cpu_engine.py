@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bundles import make_bundle
-from conftest import save_tiny_opt
-from decode_helpers import masked_nll, random_bundle, random_opt
+from decode_helpers import masked_nll, random_bundle, random_opt, tokens
 from numba import njit
 from small_runs import start_process
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -40,27 +39,19 @@ def gather_nll(model, bundle, row, sparse_from=0):
         return nll_of(sparse(torch.tensor([row])).logits, row)
 
 
-def tokens(n, vocab=300, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [2, *torch.randint(3, vocab, (n - 1,), generator=generator).tolist()]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "int4"])
-def test_scores_equal_those_of_gather_over_256_tokens(tiny_opt, dtype):
-    bundle = make_bundle(tiny_opt, means=True, dtype=dtype, cascade=True).at(0.3, 0.4)
+@pytest.mark.parametrize(
+    "options",
+    [*({"cascade": True, "dtype": dtype} for dtype in ("float16", "float32", "int8", "int4")),
+     {"lookahead": True}, {"rank": 5, "dtype": "int4"}],
+    ids=str,
+)  # fmt: skip
+def test_scores_equal_those_of_gather_over_256_tokens(tiny_opt, options):
+    bundle = make_bundle(tiny_opt, means=True, **options).at(0.3, 0.4)
     model, row = load_opt(str(tiny_opt)), tokens(256)
     engine = CpuEngine(model, bundle, threads=2)
     (found,) = engine.score([row])
     torch.testing.assert_close(found, gather_nll(model, bundle, row), atol=1e-4, rtol=1e-4)
     assert engine.state.watermark[:, 0].min() < 256  # some head was skipped at the end, so others were filled in
-
-
-@pytest.mark.parametrize("options", [{"lookahead": True}, {"rank": 5, "dtype": "int4"}], ids=str)
-def test_predictors_of_other_sites_and_odd_ranks(tiny_opt, options):
-    bundle = make_bundle(tiny_opt, **options).at(0.2, 0.5)
-    model, row = load_opt(str(tiny_opt)), tokens(64)
-    (found,) = CpuEngine(model, bundle, threads=2).score([row])
-    torch.testing.assert_close(found, gather_nll(model, bundle, row), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("heads", "relu", "top_k"), [(2, False, None), (4, True, None), (2, True, 0.4)])
@@ -71,34 +62,6 @@ def test_odd_sizes_equal_the_masked_model(heads, relu, top_k):
     row = tokens(40, vocab=101)
     (found,) = CpuEngine(model, bundle, threads=2).score([row])
     torch.testing.assert_close(found, masked_nll(model, bundle, row), atol=1e-4, rtol=1e-4)
-
-
-def test_rows_of_unequal_prompts_equal_single_rows(tiny_opt):
-    bundle = make_bundle(tiny_opt, means=True, cascade=True).at(0.3, 0.4)
-    model = load_opt(str(tiny_opt))
-    single, several = CpuEngine(model, bundle, threads=2), CpuEngine(model, bundle, batch=4, threads=2)
-    prompts = [tokens(n, seed=n) for n in (3, 40, 17)]
-    alone = [single.generate([prompt], 50, stop_tokens=())[0] for prompt in prompts]
-    assert several.generate(prompts, 50, stop_tokens=()) == alone
-    assert several.generate(prompts, 50, stop_tokens=()) == alone, "a second call starts afresh"
-    starts = [0, 5, 20]
-    both = several.score(prompts, [min(s, len(p)) for s, p in zip(starts, prompts, strict=True)])
-    for prompt, start, nll in zip(prompts, starts, both, strict=True):
-        torch.testing.assert_close(nll, gather_nll(model, bundle, prompt, start), atol=1e-4, rtol=1e-4)
-
-
-def test_a_prompt_at_once_or_step_by_step_gives_what_gather_generates(tiny_opt):
-    bundle = make_bundle(tiny_opt, means=True, cascade=True).at(0.3, 0.4)
-    model, prompt = load_opt(str(tiny_opt)), tokens(20)
-    sparse = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from="prompt")
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "pad_token_id": 1}
-    expected = sparse.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-    engine = CpuEngine(model, bundle, threads=2)
-    heard = []
-    assert engine.generate([prompt], 60, stop_tokens=(), callback=lambda row, token: heard.append(token))[0] == expected
-    assert heard == expected
-    assert engine.generate([prompt], 60, stop_tokens=(), prompt_phase="steps")[0] == expected
 
 
 def test_a_long_gap_is_filled_in(tiny_opt):
@@ -128,31 +91,6 @@ def test_a_long_gap_is_filled_in(tiny_opt):
     torch.testing.assert_close(torch.tensor(engine.state.nll[0, 250:260]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_int8_weights_are_those_of_the_rounded_model(tiny_opt):
-    bundle = make_bundle(tiny_opt, cascade=True).at(0.5, 0.6)
-    model, row = load_opt(str(tiny_opt)), tokens(60)
-    dense = CpuEngine(model, stored="int8", group=64, threads=2).score([row])[0]
-    sparse = CpuEngine(model, bundle, stored="int8", threads=2).score([row])[0]
-    exact = gather_nll(model, bundle, row)
-    assert abs(sparse.mean() - exact.mean()) < 0.05 and not torch.equal(sparse, exact)
-    rounded = load_opt(str(tiny_opt))
-
-    def rounding(weight, group):
-        codes, scales = quantise_groups(weight, group)
-        return codes * scales.repeat_interleave(group, 1)[:, : weight.shape[1]]
-
-    with torch.no_grad():
-        for layer in rounded.model.decoder.layers:
-            attention = layer.self_attn
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, layer.fc1):
-                linear.weight.copy_(rounding(linear.weight, 64))
-            for linear in (attention.out_proj, layer.fc2):
-                linear.weight.copy_(rounding(linear.weight.T, 64).T)
-        rounded.model.decoder.embed_tokens.weight.copy_(rounding(rounded.model.decoder.embed_tokens.weight, 64))
-        expected = nll_of(rounded(torch.tensor([row])).logits, row)
-    torch.testing.assert_close(dense, expected, atol=1e-4, rtol=1e-4)
-
-
 @njit(error_model="numpy", _nrt=False, no_rewrites=True, pipeline_class=Entry)
 def multiply(rows, scales, group, numbers, operands, units, out):
     dot_list(rows, scales, group, numbers, numbers.shape[0], operands, units, 1, out)
@@ -168,31 +106,7 @@ def test_the_largest_products_of_int8_rows_do_not_overflow():
         assert np.allclose(out[0, :5], -3.0 * LEVELS * columns, rtol=1e-5)
 
 
-def test_sampling_follows_the_distribution_and_the_seed(tiny_opt):
-    model, prompt = load_opt(str(tiny_opt)), tokens(5)
-    engine = CpuEngine(model, threads=1, batch=4)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0, -1].double() / 0.7
-    chances = logits.softmax(-1)
-    drawn = torch.zeros(len(chances))
-    for seed in range(300):
-        for row in engine.generate([prompt] * 4, 1, sampling=Sampling(0.7, seed=seed), stop_tokens=()):
-            drawn[row[0]] += 1
-    likely = chances > 0.01
-    error = (drawn / 1200 - chances)[likely] / (chances * (1 - chances) / 1200).sqrt()[likely]
-    assert error.abs().max() < 4.5
-    order = chances.argsort(descending=True)
-    kept = order[: int((chances[order].cumsum(0) < 0.5).sum()) + 1].tolist()
-    first = {
-        engine.generate([prompt], 1, sampling=Sampling(0.7, 0.5, seed=seed), stop_tokens=())[0][0]
-        for seed in range(200)
-    }
-    assert first <= set(kept) and len(first) > len(kept) // 2
-    again = [engine.generate([prompt], 20, sampling=Sampling(1.0, 0.9, seed=5)) for _ in range(2)]
-    assert again[0] == again[1] != engine.generate([prompt], 20, sampling=Sampling(1.0, 0.9, seed=6))
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (40, 0.8), (10_000, 0.5)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (40, 0.8), (10_000, 0.5), (10_000, 1.0)])
 def test_top_k_samples_as_transformers_filters(tiny_opt, top_k, top_p):
     """Against softmax over what transformers' warpers leave. Of two equal logits at the edge both stay."""
     model, prompt = load_opt(str(tiny_opt)), tokens(5)
@@ -240,13 +154,6 @@ def test_the_cut_of_top_k_is_the_k_th_largest_logit(kind):
         kth = logits.topk(min(top_k, 999)).values[-1].clamp_min(torch.finfo(torch.float32).min)
         found = float(cut(logits.numpy(), np.float32(logits.max()), top_k))
         assert torch.equal(logits >= found, logits >= kth)
-
-
-def test_stop_tokens_end_a_row(tiny_opt):
-    engine, prompt = CpuEngine(load_opt(str(tiny_opt)), threads=2), tokens(6)
-    whole = engine.generate([prompt], 30, stop_tokens=())[0]
-    stop = whole[10]
-    assert engine.generate([prompt], 30, stop_tokens=(stop,))[0] == whole[: whole.index(stop) + 1]
 
 
 def test_bytes_are_counted(tiny_opt):
@@ -324,17 +231,6 @@ def test_ctrl_c_leaves_at_once(tmp_path):
         process.kill()
     assert "KeyboardInterrupt" in log.read_text() and process.exitcode == 1
     assert time.monotonic() - started < 20  # a busy machine; nothing would end it by itself
-
-
-def test_odd_head_dims_generate_as_transformers_does(tmp_path):
-    model = load_opt(
-        str(save_tiny_opt(tmp_path, hidden_size=30, word_embed_proj_dim=30, num_attention_heads=3, ffn_dim=13))
-    )
-    prompt = tokens(9)
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 1}
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 9:].tolist()
-    assert CpuEngine(model, threads=3).generate([prompt], 30, stop_tokens=())[0] == expected
 
 
 def test_int8_weights_have_a_scale_for_64_columns_unless_asked_otherwise():

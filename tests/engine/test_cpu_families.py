@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bundles import make_bundle
+from decode_helpers import tokens
 from family_models import CASES, padded, save_family
 
 from dejavu_train import SparseForCausalLM
@@ -27,10 +28,6 @@ def bundle(folder):
 @pytest.fixture(scope="module")
 def engine(folder, bundle):
     return CpuEngine(load_opt(str(folder)), bundle, batch=3, threads=2)
-
-
-def tokens(n, seed=0):
-    return [2, *torch.randint(3, 300, (n - 1,), generator=torch.Generator().manual_seed(seed)).tolist()]
 
 
 def sparse(folder, bundle, backend, sparse_from="prompt"):

@@ -1,5 +1,6 @@
 """A 4-bit model in the CPU engine: its codes as they are, and the logits of `gather` but for what is rounded."""
 
+import decode_helpers
 import pytest
 import torch
 from bundles import make_bundle
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 def tokens(n, seed=0):
-    return [2, *torch.randint(3, VOCAB, (n - 1,), generator=torch.Generator().manual_seed(seed)).tolist()]
+    return decode_helpers.tokens(n, VOCAB, seed)
 
 
 def gather(model, bundle, sparse_from=0):

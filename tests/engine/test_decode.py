@@ -1,11 +1,10 @@
 """The decode engine in plain torch on the CPU: its state, back-fill, look-ahead, rows of own lengths, errors."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
-from decode_helpers import assert_filled_in, masked_logits, masked_nll, random_bundle, random_opt, rows_of
+from decode_helpers import assert_filled_in, masked_nll, random_bundle, random_opt, rows_of
 from decode_helpers import reference_engine as engine
 
 from dejavu_train.engine.decode import DecodeEngine
@@ -57,36 +56,13 @@ def test_scores_equal_the_masked_forward_pass(model, options, batch):
     bundle = random_bundle(model, **options)
     rows = rows_of(20, 7, 13)
     sparse = engine(model, bundle, batch=batch)
-    for sparse_from in (0, 6):
-        for row, nll in zip(rows, sparse.score(rows, sparse_from), strict=True):
-            torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
+    sparse_from = 0 if batch == 1 else 6
+    for row, nll in zip(rows, sparse.score(rows, sparse_from), strict=True):
+        torch.testing.assert_close(nll, masked_nll(model, bundle, row, sparse_from), atol=2e-5, rtol=1e-5)
 
 
 def test_keys_of_skipped_heads_are_filled_in(model):
     assert_filled_in(model)
-
-
-def test_sparse_generation_after_a_dense_prompt(model):
-    bundle = random_bundle(model)
-    prompts = rows_of(6, 11)
-    got = engine(model, bundle, batch=2).generate(prompts, 12, stop_tokens=())
-    again = engine(model, bundle, batch=2).generate(prompts, 12, stop_tokens=(), prompt_phase="steps")
-    assert got == again
-    for prompt, tokens in zip(prompts, got, strict=True):
-        row = list(prompt)
-        for token in tokens:
-            logits, _ = masked_logits(model, bundle, row, sparse_from=len(prompt))
-            assert logits[-1].argmax() == token
-            row.append(token)
-
-
-def test_a_row_does_not_depend_on_its_mates(model):
-    bundle = random_bundle(model)
-    prompts = rows_of(6, 11, 4)
-    together = engine(model, bundle, batch=3).generate(prompts, 8, stop_tokens=())
-    shuffled = engine(model, bundle, batch=3).generate(prompts[::-1], 8, stop_tokens=())
-    alone = [engine(model, bundle).generate([prompt], 8, stop_tokens=())[0] for prompt in prompts]
-    assert together == alone == shuffled[::-1]
 
 
 def test_engines_on_one_set_of_weights_leave_each_other_alone(model):
@@ -175,14 +151,6 @@ def test_a_layer_that_computes_all_selects_the_same(model, options, monkeypatch)
             torch.testing.assert_close(nll, want, atol=2e-5, rtol=1e-5)
 
 
-def test_logits_of_every_position(model):
-    bundle, rows = random_bundle(model), rows_of(128, 5)
-    made = engine(model, bundle, batch=2).logits(rows, [0, 3])
-    for b, row in enumerate(rows):
-        expected, _ = masked_logits(model, bundle, row, (0, 3)[b])
-        torch.testing.assert_close(made[b, : len(row)], expected, atol=2e-4, rtol=1e-4)
-
-
 def test_no_stop_token_before_the_least_length(model):
     dense, prompts = engine(model, batch=2), rows_of(5, 8)
     full = dense.generate(prompts, 10, stop_tokens=())
@@ -201,45 +169,6 @@ def test_reset_and_reuse(model):
     first = used.generate(rows_of(9, 5), 7, stop_tokens=())
     used.score(rows_of(30))
     assert used.generate(rows_of(9, 5), 7, stop_tokens=()) == first
-
-
-def test_stop_tokens_and_streaming(model):
-    dense = engine(model, batch=2)
-    prompts = rows_of(5, 8)
-    full = dense.generate(prompts, 10, stop_tokens=())
-    stop = full[0][3]
-    heard: dict[int, list[int]] = {0: [], 1: []}
-    got = dense.generate(prompts, 10, stop_tokens=(stop,), callback=lambda row, token: heard[row].append(token))
-    assert got[0] == full[0][: full[0].index(stop) + 1]
-    assert got == [heard[0], heard[1]]
-
-
-def test_sampling_follows_the_distribution(model):
-    dense = engine(model)
-    prompt = rows_of(6)[0]
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0, -1]
-    for sampler in (
-        Sampling(temperature=0.7),
-        Sampling(temperature=1.0, top_p=0.3),
-        Sampling(temperature=1.5, top_k=4),
-        Sampling(temperature=1.5, top_k=9, top_p=0.5),
-    ):
-        draws = [
-            dense.generate([prompt], 1, sampling=dataclasses.replace(sampler, seed=seed), stop_tokens=())[0][0]
-            for seed in range(300)
-        ]
-        p = (logits / sampler.temperature).softmax(0)
-        order = p.argsort(descending=True)
-        among = p[order][: sampler.top_k or len(p)]
-        n_kept = len(among)
-        if sampler.top_p < 1:
-            n_kept = int(((among / among.sum()).cumsum(0) < sampler.top_p).sum()) + 1
-        kept = set(order[:n_kept].tolist())
-        assert set(draws) <= kept
-        top = int(order[0])
-        expected = float(p[top] / p[order[:n_kept]].sum())
-        assert abs(draws.count(top) / 300 - expected) < 4 * (expected * (1 - expected) / 300) ** 0.5 + 1e-9
 
 
 @pytest.mark.parametrize(

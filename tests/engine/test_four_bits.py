@@ -11,7 +11,6 @@ from four_bit_models import four_bits
 from int4_helpers import random_rows
 
 from benchmarks.random_weights import weights_of_shape
-from dejavu_train.engine.backend import EngineBackend
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import check_room, late_bytes, weight_bytes
 from dejavu_train.engine.mlp import Mlp
@@ -20,7 +19,6 @@ from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
 from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
-from dejavu_train.engine.predictors import load_predictors
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.limits import takes_down
@@ -187,17 +185,6 @@ def test_a_shared_model_stays_what_it_was(model):
     assert all(tensor.untyped_storage().data_ptr() in owners for tensor in held), "nothing exists twice"
 
 
-def test_the_backend_shares_the_models_rows():
-    own = four_bits(random_opt())
-    bundle, row = random_bundle(own), rows_of(20)[0]
-    expected = masked_nll(own, bundle, row)
-    backend = EngineBackend(own, bundle, ops="reference")
-    torch.testing.assert_close(backend.engine(1, 20).score([row])[0], expected, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(masked_nll(own, bundle, row), expected, atol=2e-5, rtol=1e-5)
-    fc1 = own.model.decoder.layers[0].fc1
-    assert backend.weights.layers[0].up.weight.words.data_ptr() == fc1.words.data_ptr()
-
-
 def test_random_layers_lie_as_those_of_a_model(model):
     given = weights_of_model(model, torch.float16, "cpu")
     made = weights_of_shape(given.shape, torch.float16, "cpu", packed=True)
@@ -205,17 +192,6 @@ def test_random_layers_lie_as_those_of_a_model(model):
         assert mine.shape == other.shape and mine.dtype == other.dtype
     assert 0.018 < made.layers[0].up.weight.dense().std() < 0.022
     assert abs(made.layers[0].up.weight.dense().mean()) < 1e-3
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_predictors_of_four_bits_are_nibbles(model, lookahead):
-    bundle = random_bundle(model, int4=True, lookahead=lookahead)
-    loaded = load_predictors(bundle, torch.float32, "cpu", read_as_codes(bundle, torch.float32, 1))
-    assert {loaded[0, "mlp"].weights.up.dtype, loaded[0, "mlp"].weights.down.dtype} == {torch.uint8}
-    row = rows_of(20)[0]
-    made = engine(model, bundle)
-    assert "weights in int4" in made.describe() and "predictor in int4" in made.describe()
-    torch.testing.assert_close(made.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
 
 
 def test_which_predictors_are_read_as_codes():

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from bundles import make_bundle
+from sparse_helpers import tokens
 from torch.nn import functional as F
 
 from dejavu_train import Guard, SparseOPTForCausalLM
@@ -34,10 +35,6 @@ def bundle_of(folder, **options):
     return dataclasses.replace(
         bundle, specs={key: dataclasses.replace(spec, retained_mass=0.6) for key, spec in bundle.specs.items()}
     )
-
-
-def tokens(rows, columns, seed=0):
-    return torch.randint(4, 300, (rows, columns), generator=torch.Generator().manual_seed(seed))
 
 
 def sparse(folder, bundle, backend, **options):

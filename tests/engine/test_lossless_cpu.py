@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from bundles import make_bundle
-from decode_helpers import random_bundle, random_opt
+from decode_helpers import random_opt, tokens
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.cpu.arrays import DENSE, new_scratch, new_state
@@ -24,11 +24,6 @@ KINDS = {
     "top_p": Sampling(0.7, 0.9, seed=4),
     "top_k": Sampling(1.3, 0.95, top_k=20, seed=5),
 }
-
-
-def tokens(n, vocab=300, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [2, *torch.randint(3, vocab, (n - 1,), generator=generator).tolist()]
 
 
 @pytest.fixture(scope="module")
@@ -152,54 +147,12 @@ def test_a_draft_that_is_not_finite_costs_speed_alone(model, tiny_opt, bundle):
         engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(4))
 
 
-def test_stop_tokens_and_limits_end_a_text_inside_a_draft(engine):
-    prompt = tokens(12)
-    text = engine.generate([prompt], 60, stop_tokens=(), lossless=Draft(0))[0]
-    for place in range(3, 12):
-        stop = text[place]
-        first = text.index(stop) + 1
-        for length in (0, 3, 7):
-            assert engine.generate([prompt], 60, stop_tokens=(stop,), lossless=Draft(length))[0] == text[:first]
-            assert engine.generate([prompt], place, stop_tokens=(), lossless=Draft(length))[0] == text[:place]
-    least = engine.generate([prompt], 60, stop_tokens=(text[3],), min_new_tokens=30, lossless=Draft(0))
-    assert len(least[0]) >= 30
-    assert engine.generate([prompt], 60, stop_tokens=(text[3],), min_new_tokens=30, lossless=Draft(5)) == least
-
-
 def test_a_text_may_fill_the_context(model, bundle):
     engine, prompt = CpuEngine(model, bundle, context=40, threads=2), tokens(12)
     expected = engine.generate([prompt], 28, stop_tokens=(), lossless=Draft(0))
     assert len(expected[0]) == 28
     for draft in (Draft(7), Draft(), Draft(7, "int8")):
         assert engine.generate([prompt], 28, stop_tokens=(), lossless=draft) == expected
-
-
-@pytest.mark.parametrize("how", ["greedy", "sampled"])
-def test_a_bundle_of_other_weights_changes_no_word(model, how):
-    """Its selections are noise to this model. Where a file says so it is refused. Here it is put in by hand."""
-    prompt, options = tokens(12), {"sampling": KINDS[how], "stop_tokens": ()}
-    expected = CpuEngine(model, threads=2).generate([prompt], 40, **options)
-    other = random_bundle(random_opt(d_model=48, n_heads=4, d_ffn=96, seed=9), means=True, seed=9)
-    engine = CpuEngine(model, other, threads=2)
-    for length in (1, 4, None):
-        assert engine.generate([prompt], 40, lossless=Draft(length), **options) == expected
-    assert 0 < engine.acceptance.drafted
-
-
-def test_an_interrupt_leaves_an_engine_that_goes_on(engine):
-    prompt = tokens(12)
-    expected = engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(0))
-    heard = []
-
-    def interrupt(row, token):
-        heard.append(token)
-        if len(heard) == 10:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(5), callback=interrupt)
-    assert heard == expected[0][:10], "verified tokens alone were shown"
-    assert engine.generate([prompt], 40, stop_tokens=(), lossless=Draft(5)) == expected
 
 
 def test_a_dense_engine_drafts_nothing_and_says_the_same(model):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from bundles import make_bundle
+from decode_helpers import tokens
 from transformers.generation import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from dejavu_train.engine.cpu import CpuEngine, Sampling
@@ -28,13 +29,8 @@ SAMPLINGS = (
 )
 
 
-def tokens(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [2, *torch.randint(3, 300, (n - 1,), generator=generator).tolist()]
-
-
 def row(number, new=24):
-    prompt = tokens((3, 40, 17, 5, 9, 30, 2, 11)[number], number)
+    prompt = tokens((3, 40, 17, 5, 9, 30, 2, 11)[number], seed=number)
     return Row(prompt, len(prompt) + new, SAMPLINGS[number], len(prompt), len(prompt))
 
 
@@ -119,14 +115,14 @@ def test_a_row_that_is_not_finite_ends_alone(tiny_opt):
         model.model.decoder.embed_positions.weight[30 + 2] = float("inf")
     bundle = make_bundle(tiny_opt).at(0.3, 0.4)
     rows = Rows(CpuEngine(model, bundle, batch=2, context=80, threads=1), ())
-    fine = rows.join(Row(tokens(4, 1), 29, Sampling(), 4, 4))
+    fine = rows.join(Row(tokens(4, seed=1), 29, Sampling(), 4, 4))
     rows.step(1)
-    ill = rows.join(Row(tokens(28, 2), 40, Sampling(), 28, 28))
+    ill = rows.join(Row(tokens(28, seed=2), 40, Sampling(), 28, 28))
     news = {each.row: each for each in rows.step(4)}
     assert news[ill].done and "not finite" in str(news[ill].error) and "position 30" in str(news[ill].error)
     assert news[fine].error is None and len(news[fine].tokens) == 4
     with pytest.raises(UserError, match="not finite"):
-        rows.join(Row(tokens(40, 2), 50, Sampling(), 40, 40))
+        rows.join(Row(tokens(40, seed=2), 50, Sampling(), 40, 40))
     assert len(rows.step(3)[0].tokens) == 3, "the other row goes on"
 
 
@@ -180,7 +176,7 @@ def test_a_prompt_that_joins_is_that_of_a_batch(tiny_opt, n):
     """K and V, and what the LM head reads, whatever its place and the size that it is filled up to."""
     options = EngineOptions(batch=4, context=60, device="cpu", ops="reference")
     engine = DecodeEngine(load_opt(str(tiny_opt)), None, options)
-    prompt, other = tokens(n, n), tokens(17, 1)
+    prompt, other = tokens(n, seed=n), tokens(17, seed=1)
 
     def left(b):
         caches = [part[b, :, :n].clone() for cache in engine.core.caches for part in (cache.k, cache.v)]
@@ -209,7 +205,7 @@ def test_penalties_and_stop_strings_equal_those_of_transformers(tiny_opt):
             ("gpu", "triton", "reference"),
         )
     }
-    ids = torch.tensor([tokens(9, 1), tokens(9, 2)])
+    ids = torch.tensor([tokens(9, seed=1), tokens(9, seed=2)])
 
     def texts(**asked):
         asked = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 1, "eos_token_id": 0} | asked
@@ -229,7 +225,7 @@ def test_penalties_and_stop_strings_equal_those_of_transformers(tiny_opt):
 
 def test_filters_leave_the_sets_of_transformers(tiny_opt):
     """What a dense row draws after one prompt under many seeds, against the logits of transformers' processors."""
-    model, prompt = load_opt(str(tiny_opt)), tokens(12, 3)
+    model, prompt = load_opt(str(tiny_opt)), tokens(12, seed=3)
     engine, ids = CpuEngine(model, batch=1, context=32, threads=1), torch.tensor([prompt])
     with torch.no_grad():
         logits = model(ids).logits[:, -1]
@@ -261,5 +257,5 @@ def test_lossless_decoding_refuses_penalties_and_takes_min_p(tiny_opt):
     with pytest.raises(UserError, match="lossless decoding has no penalties"):
         engine.generate([[2, 5]], 4, sampling=Sampling(presence_penalty=1), lossless=True)
     dense, asked = CpuEngine(engine.weights, context=64, threads=1), Sampling(1.5, min_p=0.1, seed=3)
-    expected = dense.generate([tokens(9, 1)], 30, sampling=asked, stop_tokens=())
-    assert engine.generate([tokens(9, 1)], 30, sampling=asked, stop_tokens=(), lossless=True) == expected
+    expected = dense.generate([tokens(9, seed=1)], 30, sampling=asked, stop_tokens=())
+    assert engine.generate([tokens(9, seed=1)], 30, sampling=asked, stop_tokens=(), lossless=True) == expected

@@ -66,16 +66,6 @@ def test_no_slot_depends_on_others_of_one_sequence_or_of_eight(ops):
             assert torch.equal(made.logits[slots], expected[:live]), (live, shift)
 
 
-def test_logits_are_those_of_the_dense_engine():
-    engine = engine_of("reference", layers=2)
-    made = SlotPass(engine.weights, engine.core.caches, engine.core.ops, False)
-    text = torch.tensor([*ROW, *range(20, 28)], dtype=torch.int32)
-    with torch.no_grad():
-        made.run(text[6:], torch.arange(6, 14, dtype=torch.int32))
-    expected = engine.logits([text.tolist()])[0, 6:]
-    torch.testing.assert_close(made.logits, expected, atol=1e-4, rtol=1e-4)
-
-
 def family_engine(name, ops="reference", **sizes):
     model = random_family(name, **sizes)
     device = "cuda" if torch.cuda.is_available() and ops == "triton" else "cpu"

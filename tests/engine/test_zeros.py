@@ -21,8 +21,16 @@ def engine_of(model, zeros, rows, ops="triton"):
     return DecodeEngine(model, None, options)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["350m", "llama", "fatrelu", "drelu", "arcee"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("llama", 1), ("arcee", 3), *(pytest.param(*each, marks=LONG) for each in (
+        ("350m", 1), ("350m", 3), ("llama", 3), ("fatrelu", 1), ("fatrelu", 3), ("drelu", 1), ("drelu", 3),
+        ("arcee", 1),
+    ))],
+)  # fmt: skip
 def test_what_is_left_out_changes_nothing(name, rows):
     model = random_family(name, **SMALL)
     skip, read = (engine_of(model, zeros, rows) for zeros in ("skip", "read"))

@@ -7,10 +7,8 @@ from conftest import make_text
 
 from dejavu_train.data.paragraphs import read_paragraph_hashes
 from dejavu_train.extras.pretrain import run as module
-from dejavu_train.extras.pretrain.forward import forward_with_activations
 from dejavu_train.extras.pretrain.run import (
     PretrainConfig,
-    make_model,
     pretrain,
 )
 from dejavu_train.extras.pretrain.stream import RowSampler
@@ -40,21 +38,6 @@ def test_tokenizer_has_opts_special_ids():
     assert tokenizer("the model")["input_ids"][0] == 2
     text = "odd  spacing\n\tand ünïcode \u2603"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-
-
-def test_forward_equals_transformers(tmp_path, small_text):
-    model = make_model(_config(tmp_path, small_text), 320).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    ids = torch.randint(4, 320, (2, 20))
-    seen = []
-    hook = model.model.decoder.layers[1].fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with torch.no_grad():
-        expected = model(ids).logits
-        hook.remove()
-        hidden, activations = forward_with_activations(model, ids)
-        torch.testing.assert_close(model.lm_head(hidden), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(activations[1].reshape(-1, 64), seen[0].reshape(-1, 64), rtol=1e-4, atol=1e-4)
 
 
 def test_sampler_is_a_function_of_the_step():

@@ -29,12 +29,16 @@ def flags(values):
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("llama", "bloom", "350m", "nanochat")  # gated, GELU and ALiBi, norms behind halves, squares; the others: long
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.long) for n in CASES if n not in QUICK)])
 def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, no_pictures):
     monkeypatch.setattr(bandwidth.read_bandwidth, "__defaults__", (None, 8, 0.01))  # a look at memory takes seconds
     model, output = save_family(name, tmp_path / "model"), tmp_path / "run"
     caplog.set_level(logging.INFO, "dejavu_train")
     own = {"model": model, "output": output, "text.cache": tmp_path}
+    own |= {"tune.steps": 2, "tune.tokens": 128} if name == "llama" else {}
     assert exit_on_user_error(main, flags(SMALL | own)) == 0
     bundle = Bundle.from_pretrained(output / "bundle")
     gated = bundle.shape.gated
@@ -52,3 +56,9 @@ def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, 
     mass = [predicted["mlp_retained_mass"], oracle["mlp_retained_mass"]]
     assert predicted["mlp_selected"] < mass[0] < mass[1] and 0 < predicted["mlp_bytes"] < 1
     assert {timing["backend"] for timing in found["timing"]} == {"dense", "dense-cpu", "cpu"}
+
+
+def test_a_second_stage_of_a_gated_mlp_is_refused(tmp_path, text_file, capsys):
+    own = {"model": save_family("llama", tmp_path / "model"), "output": tmp_path / "run", "text.source": text_file}
+    assert exit_on_user_error(main, flags(SMALL | own | {"calibrate.cascade": 0.99})) == 2
+    assert "MLP is gated; pass --calibrate.cascade null" in capsys.readouterr().err

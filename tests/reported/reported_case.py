@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dejavu_train.ground.errors import UserError
 IDS = torch.tensor([[2, 30, 31, 200, 33, 170, 91]])
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 ALL = ("mask", "gather", "auto")
+FOUR = (*ALL, "triton")  # with the engine of a GPU, by its references
 TURN = 2.0  # by what hooks and parametrisations multiply
 
 
@@ -46,6 +47,8 @@ class Case:
         return OPTForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()
 
     def sparse(self, backend: str, bundle: Bundle | None = None, dense: Any = None, **options: Any) -> Any:
+        if backend == "triton":
+            options = {"ops": "reference"} | options
         return SparseOPTForCausalLM.from_model(dense or self.dense(), bundle or self.bundle, backend, **options)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -83,10 +86,11 @@ def refusal(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def every(call: Callable[[str], Any]) -> dict[str, Any]:
+def every(call: Callable[[str], Any], backends: Sequence[str] = ALL) -> dict[str, Any]:
     """The value for each backend."""
-    return {backend: call(backend) for backend in ALL}
+    return {backend: call(backend) for backend in backends}
 
 
 TRUE = dict.fromkeys(ALL, True)
+FOUR_TRUE = dict.fromkeys(FOUR, True)
 PLAIN = dict.fromkeys(("mask", "gather"), True)

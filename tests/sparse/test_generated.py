@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from bundles import make_bundle
 from sparse_helpers import close, gather_sets, padded, sparse, tokens
 from transformers import DynamicCache, GenerationConfig
 
@@ -14,16 +13,6 @@ from dejavu_train.sparse import generation as generation_module
 from dejavu_train.sparse import inputs as inputs_module
 from dejavu_train.sparse import masked as masked_module
 from dejavu_train.sparse.masked import masking
-
-
-def test_a_cascade_generates_alike(dense, tiny_opt):
-    tested = make_bundle(tiny_opt, cascade=True, dtype="int4").at(0.6, 0.5)
-    ids = tokens(2, 6)
-    made = [
-        sparse(dense, tested, backend, sparse_from="prompt").generate(ids, max_new_tokens=12, do_sample=False)
-        for backend in ("mask", "gather")
-    ]
-    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("start", [0, 4, "prompt"])
@@ -66,12 +55,6 @@ def test_right_padded_prompts_are_refused(dense, bundle):
         with pytest.raises(UserError, match="row 1 has it on the right; set tokenizer.padding_side = 'left'"):
             model.generate(ids, **settings)
     model.generate(ids, **given | {"attention_mask": torch.ones_like(ids)})  # the token stands there as a token
-
-
-def test_another_cache_is_refused_at_the_call(dense, bundle):
-    model = sparse(dense, bundle, "gather")
-    with pytest.raises(UserError, match="leave cache_implementation out"):
-        model.generate(tokens(1, 4), max_new_tokens=2, cache_implementation="static")
 
 
 def test_beam_search_agrees(dense, bundle):

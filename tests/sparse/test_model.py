@@ -1,6 +1,5 @@
 """gather does what mask does, reads only what is selected, and behaves as OPTForCausalLM does."""
 
-import copy
 import re
 
 import pytest
@@ -8,12 +7,10 @@ import torch
 from bundles import make_bundle
 from sparse_helpers import close, gather_sets, mask_sets, padded, sparse, tokens
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, OPTForCausalLM
 
-from dejavu_train import Bundle, SparseOPTForCausalLM
+from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.opt import load_opt
-from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.runtime import WITHOUT_PLAN
 
 
@@ -71,28 +68,14 @@ def test_sparse_from(dense, bundle, start):
         close(expected[1, :9], plain[1, :9])
 
 
-def test_dense_bundle_equals_the_model(dense, bundle):
-    ids = tokens(2, 10)
-    with torch.no_grad():
-        for backend in ("mask", "gather"):
-            close(sparse(dense, bundle.at(1.0, 1.0), backend)(ids).logits, dense(ids).logits)
-
-
-def test_lookahead_sites_agree(dense, tiny_opt):
-    ahead = make_bundle(tiny_opt, lookahead=True).at(0.3, 0.5)
-    assert ahead.specs[1, "heads"].site == "mlp_in" and ahead.specs[1, "heads"].site_layer == 0
+@pytest.mark.parametrize("made", [{"lookahead": True}, {"dtype": "int8"}, {"dtype": "int4"}, {}], ids=str)
+def test_bundles_of_every_kind_agree(dense, tiny_opt, made):
+    used = make_bundle(tiny_opt, **made).at(0.25, 0.5, top_k=not made)
     ids = tokens(2, 20)
+    if not made:
+        assert (mask_sets(dense, used, ids)[0, "mlp"].sum(-1) == used.specs[0, "mlp"].top_k).all()
     with torch.no_grad():
-        close(sparse(dense, ahead, "gather")(ids).logits, sparse(dense, ahead, "mask")(ids).logits)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_predictors_in_few_bits_agree(dense, tiny_opt, dtype):
-    rounded = make_bundle(tiny_opt, dtype=dtype).at(0.3, 0.5)
-    ids = tokens(2, 20)
-    assert not torch.equal(rounded.predictor(1, "mlp").up, make_bundle(tiny_opt).predictor(1, "mlp").up)
-    with torch.no_grad():
-        close(sparse(dense, rounded, "gather")(ids).logits, sparse(dense, rounded, "mask")(ids).logits)
+        close(sparse(dense, used, "gather")(ids).logits, sparse(dense, used, "mask")(ids).logits)
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -113,24 +96,6 @@ def test_cascades_agree(dense, tiny_opt, start, lookahead):
     assert 0.1 < selected.float().mean() < 0.5
     for block, before in zip(dense.model.decoder.layers, own, strict=True):
         assert torch.equal(block.fc1.weight, before)  # whatever a backend does, the model keeps its weights
-
-
-def test_top_k_agrees_and_has_exact_counts(dense, tiny_opt):
-    top = make_bundle(tiny_opt).at(0.25, 0.5, top_k=True)
-    ids = tokens(2, 20)
-    got = mask_sets(dense, top, ids)
-    assert (got[0, "mlp"].sum(-1) == top.specs[0, "mlp"].top_k).all()
-    with torch.no_grad():
-        close(sparse(dense, top, "gather")(ids).logits, sparse(dense, top, "mask")(ids).logits)
-
-
-def test_row_does_not_depend_on_its_batch_mates(dense, bundle):
-    ids = tokens(4, 24)
-    with torch.no_grad():
-        model = sparse(dense, bundle, "gather")
-        together = model(ids).logits
-        for row in range(4):
-            close(model(ids[row : row + 1]).logits, together[row : row + 1])
 
 
 def test_right_padding_in_a_forward_pass(dense, bundle):
@@ -191,69 +156,6 @@ def test_every_backend_describes_what_it_runs(dense, bundle):
     assert "density here is 1" in said and "threshold" not in said
 
 
-def test_labels_tuples_and_embeddings(dense, bundle):
-    ids = tokens(2, 8)
-    outs = []
-    with torch.no_grad():
-        for backend in ("mask", "gather"):
-            model = sparse(dense, bundle, backend)
-            out = model(ids, labels=ids)
-            expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-            torch.testing.assert_close(out.loss, expected)
-            outs.append(model(ids, labels=ids, return_dict=False)[0])
-            embedded = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
-            close(embedded, out.logits)
-            assert model(ids, logits_to_keep=1).logits.shape[1] == 1
-            assert model(ids, use_cache=False).past_key_values is None
-    torch.testing.assert_close(*outs)
-
-
-def test_from_pretrained_and_back(tiny_opt, bundle, tmp_path):
-    bundle.save_pretrained(tmp_path / "bundle")
-    model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), predictors=tmp_path / "bundle", backend="gather")
-    assert isinstance(model, OPTForCausalLM)
-    assert model.device.type == "cpu" and model.config.ffn_dim == 96
-    model.save_pretrained(tmp_path / "saved")
-    again = SparseOPTForCausalLM.from_pretrained(tmp_path / "saved", backend="mask")
-    ids = tokens(1, 9)
-    with torch.no_grad():
-        close(model(ids).logits, again(ids).logits)
-        plain = OPTForCausalLM.from_pretrained(tmp_path / "saved")
-        close(plain(ids).logits, load_opt(str(tiny_opt))(ids).logits)
-    assert Bundle.from_pretrained(tmp_path / "saved" / "predictors").specs == bundle.specs
-    with pytest.raises(UserError, match="other weights"):
-        other = copy.copy(bundle)
-        object.__setattr__(other, "weight_hash", "0" * 64)
-        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), predictors=other)
-    exact = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), backend="gather")
-    with torch.no_grad():
-        close(exact(ids).logits, load_opt(str(tiny_opt))(ids).logits)
-
-
-def test_auto_model_loads_both_together(tiny_opt, bundle, tmp_path):
-    saved = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather")
-    saved.save_pretrained(tmp_path)
-    found = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path, backend="gather")
-    assert type(found) is SparseOPTForCausalLM
-    assert AutoConfig.from_pretrained(tmp_path).ffn_dim == 96
-    ids = tokens(1, 9)
-    with torch.no_grad():
-        close(found(ids).logits, saved(ids).logits)
-    assert type(AutoModelForCausalLM.from_pretrained(str(tiny_opt))) is OPTForCausalLM
-    assert type(OPTForCausalLM.from_pretrained(tmp_path)) is OPTForCausalLM  # the dense model by its name
-
-
-def test_keywords_of_transformers(tiny_opt, bundle):
-    model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather", torch_dtype=torch.bfloat16)
-    assert model.dtype == torch.bfloat16
-    eager = OPTForCausalLM.from_pretrained(str(tiny_opt), attn_implementation="eager")
-    assert sparse(eager, bundle, "mask").config._attn_implementation == "eager"
-    for name, dtype in (("auto", torch.float32), (None, torch.float32), ("half", torch.float16)):
-        assert SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "mask", dtype=name).dtype == dtype
-    with pytest.raises(UserError, match="dtype must be one of float32, float16, bfloat16 or auto, got float64"):
-        SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, dtype="float64")
-
-
 @pytest.mark.parametrize("backend", ["mask", "gather"])
 def test_torch_compile_leaves_the_model_as_it_is_and_torch_export_is_refused(dense, bundle, backend):
     model = sparse(dense, bundle, backend)
@@ -299,29 +201,6 @@ def test_means_stand_in_for_skipped_heads(dense, tiny_opt):
         assert (got["mask"] - dropped).abs().max() > 1e-2 * dropped.abs().max()
         for backend in ("mask", "gather"):  # nothing is skipped, nothing stands in
             close(sparse(dense, replaced.at(1.0, 1.0), backend)(ids).logits, dense(ids).logits)
-
-
-def test_the_output_projection_sees_the_mean(dense, tiny_opt):
-    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
-    model, seen, kept = sparse(dense, replaced, "mask"), [], {}
-    attention = dense.model.decoder.layers[1].self_attn
-    ids = tokens(1, 20)
-    with (
-        torch.no_grad(),
-        masking(
-            dense,
-            model._runtime.selector,
-            observe=lambda layer, target, keep, values: kept.__setitem__((layer, target), (keep, values.clone())),
-            means=replaced.head_means(),
-        ),
-    ):
-        handle = attention.out_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-        dense(ids)
-        handle.remove()
-    keep, values = kept[1, "heads"]
-    assert 0 < keep.sum() < keep.numel()
-    expected = torch.where(keep[..., None], values, replaced.tensors["layers.1.heads.mean"].float())
-    torch.testing.assert_close(seen[0], expected.flatten(-2))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,5 @@
 """One model, many callers and many lives: threads, copies, edits, adapters, hooks, numbers that are not finite."""
 
-import copy
-import io
-import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from bundles import make_bundle
@@ -51,38 +45,6 @@ def fresh(model, backend="mask"):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_text_is_what_it_is_alone_whoever_else_calls(folder, bundle, backend):
-    model = sparse(folder, bundle, backend, sparse_from="prompt")
-    prompts = [tokens(columns, seed) for seed, columns in enumerate((3, 14, 8, 21))]
-    alone = [written(model, ids) for ids in prompts]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda i: written(model, prompts[i % 4]), range(12))) == [alone[i % 4] for i in range(12)]
-    assert model.sparse_from == "prompt"
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_mask_in_one_thread_is_not_seen_in_another(folder, bundle):
-    dense, ids = load_opt(str(folder)), tokens(12)
-    model = SparseOPTForCausalLM.from_model(dense, bundle, "mask")
-    with torch.no_grad():
-        expected, stop, wrong = dense(ids).logits, threading.Event(), []
-
-    def call_dense():
-        with torch.no_grad():
-            while not stop.is_set():
-                wrong.append(not torch.equal(dense(ids).logits, expected))
-
-    caller = threading.Thread(target=call_dense)
-    caller.start()
-    with torch.no_grad():
-        for _ in range(20):
-            model(ids)
-    stop.set()
-    caller.join()
-    assert wrong and not any(wrong)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_another_bundle_is_for_the_calls_that_begin_after_it(folder, bundle, backend):
     model, ids = sparse(folder, bundle, backend), tokens(5)
     other = bundle.at(0.1, 0.25)
@@ -113,34 +75,6 @@ def test_a_forward_pass_within_generate_is_no_part_of_it(folder, bundle, backend
 
         assert written(model, ids, stopping_criteria=StoppingCriteriaList([Look()])) == text
     assert len(seen) == 10 and all(torch.equal(logits, alone) for logits in seen)
-
-
-def test_what_is_no_bundle_changes_nothing(folder, bundle):
-    model, ids = sparse(folder, bundle, "gather"), tokens(4)
-    before = written(model, ids)
-    with pytest.raises(UserError, match="must be a Bundle, got a str; Bundle.from_pretrained"):
-        model.set_bundle("checkpoints/demo/bundle")
-    assert written(model, ids) == before
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), "torch"])
-def test_a_copy_runs_its_own_weights(folder, bundle, backend, copied):
-    model, ids = sparse(folder, bundle, backend), tokens(6)
-    before = written(model, ids)
-    if copied == "torch":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        made = torch.load(file, weights_only=False)
-    else:
-        made = copied(model)
-    assert written(made, ids) == before
-    with torch.no_grad():
-        made.model.decoder.layers[0].fc1.weight.data.mul_(-2.0)
-        made.model.decoder.layers[1].self_attn.out_proj.bias.add_(1.0)
-    assert written(made, ids) == written(fresh(made), ids)
-    assert written(made, ids) != before and written(model, ids) == before
 
 
 def scale(model, data):
@@ -191,35 +125,6 @@ def test_training_through_the_mask_reaches_every_weight_and_is_what_is_scored(fo
     assert [name for name in names if torch.equal(now[name], before[name])] == []
     with torch.no_grad():
         torch.testing.assert_close(model(ids, labels=ids).loss, fresh(model)(ids, labels=ids).loss)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["fc1", "fc2"], ["k_proj", "out_proj"]])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
-def test_an_adapter_runs_in_every_backend(folder, bundle, backend, targets, inside):
-    peft = pytest.importorskip("peft")
-    ids, whole = tokens(7), bundle.at(1.0, 1.0)
-
-    def adapted(model):
-        torch.manual_seed(0)
-        how = peft.LoraConfig(r=4, lora_alpha=64, target_modules=targets, init_lora_weights=False)
-        return peft.get_peft_model(model, how).eval()
-
-    with torch.no_grad():
-        dense = adapted(load_opt(str(folder)))
-        expected, text = dense(ids).logits, dense.generate(input_ids=ids, **GREEDY).tolist()
-        options = {"ops": "reference"} if backend == "triton" else {}
-        if inside:
-            inner = adapted(load_opt(str(folder))).base_model.model
-            model = SparseOPTForCausalLM.from_model(inner, whole, backend, **options)
-        else:
-            model = adapted(SparseOPTForCausalLM.from_model(load_opt(str(folder)), whole, backend, **options))
-        torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
-        assert model.generate(input_ids=ids, **GREEDY).tolist() == text
-        if not inside:
-            with model.disable_adapter():
-                plain = load_opt(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
-                assert model.generate(input_ids=ids, **GREEDY).tolist() == plain
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
@@ -290,18 +195,6 @@ def test_a_hook_that_a_backend_would_not_call_is_named(folder, bundle, place):
                 written(model, ids)
         handle.remove()
         assert len(written(model, ids)) == 17
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_that_are_not_finite_end_the_call_by_the_layers_name(folder, bundle, backend):
-    model, ids = sparse(folder, bundle.at(1.0, 1.0), backend), tokens(9)
-    with torch.no_grad():
-        model.model.decoder.layers[1].fc2.weight[3, 5] = float("nan")
-        model.model.decoder.layers[1].fc1.bias[5] = 100.0
-        with pytest.raises(UserError, match="not finite.*layer 1|layer 1.*not finite"):
-            written(model, ids)
-        with pytest.raises(UserError, match="not finite.*layer 1|layer 1.*not finite"):
-            model(ids)
 
 
 def test_a_prompt_is_shown_once_when_an_engine_gives_up_late(folder, bundle, monkeypatch):

@@ -22,7 +22,6 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
-    pipeline,
 )
 
 from dejavu_train import Bundle, SparseForCausalLM, SparseOPTForCausalLM
@@ -253,15 +252,6 @@ def test_a_hub_model_without_a_bundle(hub, bundle, expected):
     assert type(AutoModelForCausalLM.from_pretrained("me/pickled")) is OPTForCausalLM
     with pytest.raises(UserError, match="cannot fetch the config of me/nothing"):
         SPARSE.from_pretrained("me/nothing")
-
-
-def test_a_pipeline_by_name(hub, joint):
-    texts = []
-    for name in (str(joint), "me/joint"):
-        made = pipeline("text-generation", model=name, model_kwargs={"backend": "gather"})
-        assert type(made.model) is SPARSE
-        texts.append(made("the model", max_new_tokens=5, do_sample=False)[0]["generated_text"])
-    assert texts[0] == texts[1]
 
 
 def test_repr_names_backend_and_bundle(joint):

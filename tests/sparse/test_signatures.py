@@ -134,6 +134,7 @@ def check(call, row, letter, backend, models, dense, tokenizer, caplog):
     if letter in "gr":
         assert isinstance(error, UserError) and "\n" not in text, (backend, error, got)
         assert isinstance(error, Unsupported) == (letter == "g"), (backend, error)
+        assert letter == "r" or text.endswith("use backend='gather'"), (backend, text)
         return
     wanted, failed = outcome(call, Case(dense, dense, tokenizer), row)
     if letter == "x":

@@ -58,34 +58,6 @@ def test_a_job_leaves_a_finished_predictor(config, tmp_path):
     assert read_predictor(folder).metadata["rank"] == 8 and not is_finished(run.output, UnitKey(1, "mlp"), stage)
 
 
-def test_resuming_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
-    """Stopped after step 30, the next attempt starts behind the validation at step 20."""
-    run = config()
-    seen = []
-
-    class Stop(Exception):
-        pass
-
-    from dejavu_train.training.lit_predictor import LitPredictor
-
-    original = LitPredictor.training_step
-
-    def step(self, raw, index):
-        seen.append(self.trainer.global_step)
-        if len(seen) == 31:
-            raise Stop
-        return original(self, raw, index)
-
-    monkeypatch.setattr(LitPredictor, "training_step", step)
-    with pytest.raises(Stop):
-        fit(run, UnitKey(0, "mlp"), "layer 0 mlp")
-    assert seen[-1] == 30 and not has_predictor(run.output, UnitKey(0, "mlp"))
-    checkpoint = torch.load(job_folder(run.output, UnitKey(0, "mlp")) / "checkpoints" / "last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == 21  # the step behind the validation
-    fit(run, UnitKey(0, "mlp"), "layer 0 mlp")
-    assert seen[31] == 21 and seen[-1] == 79 and has_predictor(run.output, UnitKey(0, "mlp"))
-
-
 def test_a_damaged_checkpoint_is_named(config):
     run = config()
     path = job_folder(run.output, UnitKey(0, "mlp")) / "checkpoints" / "last.ckpt"
@@ -93,13 +65,6 @@ def test_a_damaged_checkpoint_is_named(config):
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(UserError, match="last.ckpt"):
         fit(run, UnitKey(0, "mlp"), "layer 0 mlp")
-
-
-def test_a_lock_is_held_by_one(tmp_path):
-    with claimed(tmp_path) as first, claimed(tmp_path) as second:
-        assert first and not second
-    with claimed(tmp_path) as again:
-        assert again
 
 
 def test_a_locked_job_is_left_alone(config):

@@ -29,16 +29,18 @@ def folder(tiny_opt, text_file, tmp_path_factory):
 
 CASES = {
     "epochs of 5 steps": ["--data.batch_size=2400", "--mlp.validations=3", "--mlp.patience=2"],
-    "one long epoch": ["--data.batch_size=256", "--mlp.validations=4"],
     "streamed by two workers": ["--data.batch_size=1200", "--data.memory_gb=0", "--data.num_workers=2"],
-    "epochs of one step": ["--data.batch_size=99999", "--mlp.validations=5"],
     "gradients of two batches": ["--data.batch_size=1200", "--trainer.accumulate_grad_batches=2"],
+}
+LONG = {
+    "one long epoch": ["--data.batch_size=256", "--mlp.validations=4"],
+    "epochs of one step": ["--data.batch_size=99999", "--mlp.validations=5"],
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
 def test_a_killed_fit_ends_with_the_same_predictor(folder, tiny_opt, text_file, monkeypatch, case):
-    argv = flags(tiny_opt, text_file, folder, f"--mlp.steps={STEPS}", *CASES[case])
+    argv = flags(tiny_opt, text_file, folder, f"--mlp.steps={STEPS}", *(CASES | LONG)[case])
     config = parse_config(argv)
     monkeypatch.setattr(job, "SAVE_SECONDS", -1.0)  # at every step
     original = LitPredictor.training_step

@@ -12,7 +12,7 @@ import pytest
 from bundles import make_bundle
 from small_runs import start_main
 
-ASKED = {"model": "tiny", "prompt": "the model reads a token", "max_tokens": 380, "n": 32, "seed": 1}
+ASKED = {"model": "tiny", "prompt": "the model reads a token", "max_tokens": 380, "n": 16, "seed": 1}
 LEAST = {"extra_body": {"min_tokens": 380}}
 
 

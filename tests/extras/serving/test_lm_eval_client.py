@@ -11,6 +11,7 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("tenacity")
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from dejavu_train.extras.tasks.model import DejavuLM
 from dejavu_train.models.opt import load_opt, load_tokenizer
@@ -56,6 +57,7 @@ def tasks(tmp_path_factory):
 
 def evaluated(model, tasks, **options):
     """The answers of every task, item by item."""
+    options |= {"task_manager": TaskManager(include_defaults=False)}  # reading all of lm-eval's takes seconds
     found = simple_evaluate(model, tasks=tasks, log_samples=True, bootstrap_iters=0, verbosity="ERROR", **options)
     return {
         name: [each["resps"] for each in sorted(samples, key=lambda each: each["doc_id"])]

@@ -12,7 +12,6 @@ from serving_helpers import NAME, Running
 from transformers import AutoTokenizer, GenerationConfig, OPTForCausalLM
 
 from dejavu_train.extras.serving.config import ServeConfig
-from dejavu_train.extras.serving.replies import event
 from dejavu_train.ground.errors import UserError
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -153,11 +152,6 @@ def test_a_stream_tells_the_role_once_and_usage_last(server):
         for _ in answer:
             pass
         assert {c.message.role for c in answer.current_completion_snapshot.choices} == {"assistant"}
-
-
-def test_an_event_has_no_separator_of_lines():
-    data = event({"text": "a\u2028b\u2029c\u0085d\ne"})
-    assert len(data.splitlines()) == 2 and json.loads(data[6:]) == {"text": "a\u2028b\u2029c\u0085d\ne"}
 
 
 @pytest.mark.parametrize("of", ["template", "tokenizer"])

@@ -20,7 +20,6 @@ from benchmarks.serve import Load
 from dejavu_train.extras.serving.command import listen
 from dejavu_train.extras.serving.log import LogFile
 from dejavu_train.extras.serving.requests import Reader
-from dejavu_train.extras.serving.text import Text
 from dejavu_train.ground.errors import UserError
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -99,35 +98,6 @@ def test_choices_stops_and_prompts(server):
     assert "".join(part.choices[0].text for part in parts) == ended.text
     ids = client.completions.create(**DRAWN | {"prompt": [2, 5, 9]})
     assert ids.usage.prompt_tokens == 3 and client.models.list().data[0].id == NAME
-
-
-def test_text_holds_back_what_may_be_a_stop():
-    class Letters:
-        def decode(self, ids, **_):
-            return "".join(map(chr, ids)).replace("~", "\ufffd")
-
-    text = Text(Letters(), stops=["end", "dog"])
-    assert [text.add(list(map(ord, part))) for part in ("an e", "n", "xen", "d more")] == ["an ", "", "enx", ""]
-    assert text.ended and text.tokens == 9, "what came behind the stop is not counted"
-    text = Text(Letters())
-    assert [text.add([97, 126]), text.add([98], last=True)] == ["", "a\ufffdb"]
-    assert Text(Letters(), stops=["abc"]).add([97, 98], last=True) == "ab"
-    text = Text(Letters(), stops=["en"])
-    assert [text.add(list(map(ord, part))) for part in ("an~", "end")] == ["", "an\ufffd"] and text.tokens == 5
-
-
-def test_a_text_that_nobody_reads_before_its_end_is_the_same(tiny_opt):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_opt)
-    ids = tokenizer("The layer keeps 3 rows — naïve 🙂, and the end of them.").input_ids
-    for stops in ([], ["🙂", "end"]):
-        texts = []
-        for size in (1, 3, 8, len(ids)):
-            for whole in (False, True):
-                text = Text(tokenizer, stops=stops, whole=whole)
-                parts = [text.add(ids[i : i + size], i + size >= len(ids)) for i in range(0, len(ids), size)]
-                assert stops or not whole or not any(parts[:-1])
-                texts.append(("".join(parts), text.tokens, text.ended))
-        assert len(set(texts)) == 1 and texts[0][0].startswith("The layer") and texts[0][2] == bool(stops), texts
 
 
 def test_malformed_requests_get_an_error_of_openais_form(server):

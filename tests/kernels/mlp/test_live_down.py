@@ -67,10 +67,9 @@ def test_a_token_has_the_same_bits_whatever_its_neighbours_are(device):
     whole = run(h, weight, bias, residual)
     torch.manual_seed(0)
     for slot in range(8):
-        for noise in (0.0, 1.0, 1e4):
-            other = torch.randn_like(h) * noise * (torch.rand_like(h) < 0.5)
-            other[slot] = h[slot]
-            assert torch.equal(run(other, weight, bias, residual)[slot], whole[slot])
+        other = torch.randn_like(h) * (0.0, 1.0, 1e4)[slot % 3] * (torch.rand_like(h) < 0.5)
+        other[slot] = h[slot]
+        assert torch.equal(run(other, weight, bias, residual)[slot], whole[slot])
 
 
 @pytest.mark.parametrize("batch", [1, 3])

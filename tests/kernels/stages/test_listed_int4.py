@@ -97,41 +97,6 @@ def test_the_queues_in_assembly(device, queues_in_assembly, n, d, group, warps, 
     assert queues_in_assembly is None or queues_in_assembly.shared.size > 0
 
 
-def test_rows_of_value_zero_are_not_read(device):
-    selection, rows, tensors = make_problem(device, 8, 64, 1.0)
-    x, w1, b1, w2, _, _ = tensors
-    dead = (x.double() @ w1.dense(torch.float64).T + b1.double())[0] < -0.1
-    assert dead.any() and not dead.all()
-    out, again = (torch.full((1, 64), NAN, device=device) for _ in range(2))
-    run(x, None, *tensors[1:], rows, out)
-    w2.scales[dead] = NAN
-    run(x, None, *tensors[1:], rows, again)
-    assert torch.equal(out, again)
-
-
-@pytest.mark.parametrize("early", [None, "list", "x"])
-def test_settings_and_a_layer_norm(device, early):
-    selection, rows, (x, *tensors) = make_problem(device, 8, 96, 0.7)
-    ln = None
-    n = x
-    if early != "x":
-        x = x.float() * 2 + 1
-        ln = LayerNormWeights(torch.rand(96, device=device).half() + 0.5, torch.randn(96, device=device).half())
-        n = layer_norm_reference(x.double(), ln, torch.float16)
-    out = torch.full((1, 96), NAN, device=device)
-    with Int4MlpSettings(2, 1, 3, 255).in_use():
-        run(x, ln, *tensors, rows, out, early=early)
-    check(out, selection, n, *tensors)
-
-
-def test_a_nan_is_passed_on(device):
-    _, rows, tensors = make_problem(device, 8, 64, 1.0)
-    tensors[0][0, 3] = NAN
-    out = torch.zeros(1, 64, device=device)
-    run(tensors[0], None, *tensors[1:], rows, out)
-    assert out.isnan().all()
-
-
 def test_errors_name_what_does_not_fit(device):
     _, rows, (x, w1, b1, w2, b2, residual) = make_problem(device, 8, 64, 0.5)
     out = torch.empty(1, 64, device=device)

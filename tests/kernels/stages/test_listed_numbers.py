@@ -1,4 +1,4 @@
-"""fc1 and fc2 over a packed list in one grid."""
+"""Numbers of fc1 and fc2 over a packed list in one grid: refusals and true shapes. Small ones: test_mlp.py."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.kernels.mlp.pack import pack
 from dejavu_train.kernels.stages import listed_numbers
-from dejavu_train.kernels.stages.listed_numbers import MlpSettings
 from dejavu_train.kernels.stages.mlp import mlp
 
 NAN = float("nan")
@@ -46,54 +45,6 @@ def weights_of(w1, b1, w2, b2):
 
 def run(x, ln, w1, b1, w2, b2, *others, **options):
     mlp(x, ln, weights_of(w1, b1, w2, b2), *others, **options)
-
-
-@pytest.mark.parametrize(("n", "d"), [(40, 64), (100, 48), (7, 130), (130, 257)])
-@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 1.0])
-def test_equals_both_products(device, n, d, density):
-    selection, rows, tensors = make_problem(device, n, d, density)
-    x, w1, b1, w2, _, _ = tensors
-    unread = torch.ones(n, dtype=torch.bool, device=device)
-    unread[selection.indices()] = False
-    w1[unread] = NAN  # neither skipped rows nor the fc2 rows of zero values are read
-    want = reference(selection, x, w1.nan_to_num(), *tensors[2:])
-    live = (x @ w1.nan_to_num().T + b1 > 1e-3)[0] & ~unread
-    near = ((x @ w1.nan_to_num().T + b1)[0].abs() <= 1e-3) & ~unread
-    w2[~live & ~near] = NAN
-    out, partials = torch.full((1, d), NAN, device=device), partial_sums(d, device).fill_(NAN)
-    run(tensors[0], None, *tensors[1:], rows, out, partials)
-    torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
-
-
-def test_settings_change_nothing_but_the_order(device):
-    selection, rows, tensors = make_problem(device, 60, 96, 0.5)
-    want = reference(selection, *tensors)
-    few, many = MlpSettings(1, 32, 1, 1), MlpSettings(70, 64, 2, 2)  # many: more programs than entries
-    for settings, early in ((few, None), (few, "list"), (MlpSettings(3, 128, 4, 2), "x"), (many, None)):
-        out = torch.full((1, 96), NAN, device=device)
-        with settings.in_use():
-            run(tensors[0], None, *tensors[1:], rows, out, early=early)
-        torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("n", "d"), [(40, 64), (30, 257)])
-@pytest.mark.parametrize("early", [None, "list"])
-def test_with_a_layer_norm(device, n, d, early):
-    selection, rows, (_, *tensors) = make_problem(device, n, d, 0.5)
-    x = torch.randn(1, d, device=device) * 3 + 2
-    ln = LayerNormWeights(torch.rand(d, device=device) + 0.5, torch.randn(d, device=device))
-    want = reference(selection, layer_norm_reference(x.double(), ln, torch.float64), *tensors)
-    out = torch.full((1, d), NAN, device=device)
-    run(x, ln, *tensors, rows, out, early=early)
-    torch.testing.assert_close(out.double(), want, atol=2e-4, rtol=1e-4)
-
-
-def test_a_nan_is_passed_on(device):
-    _, rows, tensors = make_problem(device, 40, 64, 1.0)
-    tensors[0][0, 3] = NAN
-    out = torch.zeros(1, 64, device=device)
-    run(tensors[0], None, *tensors[1:], rows, out)
-    assert out.isnan().all()
 
 
 def test_errors_name_the_number(device):

@@ -87,7 +87,9 @@ def test_every_activation_behind_a_gate(device, kind, hidden):
     run(device, kind, 35, 64, 0.6, True, hidden)
 
 
-@pytest.mark.parametrize(("kind", "n", "d"), [("fp32", 33, 65), ("bf16", 20, 130), ("int4", 19, 40)])
+@pytest.mark.parametrize(
+    ("kind", "n", "d"), [("fp32", 33, 65), ("fp32", 130, 257), ("bf16", 20, 130), ("int4", 19, 40)]
+)
 @pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("gated", [False, True])
 def test_odd_sizes_nothing_and_everything(device, kind, n, d, density, gated):
@@ -96,7 +98,7 @@ def test_odd_sizes_nothing_and_everything(device, kind, n, d, density, gated):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_settings_change_nothing_but_the_order(device, gated):
-    for settings in (MlpSettings(1, 32, 1, 1), MlpSettings(25, 64, 3, 2), MlpSettings(3, 128, 4, 2)):
+    for settings in (MlpSettings(1, 32, 1, 1), MlpSettings(70, 64, 3, 2), MlpSettings(3, 128, 4, 2)):
         with settings.in_use():
             run(device, "fp32", 60, 96, 0.5, gated, Hidden("relu2"))
     for settings in (Int4MlpSettings(1, 2, 2, 255), Int4MlpSettings(4, 1, 1, 255)):
@@ -111,14 +113,16 @@ def test_squares_of_large_values(device, kind):
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int4"])
-def test_rows_of_up_and_down_behind_a_dead_gate_are_not_read(device, kind):
-    rows, _, weights, mask = problem(device, kind, 40, 64, 1.0, True, Hidden("relu"))
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_of_silent_neurons_are_not_read(device, kind, gated):
+    rows, _, weights, mask = problem(device, kind, 40, 64, 1.0, gated, Hidden("relu"))
     x = torch.randn(1, 64, device=device).to(FORMATS[kind] or torch.float16)
-    gate = x.double() @ weights.gate.weight.dense(torch.float64).T + weights.gate.bias.double()
+    first = weights.gate if gated else weights.up
+    gate = x.double() @ first.weight.dense(torch.float64).T + first.bias.double()
     dead = gate[0] < -0.01
     assert 5 < int(dead.sum()) < 35
     residual, out = torch.randn(1, 64, device=device), torch.full((1, 64), NAN, device=device)
-    mlp(x, None, poisoned(weights, dead, ("up", "down")), residual, rows, out)
+    mlp(x, None, poisoned(weights, dead, ("up", "down") if gated else ("down",)), residual, rows, out)
     check(out, x, weights, residual, mask, kind)
 
 

@@ -22,35 +22,6 @@ def predict_down(x, ln, weight, sums, out, scale=None, relu=False, normalised_ou
     predict(x, ln, predictor, normalised_out, pdl)
 
 
-@pytest.mark.parametrize(("d", "rank"), [(16, 1), (48, 7), (96, 32), (257, 20)])
-@pytest.mark.parametrize("relu", [False, True])
-def test_equals_a_layer_norm_and_a_product(device, d, rank, relu):
-    x = torch.randn(1, d, device=device) * 3 + 2
-    ln = LayerNormWeights(torch.rand(d, device=device) + 0.5, torch.randn(d, device=device))
-    weight = torch.randn(rank, d, device=device)
-    out, normalised = torch.full((1, rank), NAN, device=device), torch.full((1, d), NAN, device=device)
-    predict_down(x, ln, weight, norm_sums(weight, ln), out, relu=relu, normalised_out=normalised)
-    torch.testing.assert_close(
-        out.double(), predict_down_reference(x.double(), ln, weight, relu=relu), atol=2e-4, rtol=1e-4
-    )
-    torch.testing.assert_close(normalised, layer_norm_reference(x, ln), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
-def test_stored_dtypes(device, dtype):
-    x, ln = torch.randn(1, 64, device=device), LayerNormWeights(torch.rand(64).to(device), torch.randn(64).to(device))
-    weight, scale = torch.randn(24, 64, device=device), None
-    if dtype == torch.float16:
-        weight = weight.half()
-    else:
-        weight, scale = quantise_rows(weight)
-    out = torch.full((1, 24), NAN, device=device)
-    predict_down(x, ln, weight, norm_sums(weight, ln), out, scale)
-    torch.testing.assert_close(
-        out.double(), predict_down_reference(x.double(), ln, weight, scale), atol=1e-3, rtol=1e-3
-    )
-
-
 def test_a_mean_far_from_zero_and_settings(device):
     """x^2 - mean^2 cancels: a mean of 30 deviations costs digits, not the result."""
     x = torch.randn(1, 200, device=device) + 30

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from dejavu_train.kernels.attention.out_projection import ProjectSettings, project_heads
-from dejavu_train.kernels.common.activation import ACTIVATIONS, activation_reference
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense.dense_rows import dense_rows, qkv_dense, qkv_dense_reference
+from dejavu_train.kernels.dense.dense_rows import qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
 from dejavu_train.kernels.sample.sampling import TokenState, embed
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode, flash_decode_reference
@@ -164,15 +163,3 @@ def test_embeddings(device, dtype, learned):
     embed(state, table, positions if learned else None, x)
     want = table[state.tokens[[0, 1], [0, 5]].long()].float()
     assert torch.equal(x, want + positions[[0, 5]].float() if learned else want)
-
-
-@both
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_rows_with_every_activation(device, dtype, name, batch):
-    x, ln = torch.randn(batch, 37, device=device), LayerNormWeights(None, None)
-    weight, bias = torch.randn(11, 37, device=device).to(dtype), torch.randn(11, device=device).to(dtype)
-    out = torch.full((batch, 11), NAN, device=device)
-    dense_rows(x, ln, Rows(weight), bias, name, out)
-    values = layer_norm_reference(x.double(), ln, torch.float64) @ weight.double().T + bias.double()
-    close(out, activation_reference(values, name), dtype, size=60.0 if name == "relu2" else 8.0)
