@@ -40,6 +40,7 @@ class Prompts:
         join: of the outputs of the halves of layers. Those of several GPUs are not recorded.
     """
 
+    @torch.inference_mode(False)  # what it holds is written in later calls, which may be outside
     def __init__(self, core: DecodeStep, join: Join) -> None:
         self.core, self.join, self._alone = core, join, type(join) is Join
         packed = core.weights.packed
@@ -61,7 +62,8 @@ class Prompts:
             write_rows(core, sent(numbers, core.device))
             return
         if len(rows) not in self._given:
-            self._given[len(rows)] = torch.zeros(numbers.shape, dtype=torch.float64, device=core.device)
+            with torch.inference_mode(False):
+                self._given[len(rows)] = torch.zeros(numbers.shape, dtype=torch.float64, device=core.device)
         given = self._given[len(rows)]
         given.copy_(sent(numbers, core.device))
         core.replay(("rows", len(rows)), partial(write_rows, core, given), shared=True)
@@ -101,7 +103,8 @@ class Prompts:
                 dataclasses.replace(cache, k=cache.k[b : b + 1], v=cache.v[b : b + 1], watermark=None)
                 for cache in core.caches
             ]
-            self._passes[b] = SlotPass(core.weights, of_row, core.ops, core.work.pdl)
+            with torch.inference_mode(False):
+                self._passes[b] = SlotPass(core.weights, of_row, core.ops, core.work.pdl)
         slots = torch.arange(SLOTS, dtype=torch.int32, device=core.device)
         position = chunk[1] + torch.minimum(slots, chunk[2] - 1)
         found = self._passes[b].run_layers(core.state.tokens[b].index_select(0, position), position)
