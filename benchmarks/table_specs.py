@@ -128,6 +128,23 @@ ZEROS = Table(
 )  # fmt: skip
 
 
+FIRST_TOKEN = Table(
+    f"{RESULTS}/first_token.csv",
+    {"shapes": "shapes", "prompt, tokens": "length"},
+    (
+        Column("transformers, fp16, ms", "ms", {"what": "transformers"}),
+        Column("ours, fp16, ms", "ms", {"what": "ours", "format": "fp16"}),
+        Column("a step, ms", "step_ms", {"what": "ours", "format": "fp16"}),
+        Column("ours, 4 bits, ms", "ms", {"what": "ours", "format": "int4"}),
+        Column("a step in 4 bits, ms", "step_ms", {"what": "ours", "format": "int4"}),
+    ),
+    "`python -m benchmarks.first_token --formats fp16 int4 --rivals` on a GPU",
+    {"device": "NVIDIA H200"},
+    {"shapes": named, "length": lambda row: int(row["tokens"])},
+    order=lambda name: (*by_size(name[0]), name[1]),
+)
+
+
 DECODE = Table(
     f"{RESULTS}/decode.csv",
     {"shapes": "shapes"},
@@ -791,6 +808,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "exact": exact_at(USUAL, batch="1"),
     "exact-batches": EXACT_BATCHES,
     "zeros": ZEROS,
+    "first-token": FIRST_TOKEN,
     "decode-rivals": DECODE,
     "decode-families": FAMILY_STEPS,
     "several-gpus": SEVERAL,

@@ -286,6 +286,19 @@ class SparseCausalLM(_Dense):
         runtime.prepare(self)
         return runtime.engines
 
+    def warm_up(self, rows: int = 1, tokens: int | None = None) -> None:
+        """Compile and record what the first :meth:`generate` would wait for.
+
+        Args:
+            rows: sequences at once. tokens: of a sequence at most, prompt included. None: the model's limit.
+
+        Raises:
+            UserError: the backend has no engine.
+        """
+        pool = self.engine_pool()
+        with pool.turn():
+            pool.engine(rows, tokens or pool.shape.max_positions).warm_up()
+
     def guard_report(self) -> dict[str, Any] | None:
         """What the guard has measured since it was made or reset, see :meth:`GuardState.report`. None without one."""
         guarded = self._runtime.guarded

@@ -6,6 +6,7 @@ import torch
 from bundles import make_bundle
 from conftest import save_tiny_opt
 
+from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
@@ -133,3 +134,19 @@ def test_who_leaves_while_the_prompt_runs_frees_the_place_at_once(folder, kind):
     assert rows.free == 1 and rows.step(4) == []
     b = rows.join(Row.of_prompt(SHORT, 20))
     assert rows.reused == 0 and len(text(rows, b)) == 17
+
+
+@KINDS
+def test_warming_up_leaves_nothing_behind(folder, kind):
+    engine = made(kind, folder)
+    expected = text(rows := Rows(engine, []), rows.join(Row.of_prompt(LONG, 90)))
+    engine.warm_up()
+    assert not engine.prompted
+    rows = Rows(engine, [])
+    assert text(rows, rows.join(Row.of_prompt(LONG, 90))) == expected
+
+
+def test_a_model_is_warmed_up_on_demand(folder):
+    model = SparseOPTForCausalLM.from_model(load_opt(str(folder)), make_bundle(folder).at(0.3, 1.0), "cpu")
+    model.warm_up(rows=2, tokens=40)
+    assert [(b, engine.context >= 40) for b, engine in model.engine_pool().engines.items()] == [(2, True)]

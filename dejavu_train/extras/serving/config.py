@@ -37,7 +37,7 @@ class ServeConfig:
     context: int | None = None
     """Tokens of a text, prompt included. null: the model's limit."""
     prefill_chunk: int | None = None
-    """Tokens of a prompt that run between two steps of others. null: 64 on a CPU, 256 on a GPU, 1024 in 4 bits."""
+    """Tokens of a prompt that run between two steps of others. null: as the engine takes by itself."""
     queue: int = 64
     """Texts that may wait. One more is answered with 429."""
     lossless: bool = False
