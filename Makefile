@@ -68,8 +68,8 @@ lint: .venv/dev
 	.venv/bin/ruff format --check $(CODE)
 	.venv/bin/mypy
 	.venv/bin/lint-imports
-	.venv/bin/python tests/words.py
 	.venv/bin/python tests/budget.py
+	.venv/bin/python tests/words.py
 
 tables: | .venv/bin/python
 	.venv/bin/python -m benchmarks.tables
