@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dejavu_train.kernels.attention import out_projection
+from dejavu_train.kernels.attention import attend_chunk, out_projection
 from dejavu_train.kernels.common import launch
 from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
@@ -21,7 +21,7 @@ from dejavu_train.kernels.common.limits import Products, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head
+from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head, unpack
 from dejavu_train.kernels.dense.dense_batch import dense_add, qkv_batch
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -258,6 +258,12 @@ def further_cases(d: int) -> Iterator[Case]:
     two, pair_of_rows = halves(2, d), torch.empty(2, 2, d)
     yield f"embed {d}", partial(sampling.embed, TokenState.empty(1, 64, "cpu"), halves(64, d), halves(66, d), x, True)
     yield f"layer_norm {d}", partial(layer_norm, x, ln, halves(1, d), True)
+    for tokens in (16, 64):
+        rows, out = halves(tokens, h, 3, d // h), halves(tokens, h, d // h)
+        chunk = torch.ones(3, dtype=torch.int32)
+        yield f"attend_chunk {d} {tokens}", partial(attend_chunk.attend_chunk, rows, own.every, chunk, out)
+    for by_head, beside in ((int4_rows(n, d), False), (int4_rows(h, d, d // h), True)):
+        yield f"unpack {d} {beside}", partial(unpack.unpack, by_head, torch.float16, beside)
     scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
     for name, heads in (("flash_decode", own.heads), ("flash_decode all", None)):
         given = (HeadStep(own.q, own.cache, own.ones, heads), torch.empty(1, d), scratch)
