@@ -21,7 +21,7 @@ from dejavu_train.ground import files, machine
 from dejavu_train.ground.errors import UserError, describe, exit_on_user_error
 from dejavu_train.ground.files import probe_folder, read_sealed, replacing, write_json, write_sealed
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.models.stored import check_folder
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.run.check import check_output
@@ -109,7 +109,7 @@ def test_a_head_that_is_not_stored_is_not_made_up(tmp_path, run, capsys):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
     with pytest.raises(ValueError, match="lack 1 tensors of its config, first .'lm_head.weight'"):
-        load_opt(str(folder))
+        load_model(str(folder))
 
 
 def test_a_model_with_more_layers_than_its_config_says(tmp_path):
@@ -117,7 +117,7 @@ def test_a_model_with_more_layers_than_its_config_says(tmp_path):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
     with pytest.raises(ValueError, match="layers.1.*num_hidden_layers is 1"):
-        load_opt(str(folder))
+        load_model(str(folder))
 
 
 def test_model_or_text_that_changed_after_collecting_or_after_everything(run, capsys, tiny_opt, text_file, tmp_path):

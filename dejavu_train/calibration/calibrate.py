@@ -42,7 +42,7 @@ from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increase
 from dejavu_train.families import TARGETS, Target, UnitKey
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.progress import progress
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.checkpoint import Stored, as_stored, read_predictor, stored_tensors
 from dejavu_train.predictors.custom import PredictorClass, describe

@@ -42,7 +42,7 @@ from dejavu_train.families import blocks_of
 from dejavu_train.ground.progress import Progress
 from dejavu_train.models.layer_exchange import Enough, first, own_forward
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import torch_dtype
+from dejavu_train.models.load import torch_dtype
 
 STREAM = "stream"
 

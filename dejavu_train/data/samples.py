@@ -33,7 +33,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.ground.locks import locked
 from dejavu_train.ground.progress import Progress
-from dejavu_train.models.opt import drop_generation_defaults
+from dejavu_train.models.load import drop_generation_defaults
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4_sizes import part_sizes
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.quantize.rounding import round_nearest
 
 NAME = "weights of the draft"
@@ -89,7 +89,7 @@ def stored(weights: DecodeWeights, folder: str, shard: Shard | None = None) -> D
             f"the draft's folder must hold this model in 4 bits, {folder} has {found}; write one with python -m"
             " dejavu_train.quantize, or pass draft_weights='int4'"
         )
-    model = load_opt(folder) if shard is None else load_shard(folder, shard, own.dtype, device)[0]
+    model = load_model(folder) if shard is None else load_shard(folder, shard, own.dtype, device)[0]
     check_room({NAME: weight_bytes(model, own.dtype)}, device)
     read = weights_of_model(model, own.dtype, device, held=None if shard is None else shard.dims)
     read = read if shard is None else shard.with_head(read)

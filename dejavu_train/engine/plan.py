@@ -51,7 +51,7 @@ from dejavu_train.kernels.common.limits import (
     takes_row_words,
     tokens_at_once,
 )
-from dejavu_train.models.opt import DTYPES
+from dejavu_train.models.load import DTYPES
 
 MEASURED_FROM = 4096  # d from which lists of several rows were timed
 # Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its

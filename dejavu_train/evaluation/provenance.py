@@ -10,7 +10,7 @@ import transformers
 
 from dejavu_train.bundle.folder import METADATA
 from dejavu_train.ground.files import read_json
-from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.load import weight_hash
 
 
 def versions() -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.machine import cores
-from dejavu_train.models.opt import DTYPE_SPELLED, SPELLED
+from dejavu_train.models.load import DTYPE_SPELLED, SPELLED
 from dejavu_train.models.stored import Stored, own_name, read_header, stored_files
 
 READERS, PART = 8, 1 << 25  # threads, and bytes that one reads at a time

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.ground.files import read_sealed, sha256_file
-from dejavu_train.models.opt import torch_dtype
+from dejavu_train.models.load import torch_dtype
 from dejavu_train.predictors.custom import PredictorClass, build_custom, chosen_classes, custom_tensors, load_custom
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED, row_codes, stored_rows

@@ -125,6 +125,6 @@ def gptq_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
 def check_device(config: QuantizeConfig) -> None:
     """Raise :class:`UserError` for a GPU that is not there, for which torch is asked."""
     if config.device.startswith("cuda"):
-        from dejavu_train.models.opt import resolve_device
+        from dejavu_train.models.load import resolve_device
 
         resolve_device(config.device)

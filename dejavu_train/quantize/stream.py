@@ -13,7 +13,7 @@ from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.block import positions_like
 from dejavu_train.families.published import is_extra
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.opt import empty_model
+from dejavu_train.models.load import empty_model
 from dejavu_train.models.stored import own_name
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader

@@ -20,7 +20,7 @@ from dejavu_train.data.shards import LayerWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
 from dejavu_train.models.config_values import read_values
-from dejavu_train.models.opt import random_model, resolve_device, torch_dtype
+from dejavu_train.models.load import random_model, resolve_device, torch_dtype
 from dejavu_train.run.footprint import probed_rows
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.config import RunConfig

@@ -17,7 +17,7 @@ from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -71,7 +71,7 @@ def under_a_cap(model, folder, calibrating, outcome):
             bundle = choose(measure_curves(*parts, config, device="cpu", targets=["mlp"]), config, FLOAT16)
             assert len(bundle.specs) >= LAYERS
         else:
-            load_opt(str(model), "float32")
+            load_model(str(model), "float32")
         outcome.value = 1
     except (UserError, RuntimeError, MemoryError):
         outcome.value = 0

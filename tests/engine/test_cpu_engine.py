@@ -26,7 +26,7 @@ from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.families import ModelDims
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 
@@ -48,7 +48,7 @@ def tokens(n, vocab=300, seed=0):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "int4"])
 def test_scores_equal_those_of_gather_over_256_tokens(tiny_opt, dtype):
     bundle = make_bundle(tiny_opt, means=True, dtype=dtype, cascade=True).at(0.3, 0.4)
-    model, row = load_opt(str(tiny_opt)), tokens(256)
+    model, row = load_model(str(tiny_opt)), tokens(256)
     engine = CpuEngine(model, bundle, threads=2)
     (found,) = engine.score([row])
     torch.testing.assert_close(found, gather_nll(model, bundle, row), atol=1e-4, rtol=1e-4)
@@ -58,7 +58,7 @@ def test_scores_equal_those_of_gather_over_256_tokens(tiny_opt, dtype):
 @pytest.mark.parametrize("options", [{"lookahead": True}, {"rank": 5, "dtype": "int4"}], ids=str)
 def test_predictors_of_other_sites_and_odd_ranks(tiny_opt, options):
     bundle = make_bundle(tiny_opt, **options).at(0.2, 0.5)
-    model, row = load_opt(str(tiny_opt)), tokens(64)
+    model, row = load_model(str(tiny_opt)), tokens(64)
     (found,) = CpuEngine(model, bundle, threads=2).score([row])
     torch.testing.assert_close(found, gather_nll(model, bundle, row), atol=1e-4, rtol=1e-4)
 
@@ -75,7 +75,7 @@ def test_odd_sizes_equal_the_masked_model(heads, relu, top_k):
 
 def test_rows_of_unequal_prompts_equal_single_rows(tiny_opt):
     bundle = make_bundle(tiny_opt, means=True, cascade=True).at(0.3, 0.4)
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     single, several = CpuEngine(model, bundle, threads=2), CpuEngine(model, bundle, batch=4, threads=2)
     prompts = [tokens(n, seed=n) for n in (3, 40, 17)]
     alone = [single.generate([prompt], 50, stop_tokens=())[0] for prompt in prompts]
@@ -89,7 +89,7 @@ def test_rows_of_unequal_prompts_equal_single_rows(tiny_opt):
 
 def test_a_prompt_at_once_or_step_by_step_gives_what_gather_generates(tiny_opt):
     bundle = make_bundle(tiny_opt, means=True, cascade=True).at(0.3, 0.4)
-    model, prompt = load_opt(str(tiny_opt)), tokens(20)
+    model, prompt = load_model(str(tiny_opt)), tokens(20)
     sparse = SparseOPTForCausalLM.from_model(model, bundle, "gather", sparse_from="prompt")
     ids = torch.tensor([prompt])
     options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "pad_token_id": 1}
@@ -109,7 +109,7 @@ def test_a_long_gap_is_filled_in(tiny_opt):
         for key, entry in bundle.specs.items()
     }
     bundle = dataclasses.replace(bundle, specs=never)
-    model, row = load_opt(str(tiny_opt)), tokens(260)
+    model, row = load_model(str(tiny_opt)), tokens(260)
     engine = CpuEngine(model, bundle, threads=2)
     engine.score([row[:250]])
     assert not engine.state.watermark.any()
@@ -130,12 +130,12 @@ def test_a_long_gap_is_filled_in(tiny_opt):
 
 def test_int8_weights_are_those_of_the_rounded_model(tiny_opt):
     bundle = make_bundle(tiny_opt, cascade=True).at(0.5, 0.6)
-    model, row = load_opt(str(tiny_opt)), tokens(60)
+    model, row = load_model(str(tiny_opt)), tokens(60)
     dense = CpuEngine(model, stored="int8", group=64, threads=2).score([row])[0]
     sparse = CpuEngine(model, bundle, stored="int8", threads=2).score([row])[0]
     exact = gather_nll(model, bundle, row)
     assert abs(sparse.mean() - exact.mean()) < 0.05 and not torch.equal(sparse, exact)
-    rounded = load_opt(str(tiny_opt))
+    rounded = load_model(str(tiny_opt))
 
     def rounding(weight, group):
         codes, scales = quantise_groups(weight, group)
@@ -169,7 +169,7 @@ def test_the_largest_products_of_int8_rows_do_not_overflow():
 
 
 def test_sampling_follows_the_distribution_and_the_seed(tiny_opt):
-    model, prompt = load_opt(str(tiny_opt)), tokens(5)
+    model, prompt = load_model(str(tiny_opt)), tokens(5)
     engine = CpuEngine(model, threads=1, batch=4)
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1].double() / 0.7
@@ -195,7 +195,7 @@ def test_sampling_follows_the_distribution_and_the_seed(tiny_opt):
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (40, 0.8), (10_000, 0.5)])
 def test_top_k_samples_as_transformers_filters(tiny_opt, top_k, top_p):
     """Against softmax over what transformers' warpers leave. Of two equal logits at the edge both stay."""
-    model, prompt = load_opt(str(tiny_opt)), tokens(5)
+    model, prompt = load_model(str(tiny_opt)), tokens(5)
     head = model.lm_head.weight
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1]
@@ -243,14 +243,14 @@ def test_the_cut_of_top_k_is_the_k_th_largest_logit(kind):
 
 
 def test_stop_tokens_end_a_row(tiny_opt):
-    engine, prompt = CpuEngine(load_opt(str(tiny_opt)), threads=2), tokens(6)
+    engine, prompt = CpuEngine(load_model(str(tiny_opt)), threads=2), tokens(6)
     whole = engine.generate([prompt], 30, stop_tokens=())[0]
     stop = whole[10]
     assert engine.generate([prompt], 30, stop_tokens=(stop,))[0] == whole[: whole.index(stop) + 1]
 
 
 def test_bytes_are_counted(tiny_opt):
-    weights = CpuWeights.from_model(load_opt(str(tiny_opt)))
+    weights = CpuWeights.from_model(load_model(str(tiny_opt)))
     engine, shape = CpuEngine(weights, threads=2), weights.shape
     engine.score([tokens(3)])
     read = engine.bytes_read()
@@ -266,7 +266,7 @@ def test_bytes_are_counted(tiny_opt):
 
 def test_greedy_takes_the_largest_fp32_logit_though_int8_screens(tiny_opt):
     """Rows of the LM head that differ by less than int8 can tell. Of equal ones the first."""
-    model, prompt = load_opt(str(tiny_opt)), tokens(7, vocab=100)
+    model, prompt = load_model(str(tiny_opt)), tokens(7, vocab=100)
     with torch.no_grad():
         head = model.lm_head.weight
         head[100:200] = head[100] * (1 + 1e-5 * torch.randn(100, 1, generator=torch.Generator().manual_seed(3)))
@@ -281,7 +281,7 @@ def test_greedy_takes_the_largest_fp32_logit_though_int8_screens(tiny_opt):
 
 
 def test_refusals_name_the_remedy(tiny_opt):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     weights = CpuWeights.from_model(model)
     for options in ({"batch": 9}, {"threads": 0}, {"context": 513}):
         with pytest.raises(UserError):
@@ -327,7 +327,7 @@ def test_ctrl_c_leaves_at_once(tmp_path):
 
 
 def test_odd_head_dims_generate_as_transformers_does(tmp_path):
-    model = load_opt(
+    model = load_model(
         str(save_tiny_opt(tmp_path, hidden_size=30, word_embed_proj_dim=30, num_attention_heads=3, ffn_dim=13))
     )
     prompt = tokens(9)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.families import base
 from dejavu_train.ground.errors import UserError, exit_on_user_error
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.run.command import main
 from dejavu_train.sparse.model import SparseCausalLM, SparseOPTForCausalLM
 
@@ -47,7 +47,7 @@ def bundle(run):
 
 @pytest.fixture
 def dense(folder):
-    return load_opt(str(folder))
+    return load_model(str(folder))
 
 
 def padded(seed=0):
@@ -77,7 +77,7 @@ def test_a_dense_bundle_gives_what_transformers_gives(dense, bundle, backend):
 
 
 def test_gather_agrees_with_mask(folder, dense, bundle):
-    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from=3)
+    mask = SparseCausalLM.from_model(load_model(str(folder)), bundle, "mask", sparse_from=3)
     gather = SparseCausalLM.from_model(dense, bundle, "gather", sparse_from=3)
     assert type(gather).__name__ == "SparseLlamaForCausalLM" and isinstance(gather, LlamaForCausalLM)
     for seed in range(3):
@@ -90,7 +90,7 @@ def test_generate_with_a_cache_gives_what_a_full_pass_selects(folder, dense, bun
     settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
     inputs = padded(4)
     gather = SparseCausalLM.from_model(dense, bundle, "gather", sparse_from="prompt")
-    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from="prompt")
+    mask = SparseCausalLM.from_model(load_model(str(folder)), bundle, "mask", sparse_from="prompt")
     out = gather.generate(**inputs, **settings)
     assert out.shape == (2, 22) and torch.equal(out, mask.generate(**inputs, **settings))
     gather.sparse_from = torch.tensor([7, 12])

@@ -14,7 +14,7 @@ from dejavu_train.families.fused import FusedPart
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models import stored
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.stored import Stored, check_folder, in_layer, layer_prefixes
 from dejavu_train.sparse.model import SparseCausalLM
 
@@ -92,12 +92,12 @@ def test_positions_from_the_first_row_on_run_in_every_engine(folder):
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     bundle = make_bundle(folder).at(1.0, 1.0)
     with torch.no_grad():
-        expected = load_opt(str(folder))(ids).logits
+        expected = load_model(str(folder))(ids).logits
         for backend, ops in (("mask", {}), ("gather", {}), ("triton", {"ops": "reference"})):
-            model = SparseCausalLM.from_model(load_opt(str(folder)), bundle, backend, **ops)
+            model = SparseCausalLM.from_model(load_model(str(folder)), bundle, backend, **ops)
             torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=2e-5)
     nll = -expected.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    for got, row in zip(CpuEngine(load_opt(str(folder)), bundle, batch=2).score(ids.tolist()), nll, strict=True):
+    for got, row in zip(CpuEngine(load_model(str(folder)), bundle, batch=2).score(ids.tolist()), nll, strict=True):
         torch.testing.assert_close(got, row, rtol=1e-5, atol=2e-5)
 
 

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
@@ -21,7 +21,7 @@ GREEDY = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
 def sparse(folder, bundle, backend, **options):
     options |= {"ops": "reference"} if backend == "triton" else {}
-    return SparseOPTForCausalLM.from_model(load_opt(str(folder)), bundle, backend, **options)
+    return SparseOPTForCausalLM.from_model(load_model(str(folder)), bundle, backend, **options)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def written(model, ids, **options):
 
 def fresh(model, backend="mask"):
     """What a model gives that is made now, of the same weights. The engine of a GPU runs no second stage."""
-    dense = load_opt(str(model.config._name_or_path))
+    dense = load_model(str(model.config._name_or_path))
     dense.load_state_dict(model.state_dict())
     bundle = model.bundle.one_stage() if model.backend == "triton" else model.bundle
     return SparseOPTForCausalLM.from_model(dense, bundle, backend, model.sparse_from)
@@ -62,7 +62,7 @@ def test_a_text_is_what_it_is_alone_whoever_else_calls(folder, bundle, backend):
 
 
 def test_a_mask_in_one_thread_is_not_seen_in_another(folder, bundle):
-    dense, ids = load_opt(str(folder)), tokens(12)
+    dense, ids = load_model(str(folder)), tokens(12)
     model = SparseOPTForCausalLM.from_model(dense, bundle, "mask")
     with torch.no_grad():
         expected, stop, wrong = dense(ids).logits, threading.Event(), []
@@ -206,19 +206,19 @@ def test_an_adapter_runs_in_every_backend(folder, bundle, backend, targets, insi
         return peft.get_peft_model(model, how).eval()
 
     with torch.no_grad():
-        dense = adapted(load_opt(str(folder)))
+        dense = adapted(load_model(str(folder)))
         expected, text = dense(ids).logits, dense.generate(input_ids=ids, **GREEDY).tolist()
         options = {"ops": "reference"} if backend == "triton" else {}
         if inside:
-            inner = adapted(load_opt(str(folder))).base_model.model
+            inner = adapted(load_model(str(folder))).base_model.model
             model = SparseOPTForCausalLM.from_model(inner, whole, backend, **options)
         else:
-            model = adapted(SparseOPTForCausalLM.from_model(load_opt(str(folder)), whole, backend, **options))
+            model = adapted(SparseOPTForCausalLM.from_model(load_model(str(folder)), whole, backend, **options))
         torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)
         assert model.generate(input_ids=ids, **GREEDY).tolist() == text
         if not inside:
             with model.disable_adapter():
-                plain = load_opt(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
+                plain = load_model(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
                 assert model.generate(input_ids=ids, **GREEDY).tolist() == plain
 
 
@@ -242,8 +242,8 @@ def test_an_adapter_of_what_is_read_first_runs(folder, bundle, kind, backend):
                 parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         return made.generate(input_ids=ids, **GREEDY).tolist()
 
-    plain = load_opt(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
-    model, expected = sparse(folder, bundle.at(1.0, 1.0), backend), text(load_opt(str(folder)))
+    plain = load_model(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
+    model, expected = sparse(folder, bundle.at(1.0, 1.0), backend), text(load_model(str(folder)))
     assert expected != plain, "the adapter changes nothing, the test shows nothing"
     if kind == "prefix" and backend != "mask":  # it puts a cache of its own in place
         with pytest.raises(UserError, match="SparseCache, got DynamicCache; .* or use backend='mask'"):
@@ -272,7 +272,7 @@ def test_a_prompt_that_is_tuned_is_dense_where_prompts_are(folder, bundle, kind,
         with torch.no_grad():
             return made.generate(input_ids=ids, **GREEDY, **told).logits
 
-    got, dense = logits(sparse(folder, bundle, backend, sparse_from="prompt")), logits(load_opt(str(folder)))
+    got, dense = logits(sparse(folder, bundle, backend, sparse_from="prompt")), logits(load_model(str(folder)))
     torch.testing.assert_close(got[0], dense[0], atol=1e-4, rtol=1e-4)
     assert ((got[1] - dense[1]).abs().amax(dim=1) > 1e-2).all(), "what follows the prompt is sparse"
 

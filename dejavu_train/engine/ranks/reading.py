@@ -20,7 +20,7 @@ from dejavu_train.models.config_values import INT4, quant_method, read_values, r
 from dejavu_train.models.int4 import CodedLinear, head_layout, row_layouts
 from dejavu_train.models.int4_quantizer import replace_matrices
 from dejavu_train.models.int4_sizes import head_kind, head_sizes
-from dejavu_train.models.opt import DTYPE_SPELLED, chosen_dtype, random_model
+from dejavu_train.models.load import DTYPE_SPELLED, chosen_dtype, random_model
 from dejavu_train.models.stored import (
     HEAD,
     Stored,
@@ -98,9 +98,9 @@ def load_shard(
     Its modules cannot be called as a model: what they give is a part. Biases that count once are zero on later ranks.
 
     Args:
-        name: folder or hub id. dtype: as of `load_opt`. Of 4-bit rows what is no matrix is in float32.
+        name: folder or hub id. dtype: as of `load_model`. Of 4-bit rows what is no matrix is in float32.
     Raises:
-        UserError: as `load_opt`. Weights that are pickled, or q, k and v that are stored as one matrix.
+        UserError: as `load_model`. Weights that are pickled, or q, k and v that are stored as one matrix.
     """
     values = read_values(name, revision)
     refuse_foreign(values, name)

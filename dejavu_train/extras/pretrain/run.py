@@ -40,7 +40,7 @@ from dejavu_train.ground import signals
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import replacing_files, write_json
 from dejavu_train.ground.progress import Progress, set_up_logging
-from dejavu_train.models.opt import load_tokenizer, resolve_device
+from dejavu_train.models.load import load_tokenizer, resolve_device
 from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from dejavu_train.extras.serving.lossless_rows import LosslessRows
 from dejavu_train.extras.serving.metrics import Metrics
 from dejavu_train.extras.serving.requests import Reader
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 from dejavu_train.sparse.model import SparseCausalLM
 
 HANG_UP = getattr(signal, "SIGHUP", None)  # which Windows does not have

@@ -78,7 +78,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     return config
 
 
-def load_model(name: str, revision: str | None, config: PreTrainedConfig, layers: str) -> Any:
+def load_decoder(name: str, revision: str | None, config: PreTrainedConfig, layers: str) -> Any:
     """The dense model on the CPU, in evaluation mode and in the dtype that its weights are stored in.
 
     Weights of safetensors are mapped into memory, so a layer is read from the disk when it runs.

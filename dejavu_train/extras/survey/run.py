@@ -16,14 +16,14 @@ from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.extras.survey.config import SurveyConfig
-from dejavu_train.extras.survey.decoder import GGUF, check_window, find_parts, load_model, read_config
+from dejavu_train.extras.survey.decoder import GGUF, check_window, find_parts, load_decoder, read_config
 from dejavu_train.extras.survey.layerwise import LayerRunner
 from dejavu_train.extras.survey.measure import Selection, Survey
 from dejavu_train.extras.survey.page import Found, page, rows_of, untrained, verdict, write
 from dejavu_train.extras.survey.speed import this_machine
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError, first_line
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 
 logger = logging.getLogger(__name__)
 STATE = "survey.safetensors"
@@ -49,7 +49,7 @@ def run(config: SurveyConfig) -> Found:
         *(Selection(Target.HEADS, share) for share in sorted(config.head_shares, reverse=True)),
     ]
     selections = [each for each in selections if each.target is None or each.kept(parts) < 1]
-    model = load_model(config.model, config.revision, values, parts.layers)
+    model = load_decoder(config.model, config.revision, values, parts.layers)
     state = Path(config.output) / STATE
     survey = Survey(
         LayerRunner(model, parts.layers, device),

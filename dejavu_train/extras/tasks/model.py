@@ -25,7 +25,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.progress import Progress
 from dejavu_train.models.finite import FiniteLogits, check_logits
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.sparse.model import SparseCausalLM
 from dejavu_train.sparse.runtime import ENGINES
 
@@ -112,7 +112,7 @@ class DejavuLM(HFLM):
         identity: dict[str, Any] = {"model": name, "backend": asked.backend, "sparse_from": asked.sparse_from}
         identity["weight_hash"] = weight_hash(name, revision=revision)
         if asked.backend == DENSE:
-            model = load_opt(name, asked.dtype, device, revision=revision)
+            model = load_model(name, asked.dtype, device, revision=revision)
         else:
             beside = model_folder(name, revision=revision) / PREDICTORS_FOLDER
             bundle = Bundle.from_pretrained(asked.predictors or beside).at(asked.mlp_density, asked.head_density)

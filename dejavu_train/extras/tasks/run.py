@@ -33,7 +33,7 @@ from dejavu_train.extras.tasks.tasks import (
 )
 from dejavu_train.ground.files import write_json, write_text
 from dejavu_train.ground.progress import set_up_logging
-from dejavu_train.models.opt import load_tokenizer, resolve_device
+from dejavu_train.models.load import load_tokenizer, resolve_device
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

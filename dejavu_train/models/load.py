@@ -135,7 +135,7 @@ def resolve_device(name: str | int | torch.device) -> torch.device:
     return device
 
 
-def load_opt(
+def load_model(
     name: str,
     dtype: str | torch.dtype | None = "float32",
     device: str | int | torch.device | None = "cpu",
@@ -169,7 +169,7 @@ def load_with_info(
     attributes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """As :func:`load_opt`, with what transformers says of the loading (``output_loading_info``).
+    """As :func:`load_model`, with what transformers says of the loading (``output_loading_info``).
 
     Args:
         attributes: values that replace those of config.json. None of the sizes.
