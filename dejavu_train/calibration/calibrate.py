@@ -60,7 +60,7 @@ def measure_curves(
     targets: Sequence[str] | None = None,
     classes: Mapping[str, PredictorClass] | None = None,
 ) -> Bundle:
-    """What every density of every predictor in ``predictors_folder`` selects, keeps and costs, as a dense bundle.
+    """Measure what all densities of all predictors in ``predictors_folder`` select, keep and cost, as a dense bundle.
 
     Args:
         predictors_folder: ``layer_XX/<target>/`` as training writes them. A target for every layer or for none.

@@ -98,13 +98,13 @@ class StreamPass:
 
 
 def stream_bytes(manifest: ActivationManifest, tokens: int, config: CollectConfig) -> int:
-    """Of both files, for ``tokens`` recorded tokens."""
+    """Bytes of both files, for ``tokens`` recorded tokens."""
     return 2 * (tokens + MEAN_TOKENS) * manifest.shape.d_model * torch_dtype(config.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class _Batches:
-    """What goes through a layer, in the order of its rows in the stream.
+    """Batches that go through a layer, in the order of their rows in the stream.
 
     Attributes:
         averaged: over which the means of heads are taken.

@@ -31,7 +31,7 @@ Run = Callable[[Tensor, Tensor], object]
 
 @dataclass(frozen=True)
 class Recording:
-    """What is to be recorded, and where.
+    """Work of a recording: what, and where.
 
     Attributes:
         planned: all shards with their windows.
@@ -48,7 +48,7 @@ class Recording:
 
     @property
     def windows(self) -> list[Window]:
-        """Of all shards."""
+        """Windows of all shards."""
         return [window for _, windows in self.planned for window in windows]
 
     @property
@@ -58,7 +58,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class HeadReference:
-    """What the heads of a layer are measured against.
+    """Reference that the heads of a layer are measured against.
 
     Attributes:
         mean: (n_heads, head_dim) fp32, what stands for a skipped head.

@@ -56,7 +56,7 @@ Write = Callable[[Rows, int, int], Rows]
 
 @dataclasses.dataclass(frozen=True)
 class SampleManifest:
-    """What ``samples.json`` holds."""
+    """Contents of ``samples.json``."""
 
     model: str
     weight_hash: str
@@ -92,7 +92,7 @@ def decode_rows(data: bytes, length: int) -> np.ndarray:
 
 
 def settings_of(config: SampleConfig, window: int) -> dict[str, Any]:
-    """What decides which text is written, but for how much of it and the model."""
+    """Settings that decide which text is written, but for its length and the model."""
     values = dataclasses.asdict(config)
     values.pop("tokens")
     values["length"] = config.length or window

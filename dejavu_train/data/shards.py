@@ -72,7 +72,7 @@ class ShardEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationManifest:
-    """What an activations folder holds, or will hold when its collecting is over."""
+    """Contents of an activations folder, or of one whose collecting is not over."""
 
     model: str
     weight_hash: str
@@ -228,7 +228,7 @@ def new_shard(path: Path) -> Iterator[tuple[h5py.File, _Recorded]]:
 
 
 def refuse_unreadable(error: Exception, path: Path, message: str) -> NoReturn:
-    """What to say of a file that could not be read: what the system refused, else that it is damaged (``message``).
+    """Refuse a file that could not be read. Says what the system refused, else that it is damaged (``message``).
 
     Raises:
         OSError: the system's error, of ``path``: the file is not to blame.
@@ -347,7 +347,7 @@ _ABOUT, _LABELS, _THRESHOLD = "about", "activation", "threshold"
 
 @dataclasses.dataclass(frozen=True)
 class LayerWeights:
-    """What a loss needs of a layer, in float32.
+    """Weights that a loss needs of a layer, in float32.
 
     Attributes:
         up_weight, up_bias: (n, d) and (n,), the map into the neurons. gate_weight, gate_bias: the same of a gate.
@@ -367,7 +367,7 @@ class LayerWeights:
 
     @classmethod
     def of(cls, block: BlockParts, shape: ModelDims, head_mean: Tensor) -> "LayerWeights":
-        """Of a layer's modules, with maps in their own dtype."""
+        """Take a layer's modules, with maps in their own dtype."""
         parts: dict[str, Any] = {"activation": shape.activation, "threshold": shape.threshold}
         for name, linear in (("up", block.up), ("gate", block.gate)):
             if linear is not None:

@@ -44,12 +44,12 @@ def draft_weights(weights: DecodeWeights, asked: str, shard: Shard | None = None
 
 
 def rounded_bytes(weights: DecodeWeights) -> int:
-    """Of the matrices of all layers in 4 bits."""
+    """Bytes of all layers' matrices in 4 bits."""
     return weights.shape.n_layers * sum(size.nbytes for size in part_sizes(weights.shape).values())
 
 
 def bytes_beside(draft: DecodeWeights, weights: DecodeWeights) -> int:
-    """What a draft's weights take that are not those of ``weights``."""
+    """Bytes of a draft's weights that are not those of ``weights``."""
     own = {tensor.data_ptr() for tensor in weights.tensors()}
     return sum(tensor.nbytes for tensor in draft.tensors() if tensor.data_ptr() not in own)
 
@@ -79,7 +79,7 @@ def rounded(weights: DecodeWeights) -> DecodeWeights:
 
 
 def stored(weights: DecodeWeights, folder: str, shard: Shard | None = None) -> DecodeWeights:
-    """Of a quantised folder. Embeddings are the model's own, since draft and model read and write the same tokens."""
+    """Read a quantised folder. Embeddings are the model's own, since draft and model read and write the same tokens."""
     own, device = weights.embedding, weights.embedding.device
     shape, whole = read_dims(folder), weights.shape if shard is None else shard.whole
     packed = quant_method(read_values(folder)) == INT4

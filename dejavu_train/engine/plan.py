@@ -187,7 +187,7 @@ class _Chooser:
         return self.predictors.get(UnitKey(layer, target))
 
     def _not_beside_attention(self, layer: int) -> str:
-        """Of the MLP's predictor."""
+        """Reason against the MLP's predictor."""
         mlp = self.facts(layer, Target.MLP)
         if mlp is None:
             return "its MLP selects nothing"
@@ -405,7 +405,7 @@ def dense_from(d: int) -> float:
 
 
 def at_width(measured: Sequence[tuple[int, float]], d: int) -> float:
-    """What was measured at the widest model that is no wider than d, of (width, value) in order."""
+    """Value measured at the widest model that is no wider than d, of (width, value) in order."""
     return [value for width, value in measured if width <= d][-1]
 
 

@@ -18,7 +18,7 @@ from dejavu_train.ground.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """What steps have given a row: new tokens, whether it is done, and what was not finite, if anything was.
+    """News of a row after steps: new tokens, whether it is done, and what was not finite, if anything was.
 
     scores: of a row that keeps them, those of the new tokens. The first news have those of the prompt in front.
     """

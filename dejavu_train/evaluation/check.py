@@ -1,4 +1,4 @@
-"""What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
+"""Checks of infer.py before it imports torch: all that needs neither a model nor a GPU."""
 
 from dataclasses import replace
 from typing import Any

@@ -80,7 +80,7 @@ class EvalCorpus:
 
 @dataclasses.dataclass
 class EvalResult:
-    """What one row came to.
+    """Result of one row.
 
     ``nats`` are summed per document, ``sums`` per (layer, target). Predicted rows also have ``candidates``, by layer
     how many neurons passed the first of two stages. Their ``mlp_bytes`` are what the MLPs and their predictors read

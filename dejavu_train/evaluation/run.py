@@ -165,7 +165,7 @@ def _run(config: InferConfig, group: Group | None) -> None:
 
 
 def _predictor_class(config: InferConfig) -> PredictorClass | dict[str, PredictorClass] | None:
-    """What ``--predictor.class_path`` names: one class, or several by their names."""
+    """Class that ``--predictor.class_path`` names, or several by their names."""
     if config.predictor is None:
         return None
     names = str(config.predictor.get("class_path")).split(",")

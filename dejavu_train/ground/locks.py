@@ -57,7 +57,7 @@ class Held(Exception):
 
 
 def _machine() -> str:
-    """What tells whether a pid means anything here: the boot of the machine, and the container."""
+    """Identity that tells whether a pid means anything here: the boot of the machine, and the container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

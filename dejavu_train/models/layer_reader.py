@@ -30,7 +30,7 @@ ALIGNMENT = 64
 
 @dataclass
 class Reading:
-    """What was read so far: bytes, and the seconds for which reading them took."""
+    """Reads so far: bytes, and the seconds for which they took."""
 
     nbytes: int = 0
     seconds: float = 0.0

@@ -56,7 +56,7 @@ class LayerWalk:
             yield own
 
     def call(self, ids: Tensor, wanted: int) -> tuple[Tensor, Call]:
-        """What the model hands to a layer for ids (B, T): (B, T, d), which is what the first layer reads, and the rest.
+        """Arguments of a layer for ids (B, T): (B, T, d), which is what the first layer reads, and the rest.
 
         A layer of this walk is on the device, this one or another.
         """

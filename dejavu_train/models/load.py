@@ -314,7 +314,7 @@ def _canonical(name: str, dtype: str) -> tuple[str, str]:
 
 
 def _stored_tensors(file: Path) -> Iterator[tuple[str, str, list[int], int, Callable[[int, int], bytes]]]:
-    """Of every tensor its name, its dtype, its shape, its bytes, and what reads bytes ``start`` to ``stop`` of them."""
+    """Every tensor's name, dtype, shape, bytes, and a function that reads bytes ``start`` to ``stop`` of them."""
     if file.suffix == ".safetensors":
         with open(file, "rb") as stored:
             for name, entry in read_header(file).items():

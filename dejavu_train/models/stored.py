@@ -309,14 +309,14 @@ def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, t
 
 
 def layer_prefixes(values: Mapping[str, Any]) -> list[str]:
-    """What the own names of each layer's tensors begin with, of a model of this config.json."""
+    """Prefixes of the own names of each layer's tensors, of a model of this config.json."""
     family = family_named(values["model_type"], "this model")
     up = f"{family.matrices['up']}.weight"
     return [name.removesuffix(up) for name in family.stored_tensors(values) if name.endswith(f".{up}")]
 
 
 def in_layer(values: Mapping[str, Any]) -> re.Pattern[str]:
-    """What stands in the names of a layer's tensors, whatever its number, of a model of this config.json."""
+    """Pattern in the names of a layer's tensors, whatever its number, of a model of this config.json."""
     around, _, _ = layer_prefixes(values)[0].removesuffix(".").rpartition(".")
     return re.compile(rf"(^|\.){re.escape(around)}\.\d+\.")
 

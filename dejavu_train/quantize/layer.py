@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class MatrixErrors:
-    """What a matrix lost: ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
+    """Losses of a matrix: ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
     calibration text, both as ratios of squares. None where there was no text. ``exact``: the codes were given."""
 
     weight_error: float
@@ -64,7 +64,7 @@ class MatrixErrors:
 
     @classmethod
     def of(cls, lost: Tensor, weight: Tensor, products: Tensor | None, exact: bool = False) -> "MatrixErrors":
-        """Of a weight (n, m) that lost (n, m), with the ``products`` (m, m) of its inputs where there was text."""
+        """Measure a weight (n, m) that lost (n, m), with the ``products`` (m, m) of its inputs where there was text."""
         error = float(lost.square().sum() / weight.square().sum().clamp_min(1e-30))
         output = None if products is None else squared(lost, products) / max(squared(weight, products), 1e-30)
         return cls(error, output, exact)

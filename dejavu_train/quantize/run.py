@@ -123,7 +123,7 @@ class LayerLog:
             logger.info("quantising: going on with layer %d", done)
 
     def add(self, errors: dict[str, MatrixErrors]) -> None:
-        """Of the layer whose file was written last."""
+        """Add errors of the layer whose file was written last."""
         self.errors.append(errors)
         write_json(self._path, [{part: dataclasses.asdict(e) for part, e in made.items()} for made in self.errors])
 
@@ -178,7 +178,7 @@ def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
 
 
 def peaks_of(device: torch.device) -> Mapping[str, float]:
-    """Of the process, in GB: main memory, and that of the GPU where one was used."""
+    """Peaks of the process in GB: main memory, and that of the GPU where one was used."""
     main = peak_memory()
     peaks = {} if main is None else {"main": main / 1e9}
     if device.type == "cuda":

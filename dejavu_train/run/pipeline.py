@@ -235,7 +235,7 @@ def say_what_density_holds(config: RunConfig, activations: Path) -> None:
 
 
 def unused_heads(config: RunConfig, jobs: Sequence[UnitKey]) -> str:
-    """What is said before a run that trains predictors of heads and then selects none. "" where they are used."""
+    """Notice before a run that trains predictors of heads and then selects none. "" where they are used."""
     heads = sum(job.target == Target.HEADS for job in jobs)
     if not heads or config.calibrate.head_density < 1 or config.calibrate.budget is not None:
         return ""

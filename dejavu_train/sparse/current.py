@@ -1,4 +1,4 @@
-"""What a model runs through now: its bundle, a runtime that fits its weights, and gather where an engine refuses.
+"""Things that a model runs through now: its bundle, a runtime for its weights, and gather where an engine refuses.
 
 A call asks for the runtime when it begins, and goes on with it. Weights, a dtype or a device may change between calls.
 """

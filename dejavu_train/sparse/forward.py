@@ -199,7 +199,7 @@ def output_of(model: Any, logits: Tensor, given: Given, cache: Cache | None = No
 
 @torch.compiler.disable(reason="what runs follows from what each token selects; no graph knows that")
 def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call: Call | None) -> Output:
-    """What ``model.forward()`` returns, of a sparse model.
+    """Run ``model.forward()`` of a sparse model.
 
     Args:
         dense_forward: the method of the dense class, for that model.

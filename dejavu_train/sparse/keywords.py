@@ -159,7 +159,7 @@ def check_config(config: Any, shape: ModelDims, name: str, kind: str) -> None:
 
 
 def hub_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that say where on the hub, and the others left out."""
+    """Keywords that say where on the hub, the others left out."""
     return {key: keywords[key] for key in HUB if keywords.get(key) is not None}
 
 

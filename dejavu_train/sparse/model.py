@@ -253,7 +253,7 @@ class SparseCausalLM(_Dense):
 
     @property
     def _runtime(self) -> Runtime:
-        """What a call runs through that begins now."""
+        """Runtime of a call that begins now."""
         return self._current.runtime(self)
 
     @property
@@ -268,7 +268,7 @@ class SparseCausalLM(_Dense):
         return "mask" if self._current.bundle is None else self._runtime.backend
 
     def describe(self, rows: int = 1, tokens: int = 256) -> str:
-        """What runs in a decoding step of so many rows of so many tokens, and why. An engine is built to tell.
+        """Say what runs in a decoding step of so many rows of so many tokens, and why. An engine is built to tell.
 
         Raises:
             UserError: what the engine refuses.
@@ -287,12 +287,12 @@ class SparseCausalLM(_Dense):
         return runtime.engines
 
     def guard_report(self) -> dict[str, Any] | None:
-        """What the guard has measured since it was made or reset, see :meth:`GuardState.report`. None without one."""
+        """Measurements of the guard since it was made or reset, see :meth:`GuardState.report`. None without one."""
         guarded = self._runtime.guarded
         return None if guarded is None else guarded.report()
 
     def lossless_report(self) -> dict[str, float] | None:
-        """What was drafted and accepted in the last lossless call, see `Acceptance.report`. None without one."""
+        """Drafts and acceptance of the last lossless call, see `Acceptance.report`. None without one."""
         engines = self._runtime.engines
         acceptance = None if engines is None else engines.acceptance
         return None if acceptance is None else acceptance.report()
@@ -308,12 +308,12 @@ class SparseCausalLM(_Dense):
         self._current.judge(self, super().forward, refusal, runtime)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``to``, ``half`` and the like do: what was derived is given up, the next call makes it anew."""
+        """Run ``to``, ``half`` and the like: what was derived is given up, the next call makes it anew."""
         self._current.forget()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a shallow copy takes: it derives for itself."""
+        """State for a shallow copy: it derives for itself."""
         return self.__dict__ | {"_current": self._current.copied()}
 
     def _replicate_for_data_parallel(self) -> Any:

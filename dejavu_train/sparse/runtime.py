@@ -1,4 +1,4 @@
-"""What a sparse model runs through: made of its weights and a bundle, and made again when they change.
+"""Runtime of a sparse model: made of its weights and a bundle, and made again when they change.
 
 Nothing of a call stands here. A call that has begun keeps the runtime that it began with.
 """
@@ -37,7 +37,7 @@ WITHOUT_PLAN = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for when the model was made.
+    """Settings of the user when the model was made.
 
     Attributes:
         backend: one of BACKENDS. ops: of the engine on a GPU, "triton" or "reference". guard: None without one.
@@ -202,7 +202,7 @@ def check_bundle_of(model: Any, bundle: Any) -> None:
 
 
 def _of_ranks(settings: Settings, device: torch.device) -> Settings:
-    """Of a model that is shared out: the engine, on CPUs in plain torch. Raises UserError where another was chosen."""
+    """Settings of a model that is shared out: the engine, on CPUs in plain torch. Raises UserError for another."""
     if settings.backend not in ("auto", "triton"):
         raise UserError(
             f"several processes of torchrun decode through backend triton alone, got {settings.backend}; leave it out,"

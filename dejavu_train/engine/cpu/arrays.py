@@ -94,7 +94,7 @@ class Model(Group):
 
 
 class Selectors(Group):
-    """What a bundle adds: predictors, the means of skipped heads, the second stage of cascades.
+    """Additions of a bundle: predictors, the means of skipped heads, the second stage of cascades.
 
     at (L, 2): number of the predictor of a target, -1 = dense. sites (2 L + 1), readers: the predictors that read at
     half s (attn_in of layer s // 2, or mlp_in) are readers[sites[s] : sites[s + 1]]. spec (P, 10): see the columns.
@@ -185,7 +185,7 @@ class State(Group):
 
 
 class Scratch(Group):
-    """What each thread has, with gaps at the end of its part. x, normed (N, B, D) fp32, operand (N, B, D) and
+    """Scratch of each thread, with gaps at the end of its part. x, normed (N, B, D) fp32, operand (N, B, D) and
     operand_unit (N, B) of normed. levels (N, B, D) int16, level_unit, level_sum (N, B). partial (2, N, B, D), scores
     (N, max(T, g, e)), mask, heads (N, g). units, unit_rows, found, found_rows (N, f). A list of row numbers (N, .)
     int32, with results or factors of each (N, B, .) fp32, and a second of them where MLPs are gated. best_token and

@@ -76,7 +76,7 @@ class MappedTensors:
 
 
 def runs_of(ids: Tensor) -> list[tuple[int, int]]:
-    """Of ascending ids the first and the number of each run without gaps.
+    """The first and the number of each run without gaps of ascending ids.
 
     >>> runs_of(torch.tensor([2, 3, 4, 8]))
     [(2, 3), (8, 1)]
@@ -183,7 +183,7 @@ def _fill(
 
 
 def _fill_others(model: Any, stored: MappedTensors, dtype: torch.dtype, device: torch.device | str) -> None:
-    """What is no map of a layer: whole, on every rank. Tied weights stay tied."""
+    """Fill what is no map of a layer: whole, on every rank. Tied weights stay tied."""
     made: dict[int, nn.Parameter] = {}
     for path, module in list(model.named_modules()):
         for name, tensor in list(module.named_parameters(recurse=False)):

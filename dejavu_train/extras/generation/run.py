@@ -61,7 +61,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """What a model made of all prompts: tokens (P, N), their nats and greedy choices under the dense model (P, N)."""
+    """Continuations of all prompts: tokens (P, N), their nats and greedy choices under the dense model (P, N)."""
 
     tokens: Tensor
     nats: Tensor

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields, counted, checked, and then tokenised, as rows of an engine.
+"""Requests of clients: OpenAI's fields, counted, checked, then tokenised, as rows of an engine.
 
 A body is counted before its values become objects, and checked before its text becomes tokens. So what is refused costs
 little, whatever its size. None of it is done on the event loop.
@@ -132,7 +132,7 @@ class StreamOptions(BaseModel):
 
 
 class Asked(BaseModel):
-    """What both calls share. Fields that are null were left out before."""
+    """Fields that both calls share. Those that are null were left out before."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     model: Whole
@@ -243,7 +243,7 @@ class Reader:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """What decoders must know of the tokenizer."""
+        """Facts that decoders need of the tokenizer."""
         return Vocabulary.of(self.tokenizer)
 
     @functools.cached_property

@@ -44,7 +44,7 @@ def load(config: ServeConfig) -> SparseCausalLM:
 
 
 class Served:
-    """What is served, its line started.
+    """Served model, its line started.
 
     Args:
         key: that clients must send. None: that of the configuration, if it has one.

@@ -178,7 +178,7 @@ def check_window(name: str, config: PreTrainedConfig, window: int) -> None:
 
 
 def _experts(config: PreTrainedConfig) -> str | None:
-    """What a config says of experts. A model without them may have the key as well."""
+    """Experts that a config names. A model without them may have the key as well."""
     values = {**config.to_dict(), **config.get_text_config().to_dict()}
     return next((f"{values[key]} experts ({key})" for key in EXPERTS if values.get(key)), None)
 
@@ -218,7 +218,7 @@ def _maps(layer: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _LayerParts:
-    """Of one layer, as in :class:`DecoderParts`. width: neurons. groups: of heads, by the sizes of its maps."""
+    """Parts of one layer, as in :class:`DecoderParts`. width: neurons. groups: of heads, by the sizes of its maps."""
 
     out: str
     down: str

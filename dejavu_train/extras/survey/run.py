@@ -78,7 +78,7 @@ def run(config: SurveyConfig) -> Found:
 
 
 def check(config: SurveyConfig) -> str:
-    """What would be surveyed. Raises :class:`UserError` as :func:`run` does before the model is loaded."""
+    """Words for what would be surveyed. Raises :class:`UserError` as :func:`run` does before the model is loaded."""
     resolve_device(config.device)
     values = read_config(config.model, config.revision)
     parts = find_parts(config.model, values)
@@ -121,7 +121,7 @@ def _texts(config: SurveyConfig, tokenizer: Any) -> EvalCorpus:
 
 
 def _identity(config: SurveyConfig, held: EvalCorpus) -> str:
-    """Of what an interrupted survey goes on with: the settings, the tokens, the weights' files."""
+    """Hash of what an interrupted survey goes on with: the settings, the tokens, the weights' files."""
     folder = Path(config.model)
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     stamped = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]

@@ -34,7 +34,7 @@ DENSE = "dense"
 POSITIONS_AT_ONCE = {"cpu": 1024, "cuda": 8192}
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What lm-eval asks for: the strings (the key of its cache), the context's tokens, the continuation's tokens."""
+"""Request of lm-eval: the strings (the key of its cache), the context's tokens, the continuation's tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class DejavuLM(HFLM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results."""
+        """Facts that lm-eval writes into its results."""
         return {
             **self.identity,
             "model_dtype": str(self.model.dtype),

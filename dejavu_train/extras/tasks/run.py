@@ -104,7 +104,7 @@ def _write_samples(folder: Path, run: TaskRun, model: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what the rows depend on."""
+    """Versions that the rows depend on."""
     import importlib.metadata
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

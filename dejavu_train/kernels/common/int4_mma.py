@@ -155,7 +155,7 @@ def _offset_asm(vector):
 
 @triton.jit
 def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """What `raised_mma` begins with, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
+    """Start of `raised_mma`, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
     L: tl.constexpr = x[0].shape[0]
     if ASM:
         sums = assembly(_offset_asm(V), operands("=&f", 2, "r", 4 * V), x, PURE=True)

@@ -99,7 +99,7 @@ def flash_decode_reference(
 
 
 class Kept(NamedTuple):
-    """What attention reads beside q. row_bits None: all groups. watermark may be None as well."""
+    """Reads of attention beside q. row_bits None: all groups. watermark may be None as well."""
 
     k_cache: Any
     v_cache: Any

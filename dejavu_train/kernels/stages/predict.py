@@ -194,7 +194,7 @@ def _products(tiles, xs, gains, SPREAD: tl.constexpr, EACH: tl.constexpr, STEPS:
 
 @triton.jit
 def hidden_facts(rows, first, n_rows, S: tl.constexpr):
-    """What `store_hidden` needs beside products, read before the wait."""
+    """Facts that `store_hidden` needs beside products, read before the wait."""
     facts = ()
     if rows.scale is not None:
         facts = row_values(rows.scale, first, n_rows, S.rows)
@@ -215,7 +215,7 @@ def store_hidden(values, scales, rows, first, n_rows, S: tl.constexpr):
 
 @triton.jit
 def head_facts(rows, first, n_rows, S: tl.constexpr):
-    """What `store_heads` needs: offsets, states of the batch's rows, and the threshold."""
+    """Facts that `store_heads` needs: offsets, states of the batch's rows, and the threshold."""
     facts = row_values(rows.bias, first, n_rows, S.rows)
     for b in tl.static_range(S.batch):
         facts = facts + (tl.load(rows.row_state + b),)
@@ -326,7 +326,7 @@ def _hidden_rows(predictor: Predictor, ln: LayerNormWeights) -> HiddenRows:
 
 
 def head_rows(site: HeadSite, x: Tensor) -> HeadRows | None:
-    """What a kernel is handed of a predictor of heads that reads x (B, d), checked. None: it selects nothing."""
+    """Arguments for a predictor of heads that reads x (B, d), checked. None: it selects nothing."""
     heads = site.predictor
     if heads.rows is None:
         return None

@@ -40,7 +40,7 @@ SHARE_OF_IDLE = tl.constexpr(2)
 
 
 class Late(NamedTuple):
-    """Of a norm that comes late: see `late_norm.LateNorm`."""
+    """Facts of a norm that comes late: see `late_norm.LateNorm`."""
 
     moments: Any
     estimate: Any
