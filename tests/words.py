@@ -8,17 +8,8 @@ The rule stands in CONTRIBUTING.md. Pages are Markdown files and notebooks. Mess
 and log lines. Tables, code and commands are left out: `code` between backticks counts as one word without numbers.
 """
 
-import argparse
-import ast
-import collections
-import hashlib
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = Path("tests/words_baseline.txt")

@@ -34,7 +34,7 @@ from dejavu_train.data.shards import (
     STATISTICS,
     WEIGHTS,
     ActivationManifest,
-    LayerWeights,
+    RecordedWeights,
     ShardEntry,
     ShardWriter,
     file_digests,
@@ -236,7 +236,7 @@ def _collect_whole(model: Any, recording: Recording) -> None:
         _save_layer_weights(model, manifest, activations, windows_of_means(planned))
     heads = {}
     for layer, block in enumerate(blocks_of(model)):
-        mean = LayerWeights.load(activations, layer, manifest.weight_hash).head_mean
+        mean = RecordedWeights.load(activations, layer, manifest.weight_hash).head_mean
         heads[layer] = HeadReference.of(block, mean)
     with Progress("collecting", sum(entry.tokens for entry in recording.missing), "token") as progress:
         for entry, windows in recording.open_shards:

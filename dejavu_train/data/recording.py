@@ -75,7 +75,7 @@ class HeadReference:
 
 
 @dataclass(frozen=True)
-class Batch:
+class WindowBatch:
     """Windows side by side: ids (B, T), and which of them are tokens and no padding, real (B, T) bool."""
 
     windows: Sequence[Window]
@@ -83,7 +83,7 @@ class Batch:
     real: Tensor
 
     @classmethod
-    def of(cls, windows: Sequence[Window]) -> "Batch":
+    def of(cls, windows: Sequence[Window]) -> "WindowBatch":
         lengths = torch.tensor([len(window.ids) for window in windows])
         ids = torch.full((len(windows), int(lengths.max())), PAD_TOKEN)
         for row, window in enumerate(windows):
@@ -105,9 +105,9 @@ class Batch:
         }
 
 
-def batches(windows: Sequence[Window], size: int) -> Iterator[Batch]:
+def batches(windows: Sequence[Window], size: int) -> Iterator[WindowBatch]:
     for first in range(0, len(windows), size):
-        yield Batch.of(windows[first : first + size])
+        yield WindowBatch.of(windows[first : first + size])
 
 
 class MeanHeads:
@@ -176,7 +176,7 @@ def _refuse_not_finite(name: str, layer: int, dtype: str) -> NoReturn:
 @torch.inference_mode()
 def record_batch(
     model: Any,
-    batch: Batch,
+    batch: WindowBatch,
     config: CollectConfig,
     heads: Mapping[int, HeadReference],
     writer: Any,

@@ -2,7 +2,7 @@
 
     activations/manifest.json                 model, weights, text, and the planned shards
     activations/statistics.json               share of active neurons per layer, once every shard is there
-    activations/layer_07/weights.safetensors  what a loss needs of the layer: see LayerWeights
+    activations/layer_07/weights.safetensors  what a loss needs of the layer: see RecordedWeights
     activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
 
 Datasets of a shard, a row for each token:
@@ -346,7 +346,7 @@ _ABOUT, _LABELS, _THRESHOLD = "about", "activation", "threshold"
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerWeights:
+class RecordedWeights:
     """Weights that a loss needs of a layer, in float32.
 
     Attributes:
@@ -366,7 +366,7 @@ class LayerWeights:
     threshold: float = 0.0
 
     @classmethod
-    def of(cls, block: BlockParts, shape: ModelDims, head_mean: Tensor) -> "LayerWeights":
+    def of(cls, block: BlockParts, shape: ModelDims, head_mean: Tensor) -> "RecordedWeights":
         """Take a layer's modules, with maps in their own dtype."""
         parts: dict[str, Any] = {"activation": shape.activation, "threshold": shape.threshold}
         for name, linear in (("up", block.up), ("gate", block.gate)):
@@ -381,7 +381,7 @@ class LayerWeights:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    def to(self, device: torch.device) -> "LayerWeights":
+    def to(self, device: torch.device) -> "RecordedWeights":
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, **moved)
 
@@ -410,7 +410,7 @@ class LayerWeights:
             save_file(tensors, path, about)
 
     @classmethod
-    def load(cls, activations: str | Path, layer: int, weight_hash: str) -> "LayerWeights":
+    def load(cls, activations: str | Path, layer: int, weight_hash: str) -> "RecordedWeights":
         """Read a layer's weights.
 
         Raises:

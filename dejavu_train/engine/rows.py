@@ -49,7 +49,7 @@ class Seat:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class StepsAhead:
     """Steps that were asked for: who had which place, and the call that waits for what they gave."""
 
     seats: Mapping[int, Seat]
@@ -66,7 +66,7 @@ class Rows:
     def __init__(self, engine: Session, stops: Sequence[int]) -> None:
         self.engine = engine
         self._seats: dict[int, Seat] = {}
-        self._ahead: Taken | None = None
+        self._ahead: StepsAhead | None = None
         engine.open(stops)
 
     @property
@@ -110,7 +110,7 @@ class Rows:
             self._ahead = None
         return [news for each in (ahead, taken) if each is not None for news in self._tell(each)]
 
-    def _take(self, n: int) -> Taken | None:
+    def _take(self, n: int) -> StepsAhead | None:
         """Ask for as many steps as some row may need. None where the steps ahead are the last of all rows."""
         known = {} if self._ahead is None else self._ahead.seats
         scored = [(b, seat) for b, seat in self._seats.items() if seat.row.scored_from is not None]
@@ -128,9 +128,9 @@ class Rows:
                 seat.score(self.engine, b)
         elif all(known.get(b) is seat for b, seat in self._seats.items()):
             return None
-        return Taken(dict(self._seats), self.engine.sight())
+        return StepsAhead(dict(self._seats), self.engine.sight())
 
-    def _tell(self, taken: Taken) -> list[News]:
+    def _tell(self, taken: StepsAhead) -> list[News]:
         present = [b for b, seat in sorted(taken.seats.items()) if self._seats.get(b) is seat]
         if not present:
             return []

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from dejavu_train.data.recording import Batch, HeadReference, record_batch
-from dejavu_train.data.shards import LayerWeights, pack_bits
+from dejavu_train.data.recording import HeadReference, WindowBatch, record_batch
+from dejavu_train.data.shards import RecordedWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
 from dejavu_train.models.config_values import read_values
@@ -159,7 +159,7 @@ def _recorded(
     model: PreTrainedModel, heads: dict[int, HeadReference], config: RunConfig, rows: int, length: int
 ) -> Callable[[], object]:
     """A pass of ``rows`` windows through a model of one block, as collecting makes it."""
-    batch = Batch.of([Window(0, np.full(length, 3)) for _ in range(rows)])
+    batch = WindowBatch.of([Window(0, np.full(length, 3)) for _ in range(rows)])
     return lambda: record_batch(model, batch, config.collect, heads, _Nowhere(), 0)
 
 
@@ -168,7 +168,7 @@ def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tup
     device, section, n_units = start_device(config.trainer), config.predictor(target), shape.units(target)
     predictor = make_predictor(config, UnitKey(0, target), shape.d_model, n_units)
     module = LitPredictor(target, predictor, n_units, section.density or 0.1, section.loss).to(device)
-    weights = LayerWeights(
+    weights = RecordedWeights(
         torch.randn(1, shape.d_model, dtype=torch.float32).repeat(shape.d_ffn, 1),
         torch.zeros(shape.d_ffn, dtype=torch.float32),
         torch.ones(shape.d_ffn, dtype=torch.float32),

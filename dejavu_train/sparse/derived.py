@@ -20,7 +20,7 @@ COMPARED = 2**22
 T = TypeVar("T")
 
 
-class Held(Generic[T]):
+class DerivedCell(Generic[T]):
     """A place for something derived. A copy and a pickle of it are empty: they belong to other tensors.
 
     lock: held by whoever makes or exchanges the value.
@@ -30,7 +30,7 @@ class Held(Generic[T]):
         self.value: T | None = None
         self.lock = threading.RLock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Held[T]":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DerivedCell[T]":
         return type(self)()
 
     def __reduce__(self) -> tuple[Any, ...]:

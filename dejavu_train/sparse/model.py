@@ -37,8 +37,8 @@ from dejavu_train.models.installed import installed
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of
-from dejavu_train.sparse.current import Current
-from dejavu_train.sparse.forward import Given, Output, forwarded
+from dejavu_train.sparse.current import ModelRuntime
+from dejavu_train.sparse.forward import ForwardArguments, Output, forwarded
 from dejavu_train.sparse.generation import generated
 from dejavu_train.sparse.inputs import SparseFrom, read_sparse_from
 from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
@@ -72,7 +72,7 @@ class SparseCausalLM(_Dense):
         """For transformers' own use. A model made this way has no bundle."""
         super().__init__(config)
         self.sparse_from = 0
-        self._current = Current()
+        self._current = ModelRuntime()
 
     @classmethod
     def from_model(
@@ -115,7 +115,9 @@ class SparseCausalLM(_Dense):
         check_bundle_of(model, bundle)
         sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
         sparse.sparse_from = sparse_from
-        sparse._current = Current(Settings(backend, ops, guard if guard is not None and guard.every else None, zeros))
+        sparse._current = ModelRuntime(
+            Settings(backend, ops, guard if guard is not None and guard.every else None, zeros)
+        )
         sparse.set_bundle(bundle)
         return sparse.eval()
 
@@ -350,7 +352,7 @@ class SparseCausalLM(_Dense):
                 checkpointing. ``triton`` with any cache, ``use_cache=True``, embeddings or positions. Any under
                 ``torch.export``.
         """
-        given = Given(
+        given = ForwardArguments(
             input_ids, attention_mask, past_key_values, inputs_embeds, position_ids, labels, use_cache, logits_to_keep,
             kwargs,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.dims import engine_refusal
 from dejavu_train.families.plain import NotPlain, is_adapter
 from dejavu_train.ground.errors import Unsupported, UserError
-from dejavu_train.sparse.derived import Held, Sources, no_mode
+from dejavu_train.sparse.derived import DerivedCell, Sources, no_mode
 from dejavu_train.sparse.gather import GatherDecoder
 
 BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
@@ -90,7 +90,7 @@ class Runtime:
         self.gatherer: GatherDecoder | None = None
         self.selector: Any = None
         self.means: dict[int, Tensor] = {}
-        self._turns, self._made = Turns(), Held[None]()
+        self._turns, self._made = Turns(), DerivedCell[None]()
         if settings.guard is not None:
             if self.backend == "mask":
                 raise UserError("the backend mask computes whole sequences at once and has no guard; use gather")

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
-from dejavu_train.data.shards import ActivationManifest, LayerWeights
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.ground import signals
 from dejavu_train.ground.children import run_child
@@ -183,7 +183,7 @@ def init_module(module: LitPredictor, config: RunConfig, job: UnitKey, activatio
     section = config.predictor(target)
     site = section.site(job)
     device = start_device(config.trainer)
-    weights = LayerWeights.load(activations, layer, weight_hash).to(device)
+    weights = RecordedWeights.load(activations, layer, weight_hash).to(device)
     covariance = site_to_mlp_in = None
     if section.init == "whitened_svd" and section.predictor is None:
         ahead = None if site == UnitKey(layer, Target.MLP).site else ShardReader(activations, layer, "train")

@@ -13,7 +13,7 @@ from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes
 from dejavu_train.calibration import calibrate as cal
 from dejavu_train.calibration.by_layers import ByLayers
 from dejavu_train.data.shard_reader import ShardReader
-from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import head_contribution, record
@@ -65,7 +65,7 @@ def save_layer_weights(activations, manifest, block, layer, head_out):
     """Means of the heads for layer 0. Layer 1 drops what it skips."""
     mean = head_out.flatten(0, 1).mean(0).detach() * (layer == 0)
     norms = torch.linalg.vector_norm(block.fc2.weight.detach(), dim=0)
-    weights = LayerWeights(block.fc1.weight.detach(), block.fc1.bias.detach(), norms, mean)
+    weights = RecordedWeights(block.fc1.weight.detach(), block.fc1.bias.detach(), norms, mean)
     weights.save(activations, layer, manifest.weight_hash)
 
 

@@ -15,9 +15,9 @@ import dejavu_train.data.collect as collect_module
 import dejavu_train.ground.files as files
 from dejavu_train.data.collect import _say_shortfall, collect
 from dejavu_train.data.config import MEAN_TOKENS, CollectConfig
-from dejavu_train.data.recording import Batch, HeadReference, record_batch
+from dejavu_train.data.recording import HeadReference, WindowBatch, record_batch
 from dejavu_train.data.shard_reader import ShardReader
-from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights, shard_path
 from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window
@@ -32,7 +32,7 @@ def test_rows_equal_an_unbatched_forward(tiny_opt, text_file):
     folder = activations(tiny_opt, text_file)
     model = load_model(str(tiny_opt))
     reader = ShardReader(folder, 1, "val")
-    mean = LayerWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
+    mean = RecordedWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
     start = 0
     for window in reader.windows():
         with torch.no_grad(), record(model, {"attn_in", "mlp_in", "activation", "head_out"}) as kept:
@@ -56,7 +56,7 @@ def test_activations_whose_sum_is_above_float16_are_no_error(tiny_opt):
     model = load_model(str(tiny_opt)).half()
     layer = decoder_layers(model)[0]
     torch.nn.init.constant_(layer.fc1.bias, 100.0)
-    batch = Batch.of([Window(0, np.arange(3, 35))])
+    batch = WindowBatch.of([Window(0, np.arange(3, 35))])
     heads = {0: HeadReference.of(blocks_of(model)[0], torch.zeros(4, 12))}
     kept = []
 
@@ -83,7 +83,7 @@ def test_a_heads_mean_is_over_the_first_train_tokens(tiny_opt, text_file):
         seen += len(window)
         if seen >= MEAN_TOKENS:
             break
-    mean = LayerWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
+    mean = RecordedWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
     torch.testing.assert_close(mean, total / seen, atol=1e-4, rtol=1e-4)
 
 

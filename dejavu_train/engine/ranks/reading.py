@@ -23,7 +23,7 @@ from dejavu_train.models.int4_sizes import head_kind, head_sizes
 from dejavu_train.models.load import DTYPE_SPELLED, chosen_dtype, random_model
 from dejavu_train.models.stored import (
     HEAD,
-    Stored,
+    TensorEntry,
     check_weights,
     embedding_name,
     expected_tensors,
@@ -42,7 +42,7 @@ class MappedTensors:
     """
 
     def __init__(self, files: Sequence[Path], model: str, embedding: str) -> None:
-        found: dict[str, tuple[Path, Stored]] = {}
+        found: dict[str, tuple[Path, TensorEntry]] = {}
         for file in files:
             if file.suffix != ".safetensors":
                 raise UserError(f"{file} is pickled, and several GPUs read rows of safetensors; save {model} again")

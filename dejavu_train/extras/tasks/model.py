@@ -38,7 +38,7 @@ Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ModelSpec:
     """A model by its names: ``--model_args pretrained=FOLDER,predictors=BUNDLE,mlp_density=0.1,head_density=0.85``.
 
     Attributes:
@@ -101,7 +101,7 @@ class DejavuLM(HFLM):
         )  # fmt: skip
 
     @classmethod
-    def load(cls, asked: Asked) -> "DejavuLM":
+    def load(cls, asked: ModelSpec) -> "DejavuLM":
         """The model that is asked for.
 
         Raises:
@@ -128,7 +128,7 @@ class DejavuLM(HFLM):
     def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Any = None) -> "DejavuLM":
         """As lm-eval makes a model: ``arg_dict`` are the ``--model_args``, ``additional_config`` its own flags."""
         flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        return cls.load(Asked(**arg_dict, **flags))
+        return cls.load(ModelSpec(**arg_dict, **flags))
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Any = None) -> "DejavuLM":

@@ -30,7 +30,7 @@ Values = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SettingsRow:
     """conditions: of a shape. values: of the fields of a stage's settings."""
 
     conditions: Mapping[str, Any]
@@ -57,7 +57,7 @@ class SettingsFile:
     digest: str
     gpus: tuple[str, ...]
     multiprocessors: int
-    stages: Mapping[str, Mapping[str, Sequence[Row]]]
+    stages: Mapping[str, Mapping[str, Sequence[SettingsRow]]]
 
     @classmethod
     def read(cls, path: Path) -> "SettingsFile":
@@ -66,7 +66,9 @@ class SettingsFile:
         try:
             found = json.loads(data)
             stages = {
-                stage: {name: tuple(Row(row["for"], row["use"]) for row in rows) for name, rows in formats.items()}
+                stage: {
+                    name: tuple(SettingsRow(row["for"], row["use"]) for row in rows) for name, rows in formats.items()
+                }
                 for stage, formats in found["stages"].items()
             }
             gpus, number = tuple(found["gpus"]), int(found["multiprocessors"])
@@ -74,7 +76,7 @@ class SettingsFile:
             raise ValueError(f"{path}: not a file of launch settings ({error!r})") from error
         return cls(path.name, hashlib.sha256(data).hexdigest()[:12], gpus, number, stages)
 
-    def rows(self, stage: str, format: str) -> Sequence[Row]:
+    def rows(self, stage: str, format: str) -> Sequence[SettingsRow]:
         """Rows of a stage and a format, in order. Raises ValueError where there are none."""
         formats = self.stages.get(stage, {})
         rows = formats.get(format) or (formats.get("float") if format in FLOATS else None)

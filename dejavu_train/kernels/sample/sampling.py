@@ -114,8 +114,9 @@ class TokenState:
 
 
 # What a kernel is handed of a `TokenState`, and what a mixed step is handed besides.
-Held = namedtuple(
-    "Held", "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault"
+RowTensors = namedtuple(
+    "RowTensors",
+    "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault",
 )
 Mixed = namedtuple("Mixed", "min_p repetition presence frequency seen")
 Shared = namedtuple("Shared", "best best_ids tickets")  # and one whose rows are shared out
@@ -423,7 +424,7 @@ def advance(
         tile = min(tile, triton.next_power_of_2(max(LEAST_PART, triton.cdiv(n_row, settings.parts))))
     parts = triton.cdiv(n_row, tile)
     shared = Shared(*(getattr(state, name) for name in Shared._fields)) if parts > 1 else None
-    held = Held(*(getattr(state, name) for name in Held._fields))
+    held = RowTensors(*(getattr(state, name) for name in RowTensors._fields))
     mixed = Mixed(*(getattr(state, name) for name in Mixed._fields)) if mode == "mixed" else None
     _advance_kernel[(batch, parts)](
         logits if chosen is None else chosen.values, held, None if chosen is None else chosen.ids, mixed, shared,

@@ -62,7 +62,7 @@ class PredictSettings(Settings, stage="predict"):
         return cls(rows, min(found.block, max(16, triton.next_power_of_2(d))), found.warps)
 
 
-class Kept(NamedTuple):
+class NormOutput(NamedTuple):
     """Where n of row b goes: normalised (B, capacity, d) or None, at its position (B), or at zero without any."""
 
     normalised: Any
@@ -368,7 +368,7 @@ def predict(
     has_pdl, dependent = programmatic(x, pdl)
     # The selection that follows asks for its own weights meanwhile.
     _predict_kernel[(programs,)](
-        x, ln.args(), None, 0, _hidden_rows(predictor, ln), rank, Kept(normalised_out),
+        x, ln.args(), None, 0, _hidden_rows(predictor, ln), rank, NormOutput(normalised_out),
         WAIT=start_dependents_and_wait, HEAD_PROGRAMS=0, BOTH=False, S=constant_fields(sizes), PDL=has_pdl,
         num_warps=warps, launch_pdl=dependent,
     )  # fmt: skip
@@ -401,7 +401,7 @@ def site_predict(
     if down is None and selecting is None:  # the input alone
         down = HiddenRows(None, None, None, None, None)
     _predict_kernel[(programs,)](
-        x, site.ln.args(), selecting, n_heads, down, n_rows, Kept(attn_in, position, attn_in.shape[1]),
+        x, site.ln.args(), selecting, n_heads, down, n_rows, NormOutput(attn_in, position, attn_in.shape[1]),
         WAIT=wait_for_predecessor, HEAD_PROGRAMS=triton.cdiv(n_heads, max(1, sizes.rows)), BOTH=mlp is not None,
         S=constant_fields(sizes), num_warps=warps, **as_dependent(pdl, x.device),
     )  # fmt: skip

@@ -27,7 +27,7 @@ class QkvRows(NamedTuple):
     gains: Any
 
 
-class Wanted(NamedTuple):
+class HeadNeeds(NamedTuple):
     """row_bits (h,), position (B,), and watermark (B, h), which only back-fill reads."""
 
     row_bits: Any
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     watermark: Any
 
 
-class Stored(NamedTuple):
+class QkvOutputs(NamedTuple):
     """q (B, h, r, head_dim), the caches, and the table of a rotation or None."""
 
     q: Any
