@@ -51,7 +51,7 @@ from dejavu_train.ground.files import replacing, write_json
 from dejavu_train.ground.progress import set_up_logging
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 from dejavu_train.models.stored import INDEX, full_name
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor

@@ -22,7 +22,7 @@ from dejavu_train.extras.hosts.forecast import forecast
 from dejavu_train.extras.hosts.hardware import PlanConfig, hardware_of
 from dejavu_train.families import ModelDims
 from dejavu_train.ground.files import write_json
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 from dejavu_train.run.command import parse_config
 from dejavu_train.run.estimate import Estimate
 from dejavu_train.run.own_text import tokens_to_sample

@@ -39,7 +39,7 @@ from dejavu_train.engine.cpu.selectors import CpuPredictor
 from dejavu_train.engine.inputs import Row
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import Positions
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 WARM_UP = 2
 COLUMNS = (
@@ -204,7 +204,7 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list
                 predictors = random_predictors(shape, args.rank, args.mlp_density, heads)
                 engines.append((f"sparse-{stored}", CpuEngine(weights, predictors, **options)))
             continue
-        model, bundle = load_opt(args.model), Bundle.from_pretrained(args.bundle)
+        model, bundle = load_model(args.model), Bundle.from_pretrained(args.bundle)
         for name, used in (("dense", None), ("sparse", bundle.at(args.mlp_density, args.head_densities[0]))):
             engine = CpuEngine(model, used, stored=stored, **options)
             engines.append((f"{name}-{stored}", engine))
@@ -247,7 +247,7 @@ def main() -> int:
     rivals = [Rival("read", reader.read, n_bytes=reader.n_bytes)]
     theirs = None
     if {"eager", "compile"} & {*args.rivals}:
-        theirs = random_model(args.shape, shape, "cpu", torch.float32) if args.shape else load_opt(args.model)
+        theirs = random_model(args.shape, shape, "cpu", torch.float32) if args.shape else load_model(args.model)
     for name in args.rivals:
         try:
             rival = transformers_rival(theirs, rows, tokens, name == "compile")

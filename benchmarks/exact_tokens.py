@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.rows import STEP, append_row, command_line, device_name, five_digits, made_now
 from dejavu_train import SparseCausalLM
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 ROWS, PROMPT = 4, 8
 WIDE = {
@@ -81,7 +81,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for dtype in args.dtypes:
         for name in args.models:
-            count(lambda name=name, dtype=dtype: load_opt(name, dtype, device), Path(name).name, dtype, device, args)
+            count(lambda name=name, dtype=dtype: load_model(name, dtype, device), Path(name).name, dtype, device, args)
         for name in args.families:
             from tests.family_models import random_family
 

@@ -45,7 +45,7 @@ from dejavu_train.engine.lossless import Acceptance
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import ModelDims
 from dejavu_train.models.config_values import INT4, quant_method, read_values
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 
 TINY = ModelDims(128, 512, 4, 4, 1000, 512)
 TEXTS = ("installed-docs", "installed-readmes", "installed-code", "installed-licences")
@@ -125,10 +125,10 @@ def engines_of(args: argparse.Namespace) -> CpuWays | GpuWays:
     mlp = args.mlp_density or (None if args.device == "cuda" else 0.2)
     bundle = bundle if mlp is None else bundle.at(mlp, args.head_density)
     if args.device == "cpu":
-        weights = CpuWeights.from_model(load_opt(args.model))
+        weights = CpuWeights.from_model(load_model(args.model))
         options: dict[str, Any] = {"context": context, "threads": args.threads, "clock": "wall"}
         return CpuWays(CpuEngine(weights, **options), CpuEngine(weights, bundle, **options))
-    model, chosen = load_opt(args.model, "float16", args.device), EngineOptions(context=context, device=args.device)
+    model, chosen = load_model(args.model, "float16", args.device), EngineOptions(context=context, device=args.device)
     return GpuWays(DecodeEngine(model, None, chosen), DecodeEngine(model, bundle, chosen))
 
 
@@ -160,7 +160,7 @@ def count_differences(args: argparse.Namespace) -> None:
     compared, because behind a token that differs texts would differ in everything.
     """
     ways, row = engines_of(args), conditions(args, "equal")
-    theirs = load_opt(args.model, "float16" if args.device == "cuda" else "float32", args.device)
+    theirs = load_model(args.model, "float16" if args.device == "cuda" else "float32", args.device)
     totals: dict[tuple[str, str], list[int]] = {}
     began = time.monotonic()
 
@@ -189,7 +189,7 @@ def count_differences(args: argparse.Namespace) -> None:
 
 def search(args: argparse.Namespace) -> None:
     """Rows of every bundle and density on validation text, weights of the draft in 8 bits, and the fastest of them."""
-    weights, context = CpuWeights.from_model(load_opt(args.model)), args.prompt + args.new
+    weights, context = CpuWeights.from_model(load_model(args.model)), args.prompt + args.new
     prompts = list(read_prompts(args.model, args.prompt, args.prompts, part="val"))
     options: dict[str, Any] = {"threads": args.threads, "context": context}
     dense = CpuEngine(weights, **options)

@@ -199,7 +199,7 @@ class Run:
 def relabel(bundle: Path, model: Path, to: Path) -> None:
     """The bundle of the fp16 weights as one of the same weights in 4 bits: what it selects does not change."""
     from dejavu_train.bundle.artifact import Bundle
-    from dejavu_train.models.opt import weight_hash
+    from dejavu_train.models.load import weight_hash
 
     if not to.exists():
         made = Bundle.from_pretrained(bundle)

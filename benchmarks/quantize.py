@@ -32,7 +32,7 @@ from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus
 from dejavu_train.families import ModelDims, dims_of
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.models.int4_sizes import part_sizes
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
@@ -147,7 +147,7 @@ def report(options: argparse.Namespace) -> None:
     bundle = Bundle.from_pretrained(options.bundle)
     tokenizer, device = load_tokenizer(options.model), resolve_device(options.device)
     folders = {"fp16": options.model, **options.weights}
-    models = {name: load_opt(folder, device=device) for name, folder in folders.items()}
+    models = {name: load_model(folder, device=device) for name, folder in folders.items()}
     shape, about = dims_of(models["fp16"].config), made_now(*SCORE)
 
     def add(*measured: Any) -> None:

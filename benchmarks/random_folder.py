@@ -21,7 +21,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import PREDICTORS_FOLDER
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.families import TARGETS, ModelDims
-from dejavu_train.models.opt import load_tokenizer, weight_hash
+from dejavu_train.models.load import load_tokenizer, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 
 TOKENIZER = "checkpoints/opt-mini"  # any: of a prompt for random weights

@@ -152,7 +152,7 @@ def engine_process(options: Any) -> None:
     """For each line of the input a turn. Prints its rate."""
     from dejavu_train.extras.serving.config import ServeConfig
     from dejavu_train.extras.serving.server import load
-    from dejavu_train.models.opt import load_tokenizer
+    from dejavu_train.models.load import load_tokenizer
 
     config = ServeConfig(options.model, bundle=options.bundle, device=options.device, rows=options.rows)
     model = load(config)

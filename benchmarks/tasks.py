@@ -18,7 +18,7 @@ from dejavu_train.extras.tasks.run import read_config, tasks, versions
 from dejavu_train.extras.tasks.tasks import quiet
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import exit_on_user_error
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 
 RESULTS = Path(os.environ.get("DEJAVU_RESULTS", "benchmarks/results"))
 

@@ -28,7 +28,7 @@ from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.data.text import INSTALLED_DOCS, Document, TextSource, load_documents, load_sets
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out, increase
 from dejavu_train.evaluation.texts import load_text
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.metrics import total
 from dejavu_train.run.command import parse_config
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> None:
     for shards in (work / "activations").glob("layer_*"):  # the manifest stays: rows say how much was trained on
         shutil.rmtree(shards)
     device = resolve_device("auto")
-    model, tokenizer = load_opt(options.model, device=device), load_tokenizer(options.model)
+    model, tokenizer = load_model(options.model, device=device), load_tokenizer(options.model)
     settings = rows_of(bundle, options.recipe, options.yardsticks, options.densities)
     scored_before = work / "scored.txt"
     before = scored_before.read_text("utf-8").split() if scored_before.is_file() else []

@@ -36,7 +36,7 @@ from triton.runtime.jit import KernelInterface
 from benchmarks.rows import append_row, command_line, device_name, made_now, needs_gpu
 from dejavu_train.ground.files import write_text
 from dejavu_train.kernels.common import settings
-from dejavu_train.kernels.common.settings import Lookup, Row, SettingsFile, Values
+from dejavu_train.kernels.common.settings import Lookup, SettingsFile, SettingsRow, Values
 from tests.compiled import layers as compiled_layers
 
 BETTER = 0.98  # of a time: what is less good is noise
@@ -272,26 +272,26 @@ def ranges(numbers: Sequence[int]) -> list[list[int]]:
     return [[low + 1, high] for low, high in itertools.pairwise(ends)]
 
 
-def tuned_rows(rows: Sequence[Row], best: Mapping[tuple[tuple[str, Any], ...], Values]) -> list[Row]:
+def tuned_rows(rows: Sequence[SettingsRow], best: Mapping[tuple[tuple[str, Any], ...], Values]) -> list[SettingsRow]:
     """Rows of one stage and format, behind those for shapes whose best values are others. best: by shapes."""
     groups: dict[tuple[Any, ...], dict[int, Values]] = {}
     for shape, values in best.items():
         ranged = next((name for name in RANGES if name in dict(shape)), "")
         rest = tuple(pair for pair in shape if pair[0] != ranged)
         groups.setdefault((ranged, rest), {})[dict(shape).get(ranged, 0)] = values
-    new: list[Row] = []
+    new: list[SettingsRow] = []
     for (ranged, rest), found in groups.items():
         for (number, values), reach in zip(sorted(found.items()), ranges(sorted(found)), strict=True):
             shape = {**dict(rest), ranged: number}
             if next(row.values for row in rows if row.meets(shape)) == values:
                 continue
             conditions = {ranged: reach, **dict(rest)} if ranged else dict(rest)
-            before = new[-1] if new else Row({}, {})
+            before = new[-1] if new else SettingsRow({}, {})
             old = before.conditions.get(ranged)
             if before.values == values and {**conditions, ranged: old} == before.conditions and old[1] == reach[0] - 1:
-                new[-1] = Row({**conditions, ranged: [old[0], reach[1]]}, values)
+                new[-1] = SettingsRow({**conditions, ranged: [old[0], reach[1]]}, values)
             else:
-                new.append(Row(conditions, values))
+                new.append(SettingsRow(conditions, values))
     return new + list(rows)
 
 

@@ -9,7 +9,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.families import blocks_of
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.load import load_model, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
@@ -57,7 +57,7 @@ def make_bundle(
                 site = ("attn_in", layer) if target == "mlp" else ("mlp_in", layer - 1) if layer else ("attn_in", 0)
             metadata = {"active_density": 0.1 + 0.1 * layer, "curve": curve, "dtype": dtype}
             if cascade and target == "mlp":
-                scale, steps = choose_grid(blocks_of(load_opt(str(model)))[layer].up.weight.detach())
+                scale, steps = choose_grid(blocks_of(load_model(str(model)))[layer].up.weight.detach())
                 stage2_threshold = torch.linspace(-0.5, 1.0, n_out)
                 parts = {
                     "fc1_scale": scale,

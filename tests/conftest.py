@@ -134,9 +134,9 @@ def tiny_opt(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def dense(tiny_opt):
     """The random OPT itself, for tests of a file whose fixtures name no other."""
-    from dejavu_train.models.opt import load_opt
+    from dejavu_train.models.load import load_model
 
-    return load_opt(str(tiny_opt))
+    return load_model(str(tiny_opt))
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ TRAIN_PHASES = {  # what breaks, and what was done before it
     "bundle": ("dejavu_train.bundle.artifact.save_file", "collected, trained"),
 }
 INFER_PHASES = (
-    "run.checked", "run.load_tokenizer", "run.load_text", "run.load_opt", "run.evaluate", "perplexity.masking",
+    "run.checked", "run.load_tokenizer", "run.load_text", "run.load_model", "run.evaluate", "perplexity.masking",
     "run.time_decoding", "run.report.write_results", "run.plot_curves", "run.write_report", "run._generate",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.evaluation.command import main as infer_main
 from dejavu_train.ground.errors import Unsupported, UserError, exit_on_user_error
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.run.command import main
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
@@ -111,14 +111,14 @@ def test_the_page_reads_the_bundle_and_mask_agrees(place, tiny_opt, caplog):
     exec(snippet, names)
     gather = names["model"]
     ids = torch.randint(3, 300, (2, 20))
-    mask = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), gather.bundle, "mask")
+    mask = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), gather.bundle, "mask")
     torch.testing.assert_close(gather(ids).logits, mask(ids).logits, atol=2e-3, rtol=1e-3)
     for backend, ops in (("cpu", "triton"), ("triton", "reference")):
         with pytest.raises(Unsupported, match=r"runs low-rank .* layer 0 is a my_parts.HiddenLayer; use .*gather"):
-            SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), gather.bundle, backend, ops=ops)
-    chosen = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), gather.bundle)
+            SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), gather.bundle, backend, ops=ops)
+    chosen = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), gather.bundle)
     assert chosen.backend == "gather" and "my_parts.HiddenLayer" in caplog.text
-    dense = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), gather.bundle.at(mlp_density=1.0), "cpu")
+    dense = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), gather.bundle.at(mlp_density=1.0), "cpu")
     assert dense.backend == "cpu"  # what runs no predictor of your own is not refused
 
 

@@ -18,7 +18,7 @@ from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import EXTRAS, UserError
 from dejavu_train.ground.experiments import offline_folder
 from dejavu_train.models import installed
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.run.command import parse_config
 
 
@@ -91,7 +91,7 @@ def test_a_card_is_tagged_with_the_family_of_its_model(tiny_opt, values, metadat
     from family_models import random_family
 
     name = values["model_type"]
-    shape = dims_of(load_opt(str(tiny_opt)).config if name == "opt" else random_family(name).config)
+    shape = dims_of(load_model(str(tiny_opt)).config if name == "opt" else random_family(name).config)
     front = card("model", "hash", shape, {}, metadata).removeprefix("---\n").split("\n---\n")[0]
     assert yaml.safe_load(front)["tags"] == tags
 
@@ -112,8 +112,8 @@ def wheel(tiny_opt, tmp_path, monkeypatch):
 
 def test_python_finds_the_model_that_a_wheel_brings(wheel, tiny_opt):
     model = SparseOPTForCausalLM.from_pretrained("checkpoints/mine", str(wheel[1]), device="cpu")
-    assert model.config.hidden_size == load_opt(str(tiny_opt)).config.hidden_size
-    assert load_opt("checkpoints/mine").config.hidden_size == model.config.hidden_size
+    assert model.config.hidden_size == load_model(str(tiny_opt)).config.hidden_size
+    assert load_model("checkpoints/mine").config.hidden_size == model.config.hidden_size
 
 
 def test_results_are_not_written_into_an_installation(wheel):

@@ -11,7 +11,7 @@ from small_runs import activations
 
 from dejavu_train.bundle.artifact import METADATA, TENSORS, Bundle
 from dejavu_train.data.shard_reader import ShardReader, active_densities
-from dejavu_train.data.shards import LayerWeights
+from dejavu_train.data.shards import RecordedWeights
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import json_digest
 
@@ -78,7 +78,7 @@ def test_bytes_of_a_bundle(bundle_folder, name, data):
 def test_bytes_of_activations(shards, name, data):
     def read():
         reader = ShardReader(shards, 0, "train")
-        weights = LayerWeights.load(shards, 0, reader.manifest.weight_hash)
+        weights = RecordedWeights.load(shards, 0, reader.manifest.weight_hash)
         rows = reader.read("mlp_in", 0, 50).float().sum()
         return float(rows), float(weights.up_weight.sum()), active_densities(shards)
 

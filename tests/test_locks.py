@@ -16,7 +16,7 @@ import pytest
 
 from dejavu_train.ground import locks
 from dejavu_train.ground.errors import exit_on_user_error
-from dejavu_train.ground.locks import Held, claim, holders, locked
+from dejavu_train.ground.locks import LockHeld, claim, holders, locked
 from dejavu_train.training import job as job_module
 from dejavu_train.training.job import claimed
 
@@ -79,11 +79,11 @@ def test_a_signal_at_any_moment_leaves_no_holder(tmp_path, hold, capsys):
 def test_those_that_agree_hold_a_folder_together(tmp_path):
     with claim(tmp_path, "one"), claim(tmp_path, "one"):
         for identity in ("two", None):
-            with pytest.raises(Held, match=f"process {os.getpid()} on "), claim(tmp_path, identity):
+            with pytest.raises(LockHeld, match=f"process {os.getpid()} on "), claim(tmp_path, identity):
                 pass
         assert len(holders(tmp_path)) == 2
     assert not list(tmp_path.iterdir())
-    with claim(tmp_path), pytest.raises(Held), claim(tmp_path):
+    with claim(tmp_path), pytest.raises(LockHeld), claim(tmp_path):
         pass
 
 
@@ -93,13 +93,13 @@ def test_a_holder_whose_process_is_gone_does_not_count(tmp_path):
         with claim(tmp_path):
             assert not path.exists()
     put(tmp_path)  # this process lives
-    with pytest.raises(Held), claim(tmp_path):
+    with pytest.raises(LockHeld), claim(tmp_path):
         pass
 
 
 def test_a_holder_on_another_machine_counts_while_its_file_is_touched(tmp_path):
     path = put(tmp_path, host="far", machine="far 1", pid=7)
-    with pytest.raises(Held, match="process 7 on far"), claim(tmp_path):
+    with pytest.raises(LockHeld, match="process 7 on far"), claim(tmp_path):
         pass
     long_ago = time.time() - locks.GONE_SECONDS - 5
     os.utime(path, (long_ago, long_ago))

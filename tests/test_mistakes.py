@@ -20,7 +20,7 @@ from dejavu_train.ground import files, machine
 from dejavu_train.ground.errors import UserError, describe, exit_on_user_error
 from dejavu_train.ground.files import probe_folder, read_sealed, replacing, write_json, write_sealed
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 from dejavu_train.models.stored import check_folder
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.run.check import check_output

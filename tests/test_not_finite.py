@@ -18,7 +18,7 @@ from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.families import UnitKey
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.run.command import parse_config
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 from dejavu_train.training.job import fit
@@ -26,7 +26,7 @@ from dejavu_train.training.job import fit
 
 def broken(tiny_opt, name, value=math.nan):
     """The model with one weight of layer 1, or of the final norm, that is not a number."""
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     with torch.no_grad():
         model.get_parameter(f"model.decoder.{name}").view(-1)[3] = value
     return model
@@ -82,7 +82,7 @@ def test_weights_for_decoding_on_a_cpu(tiny_opt, value, stored, name, words):
 
 def overflowing(tiny_opt, name, threads=1):
     """An engine that is sound at first. What makes the part of this name of layer 1 overflow, behind the copy."""
-    engine = CpuEngine(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.5, 0.6), context=40, threads=threads)
+    engine = CpuEngine(load_model(str(tiny_opt)), make_bundle(tiny_opt).at(0.5, 0.6), context=40, threads=threads)
 
     def overflow():
         model = engine.weights.model
@@ -127,7 +127,7 @@ def test_what_comes_up_while_a_cpu_decodes_names_its_layer(tiny_opt, name, words
     with pytest.raises(UserError, match=rf"{found} {5 if name == 'embedding' else 0}\)"):
         engine.score([row])
     for _ in range(2):
-        other = CpuEngine(load_opt(str(tiny_opt)), context=40, threads=1)
+        other = CpuEngine(load_model(str(tiny_opt)), context=40, threads=1)
         assert len(other.generate([row], 4, stop_tokens=())[0]) == 4 and torch.isfinite(other.score([row])[0]).all()
 
 
@@ -163,7 +163,7 @@ def test_a_bundles_curve(tiny_opt, column, change):
 
 @pytest.mark.parametrize("backend", ["mask", "gather"])
 def test_a_whole_text_is_not_scored_as_a_prompt(tiny_opt, backend):
-    dense = load_opt(str(tiny_opt))
+    dense = load_model(str(tiny_opt))
     model = SparseOPTForCausalLM.from_model(dense, make_bundle(tiny_opt), backend, sparse_from="prompt")
     ids = torch.tensor([[2, 5, 6, 7]])
     model(ids)

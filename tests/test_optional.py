@@ -14,7 +14,7 @@ from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.evaluation import html_report, picture
 from dejavu_train.ground import machine
 from dejavu_train.ground.errors import UserError, exit_on_user_error
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 
 class Hidden:
@@ -48,25 +48,25 @@ def bundle(tiny_opt):
 def test_triton(hide, tiny_opt, bundle, caplog):
     hide("dejavu_train.engine.backend")  # which imports triton through all of kernels
     with pytest.raises(UserError, match=r"the engine triton cannot be loaded \(.*\); use backend='gather'"):
-        SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "triton")
+        SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, "triton")
     with caplog.at_level(logging.WARNING, "dejavu_train"):
-        model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "auto", ops="reference")
+        model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, "auto", ops="reference")
     assert model.backend == "gather" and caplog.text.count("the backend gather runs instead") == 1
 
 
 def test_numba(hide, tiny_opt, bundle, caplog):
     hide("numba", "dejavu_train.engine.cpu.")
     with pytest.raises(UserError, match="pip install numba"):
-        SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "cpu")
+        SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, "cpu")
     with caplog.at_level(logging.WARNING, "dejavu_train"):
-        model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle)
+        model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle)
     assert model.backend == "gather" and "pip install numba" in caplog.text
 
 
 def test_accelerate(hide, tiny_opt):
     hide("accelerate")
     with pytest.raises(UserError, match=r"device_map needs accelerate: pip install 'dejavu-train\[large\]'"):
-        load_opt(str(tiny_opt), device_map="auto")
+        load_model(str(tiny_opt), device_map="auto")
 
 
 def test_wandb(hide):

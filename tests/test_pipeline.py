@@ -22,7 +22,7 @@ from dejavu_train.evaluation.command import main as infer_main
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.ground.files import write_sealed
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.run import pipeline
 from dejavu_train.run.command import main, parse_config
 from dejavu_train.run.pipeline import say_what_density_holds, table
@@ -182,8 +182,8 @@ def test_the_model_is_loaded_for_sensitivities_alone_and_as_configured(
     """Thresholds come from the shards, layer by layer. Dtype, device map and revision reach what loads the model."""
     output = shutil.copytree(finished, tmp_path / "run")
     calls = []
-    original = pipeline.load_opt
-    monkeypatch.setattr(pipeline, "load_opt", lambda *args: calls.append(args) or original(*args))
+    original = pipeline.load_model
+    monkeypatch.setattr(pipeline, "load_model", lambda *args: calls.append(args) or original(*args))
     assert exit_on_user_error(main, flags(tiny_opt, text_file, output, "--calibrate.mlp_density=0.3")) == 0
     assert not calls
     more = ("--calibrate.mlp_density=0.3", "--collect.dtype=bfloat16", "--calibrate.sensitivity_tokens=60")
@@ -253,7 +253,7 @@ def perplexities(model, output, text_file):
     documents = load_sets(TextSource(source=str(text_file)), str(model))[0]["test"]
     corpus = hold_out(documents, load_tokenizer(str(model)), 64, 3000)
     settings = [EvalSetting("dense"), EvalSetting("predicted", 0.1, 0.25)]
-    scored = evaluate(load_opt(str(model)), Bundle.from_pretrained(output / "bundle"), corpus, settings)
+    scored = evaluate(load_model(str(model)), Bundle.from_pretrained(output / "bundle"), corpus, settings)
     return [math.exp(result.nats.sum() / corpus.tokens) for result in scored]
 
 

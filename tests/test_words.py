@@ -57,6 +57,18 @@ def test_planted(repository: Path, capsys: pytest.CaptureFixture, file: str, tex
     assert code == 1 and printed.startswith(file) and said in printed, printed
 
 
+def test_docstrings_of_the_library_begin_with_a_noun_or_a_verb(tmp_path: Path) -> None:
+    (tmp_path / "dejavu_train").mkdir()
+    for path in ("dejavu_train/code.py", "code.py"):
+        (tmp_path / path).write_text(
+            '"""Code.\n\nOf no use."""\n\nclass A:\n    seed: int = 0\n    """Of the draws."""\n'
+        )
+    found = list(words.offenders(tmp_path, ["dejavu_train/code.py", "code.py"]))
+    assert [(each.path, each.rule, each.text) for each in found] == [
+        ("dejavu_train/code.py", "beginning", "Of the draws.")
+    ]
+
+
 def test_make_lint_runs_the_check() -> None:
     """So what is planted above fails `make lint`."""
     command = ["make", "--dry-run", "--no-print-directory", "lint"]

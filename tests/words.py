@@ -41,6 +41,7 @@ SHAPE = re.compile(
 DATE = re.compile(r"\b20\d\d-\d\d(-\d\d)?\b|\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* (\d+, )?20\d\d\b")
 COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 FORBIDDEN = ("the former", "the latter")  # until the glossary stands
+BEGINS = re.compile(r"(Of|What|Those|That)\b")  # no noun and no verb, so no beginning of a docstring of ours
 
 
 # A file of the repository in a page that is read first, as code.
@@ -50,7 +51,7 @@ OURS = re.compile(r"`((?:kernels|dejavu_train|benchmarks|tests|papers|examples|c
 class Prose(NamedTuple):
     """A paragraph, an item of a list, a docstring's entry or a message."""
 
-    kind: str  # page, docstring or message
+    kind: str  # page, docstring, summary (the first paragraph of a docstring) or message
     path: str
     line: int
     text: str
@@ -65,7 +66,7 @@ class Offender(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the baseline holds: the same wherever the sentence moves."""
+        """Entry of the baseline: the same wherever the sentence moves."""
         return hashlib.sha256(f"{self.rule}\n{self.text}".encode()).hexdigest()[:10]
 
 
@@ -120,7 +121,8 @@ def python(path: str, source: str) -> Iterator[Prose]:
                 texts += [(said(e.value), e) for e in node.body[1:] if isinstance(e, ast.Expr)]
             for text, first in texts:
                 for line, paragraph in paragraphs(text or "", first.lineno, entries=True):
-                    yield Prose("docstring", path, line, paragraph)
+                    summary = line == first.lineno and path.startswith("dejavu_train/")
+                    yield Prose("summary" if summary else "docstring", path, line, paragraph)
         elif isinstance(node, ast.Call) and not path.startswith("tests/"):
             name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
             if MESSAGES.search(name) and node.args and (text := said(node.args[0])):
@@ -151,8 +153,10 @@ def forbidden(root: Path) -> re.Pattern[str]:
 
 
 def broken(prose: Prose, avoid: re.Pattern[str]) -> Iterator[Offender]:
-    """What a paragraph or message breaks of the rule."""
+    """Offenders in a paragraph or message."""
     message, counted = prose.kind == "message", not prose.path.startswith(NUMBERS_FREE)
+    if prose.kind == "summary" and BEGINS.match(prose.text):
+        yield Offender(*prose[:3], "beginning", prose.text)
     for sentence in sentences(plain(prose.text), message):
         rules = {
             "long": words(sentence) > LONGEST,

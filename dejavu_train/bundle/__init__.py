@@ -1,2 +1,2 @@
-"""What is shipped, and all that follows from it without data: specs, selection, bytes, other densities. Imports
+"""Bundles, as shipped, and all that follows from them without data: specs, selection, bytes, densities. Imports
 models and predictors."""

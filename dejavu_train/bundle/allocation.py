@@ -144,7 +144,7 @@ def in_proportion(active: Mapping[int, float], mean_density: float, floors: Mapp
 
 
 class Calibrated(Protocol):
-    """What a spec of a bundle knows about its layer."""
+    """Facts that a spec of a bundle knows about its layer."""
 
     @property
     def curve(self) -> Curve: ...
@@ -224,18 +224,18 @@ def cascade_bytes(
 
 
 def plane_bytes(d_model: int) -> tuple[float, float]:
-    """Of one neuron: the upper plane of ``up`` with a step and a threshold, and its lower plane with a scale."""
+    """Bytes of a neuron: the upper plane of ``up`` with a step and a threshold, its lower plane with a scale."""
     return d_model / 2 + 8, 1.5 * d_model + 4
 
 
 def union_density(density: float, batch: int) -> float:
-    """What a batch of independent rows reads: the share of units that at least one row selects."""
+    """Density of a batch of independent rows: the share of units that at least one row selects."""
     return 1.0 - (1.0 - density) ** batch
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a model may cost: bytes per token, or an increase of perplexity as a fraction. One of them is None."""
+    """Limit of a model's cost: bytes per token, or an increase of perplexity as a fraction. One of them is None."""
 
     bytes_per_token: float | None
     perplexity_increase: float | None

@@ -40,7 +40,7 @@ from dejavu_train.ground.files import (
 from dejavu_train.models.config_values import read_values, refuse_foreign
 from dejavu_train.models.hub import check_repository, fetch, looks_local, push
 from dejavu_train.models.installed import hint, installed
-from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.load import weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.predictors.bit_planes import SecondStage, build_second_stage
 from dejavu_train.predictors.checkpoint import as_stored, build_predictor

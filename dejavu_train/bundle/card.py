@@ -155,7 +155,7 @@ def code(text: str) -> str:
 
 
 def _text(text: Any) -> str:
-    """What the manifest of the activations says of the text. Bundles made without one may say anything."""
+    """Sentence on the text in the manifest of the activations. Bundles made without one may say anything."""
     if not isinstance(text, dict):
         return "not recorded" if text is None else code(str(text))
     source = text.get("source")

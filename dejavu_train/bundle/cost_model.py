@@ -1,4 +1,4 @@
-"""What a bundle reads per token, in bytes: predictors, the planes of a cascade, and the rows that are selected.
+"""Bytes that a bundle reads per token: predictors, the planes of a cascade, and the rows that are selected.
 
 Weights count in the format that they have. ``down`` is read of neurons that are selected and truly active. Counts are
 either expectations from the calibration curves (``spec_bytes``, ``mlp_share``) or taken from scored text

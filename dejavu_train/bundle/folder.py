@@ -1,4 +1,4 @@
-"""What a bundle's folder says before torch is imported: that its files are there, and which model it is of."""
+"""Checks of a bundle's folder before torch is imported: that its files are there, and which model it is of."""
 
 import os
 import tempfile

@@ -121,7 +121,7 @@ class GuardState:
         self.scale.copy_(torch.where(number > 0, scale, self.scale))
 
     def report(self) -> dict[str, Any]:
-        """What was measured since the last reset. Asks the device.
+        """Measurements since the last reset. Asks the device.
 
         ``guard``: the settings. ``tokens``: measured. With any measured, ``mlp`` and ``heads`` hold shares over all
         layers: ``candidates`` and ``selected`` of the units, ``retained_mass``, and of neurons ``hits`` (selected and

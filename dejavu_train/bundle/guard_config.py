@@ -1,4 +1,4 @@
-"""What is asked of a guard at run time. What it does: bundle/guard.py. Readable without torch."""
+"""Settings of a guard at run time. What it does: bundle/guard.py. Readable without torch."""
 
 from dataclasses import dataclass
 

@@ -52,7 +52,7 @@ def measured_rows(folder: str | Path, weight_hash: str, specs: Iterable[Predicto
 
 
 def _quality(rows: Sequence[Mapping[str, Any]], texts: Mapping[str, Any]) -> Iterable[list[str]]:
-    """Of each text the row as calibrated, sparse from the first position on, beside the dense one."""
+    """Rows of a table: each text as calibrated, sparse from the first position on, beside the dense one."""
     dense = {row["text"]: row["perplexity"] for row in rows if row["selection"] == "dense"}
     for row in rows:
         if row["selection"] == "predicted" and row["as_calibrated"] and not row["sparse_from"]:

@@ -66,7 +66,7 @@ class Predicted:
         self.thresholds: dict[UnitKey, Tensor] = {}
 
     def _second_stage(self, layer: int) -> SecondStage | None:
-        """Of a cascade that is not dense. Made when it is first needed."""
+        """Second stage of a cascade that is not dense. Made when first needed."""
         if layer not in self._blocks or self.bundle.specs[UnitKey(layer, Target.MLP)].dense:
             return None
         if layer not in self._second_stages:

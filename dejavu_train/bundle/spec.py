@@ -10,7 +10,7 @@ import torch
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.families import LayerInput, ModelDims, Site, Target, UnitKey
 from dejavu_train.ground.errors import Unsupported, UserError
-from dejavu_train.models.opt import DTYPES
+from dejavu_train.models.load import DTYPES
 from dejavu_train.predictors.custom import described_dtype
 from dejavu_train.predictors.quantization import SCALED
 

@@ -42,7 +42,7 @@ from dejavu_train.families import LayerInput, Site, Target, UnitKey, blocks_of
 from dejavu_train.ground.progress import Progress
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 
 logger = logging.getLogger(__name__)
 Windows = Sequence[Sequence[int]]

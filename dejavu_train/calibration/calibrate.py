@@ -42,9 +42,9 @@ from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increase
 from dejavu_train.families import TARGETS, Target, UnitKey
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.progress import progress
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 from dejavu_train.models.weight_format import WeightFormat
-from dejavu_train.predictors.checkpoint import Stored, as_stored, read_predictor, stored_tensors
+from dejavu_train.predictors.checkpoint import StoredPredictor, as_stored, read_predictor, stored_tensors
 from dejavu_train.predictors.custom import PredictorClass, describe
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def measure_curves(
     targets: Sequence[str] | None = None,
     classes: Mapping[str, PredictorClass] | None = None,
 ) -> Bundle:
-    """What every density of every predictor in ``predictors_folder`` selects, keeps and costs, as a dense bundle.
+    """Measure what all densities of all predictors in ``predictors_folder`` select, keep and cost, as a dense bundle.
 
     Args:
         predictors_folder: ``layer_XX/<target>/`` as training writes them. A target for every layer or for none.
@@ -77,7 +77,7 @@ def measure_curves(
         UserError: a missing predictor, or a value that cannot be meant.
     """
     from dejavu_train.data.shard_reader import ShardReader
-    from dejavu_train.data.shards import ActivationManifest, LayerWeights
+    from dejavu_train.data.shards import ActivationManifest, RecordedWeights
 
     where = resolve_device(device)
     manifest = ActivationManifest.load(activations_folder)
@@ -97,7 +97,7 @@ def measure_curves(
     predictors: dict[UnitKey, nn.Module] = {}
     head_means: dict[int, Tensor] = {}
 
-    def read(layer: int, target: Target) -> Stored:
+    def read(layer: int, target: Target) -> StoredPredictor:
         return read_predictor(folder / f"layer_{layer:02d}" / target, classes)
 
     def pack(layer: int, target: Target, metadata: Mapping[str, Any], trained: nn.Module, weights: Any = None) -> None:
@@ -150,7 +150,7 @@ def measure_curves(
     layers = range(shape.n_layers)
     heads = {layer: read(layer, Target.HEADS) for layer in layers} if Target.HEADS in targets else {}
     for layer in progress(layers, "setting thresholds", shape.n_layers, "layer"):
-        weights = LayerWeights.load(activations_folder, layer, manifest.weight_hash)
+        weights = RecordedWeights.load(activations_folder, layer, manifest.weight_hash)
         head_means[layer] = weights.head_mean.clone()  # not a view of the whole file
         if Target.MLP in targets:
             pack(layer, Target.MLP, *read(layer, Target.MLP), weights.to(where))
@@ -163,7 +163,7 @@ def measure_curves(
         measure = measure_heads if isinstance(dense, ByLayers) else measure_whole
         dtype = config.dtype_of(Target.HEADS)
         for layer, refitted in refit_heads(dense, heads, head_means, dtype, chosen, measure).items():
-            heads[layer] = Stored(dict(heads[layer].metadata) | {"bias": True}, refitted)
+            heads[layer] = StoredPredictor(dict(heads[layer].metadata) | {"bias": True}, refitted)
     for layer, (metadata, trained) in heads.items():
         pack(layer, Target.HEADS, metadata, trained)
     if dense is not None:

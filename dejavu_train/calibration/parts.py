@@ -1,4 +1,4 @@
-"""What processes are told that calibrate by layers, each a range of the windows: a plan in files of the stage's folder.
+"""Orders to processes that calibrate by layers, each a range of the windows: a plan in files of the stage's folder.
 
 FOLDER/plan.json         the model and how it runs, the windows, and of each probe what is no tensor
 FOLDER/plan.safetensors  tensors of probes by their number, ``means.LAYER``
@@ -65,7 +65,7 @@ class Plan:
 
     @classmethod
     def load(cls, folder: Path) -> "Plan":
-        """What :meth:`save` wrote."""
+        """Read what :meth:`save` wrote."""
         stored, tensors = read_plan(folder), load_file(folder / f"{PLAN}.safetensors")
         probes = {}
         for i, row in enumerate(stored["probes"]):

@@ -47,7 +47,7 @@ def row_blocks(
     """Passes over ``rows`` rows in evenly spread blocks.
 
     Args:
-        weights: ``LayerWeights`` of the target's layer on ``device``, for what a neuron contributes.
+        weights: ``RecordedWeights`` of the target's layer on ``device``, for what a neuron contributes.
         site: what the predictor reads, of the layer of the reader ``inputs``. ``own`` reads the target's layer.
     """
 
@@ -77,7 +77,7 @@ def fit_second_stage(
     test's own four bits, so that their error is allowed for.
 
     Args:
-        weights: ``LayerWeights`` of a layer without a gate.
+        weights: ``RecordedWeights`` of a layer without a gate.
     """
     scale, steps = choose_grid(weights.up_weight)
     norms = weights.down_norm

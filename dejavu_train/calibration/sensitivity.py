@@ -32,7 +32,7 @@ BLOCK_LOGITS = 1 << 23  # of the vocabulary's logits that are made at once: 32 M
 
 @dataclass(frozen=True)
 class SensitivityProbe:
-    """What to measure of one (layer, target): its predictor, the site that it reads, and rising thresholds to try.
+    """Probe of one (layer, target): its predictor, the site that it reads, and rising thresholds to try.
 
     ``thresholds`` fall as densities rise. Each is one sparse run of the layer. ``mean`` (n_heads, head_dim) stands in
     for skipped heads.

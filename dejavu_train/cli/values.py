@@ -54,7 +54,7 @@ class Fields:
                 self.mappings[name] = field.default if made is dataclasses.MISSING else made()
 
     def meant(self, name: str) -> str:
-        """What to say behind a name that is not known."""
+        """Hint to say behind a name that is not known."""
         instead = getattr(self.kind, "GONE", {}).get(name.partition(".")[0])
         if instead is not None:
             return f", which is no longer there; {instead}"
@@ -134,7 +134,7 @@ def read(fields: Fields, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str,
 
 
 def _value(name: str, kind: Any, given: list[str]) -> Any:
-    """What a flag gives for a field of this type."""
+    """Value that a flag gives for a field of this type."""
     item = item_of(kind)
     if item is not None:
         if len(given) == 1 and given[0].startswith("["):

@@ -34,7 +34,7 @@ from dejavu_train.data.shards import (
     STATISTICS,
     WEIGHTS,
     ActivationManifest,
-    LayerWeights,
+    RecordedWeights,
     ShardEntry,
     ShardWriter,
     file_digests,
@@ -52,7 +52,7 @@ from dejavu_train.ground.locks import locked
 from dejavu_train.ground.progress import Progress
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.tokenizer_hash import hash_of
 
 logger = logging.getLogger(__name__)
@@ -148,13 +148,13 @@ def _collect(
         remove_leftovers(folder)  # the lock says nobody else is writing
     device = resolve_device(config.device)
 
-    def load_model() -> Any:
+    def load_dense() -> Any:
         if config.by_layers:
             return LayerWalk(model_name, device, config.dtype, revision)
-        return load_opt(model_name, config.dtype, device, config.device_map, revision)
+        return load_model(model_name, config.dtype, device, config.device_map, revision)
 
     shared = config.by_layers and share is not None
-    model = None if shared else load_model()
+    model = None if shared else load_dense()
     known = file_digests(activations)
     rewritten = [str(shard_path("", layer, entry.index)) for layer in range(shape.n_layers) for entry in missing]
     known = {name: sha256 for name, sha256 in known.items() if name != MANIFEST and name not in rewritten}
@@ -167,7 +167,7 @@ def _collect(
         share()
         recording = dataclasses.replace(recording, missing=set(manifest.missing(activations)))
     if recording.missing:
-        (collect_by_layers if config.by_layers else _collect_whole)(model or load_model(), recording)
+        (collect_by_layers if config.by_layers else _collect_whole)(model or load_dense(), recording)
     remove_parts(activations)
     write_statistics(activations, manifest, known)
     return manifest
@@ -236,7 +236,7 @@ def _collect_whole(model: Any, recording: Recording) -> None:
         _save_layer_weights(model, manifest, activations, windows_of_means(planned))
     heads = {}
     for layer, block in enumerate(blocks_of(model)):
-        mean = LayerWeights.load(activations, layer, manifest.weight_hash).head_mean
+        mean = RecordedWeights.load(activations, layer, manifest.weight_hash).head_mean
         heads[layer] = HeadReference.of(block, mean)
     with Progress("collecting", sum(entry.tokens for entry in recording.missing), "token") as progress:
         for entry, windows in recording.open_shards:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dejavu_train.data.config import MEAN_TOKENS, CollectConfig
 from dejavu_train.data.recording import (
-    Batch,
     HeadReference,
     MeanHeads,
     Recording,
     Run,
+    WindowBatch,
     WriterThread,
     batches,
     record_batch,
@@ -29,7 +29,7 @@ from dejavu_train.data.recording import (
 from dejavu_train.data.shards import (
     WEIGHTS,
     ActivationManifest,
-    LayerWeights,
+    RecordedWeights,
     ShardEntry,
     ShardWriter,
     layer_folder,
@@ -42,7 +42,7 @@ from dejavu_train.families import blocks_of
 from dejavu_train.ground.progress import Progress
 from dejavu_train.models.layer_exchange import Enough, first, own_forward
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import torch_dtype
+from dejavu_train.models.load import torch_dtype
 
 STREAM = "stream"
 
@@ -58,14 +58,14 @@ class StreamPass:
         self.walk, self.stream = walk, stream
 
     @contextlib.contextmanager
-    def layer(self) -> Iterator[Callable[[Batch, int], Run]]:
+    def layer(self) -> Iterator[Callable[[WindowBatch, int], Run]]:
         """The next layer on the device. Gives a function that makes the pass of a batch whose rows begin at ``start``:
         it reads the stream and writes it."""
         with self.walk.layer(self.stream.next):
             yield self._pass_of
         self.stream.advance()
 
-    def _pass_of(self, batch: Batch, start: int) -> Run:
+    def _pass_of(self, batch: WindowBatch, start: int) -> Run:
         stream, real = self.stream, batch.real.to(self.walk.device)
 
         def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,11 +85,11 @@ class StreamPass:
         return run
 
     @torch.inference_mode()
-    def logits(self, batch: Batch, start: int) -> Tensor:
+    def logits(self, batch: WindowBatch, start: int) -> Tensor:
         """(B, T, V) behind the last layer, once all have run."""
         return self.walk.logits(batch.ids.to(self.walk.device), lambda: self._padded(batch, start))
 
-    def _padded(self, batch: Batch, start: int) -> Tensor:
+    def _padded(self, batch: WindowBatch, start: int) -> Tensor:
         """(B, T, d) with zeros at padding, of which no token sees anything."""
         states = self.stream.read(start, batch.rows).to(self.walk.device)
         padded = states.new_zeros((*batch.real.shape, states.shape[1]))
@@ -98,29 +98,29 @@ class StreamPass:
 
 
 def stream_bytes(manifest: ActivationManifest, tokens: int, config: CollectConfig) -> int:
-    """Of both files, for ``tokens`` recorded tokens."""
+    """Bytes of both files, for ``tokens`` recorded tokens."""
     return 2 * (tokens + MEAN_TOKENS) * manifest.shape.d_model * torch_dtype(config.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class _Batches:
-    """What goes through a layer, in the order of its rows in the stream.
+    """Batches that go through a layer, in the order of their rows in the stream.
 
     Attributes:
         averaged: over which the means of heads are taken.
         judged: by which the model is judged.
     """
 
-    averaged: list[Batch]
-    judged: list[Batch]
-    of_shards: list[tuple[ShardEntry, list[Batch]]]
+    averaged: list[WindowBatch]
+    judged: list[WindowBatch]
+    of_shards: list[tuple[ShardEntry, list[WindowBatch]]]
 
     @classmethod
     def of(cls, recording: Recording, probes: Sequence[np.ndarray]) -> "_Batches":
         size = recording.config.batch_size
         return cls(
             list(batches(windows_of_means(recording.windows), 1)),
-            [Batch.of([Window(0, ids)]) for ids in probes],
+            [WindowBatch.of([Window(0, ids)]) for ids in probes],
             [(entry, list(batches(windows, size))) for entry, windows in recording.open_shards],
         )
 
@@ -168,7 +168,7 @@ def _collect_layer(passes: StreamPass, recording: Recording, parts: _Batches, pr
                 means.tokens += batch.rows
         if not (layer_folder(activations, layer) / WEIGHTS).is_file():
             save_layer_weights(activations, manifest, layer, block, means.means()[layer])
-        mean = LayerWeights.load(activations, layer, manifest.weight_hash).head_mean
+        mean = RecordedWeights.load(activations, layer, manifest.weight_hash).head_mean
         heads = {layer: HeadReference.of(block, mean)}
         for batch in parts.judged:
             pass_of(batch, start)(batch.ids.to(device), batch.real.long().to(device))
@@ -196,10 +196,10 @@ def save_layer_weights(
     activations: Path, manifest: ActivationManifest, layer: int, block: Any, head_mean: Tensor
 ) -> None:
     """Save what losses need of a layer."""
-    LayerWeights.of(block, manifest.shape, head_mean).save(activations, layer, manifest.weight_hash)
+    RecordedWeights.of(block, manifest.shape, head_mean).save(activations, layer, manifest.weight_hash)
 
 
-def _starts(batches_of: Sequence[Batch], start: int) -> list[int]:
+def _starts(batches_of: Sequence[WindowBatch], start: int) -> list[int]:
     """The first row of each batch."""
     starts = []
     for batch in batches_of:

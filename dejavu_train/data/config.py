@@ -62,7 +62,7 @@ class CollectConfig:
         return getattr(self, f"{set_name}_tokens")
 
     def request(self, seed: int) -> dict[str, Any]:
-        """What decides which rows are recorded. How the model runs (batch, dtype, device) is left out."""
+        """Settings that decide which rows are recorded. How the model runs (batch, dtype, device) is left out."""
         values = dataclasses.asdict(self) | CONSTANTS
         for name in ("batch_size", "dtype", "device", "device_map", "by_layers"):
             values.pop(name)

@@ -120,7 +120,7 @@ def parquet_rows(path: Path, field: str, first: bool = False) -> Iterator[dict[s
 
 
 def _kind(data: bytes) -> str | None:
-    """What begins so. None: nothing that is known, so it may be text."""
+    """Kind of file that begins so. None: no known kind, so it may be text."""
     if data[257:262] == b"ustar":
         return "tar"
     return next((kind for beginning, kind in _BEGINNINGS if data.startswith(beginning)), None)

@@ -133,7 +133,7 @@ def _python_files() -> list[tuple[str, Path]]:
 
 
 def _folded(paragraph: str) -> str:
-    """What makes two paragraphs the same: their words, whatever white space stands between them."""
+    """Words of a paragraph, whatever white space stands between them. Equal ones are the same paragraph."""
     return " ".join(paragraph.split())
 
 

@@ -18,7 +18,7 @@ from dejavu_train.data.shards import ActivationManifest
 from dejavu_train.data.windows import Window
 from dejavu_train.ground.files import read_json, replacing, write_json
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 
 ABOUT, PLAN = "parts.json", "parts.npz"
 

@@ -31,7 +31,7 @@ Run = Callable[[Tensor, Tensor], object]
 
 @dataclass(frozen=True)
 class Recording:
-    """What is to be recorded, and where.
+    """Work of a recording: what, and where.
 
     Attributes:
         planned: all shards with their windows.
@@ -48,7 +48,7 @@ class Recording:
 
     @property
     def windows(self) -> list[Window]:
-        """Of all shards."""
+        """Windows of all shards."""
         return [window for _, windows in self.planned for window in windows]
 
     @property
@@ -58,7 +58,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class HeadReference:
-    """What the heads of a layer are measured against.
+    """Reference that the heads of a layer are measured against.
 
     Attributes:
         mean: (n_heads, head_dim) fp32, what stands for a skipped head.
@@ -75,7 +75,7 @@ class HeadReference:
 
 
 @dataclass(frozen=True)
-class Batch:
+class WindowBatch:
     """Windows side by side: ids (B, T), and which of them are tokens and no padding, real (B, T) bool."""
 
     windows: Sequence[Window]
@@ -83,7 +83,7 @@ class Batch:
     real: Tensor
 
     @classmethod
-    def of(cls, windows: Sequence[Window]) -> "Batch":
+    def of(cls, windows: Sequence[Window]) -> "WindowBatch":
         lengths = torch.tensor([len(window.ids) for window in windows])
         ids = torch.full((len(windows), int(lengths.max())), PAD_TOKEN)
         for row, window in enumerate(windows):
@@ -105,9 +105,9 @@ class Batch:
         }
 
 
-def batches(windows: Sequence[Window], size: int) -> Iterator[Batch]:
+def batches(windows: Sequence[Window], size: int) -> Iterator[WindowBatch]:
     for first in range(0, len(windows), size):
-        yield Batch.of(windows[first : first + size])
+        yield WindowBatch.of(windows[first : first + size])
 
 
 class MeanHeads:
@@ -176,7 +176,7 @@ def _refuse_not_finite(name: str, layer: int, dtype: str) -> NoReturn:
 @torch.inference_mode()
 def record_batch(
     model: Any,
-    batch: Batch,
+    batch: WindowBatch,
     config: CollectConfig,
     heads: Mapping[int, HeadReference],
     writer: Any,

@@ -33,7 +33,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_sealed, replacing, sha256_file, write_sealed
 from dejavu_train.ground.locks import locked
 from dejavu_train.ground.progress import Progress
-from dejavu_train.models.opt import drop_generation_defaults
+from dejavu_train.models.load import drop_generation_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ Write = Callable[[Rows, int, int], Rows]
 
 @dataclasses.dataclass(frozen=True)
 class SampleManifest:
-    """What ``samples.json`` holds."""
+    """Contents of ``samples.json``."""
 
     model: str
     weight_hash: str
@@ -92,7 +92,7 @@ def decode_rows(data: bytes, length: int) -> np.ndarray:
 
 
 def settings_of(config: SampleConfig, window: int) -> dict[str, Any]:
-    """What decides which text is written, but for how much of it and the model."""
+    """Settings that decide which text is written, but for its length and the model."""
     values = dataclasses.asdict(config)
     values.pop("tokens")
     values["length"] = config.length or window

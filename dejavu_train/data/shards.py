@@ -2,7 +2,7 @@
 
     activations/manifest.json                 model, weights, text, and the planned shards
     activations/statistics.json               share of active neurons per layer, once every shard is there
-    activations/layer_07/weights.safetensors  what a loss needs of the layer: see LayerWeights
+    activations/layer_07/weights.safetensors  what a loss needs of the layer: see RecordedWeights
     activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
 
 Datasets of a shard, a row for each token:
@@ -72,7 +72,7 @@ class ShardEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationManifest:
-    """What an activations folder holds, or will hold when its collecting is over."""
+    """Contents of an activations folder, or of one whose collecting is not over."""
 
     model: str
     weight_hash: str
@@ -228,7 +228,7 @@ def new_shard(path: Path) -> Iterator[tuple[h5py.File, _Recorded]]:
 
 
 def refuse_unreadable(error: Exception, path: Path, message: str) -> NoReturn:
-    """What to say of a file that could not be read: what the system refused, else that it is damaged (``message``).
+    """Refuse a file that could not be read. Says what the system refused, else that it is damaged (``message``).
 
     Raises:
         OSError: the system's error, of ``path``: the file is not to blame.
@@ -346,8 +346,8 @@ _ABOUT, _LABELS, _THRESHOLD = "about", "activation", "threshold"
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerWeights:
-    """What a loss needs of a layer, in float32.
+class RecordedWeights:
+    """Weights that a loss needs of a layer, in float32.
 
     Attributes:
         up_weight, up_bias: (n, d) and (n,), the map into the neurons. gate_weight, gate_bias: the same of a gate.
@@ -366,8 +366,8 @@ class LayerWeights:
     threshold: float = 0.0
 
     @classmethod
-    def of(cls, block: BlockParts, shape: ModelDims, head_mean: Tensor) -> "LayerWeights":
-        """Of a layer's modules, with maps in their own dtype."""
+    def of(cls, block: BlockParts, shape: ModelDims, head_mean: Tensor) -> "RecordedWeights":
+        """Take a layer's modules, with maps in their own dtype."""
         parts: dict[str, Any] = {"activation": shape.activation, "threshold": shape.threshold}
         for name, linear in (("up", block.up), ("gate", block.gate)):
             if linear is not None:
@@ -381,7 +381,7 @@ class LayerWeights:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    def to(self, device: torch.device) -> "LayerWeights":
+    def to(self, device: torch.device) -> "RecordedWeights":
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, **moved)
 
@@ -410,7 +410,7 @@ class LayerWeights:
             save_file(tensors, path, about)
 
     @classmethod
-    def load(cls, activations: str | Path, layer: int, weight_hash: str) -> "LayerWeights":
+    def load(cls, activations: str | Path, layer: int, weight_hash: str) -> "RecordedWeights":
         """Read a layer's weights.
 
         Raises:

@@ -50,7 +50,7 @@ class Stream:
         return self._tensors[(self.next + 1) % 2][start : start + rows]
 
     def write(self, start: int, states: Tensor) -> None:
-        """What layer ``next`` gives for rows from ``start`` on, or what it needs on the way there."""
+        """Write what layer ``next`` gives for rows from ``start`` on, or needs on the way there."""
         self._tensors[(self.next + 1) % 2][start : start + len(states)] = states
 
     def advance(self) -> None:

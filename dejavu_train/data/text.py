@@ -62,7 +62,7 @@ class SampleConfig:
     batch_size: int = 32
     """Rows written at once. On a GPU more than 32 are written by transformers, not by the engine."""
     seed: int = 0
-    """Of the draws, below 67,108,864: what the engine holds for a row."""
+    """Seed of the draws, below 67,108,864: what the engine holds for a row."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value out of range."""
@@ -106,7 +106,7 @@ class TextSource:
 
     @property
     def key(self) -> str:
-        """What the split hashes as the source: a file's name without its folder, a class's, else the source itself."""
+        """Source as the split hashes it: a file's name without its folder, a class's, else the source itself."""
         if isinstance(self.source, dict):
             return str(self.source.get("class_path"))
         return Path(self.source).name if Path(self.source).is_file() else self.source
@@ -119,7 +119,7 @@ class TextSource:
         return self.source if isinstance(self.source, str) and _names_file(self.source) else None
 
     def file_sha256(self) -> str | None:
-        """Of that file's bytes.
+        """Hash of that file's bytes.
 
         Raises:
             UserError: it is not there.
@@ -144,7 +144,7 @@ def _names_file(source: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TextManifest:
-    """What was read. Stands in the manifests of shards and bundles."""
+    """Text that was read. Stands in the manifests of shards and bundles."""
 
     source: str
     revision: str | None
@@ -155,9 +155,9 @@ class TextManifest:
     train_sha256: tuple[str, ...] = ()
     """Short hashes of the train documents, by which infer.py recognises text that was trained on."""
     file_sha256: str | None = None
-    """Of the bytes of a local file, or of the file of prompts: other text is not taken for this one."""
+    """Hash of a local file, or of the file of prompts: other text is not taken for this one."""
     samples: dict[str, Any] | None = None
-    """Of a model's own text: how it was sampled."""
+    """Settings by which a model's own text was sampled."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -241,7 +241,7 @@ def _of_array(text: str, path: Path, field: str, most: int) -> list[Document]:
 
 
 def _parsed(text: str) -> Any:
-    """What JSON says. None where it is none."""
+    """Value that JSON says. None where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -64,7 +64,7 @@ class Attention:
                 self.predictor = HeadPredictor(None, None, None, every)
 
     def step(self, selection: Selection | None) -> HeadStep:
-        """What the stages of attention share, with these heads."""
+        """State that the stages of attention share, with these heads."""
         return HeadStep(self.work.q, self.cache, self.work.state.position, selection)
 
     def site(self) -> HeadSite:

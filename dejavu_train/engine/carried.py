@@ -1,4 +1,4 @@
-"""What one half of a layer leaves in memory for a later one, in one place for all layers."""
+"""Tensors that one half of a layer leaves for a later one, in one place for all layers."""
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Carried:
         mlp: TargetPredictor,
         heads: HeadSite | None,
     ) -> LateSite:
-        """What the MLP before a layer writes, and the layer's q/k/v read. Its factors are the layer's own."""
+        """Site that the MLP before a layer writes and the layer's q/k/v read. Its factors are the layer's own."""
         norm = LateNorm.empty(weights.norm1, cache.capacity, self.estimate, self.moments)
         return LateSite.of(norm, cache.attn_in, position, weights.qkv, mlp.weights, self.arrived, heads)
 

@@ -1,4 +1,4 @@
-"""What the CPU engine takes, known without numba."""
+"""Limits of the CPU engine, known without numba."""
 
 MAX_BATCH = 8
 CHUNK = 64  # columns; a cache line of int8 codes

@@ -150,7 +150,7 @@ class DecodeEngine(Session):
         super().__init__()
 
     def describe(self) -> str:
-        """What was decided when the engine was built, with the reasons, and the memory that it takes."""
+        """Decisions made when the engine was built, with the reasons, and the memory that it takes."""
         lines = [self.plan.describe(), describe_memory(self.memory)]
         if self.plan.engine in (Engine.GPU, Engine.INTERPRETER):
             lines.insert(1, f"launch settings: {settings_file(self.device)}")

@@ -1,4 +1,4 @@
-"""What is asked of lossless decoding. Readable without torch."""
+"""Settings of lossless decoding. Readable without torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ SETTINGS = ("draft_length", "draft_weights")  # of `generate()`, in the order of
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What is asked of lossless decoding.
+    """Settings of lossless decoding.
 
     Attributes:
         length: tokens in each draft, 0 to 7. 0 = the dense model alone. None = chosen from what was accepted so far.
@@ -61,7 +61,7 @@ class Draft:
 
 
 def default_of(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a bundle's metadata ask of ``generate()`` under ``lossless``: settings of a draft, or None.
+    """Settings of a draft that a bundle's metadata ask of ``generate()`` under ``lossless``, or None.
 
     Raises:
         UserError: anything but true, false, or an object with settings of a draft.

@@ -18,7 +18,7 @@ from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4_sizes import part_sizes
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.quantize.rounding import round_nearest
 
 NAME = "weights of the draft"
@@ -44,12 +44,12 @@ def draft_weights(weights: DecodeWeights, asked: str, shard: Shard | None = None
 
 
 def rounded_bytes(weights: DecodeWeights) -> int:
-    """Of the matrices of all layers in 4 bits."""
+    """Bytes of all layers' matrices in 4 bits."""
     return weights.shape.n_layers * sum(size.nbytes for size in part_sizes(weights.shape).values())
 
 
 def bytes_beside(draft: DecodeWeights, weights: DecodeWeights) -> int:
-    """What a draft's weights take that are not those of ``weights``."""
+    """Bytes of a draft's weights that are not those of ``weights``."""
     own = {tensor.data_ptr() for tensor in weights.tensors()}
     return sum(tensor.nbytes for tensor in draft.tensors() if tensor.data_ptr() not in own)
 
@@ -79,7 +79,7 @@ def rounded(weights: DecodeWeights) -> DecodeWeights:
 
 
 def stored(weights: DecodeWeights, folder: str, shard: Shard | None = None) -> DecodeWeights:
-    """Of a quantised folder. Embeddings are the model's own, since draft and model read and write the same tokens."""
+    """Read a quantised folder. Embeddings are the model's own, since draft and model read and write the same tokens."""
     own, device = weights.embedding, weights.embedding.device
     shape, whole = read_dims(folder), weights.shape if shard is None else shard.whole
     packed = quant_method(read_values(folder)) == INT4
@@ -89,7 +89,7 @@ def stored(weights: DecodeWeights, folder: str, shard: Shard | None = None) -> D
             f"the draft's folder must hold this model in 4 bits, {folder} has {found}; write one with python -m"
             " dejavu_train.quantize, or pass draft_weights='int4'"
         )
-    model = load_opt(folder) if shard is None else load_shard(folder, shard, own.dtype, device)[0]
+    model = load_model(folder) if shard is None else load_shard(folder, shard, own.dtype, device)[0]
     check_room({NAME: weight_bytes(model, own.dtype)}, device)
     read = weights_of_model(model, own.dtype, device, held=None if shard is None else shard.dims)
     read = read if shard is None else shard.with_head(read)

@@ -1,4 +1,4 @@
-"""What a plan needs to know of predictors, read from a bundle without loading them."""
+"""Facts of predictors that a plan needs, read from a bundle without loading them."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dejavu_train.ground.errors import UserError
 
 @dataclass(frozen=True)
 class PredictorFacts:
-    """What a plan needs to know of the predictor of one (layer, target). No tensors.
+    """Facts of the predictor of one (layer, target) that a plan needs. No tensors.
 
     Attributes:
         site: layer and input that it reads. stored, format: in the bundle, and as the engine's kernels read it.
@@ -87,7 +87,7 @@ def selected_rates(frequency: Tensor, density: float) -> Tensor:
 
 
 def facts_of(bundle: Any, codes: Collection[UnitKey], dtype: str, rows: int) -> dict[UnitKey, PredictorFacts | None]:
-    """Of a bundle's predictors in an engine of so many rows, without loading them. None = left dense.
+    """Facts of a bundle's predictors in an engine of so many rows, without loading them. None = left dense.
 
     Args:
         codes, dtype: as of `load_predictors`. An engine for CPUs reads codes of all.

@@ -1,4 +1,4 @@
-"""What a decode engine is asked for: how tokens are sampled, and the checks that every engine makes of its input."""
+"""Inputs of a decode engine: how tokens are sampled, and the checks that every engine makes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a row of an engine begins with.
+    """Beginning of a row of an engine.
 
     Attributes:
         tokens: known ones. total: tokens at most, the known ones included.

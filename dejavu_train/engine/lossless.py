@@ -25,7 +25,7 @@ EXPLORE = 24  # cycles, after which a neighbouring length is tried
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What one cycle gave.
+    """Outcome of one cycle.
 
     Attributes:
         drafted, accepted: tokens. held: tokens of the sequence, all of them the dense model's. done: it has ended.
@@ -41,7 +41,7 @@ class Verified:
 
 @dataclasses.dataclass
 class Acceptance:
-    """What was drafted and accepted, over one call or several.
+    """Counts of drafted and accepted tokens, over one call or several.
 
     Attributes:
         tokens: written. cycles: passes of the dense model. drafting: cycles with a draft. seconds: of all cycles.

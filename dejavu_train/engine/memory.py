@@ -1,4 +1,4 @@
-"""What a decode engine holds on its device, in bytes, counted before anything is allocated."""
+"""Memory of a decode engine on its device, in bytes, counted before anything is allocated."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ def scratch_bytes(shape: ModelDims, batch: int, packed: bool, packed_head: bool 
 
 
 def late_bytes(shape: ModelDims, context: int, ranks: Iterable[int]) -> int:
-    """Of layers whose norm comes late (`kernels/lookahead/mlp_ahead.py`), by the ranks of their MLPs' predictors.
+    """Bytes of layers whose norm comes late (`kernels/lookahead/mlp_ahead.py`), by the ranks of the MLPs' predictors.
 
     Each holds sums of q/k/v's rows and factors of every position. Where the first half of the MLP's predictor is laid
     out as tiles it stands there once more, without its scales.
@@ -54,7 +54,7 @@ def late_bytes(shape: ModelDims, context: int, ranks: Iterable[int]) -> int:
 
 
 def weight_bytes(model: Any, dtype: torch.dtype) -> int:
-    """Of a Hugging Face model's weights as an engine of this dtype holds them. 4-bit rows keep their own dtypes.
+    """Bytes of a Hugging Face model's weights in an engine of this dtype. 4-bit rows keep their own dtypes.
 
     Tables that maps between two widths are multiplied into count beside those they are made of.
     """
@@ -73,7 +73,7 @@ def held_bytes(weights: "DecodeWeights", predictors: Mapping[Any, "TargetPredict
     tables = list(weights.tables())
 
     def within(tensor: Tensor) -> bool:
-        """Of a rank's rows of an embedding that is the LM head."""
+        """Tell whether a tensor is a rank's rows of the embedding."""
         first = tensor.data_ptr()
         return any(t.data_ptr() <= first and first + tensor.nbytes <= t.data_ptr() + t.nbytes for t in tables)
 
@@ -97,7 +97,7 @@ def describe_memory(parts: Mapping[str, int]) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, what this process could take."""
+    """Bytes of a GPU that this process could take."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
 

@@ -117,7 +117,7 @@ class _Reader:
         return Int4Rows(words, scales)
 
     def norm(self, norm: ReadNorm, columns: int = 0, order: Tensor | None = None) -> LayerNormWeights:
-        """Of as many columns as the model's width, or of so many in this order. One and zero where it has none."""
+        """Norm of the model's width, or of so many columns in this order. One and zero where it has none."""
         one, zero = (
             torch.full((columns or self.dims.d_model,), value, dtype=self.dtype, device=self.device)
             for value in (1.0, 0.0)
@@ -217,7 +217,7 @@ class _Reader:
 
 
 def placed_by(dims: ModelDims, turns: Tensor | None, device: torch.device | str) -> Rotary | Alibi | None:
-    """What q/k/v and attention know of positions. turns: cosines and sines (T, 2, r / 2) of rotary ones."""
+    """Positions, as q/k/v and attention know them. turns: cosines and sines (T, 2, r / 2) of rotary ones."""
     if dims.positions is Positions.ALIBI:
         return Alibi.of(dims.n_heads, device)
     if turns is None:
@@ -234,7 +234,7 @@ def turn_factor(turns: Tensor) -> float:
 
 
 def engine_dtype(model: Any, ops: str) -> torch.dtype:
-    """Of an engine's weights and caches: the model's. Of 4-bit matrices float16, which their kernels multiply with."""
+    """Dtype of an engine's weights and caches: the model's. For 4-bit matrices float16, which kernels multiply with."""
     packed = any(isinstance(module, CodedLinear) for module in model.modules())
     return torch.float16 if packed and ops == "triton" else model.dtype
 

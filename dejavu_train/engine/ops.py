@@ -12,7 +12,7 @@ from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_produ
 
 
 class StepOps:
-    """What a step asks for, as Triton kernels. Shapes, dtypes and errors are those of the kernel of the same name."""
+    """Operations of a step, as Triton kernels. Shapes, dtypes and errors are those of the kernel of the same name."""
 
     embed = staticmethod(sampling.embed)
     norm_heads = staticmethod(norm.norm_heads)

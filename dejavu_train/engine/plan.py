@@ -51,7 +51,7 @@ from dejavu_train.kernels.common.limits import (
     takes_row_words,
     tokens_at_once,
 )
-from dejavu_train.models.opt import DTYPES
+from dejavu_train.models.load import DTYPES
 
 MEASURED_FROM = 4096  # d from which lists of several rows were timed
 # Density of what 2 to 32 rows select together from which the engine's dense MLP is faster than the sparse one with its
@@ -187,7 +187,7 @@ class _Chooser:
         return self.predictors.get(UnitKey(layer, target))
 
     def _not_beside_attention(self, layer: int) -> str:
-        """Of the MLP's predictor."""
+        """Reason against the MLP's predictor."""
         mlp = self.facts(layer, Target.MLP)
         if mlp is None:
             return "its MLP selects nothing"
@@ -405,7 +405,7 @@ def dense_from(d: int) -> float:
 
 
 def at_width(measured: Sequence[tuple[int, float]], d: int) -> float:
-    """What was measured at the widest model that is no wider than d, of (width, value) in order."""
+    """Value measured at the widest model that is no wider than d, of (width, value) in order."""
     return [value for width, value in measured if width <= d][-1]
 
 

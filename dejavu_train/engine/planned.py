@@ -1,4 +1,4 @@
-"""What a plan of a decoding step holds: how each half of a layer runs, and where its predictor does."""
+"""Plan of a decoding step: how each half of a layer runs, and where its predictor does."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dejavu_train.kernels.formats.matrix import Hidden
 
 
 class Engine(StrEnum):
-    """What executes a plan: kernels on a GPU or in the interpreter, plain torch, or the compiled engine for CPUs."""
+    """Executor of a plan: kernels on a GPU or in the interpreter, plain torch, or the compiled engine for CPUs."""
 
     GPU = "gpu"
     INTERPRETER = "interpreter"
@@ -54,7 +54,7 @@ class Kernels(StrEnum):
 
 
 class Packer(StrEnum):
-    """What closes the gaps of the list of selected neurons."""
+    """Way to close the gaps of the list of selected neurons."""
 
     KERNEL = "a kernel"
     ATTENTION = "attention's grid"
@@ -62,7 +62,7 @@ class Packer(StrEnum):
 
 
 class Early(StrEnum):
-    """What the MLP's kernel reads before it waits for the kernel before it. Both are older than two launches."""
+    """Reads of the MLP's kernel before it waits for the kernel before it. Both are older than two launches."""
 
     X = "x"
     LIST = "list"
@@ -89,7 +89,7 @@ class Formats:
 
 
 def hidden_values(dims: ModelDims) -> Hidden:
-    """What the kernels of an MLP make of a neuron's products."""
+    """Function that an MLP's kernels apply to a neuron's products."""
     both = dims.activation is Activation.DRELU
     relu = both or dims.activation is Activation.FATRELU
     return Hidden(str(Activation.RELU if relu else dims.activation), dims.threshold, both)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dejavu_train.engine.facts import PredictorFacts, check_calibrated, expected_union, folds
 from dejavu_train.families import Site, Target, UnitKey
 from dejavu_train.kernels.stages.predictor import PredictorWeights
-from dejavu_train.models.opt import DTYPES
+from dejavu_train.models.load import DTYPES
 from dejavu_train.predictors.quantization import pack_nibbles
 
 

@@ -131,7 +131,7 @@ class Prompts:
             self._begin(b, row)
 
     def _begin(self, b: int, row: Row) -> None:
-        """What follows a prompt that was run. Other rows stay as they are."""
+        """Choose the token behind a prompt that was run. Other rows stay as they are."""
         core, mode, score = self.core, row.sampling.mode, row.scored_from is not None
         try:
             with core.on_device():

@@ -162,7 +162,7 @@ def read_request(
     streamer: Any,
     max_rows: int = 32,
 ) -> Request:
-    """What the engine is to do.
+    """Read a request.
 
     Args:
         input_ids: (B, T), left- or right-padded. mask: (B, T), or None: read from the padding token.
@@ -220,7 +220,7 @@ def read_request(
 
 
 def stop_strings(config: GenerationConfig, tokenizer: Any) -> Any:
-    """What ends a row at a stop string, for `Request.ended`. None where there are none.
+    """Criterion that ends a row at a stop string, for `Request.ended`. None where there are none.
 
     Raises:
         UserError: no tokenizer.
@@ -252,7 +252,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 
 def _pad_token(config: GenerationConfig, stops: Sequence[int]) -> int:
-    """What fills up rows that end early: the padding token, else the first stop token, as in transformers."""
+    """Filler of rows that end early: the padding token, else the first stop token, as in transformers."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
     return stops[0] if stops else 0

@@ -18,7 +18,7 @@ from dejavu_train.ground.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class News:
-    """What steps have given a row: new tokens, whether it is done, and what was not finite, if anything was.
+    """News of a row after steps: new tokens, whether it is done, and what was not finite, if anything was.
 
     scores: of a row that keeps them, those of the new tokens. The first news have those of the prompt in front.
     """
@@ -49,7 +49,7 @@ class Seat:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class StepsAhead:
     """Steps that were asked for: who had which place, and the call that waits for what they gave."""
 
     seats: Mapping[int, Seat]
@@ -70,7 +70,7 @@ class Rows:
         self._seats: dict[int, Seat] = {}
         self._arriving: dict[int, tuple[Row, Generator[None, None, list[Score]]]] = {}
         self.reused = 0
-        self._ahead: Taken | None = None
+        self._ahead: StepsAhead | None = None
         engine.open(stops)
 
     @property
@@ -142,7 +142,7 @@ class Rows:
             self._ahead = None
         return refused + [news for each in (ahead, taken) if each is not None for news in self._tell(each)]
 
-    def _take(self, n: int) -> Taken | None:
+    def _take(self, n: int) -> StepsAhead | None:
         """Ask for as many steps as some row may need. None where the steps ahead are the last of all rows."""
         known = {} if self._ahead is None else self._ahead.seats
         scored = [(b, seat) for b, seat in self._seats.items() if seat.row.scored_from is not None]
@@ -160,9 +160,9 @@ class Rows:
                 seat.score(self.engine, b)
         elif all(known.get(b) is seat for b, seat in self._seats.items()):
             return None
-        return Taken(dict(self._seats), self.engine.sight())
+        return StepsAhead(dict(self._seats), self.engine.sight())
 
-    def _tell(self, taken: Taken) -> list[News]:
+    def _tell(self, taken: StepsAhead) -> list[News]:
         present = [b for b, seat in sorted(taken.seats.items()) if self._seats.get(b) is seat]
         if not present:
             return []

@@ -1,4 +1,4 @@
-"""What the engines run beside an OPT: values of the fields of `ModelDims`. Loads no torch."""
+"""Models that engines run beside an OPT: values of the fields of `ModelDims`. Loads no torch."""
 
 from dejavu_train.families.dims import SILENT, SMOOTH, Runs
 
@@ -17,4 +17,4 @@ _EVERYTHING = (
 )
 RUNS: Runs = dict.fromkeys(_EVERYTHING) | {"activation": (*SILENT, *SMOOTH)}
 VERIFIED: Runs = {name: values for name, values in RUNS.items() if name not in ("qk_norm", "logit_cap")}
-"""What lossless decoding on a GPU verifies."""
+"""Models that lossless decoding verifies on a GPU."""

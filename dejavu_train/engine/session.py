@@ -27,7 +27,7 @@ NO_SCORES = "this engine gives no log-probabilities; leave logprobs and echo out
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What the rows of an engine hold: ``tokens`` (batch, T) integers on the host, and what `Session.read` gives."""
+    """Contents of an engine's rows: ``tokens`` (batch, T) integers on the host, and what `Session.read` gives."""
 
     tokens: Any
     held: list[int]
@@ -36,7 +36,7 @@ class Sight:
 
 
 class Session(ABC):
-    """What callers ask of an engine. A subclass says how its rows begin, step and are read.
+    """Interface of an engine to its callers. A subclass says how its rows begin, step and are read.
 
     Attributes:
         batch, context: rows that the engine holds, and tokens of a row. plan: how a step runs.
@@ -86,7 +86,7 @@ class Session(ABC):
 
     @abstractmethod
     def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
-        """Of the first n rows: how many tokens each holds, whether it is done, and by row what was not finite."""
+        """Read the first n rows: how many tokens each holds, whether it is done, and by row what was not finite."""
 
     def sight(self) -> Callable[[], Sight]:
         """A call that waits for the steps that were asked for by now, and says what all rows held behind them."""
@@ -169,7 +169,7 @@ class Session(ABC):
         return found // self.grid * self.grid
 
     def score_last(self, b: int, top: int) -> Score:
-        """Of a row that keeps log-probabilities, the score of its last token. Asked behind every step.
+        """Score of the last token of a row that keeps log-probabilities. Asked behind every step.
 
         Raises:
             UserError: an engine without scores.

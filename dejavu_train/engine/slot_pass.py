@@ -98,7 +98,7 @@ class SlotPass:
         return self.x[0]
 
     def describe(self) -> str:
-        """What equality of slots holds for."""
+        """Say what the equality of slots holds for."""
         device, capacity = self.x.device, self.caches[0].capacity
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         head = "the LM head behind its screen where greedy" if self.screen is not None else "the whole LM head"

@@ -165,7 +165,7 @@ class DecodeStep:
         )
 
     def _late_site(self, layer: int, chosen: Mapping[UnitKey, TargetSelection]) -> LateSite:
-        """What the MLP before a layer leaves for it."""
+        """Site that the MLP before a layer leaves for it."""
         heads, neurons, ahead = chosen.get(UnitKey(layer, Target.HEADS)), chosen[UnitKey(layer, Target.MLP)], None
         if heads is not None:
             ahead = HeadSite.of(heads.folded(), self.weights.layers[layer - 1].norm2, self.state.row_state)
@@ -252,7 +252,7 @@ class DecodeStep:
                 tensor.copy_(copy)
 
     def _capture(self, run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-        """What ``run`` queues: compile every kernel in a run whose effects are undone, then record one."""
+        """Record ``run``: compile every kernel in a run whose effects are undone, then capture a graph."""
         with CAPTURING:
             return self._captured(run, pool)
 

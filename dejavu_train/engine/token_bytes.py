@@ -46,7 +46,7 @@ class StepBytes:
 
 
 def step_bytes(bundle: Any, plan: StepPlan) -> StepBytes:
-    """What an engine of this plan reads in a step."""
+    """Bytes that an engine of this plan reads in a step."""
     shape, weights = plan.dims, _format(plan.formats.layers)
     unit = weights.unit_bytes(shape)
     head = _head_bytes(shape, plan)

@@ -122,7 +122,7 @@ class EnginePair(Pair):
         return seconds if self._ranks is None else self._ranks.hosts.gather(round(1e9 * seconds))[0] / 1e9
 
     def _look(self) -> Callable[[], Verified]:
-        """What waits for the last replay, and for nothing behind it."""
+        """Function that waits for the last replay alone."""
         look = self._looks.pop(0)
         self._looks.append(look)
         look.take(self.report)

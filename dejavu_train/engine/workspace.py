@@ -1,4 +1,4 @@
-"""What the halves of a decoding step share: operations, token state, scratch, and the predictors that run at a site."""
+"""Things that the halves of a decoding step share: operations, token state, scratch, and predictors of a site."""
 
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class Workspace:
         state: TokenState | None = None,
         join: Join | None = None,
     ) -> "Workspace":
-        """Of a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads. state: of another one, shared.
+        """Make it for a plan. 4-bit weights in a fp16 engine meet fp16 outputs of the heads. state: another's, shared.
         join: None = of one GPU."""
         dims, batch = plan.dims, plan.batch
         h, hd, d = dims.n_heads, dims.head_dim, dims.d_model
@@ -172,12 +172,12 @@ class TargetSelection:
     runner: SitePredictor | None = None
 
     def folded(self) -> HeadPredictor:
-        """Of heads: the predictor as one matrix."""
+        """Head predictor as one matrix."""
         predictor = self.predictor
         return HeadPredictor(predictor.folded, predictor.bias, predictor.threshold, self.selection)
 
     def in_use(self, norm: LayerNormWeights | None) -> Predictor:
-        """What a kernel of one row runs, with scratch of its own. norm: of its input, unless that comes late."""
+        """Predictor for a kernel of one row, with scratch of its own. norm: of its input, unless that comes late."""
         assert self.products is not None
         weights = self.predictor.weights if norm is None else self.predictor.weights.with_norm(norm)
         return Predictor.of(weights, self.predictor.threshold, self.selection, self.products)

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """What a ``results.json`` says of the dense model, of the bundle as calibrated and at other densities, by name."""
+    """Numbers of a ``results.json``, by name: of the dense model, the bundle as calibrated and at other densities."""
     numbers: dict[str, float] = {}
     for row in found["quality"]:
         dense = row["selection"] == "dense"

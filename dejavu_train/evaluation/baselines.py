@@ -23,7 +23,7 @@ from dejavu_train.families.block import forward_block, join_heads, positions_lik
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
 
 
-class Given:
+class FixedSelections:
     """Selections made beforehand, by (layer, target). Missing keys are dense."""
 
     sites: frozenset[Site] = frozenset()

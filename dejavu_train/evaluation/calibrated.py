@@ -61,7 +61,7 @@ def _listed(config: InferConfig, bundle: Bundle) -> tuple[tuple[float, ...], tup
 
 
 def described(bundle: Bundle) -> str:
-    """What the bundle selects of neurons and of heads, in words."""
+    """Words for what the bundle selects of neurons and heads."""
     if not bundle.targets:
         return "all neurons and heads"
     return " and ".join(_described(bundle, target) for target in TARGETS)
@@ -101,7 +101,7 @@ def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
 
 
 def _backend(config: InferConfig, device: torch.device, coded: bool) -> str:
-    """What ``auto`` tries first for a prompt. Whatever is refused then is told."""
+    """Backend that ``auto`` tries first for a prompt. Any refusal then is told."""
     if config.backend != "auto":
         return config.backend
     if launched():

@@ -1,4 +1,4 @@
-"""What infer.py looks at before it imports torch: all that needs neither a model nor a GPU."""
+"""Checks of infer.py before it imports torch: all that needs neither a model nor a GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     from dejavu_train.engine.options import EngineOptions
     from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
     from dejavu_train.engine.planned import Engine, Formats
-    from dejavu_train.models.opt import DTYPES, chosen_dtype
+    from dejavu_train.models.load import DTYPES, chosen_dtype
 
     values, dims = read_values(config.model, config.revision), read_dims(config.model, config.revision)
     engine = Engine.GPU if device.type == "cuda" else Engine.CPU

@@ -54,7 +54,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of `infer`, and of calibration and training: as the experiment has them, else as the bundle tells them."""
+        """Settings of `infer`, calibration and training: as the experiment has them, else as the bundle tells them."""
         settings = {key: value for key, value in (self.found.get("config") or {}).items() if key not in _PLACES}
         for key in ("model", "bundle"):
             settings[f"hash of the {key}"] = (self.found.get("hashes") or {}).get(key)
@@ -74,7 +74,7 @@ class Run:
         return settings
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Of what the predictors select from the first position on, where it has an increase."""
+        """Rows of a selection from the first position on, where it has an increase."""
         for row in self.found["quality"]:
             if row["selection"] == "predicted" and row["sparse_from"] == 0 and row["increase"] is not None:
                 yield row

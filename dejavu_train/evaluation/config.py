@@ -19,7 +19,7 @@ _FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 
 @dataclasses.dataclass(frozen=True)
 class InferConfig(TextConfig):
-    """What infer.py does: with the bundle as it was calibrated, and at other densities where they are asked for.
+    """Evaluation of a bundle as it was calibrated, and at other densities where they are asked for.
 
     A model without a bundle runs exactly: all units are computed, and rows of silent neurons are not read.
 
@@ -94,7 +94,7 @@ class InferConfig(TextConfig):
     timing: bool = True
     """Time decoding."""
     timing_backends: tuple[Timed, ...] = ()
-    """What is timed. None named: dense and the engines of this device."""
+    """Backends to time. None named: dense and the engines of this device."""
     timing_mlp_density: float | None = None
     """Density of the MLPs while timing and generating, of candidates where there is a second stage. null: as
     calibrated, and text of generate at the one of densities, if it is one."""
@@ -111,7 +111,7 @@ class InferConfig(TextConfig):
     generate: str | None = None
     """A prompt to continue."""
     backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"
-    """What continues that prompt."""
+    """Backend that continues that prompt."""
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
     lossless: bool | None = None
@@ -149,7 +149,7 @@ class InferConfig(TextConfig):
 
     @property
     def drafting(self) -> dict[str, Any]:
-        """What ``generate()`` is told about drafts."""
+        """Keywords about drafts for ``generate()``."""
         given = {name: getattr(self, name) for name in ("lossless", "draft_length", "draft_weights")}
         return {name: value for name, value in given.items() if value is not None}
 

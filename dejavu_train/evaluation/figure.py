@@ -1,4 +1,4 @@
-"""What pictures share: styles of lines, and how a figure becomes files."""
+"""Helpers of pictures: styles of lines, and how a figure becomes files."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -24,7 +24,13 @@ from dejavu_train.bundle.cost_model import measured_mlp_share
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import Document
 from dejavu_train.data.tokens import windows
-from dejavu_train.evaluation.baselines import Given, keep_top, noncontextual_contributions, random_ranks, ranks
+from dejavu_train.evaluation.baselines import (
+    FixedSelections,
+    keep_top,
+    noncontextual_contributions,
+    random_ranks,
+    ranks,
+)
 from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.families.block import active_neurons
@@ -80,7 +86,7 @@ class EvalCorpus:
 
 @dataclasses.dataclass
 class EvalResult:
-    """What one row came to.
+    """Result of one row.
 
     ``nats`` are summed per document, ``sums`` per (layer, target). Predicted rows also have ``candidates``, by layer
     how many neurons passed the first of two stages. Their ``mlp_bytes`` are what the MLPs and their predictors read
@@ -292,7 +298,9 @@ class _Evaluation:
             for name, row in rows.items():
                 if name != "predicted":
                     order = orders[name]
-                    given = Given({key: keep_top(order[key].to(count.device), count) for key, count in counts.items()})
+                    given = FixedSelections(
+                        {key: keep_top(order[key].to(count.device), count) for key, count in counts.items()}
+                    )
                     self._sparse_pass(batch, given, sparse, row)
 
     def _dense_pass(self, batch: EvalBatch) -> dict[str, dict[UnitKey, Tensor]]:

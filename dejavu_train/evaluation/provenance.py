@@ -1,4 +1,4 @@
-"""What a result was made of: versions of the packages, hashes of the weights and of the bundle."""
+"""Origin of a result: versions of the packages, hashes of the weights and of the bundle."""
 
 import datetime
 import platform
@@ -10,11 +10,11 @@ import transformers
 
 from dejavu_train.bundle.folder import METADATA
 from dejavu_train.ground.files import read_json
-from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.load import weight_hash
 
 
 def versions() -> dict[str, str]:
-    """Of python and of the packages that decide numbers."""
+    """Versions of python and of the packages that decide numbers."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

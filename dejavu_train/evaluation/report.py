@@ -47,7 +47,7 @@ def results(
 
 
 def lossless_line(accepted: Mapping[str, float]) -> str:
-    """What was drafted and accepted, in one line. ``accepted`` as `Acceptance.report` gives it."""
+    """Counts of drafted and accepted tokens in one line. ``accepted`` as `Acceptance.report` gives it."""
     speed = f"lossless: {accepted['tokens_per_second']:.1f} tokens a second"
     if not accepted["drafted"]:
         return f"{speed}, nothing was drafted"
@@ -58,7 +58,7 @@ def lossless_line(accepted: Mapping[str, float]) -> str:
 
 
 def guard_line(watched: Mapping[str, Any]) -> str:
-    """What a guard measured while text was generated, in one line. ``watched`` as `GuardState.report` gives it."""
+    """Measurements of a guard while text was generated, in one line. ``watched`` as `GuardState.report` gives it."""
     guard, tokens = watched["guard"], watched["tokens"]
     if not tokens:
         return f"guard: no token was measured; every {guard['every']}-th is, and fewer were generated"
@@ -207,7 +207,7 @@ COLUMNS = {  # heading of a table -> what stands below it
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What a table of results says: ``name`` of its content, column headings, cells as they are shown."""
+    """Table of results: ``name`` of its content, column headings, cells as they are shown."""
 
     name: str
     headings: list[str]
@@ -259,7 +259,7 @@ def timing_table(found: dict[str, Any]) -> Table:
 
 
 def text_table(found: dict[str, Any]) -> Table:
-    """What was scored, and the dense model on it."""
+    """Table of the scored text, with the dense model on it."""
     dense = {row["text"]: row for row in found["quality"] if row["selection"] == "dense"}
     cells = [
         [

@@ -50,7 +50,7 @@ from dejavu_train.ground.progress import Progress
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.finite import FiniteLogits
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.weight_format import loaded_format
 from dejavu_train.predictors.custom import PredictorClass, import_predictor
 from dejavu_train.sparse.model import SparseCausalLM
@@ -105,7 +105,7 @@ def _run(config: InferConfig, group: Group | None) -> None:
     tokenizer = load_tokenizer(config.model, config.revision)
     texts = _load_texts(config, bundle, tokenizer) if config.tokens != 0 or config.timing else []
     if group is None:
-        dense = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
+        dense = load_model(config.model, config.dtype, device, config.device_map, config.revision)
     else:
         from dejavu_train.engine.ranks.load import load_rank  # imports triton
 
@@ -165,7 +165,7 @@ def _run(config: InferConfig, group: Group | None) -> None:
 
 
 def _predictor_class(config: InferConfig) -> PredictorClass | dict[str, PredictorClass] | None:
-    """What ``--predictor.class_path`` names: one class, or several by their names."""
+    """Class that ``--predictor.class_path`` names, or several by their names."""
     if config.predictor is None:
         return None
     names = str(config.predictor.get("class_path")).split(",")

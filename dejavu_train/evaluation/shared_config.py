@@ -64,7 +64,7 @@ class TextOptions:
     CONSTANTS = _CONSTANTS
 
     seed: int = 0
-    """Of what is drawn at random, and of the order of documents."""
+    """Seed of what is drawn at random, and of the order of documents."""
     text_config: str | None = None
     """Configuration of a hub dataset, for instance en."""
     text_revision: str | None = None

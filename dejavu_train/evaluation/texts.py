@@ -56,7 +56,7 @@ class EvalText:
 
 
 def trained_text(bundle: Bundle, folder: str) -> dict[str, Any]:
-    """What the bundle in ``folder`` says of the text its predictors were trained on. Empty if nothing is known."""
+    """Text that the predictors in ``folder`` were trained on, as the bundle says. Empty if nothing is known."""
     text = bundle.metadata.get("text")
     beside = Path(folder).parent / "activations" / "manifest.json"
     if not isinstance(text, dict) and beside.is_file():

@@ -43,7 +43,7 @@ class Timing:
     megabytes_per_token: float | None = None
     """1e6 bytes that a step read, counted by the CPU engine."""
     asked_mlp_density: float | None = None
-    """What the thresholds of the bundle that was timed were set for, a mean over the layers. 1.0: dense.
+    """Density that the timed bundle's thresholds were set for, a mean over the layers. 1.0: dense.
 
     With a second stage these are candidates."""
     asked_head_density: float | None = None

@@ -1,4 +1,4 @@
-"""What results say, in sentences: how much less likely a text became, and what a token takes."""
+"""Sentences about results: how much less likely a text became, and what a token takes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def verdict(found: Found) -> list[str]:
 
 
 def exact_report(rows: Sequence[Found], shape: ModelDims, weights: WeightFormat) -> Found:
-    """What a model without predictors leaves out, and what predictors could: shares, and bytes of a layer.
+    """Savings of a model without predictors, and those that predictors could add: shares, and bytes of a layer.
 
     rows: quality rows of all texts, of which each has a dense one. Empty where nothing was scored.
     """
@@ -48,7 +48,7 @@ def exact_report(rows: Sequence[Found], shape: ModelDims, weights: WeightFormat)
 
 
 def _exact(found: Found) -> list[str]:
-    """What predictors could add to a model that runs without."""
+    """Savings that predictors could add to a model without."""
     if not found["silent"]:
         return [f"The activation {found['activation']} makes no neuron silent: without predictors all rows are read."]
     if "active" not in found:
@@ -122,7 +122,7 @@ def selected(row: Found) -> str:
 
 
 def likelihood(increase: float) -> str:
-    """What an increase of perplexity is to a token.
+    """Words for what an increase of perplexity is to a token.
 
     >>> likelihood(0.0152), likelihood(-0.002), likelihood(12.0)
     ('1.5 % less likely', '0.2 % more likely', '13 times less likely')

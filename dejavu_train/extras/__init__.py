@@ -1,1 +1,1 @@
-"""What stands beside the core, a room each. The core imports none of them. It reaches them through ``cli.registry``."""
+"""Rooms beside the core. The core imports none of them. It reaches them through ``cli.registry``."""

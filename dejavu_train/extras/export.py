@@ -30,7 +30,7 @@ from dejavu_train.ground.progress import Progress
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
 from dejavu_train.models.int4_sizes import head_kind, head_sizes, part_sizes
-from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.load import weight_hash
 from dejavu_train.models.stored import HEAD, in_layer, layer_prefixes
 from dejavu_train.quantize.check import check_output
 from dejavu_train.quantize.folder import folder_aside

@@ -1,4 +1,4 @@
-"""What a layer is, family by family: which modules it has, what it computes, and what may read their weights.
+"""Layers, family by family: which modules they have, what they compute, and what may read their weights.
 
 The environment's ``DEJAVU_FAMILIES`` names modules with further families, which every process imports, a worker too.
 """

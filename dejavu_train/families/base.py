@@ -88,7 +88,7 @@ class BlockParts:
         return norm(x) if norm is not None and not self.norms_first else x
 
     def neurons(self, mlp_in: "Tensor") -> "Tensor":
-        """What all neurons give, (..., n), for mlp_in (..., d)."""
+        """Outputs of all neurons, (..., n), for mlp_in (..., d)."""
         if self.gate is None:
             return self.activate(self.up(mlp_in))
         up = self.up(mlp_in)
@@ -96,7 +96,7 @@ class BlockParts:
 
 
 class Family(Protocol):
-    """What the library asks of a kind of model. One file a family."""
+    """Interface of a kind of model to the library. One file a family."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Family(Protocol):
 
     @property
     def around(self) -> str:
-        """What names in a checkpoint begin with: that of the model around its layers, in transformers' class."""
+        """Prefix of names in a checkpoint: that of the model around its layers, in transformers' class."""
         ...
 
     @property
@@ -204,7 +204,7 @@ def family_named(kind: str, name: str, values: Mapping[str, Any] | None = None) 
 
 
 def _unknown(kind: str, name: str, values: Mapping[str, Any]) -> str:
-    """What to say of a type without a family: the nearest one, what its config.json holds, and the guide."""
+    """Refusal of a type without a family: the nearest one, what its config.json holds, and the guide."""
     from difflib import get_close_matches
 
     within = [each for each in _FAMILIES if each in kind.replace("-", "_")]
@@ -252,7 +252,7 @@ def refuse_activation(name: str, activation: str, runs: Iterable[str]) -> NoRetu
 
 
 def survey_of(name: str) -> str:
-    """What a refusal of a model ends with. A model without a name has no command."""
+    """End of a refusal of a model. A model without a name has no command."""
     model = name if name and " " not in name else "MODEL"
     return f"dejavu survey --model {model} tells what the model would gain"
 

@@ -41,7 +41,7 @@ def behind_half(block: Any, norm: Any, hidden: Tensor) -> Tensor:
 
 
 def mix_heads(block: Any, attn_in: Tensor, attend: Attend, positions: Tensor | None = None) -> Tensor:
-    """What the output projection reads, (B, T, h * e), for attn_in (B, T, d)."""
+    """Input of the output projection, (B, T, h * e), for attn_in (B, T, d)."""
     q, k, v = block.project(attn_in, positions)
     return join_heads(attend(attn_in, q * block.scaling, k, v))
 
@@ -106,7 +106,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
 
 
 def alibi(slopes: Tensor, at: Tensor, seen: Tensor) -> Tensor:
-    """What ALiBi adds to scores, (B, h, T, S) fp32, of queries at positions (B, T) and keys at positions (B, S)."""
+    """Bias of ALiBi for scores, (B, h, T, S) fp32, of queries at positions (B, T) and keys at positions (B, S)."""
     distance = seen[:, None, None] - at[:, None, :, None]
     return slopes.to(distance.device)[:, None, None] * distance
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class Target(StrEnum):
-    """What a predictor chooses from: the neurons of an MLP, or the heads of an attention.
+    """Units that a predictor chooses from: the neurons of an MLP, or the heads of an attention.
 
     Heads that share K and V are chosen together: the unit is such a group.
     """
@@ -21,7 +21,7 @@ TARGETS = tuple(Target)
 
 
 class LayerInput(StrEnum):
-    """What half a layer reads: the normalised hidden states in front of its attention, or of its MLP."""
+    """Input of half a layer: the normalised hidden states in front of its attention, or of its MLP."""
 
     ATTN = "attn_in"
     MLP = "mlp_in"
@@ -51,7 +51,7 @@ class UnitKey(NamedTuple):
 
     @property
     def site(self) -> Site:
-        """What the units themselves read."""
+        """Site that the units themselves read."""
         return Site(self.layer, LayerInput.MLP if self.target == Target.MLP else LayerInput.ATTN)
 
 
@@ -145,7 +145,7 @@ class ModelDims:
 
     @classmethod
     def from_stored(cls, values: Mapping[str, Any]) -> "ModelDims":
-        """What :meth:`stored` gave. Raises TypeError or ValueError for other values."""
+        """Read what :meth:`stored` gave. Raises TypeError or ValueError for other values."""
         for each in fields(cls):
             value = values[each.name] if each.name in SIZES else values.get(each.name, each.default)
             kinds: Any = {int: int, bool: bool, float: (int, float)}.get(each.type, str)  # type: ignore[arg-type]
@@ -218,11 +218,11 @@ class ModelDims:
 
 
 Runs = Mapping[str, Collection[Any] | None]
-"""What an engine runs beside an OPT: values of fields of :class:`ModelDims` by their names. None = all values."""
+"""Models that an engine runs beside an OPT: values of fields of :class:`ModelDims` by name. None = all values."""
 
 
 def engine_refusal(dims: ModelDims, runs: Runs) -> str | None:
-    """What an engine lacks: "no kernels for ...". None: it runs such a model."""
+    """Lack of an engine: "no kernels for ...". None: it runs such a model."""
 
     def lacks(name: str, value: Any) -> bool:
         allowed = runs.get(name, ())

@@ -41,7 +41,7 @@ NORM_ATTN, NORM_MLP = "self_attn_layer_norm", "final_layer_norm"
 
 
 def layer_prefix(layer: int) -> str:
-    """What names of a layer's tensors begin with."""
+    """Prefix of the names of a layer's tensors."""
     return f"decoder.layers.{layer}."
 
 

@@ -1,4 +1,4 @@
-"""What an engine reads of a model besides the matrices of its layers: norms, rotations, and what stands at both ends.
+"""Reads of an engine besides the matrices of layers: norms, rotations, and what stands at both ends.
 
 An engine states what it runs as `Runs`. `check_read` refuses the rest, and modules that only a call does justice to.
 """
@@ -41,7 +41,7 @@ class ReadNorm:
 
 @dataclass(frozen=True)
 class Ends:
-    """What stands before the first layer and behind the last.
+    """Modules before the first layer and behind the last.
 
     Attributes:
         tokens: (V, e). positions: (P, d), learned ones, of the first position first.
@@ -85,7 +85,7 @@ def check_read(model: Any, runs: Runs) -> ModelDims:
 
 
 def read_norm(name: str, module: Any, kind: Norm) -> ReadNorm:
-    """What a norm computes.
+    """Read what a norm computes.
 
     Raises:
         NotPlain: a module of another class.
@@ -104,7 +104,7 @@ def read_norm(name: str, module: Any, kind: Norm) -> ReadNorm:
 
 
 def read_ends(model: Any) -> Ends:
-    """What stands before the first layer and behind the last.
+    """Read what stands before the first layer and behind the last.
 
     Raises:
         NotPlain: a module whose weight is not all that it does, a bias of the LM head.
@@ -146,7 +146,7 @@ def read_ends(model: Any) -> Ends:
 
 @torch.no_grad()
 def read_turns(block: BlockParts, dims: ModelDims, n: int) -> Tensor | None:
-    """What turns queries and keys at the positions 0 .. n - 1: cosines and sines (n, 2, r / 2) fp32, or None.
+    """Turns of queries and keys at the positions 0 .. n - 1: cosines and sines (n, 2, r / 2) fp32, or None.
 
     Dimension i of a head and i + r / 2 become ``x cos - y sin`` and ``y cos + x sin``. r: how many turn. They are those
     of the layer's own function, with the factor that YaRN has and the sign that NanoChat has.

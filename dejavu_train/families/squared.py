@@ -1,4 +1,4 @@
-"""What squared ReLU needs in fp16, whose largest number is less than 256 squared."""
+"""Scaling that squared ReLU needs in fp16, whose largest number is less than 256 squared."""
 
 from typing import Any
 

@@ -47,7 +47,7 @@ class StandardFamily:
     around = "model"
     embedding = "embed_tokens.weight"
     maps = ("up_proj", "down_proj", "act_fn")
-    """What an MLP calls its map into the neurons, the one out of them, and its activation."""
+    """Names of an MLP's map into the neurons, the one out of them, and its activation."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class StandardFamily:
         )
 
     def threshold(self, given: Mapping[str, Any]) -> float:
-        """Of FATReLU."""
+        """Threshold of FATReLU."""
         return 0.0
 
     def rotary_share(self, given: Mapping[str, Any], name: str) -> float:

@@ -1,4 +1,4 @@
-"""What a configuration names by ``class_path`` and ``init_args``, as Lightning's classes are: imports and builds it."""
+"""Classes that a configuration names by ``class_path`` and ``init_args``, as Lightning's: imports and builds them."""
 
 import importlib
 import inspect

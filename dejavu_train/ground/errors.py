@@ -86,7 +86,7 @@ def describe(error: OSError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says first, or its class where it says nothing."""
+    """First line of a library's error, or its class where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 

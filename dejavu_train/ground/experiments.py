@@ -71,7 +71,7 @@ class Record:
         return self.path.stem
 
     def logger(self, kind: str) -> dict[str, Any] | None:
-        """What finds the run of a kind of logger again. None where none was configured."""
+        """Facts that find the run of a kind of logger again. None where none was configured."""
         return next((each for each in self.loggers if each.get("kind") == kind), None)
 
     def numbers(self) -> dict[tuple[str, str], str]:
@@ -84,7 +84,7 @@ class Record:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Of the run, by their dotted names, as the CSV has them."""
+        """Settings of the run by dotted names, as the CSV has them."""
         return {
             name.removeprefix(SETTINGS): value
             for (name, _), value in self.numbers().items()

@@ -48,7 +48,7 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process holds the folder and excludes us."""
 
     def __init__(self, holder: Holder) -> None:
@@ -57,7 +57,7 @@ class Held(Exception):
 
 
 def _machine() -> str:
-    """What tells whether a pid means anything here: the boot of the machine, and the container."""
+    """Identity that tells whether a pid means anything here: the boot of the machine, and the container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -131,7 +131,7 @@ def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> 
         note: JSON that others read of us.
 
     Raises:
-        Held: somebody of another identity holds it.
+        LockHeld: somebody of another identity holds it.
     """
     folder = Path(folder)
     holder = Holder(os.getpid(), socket.gethostname(), _machine(), _started(os.getpid()) or "", identity, note)
@@ -159,7 +159,7 @@ def claim(folder: str | Path, identity: str | None = None, note: Any = None) -> 
                 break
             path.unlink(missing_ok=True)
             if not left:
-                raise Held(others[0])
+                raise LockHeld(others[0])
             time.sleep(random.uniform(0.01, 0.1))
         threading.Thread(target=touch, name="holder", daemon=True).start()
         if identity is not None:
@@ -179,14 +179,14 @@ def ours() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def tried(folder: str | Path, identity: str | None = None) -> Iterator[Held | None]:
+def tried(folder: str | Path, identity: str | None = None) -> Iterator[LockHeld | None]:
     """:func:`claim`, without waiting for another holder, who is named where there is one. None: it is ours."""
     entered = False
     try:
         with claim(folder, identity):
             entered = True
             yield None
-    except Held as held:
+    except LockHeld as held:
         if entered:
             raise
         other = held

@@ -1,4 +1,4 @@
-"""What the machine must have for what was asked: packages and devices, found without importing anything."""
+"""Needs of a call on the machine: packages and devices, found without importing anything."""
 
 import importlib.util
 import os

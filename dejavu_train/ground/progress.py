@@ -1,4 +1,4 @@
-"""What commands say on stderr. Progress and remaining time: a bar on a terminal, a line every half minute elsewhere."""
+"""Messages of commands on stderr. Progress and remaining time: a bar on a terminal, else a line every half minute."""
 
 import logging
 import sys

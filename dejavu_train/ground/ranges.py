@@ -17,7 +17,7 @@ class Range:
     above: bool = False
 
     def refusal(self, number: float) -> str | None:
-        """What ``number`` must be, in words. None where it is that. NaN never is."""
+        """Words for what ``number`` must be. None where it is that. NaN never is."""
         if self.above:
             return None if self.least < number <= self.most else f"lie above {self.least} and at most at {self.most:g}"
         if self.least <= number <= self.most:

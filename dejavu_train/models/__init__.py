@@ -1,1 +1,1 @@
-"""OPT models: loading, naming by a hash of the weights, hooks. Imports only errors and files of this package."""
+"""Models: loading, naming by a hash of the weights, reading layer by layer, hooks."""

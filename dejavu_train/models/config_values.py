@@ -1,4 +1,4 @@
-"""What a model's config.json says, read without loading torch: what can be checked of a run at once."""
+"""Values of a model's config.json, read without loading torch: what can be checked of a run at once."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def read_dims(name: str, revision: str | None = None) -> ModelDims:
 
 
 def read_values(name: str, revision: str | None = None) -> dict[str, Any]:
-    """What the config.json of the model ``name``, a folder or hub id, holds.
+    """Read the config.json of the model ``name``, a folder or hub id.
 
     Raises:
         UserError: nothing there, or no model type in it.
@@ -69,7 +69,7 @@ def refuse_unread(values: Mapping[str, Any], name: str) -> None:
 
 
 def config_values(folder: Path) -> dict[str, Any]:
-    """What the config.json of a folder holds.
+    """Read the config.json of a folder.
 
     Raises:
         UserError: it cannot be read, or is no mapping.

@@ -138,7 +138,7 @@ def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: 
 
 
 def neuron_contribution(activation: Tensor, down_weight: Tensor) -> Tensor:
-    """What each neuron adds to the residual stream: |activation| x the norm of its column of the map out of the MLP.
+    """Contribution of each neuron: |activation| x the norm of its column of the map out of the MLP.
 
     Args:
         activation: (..., f), what the neurons give.
@@ -162,7 +162,7 @@ def output_gram(out_weight: Tensor, n_heads: int) -> Tensor:
 def head_contribution(
     head_out: Tensor, out_weight: Tensor, gram: Tensor | None = None, mean: Tensor | None = None
 ) -> Tensor:
-    """What each head adds to the residual stream: the norm of its output through its slice of the output projection.
+    """Contribution of each head: the norm of its output through its slice of the output projection.
 
     Computed as sqrt(o' G o) with the slice's Gram matrix G, e/d of the work of projecting first.
 

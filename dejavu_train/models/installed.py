@@ -35,7 +35,7 @@ def known_as(name: str) -> str:
 
 
 def hint(name: str) -> str:
-    """What a message about a missing folder adds: that a package may bring it. "" for folders elsewhere."""
+    """End of a message about a missing folder: that a package may bring it. "" for folders elsewhere."""
     return "; the package dejavu-opt-mini brings checkpoints/opt-mini" if Path(name).parts[:1] == (CHECKPOINTS,) else ""
 
 

@@ -69,7 +69,7 @@ class Int8Rows:
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor) -> "Int8Rows":
-        """Of codes (n, d) int8 and scales (n, groups), which must be fp16 numbers."""
+        """Take codes (n, d) int8 and scales (n, groups), which must be fp16 numbers."""
         return cls(codes, scales.half())
 
     @property
@@ -162,7 +162,7 @@ class CodedLinear(RowLinear):
 
 
 def _states(*tensors: Tensor) -> list[tuple[int, int | None]]:
-    """What changes where tensors are written into or others take their places."""
+    """Versions that change where tensors are written into or others take their places."""
     return [(each.data_ptr(), None if each.is_inference() else each._version) for each in tensors]
 
 

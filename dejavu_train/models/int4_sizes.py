@@ -26,7 +26,7 @@ class RowSizes:
 
     @property
     def nbytes(self) -> int:
-        """Of words and scales."""
+        """Bytes of words and scales."""
         return self.rows * (self.columns * self.bits // 8 + 2 * (self.columns // self.group))
 
     @property
@@ -43,7 +43,7 @@ class RowSizes:
 
 
 def part_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
-    """Of a layer's matrices, by the names of ``BlockParts``.
+    """Sizes of a layer's matrices, by the names of ``BlockParts``.
 
     Raises:
         UserError: a width that has no 4-bit form, by name.
@@ -61,7 +61,7 @@ def part_sizes(shape: ModelDims, name: str = "this model") -> dict[str, RowSizes
 
 
 def row_sizes(kind: str, shape: ModelDims, name: str = "this model") -> dict[str, RowSizes]:
-    """Of a layer's matrices, by their names in the layer. One map of q, k and v has the rows of all three.
+    """Sizes of a layer's matrices, by their names in the layer. One map of q, k and v has the rows of all three.
 
     Args:
         kind: the ``model_type``.
@@ -77,7 +77,7 @@ def row_sizes(kind: str, shape: ModelDims, name: str = "this model") -> dict[str
 
 
 def head_sizes(shape: ModelDims, kind: str, name: str = "this model") -> RowSizes | None:
-    """Of the LM head as ``kind`` of ``HEAD_BITS``. None: it is stored as numbers.
+    """Sizes of the LM head as ``kind`` of ``HEAD_BITS``. None: it is stored as numbers.
 
     Raises:
         UserError: a width that has no such form, or another kind, by name.

@@ -80,7 +80,7 @@ class LayerExchange:
 
 
 def own_forward(own: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a layer gives that is exchanged, by its class. Its hooks do not run again."""
+    """Output of a layer that is exchanged, by its class. Its hooks do not run again."""
     return type(own).forward(own, *args, **kwargs)
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.machine import cores
-from dejavu_train.models.opt import DTYPE_SPELLED, SPELLED
-from dejavu_train.models.stored import Stored, own_name, read_header, stored_files
+from dejavu_train.models.load import DTYPE_SPELLED, SPELLED
+from dejavu_train.models.stored import TensorEntry, own_name, read_header, stored_files
 
 READERS, PART = 8, 1 << 25  # threads, and bytes that one reads at a time
 ALIGNMENT = 64
@@ -30,7 +30,7 @@ ALIGNMENT = 64
 
 @dataclass
 class Reading:
-    """What was read so far: bytes, and the seconds for which reading them took."""
+    """Reads so far: bytes, and the seconds for which they took."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -58,7 +58,7 @@ class LayerReader:
     ) -> None:
         self._coded, self._pinned = coded, pinned
         self._blocks: list[Tensor] = []
-        self._stored: dict[str, tuple[Path, Stored]] = {}
+        self._stored: dict[str, tuple[Path, TensorEntry]] = {}
         for file in stored_files(name, revision=revision):
             if file.suffix == ".safetensors":
                 self._stored |= {own_name(key): (file, entry) for key, entry in read_header(file).items()}
@@ -93,7 +93,7 @@ class LayerReader:
         self.reading.seconds += time.monotonic() - began
         return made
 
-    def _room(self, entries: dict[str, Stored]) -> dict[str, Tensor]:
+    def _room(self, entries: dict[str, TensorEntry]) -> dict[str, Tensor]:
         """Tensors to read into: of their own, or in the block that was not used last."""
         if not self._pinned:
             return {name: _empty(entry) for name, entry in entries.items()}
@@ -116,7 +116,7 @@ class LayerReader:
         rounded = found is not None and found[1].dtype != SPELLED.get(tensor.dtype)
         return self._fill(_empty(found[1]), *found) if found is not None and rounded else tensor
 
-    def _find(self, name: str, tensor: Tensor) -> tuple[Path, Stored] | None:
+    def _find(self, name: str, tensor: Tensor) -> tuple[Path, TensorEntry] | None:
         """Where a tensor of the model lies. None: nowhere, or in a form that cannot take its place."""
         found = self._stored.get(name)
         if found is None or found[1].shape != tuple(tensor.shape):
@@ -125,7 +125,7 @@ class LayerReader:
         dtype = DTYPE_SPELLED.get(found[1].dtype)
         return found if dtype == tensor.dtype or (numbers and dtype is not None and dtype.is_floating_point) else None
 
-    def _fill(self, made: Tensor, file: Path, entry: Stored) -> Tensor:
+    def _fill(self, made: Tensor, file: Path, entry: TensorEntry) -> Tensor:
         view: Any = made.view(-1).view(torch.uint8).numpy().data if made.numel() else b""
         parts = [(file, entry.begin + at, view[at : at + PART]) for at in range(0, len(view), PART)]
         for _ in self._readers.map(_read_part, *zip(*parts, strict=True)):
@@ -133,7 +133,7 @@ class LayerReader:
         return made
 
 
-def _empty(entry: Stored) -> Tensor:
+def _empty(entry: TensorEntry) -> Tensor:
     return torch.empty(entry.shape, dtype=DTYPE_SPELLED[entry.dtype])
 
 

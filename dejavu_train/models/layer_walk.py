@@ -11,7 +11,7 @@ from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.layer_exchange import Enough, LayerExchange, own_forward, placed
 from dejavu_train.models.layer_reader import LayerReader
-from dejavu_train.models.opt import load_opt, mapped_dtype, torch_dtype
+from dejavu_train.models.load import load_model, mapped_dtype, torch_dtype
 from dejavu_train.models.stored import stored_files
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -25,11 +25,11 @@ class LayerWalk:
         device: where a layer runs, and where everything around the layers lies.
         dtype: in which the model runs. Codes of 4 bits keep theirs.
     Raises:
-        UserError: as :func:`load_opt`.
+        UserError: as :func:`load_model`.
     """
 
     def __init__(self, name: str, device: torch.device, dtype: str, revision: str | None = None) -> None:
-        self.model: Any = load_opt(name, mapped_dtype(stored_files(name, revision=revision)), "cpu", None, revision)
+        self.model: Any = load_model(name, mapped_dtype(stored_files(name, revision=revision)), "cpu", None, revision)
         coded = quant_method(self.model.config.to_dict()) is not None
         self.device, self.dtype = device, None if coded else torch_dtype(dtype)
         self.layers = decoder_layers(self.model)
@@ -56,7 +56,7 @@ class LayerWalk:
             yield own
 
     def call(self, ids: Tensor, wanted: int) -> tuple[Tensor, Call]:
-        """What the model hands to a layer for ids (B, T): (B, T, d), which is what the first layer reads, and the rest.
+        """Arguments of a layer for ids (B, T): (B, T, d), which is what the first layer reads, and the rest.
 
         A layer of this walk is on the device, this one or another.
         """

@@ -43,7 +43,7 @@ NUMBERS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorEntry:
     """One tensor of a safetensors file. ``begin`` and ``end`` are places in the file, in bytes."""
 
     dtype: str
@@ -85,7 +85,7 @@ def has_config_alone(name: str) -> bool:
 
 def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> None:
     """The weights' part of :func:`check_folder`, for the values of a config.json."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorEntry] = {}
     for file in loaded_files(Path(name)):
         tensors |= read_header(file)
     _check_tensors(name, values, tensors, expected_tensors(values, shape), shape)
@@ -252,7 +252,7 @@ def own_names(names: Iterable[str], model: str, embedding: str) -> dict[str, str
     return made
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file by name.
 
     Raises:
@@ -265,7 +265,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             raise UserError(f"the weights file {file} is truncated or not safetensors; fetch or save it again")
         raw = stored.read(header_bytes)
     base = 8 + header_bytes
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorEntry] = {}
     try:
         for name, entry in json.loads(raw).items():
             if name != "__metadata__":
@@ -273,7 +273,7 @@ def read_header(file: Path) -> dict[str, Stored]:
                 shape = tuple(entry["shape"])
                 if not all(type(each) is int and each >= 0 for each in (begin, end, *shape)):
                     raise TypeError
-                tensors[name] = Stored(str(entry["dtype"]), shape, base + begin, base + end)
+                tensors[name] = TensorEntry(str(entry["dtype"]), shape, base + begin, base + end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"the weights file {file} is damaged; fetch or save it again") from None
     place = base
@@ -309,14 +309,14 @@ def expected_tensors(values: Mapping[str, Any], shape: ModelDims) -> dict[str, t
 
 
 def layer_prefixes(values: Mapping[str, Any]) -> list[str]:
-    """What the own names of each layer's tensors begin with, of a model of this config.json."""
+    """Prefixes of the own names of each layer's tensors, of a model of this config.json."""
     family = family_named(values["model_type"], "this model")
     up = f"{family.matrices['up']}.weight"
     return [name.removesuffix(up) for name in family.stored_tensors(values) if name.endswith(f".{up}")]
 
 
 def in_layer(values: Mapping[str, Any]) -> re.Pattern[str]:
-    """What stands in the names of a layer's tensors, whatever its number, of a model of this config.json."""
+    """Pattern in the names of a layer's tensors, whatever its number, of a model of this config.json."""
     around, _, _ = layer_prefixes(values)[0].removesuffix(".").rpartition(".")
     return re.compile(rf"(^|\.){re.escape(around)}\.\d+\.")
 
@@ -345,7 +345,7 @@ def check_numbers(model: str, values: Mapping[str, Any], dtypes: Mapping[str, st
 def _check_tensors(
     model: str,
     values: Mapping[str, Any],
-    found: Mapping[str, Stored],
+    found: Mapping[str, TensorEntry],
     expected: Mapping[str, tuple[int, ...]],
     shape: ModelDims,
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.ground.files import json_digest
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PROBE = (

@@ -36,7 +36,7 @@ class WeightFormat:
     coded: bool = False
 
     def unit_bytes(self, shape: ModelDims) -> UnitBytes:
-        """What one neuron and one head of this model cost.
+        """Bytes of one neuron and one head of this model.
 
         Raises:
             UserError: codes of widths that have no such form.
@@ -57,7 +57,7 @@ _NUMBERS = {weights.name: weights for weights in (FLOAT32, FLOAT16, BFLOAT16)}
 
 
 def stored_format(values: Mapping[str, Any]) -> WeightFormat:
-    """Of a model's folder, by its config.json. A float type of another name counts as float32, which loads it."""
+    """Format of a model's folder, by its config.json. Other names of a float type count as float32."""
     if quant_method(values) == INT4:
         return CODES4
     named = str(values.get("dtype", values.get("torch_dtype"))).removeprefix("torch.")
@@ -65,7 +65,7 @@ def stored_format(values: Mapping[str, Any]) -> WeightFormat:
 
 
 def loaded_format(model: Any) -> WeightFormat:
-    """Of a model in memory: that of its layers."""
+    """Format of a model in memory: that of its layers."""
     from dejavu_train.models.int4 import CodedLinear  # imports torch
 
     up = blocks_of(model)[0].up

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.ground.files import read_sealed, sha256_file
-from dejavu_train.models.opt import torch_dtype
+from dejavu_train.models.load import torch_dtype
 from dejavu_train.predictors.custom import PredictorClass, build_custom, chosen_classes, custom_tensors, load_custom
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import SCALED, row_codes, stored_rows
 
 
-class Stored(NamedTuple):
+class StoredPredictor(NamedTuple):
     """A finished predictor: the metadata of ``predictor.json``, and the predictor in fp32."""
 
     metadata: dict[str, Any]
@@ -42,7 +42,7 @@ def check_predictor(folder: str | Path) -> dict[str, Any]:
     return metadata
 
 
-def read_predictor(folder: str | Path, classes: Mapping[str, PredictorClass] | None = None) -> Stored:
+def read_predictor(folder: str | Path, classes: Mapping[str, PredictorClass] | None = None) -> StoredPredictor:
     """Read ``predictor.json`` and ``predictor.safetensors``.
 
     Args:
@@ -61,7 +61,7 @@ def read_predictor(folder: str | Path, classes: Mapping[str, PredictorClass] | N
         if isinstance(error, UserError):
             raise
         raise UserError(f"the predictor in {folder} is damaged ({first_line(error)}); train it again") from None
-    return Stored(metadata, predictor.requires_grad_(False).eval())
+    return StoredPredictor(metadata, predictor.requires_grad_(False).eval())
 
 
 def build_predictor(metadata: Mapping[str, Any], classes: Mapping[str, PredictorClass], where: str) -> nn.Module:

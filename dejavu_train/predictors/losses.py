@@ -18,7 +18,7 @@ from dejavu_train.ground.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What a loss may look at.
+    """Batch that a loss may look at.
 
     ``inputs`` (B, d) float. ``active`` (B, n) bool, the units that a selection should keep. ``contribution`` (B, n)
     float or None, what each unit adds to the residual stream.

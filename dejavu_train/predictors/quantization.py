@@ -65,7 +65,7 @@ def unpack_nibbles(packed: Tensor, columns: int) -> Tensor:
 
 
 def stored_rows(weight: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """What a bundle stores of weight (n, d): int8 with scales (n,) fp32, or packed int4 with scales (n,) fp16."""
+    """Stored form of weight (n, d): int8 with scales (n,) fp32, or packed int4 with scales (n,) fp16."""
     if dtype == "int8":
         return quantise_rows(weight)
     codes, scale = int4_rows(weight)

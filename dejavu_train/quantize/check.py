@@ -64,7 +64,7 @@ def check(config: QuantizeConfig) -> ModelDims:
 
 
 def plan(config: QuantizeConfig, shape: ModelDims) -> str:
-    """What will be made, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
+    """Plan of the work, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
     matrices = sum(sizes.nbytes for sizes in part_sizes(shape).values())
     weights, disk = shape.layer_weights, written_bytes(config, shape)
     tokens = config.calibration_tokens(shape)
@@ -89,7 +89,7 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
 
 
 def written_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
-    """Of all matrices: of the layers in codes, of the rest as they are stored, and of the LM head in either."""
+    """Bytes of all matrices: of the layers in codes, of the rest as they are stored, and of the LM head in either."""
     layer, head = sum(sizes.nbytes for sizes in part_sizes(shape).values()), head_sizes(shape, config.lm_head)
     width = outer_width(config.model)
     rest = width * shape.outer_weights if head is None else width * shape.embedding_weights + head.nbytes
@@ -106,7 +106,7 @@ def outer_width(model: str) -> int:
 
 
 def gptq_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
-    """That GPTQ holds at most, beside torch. A layer is there twice, as stored and in fp32.
+    """Bytes of GPTQ at most, beside torch. A layer is there twice, as stored and in fp32.
 
     With it are seven matrices of moments and four copies of weights, or the moments and a batch. At last comes a head
     in codes: five matrices of its size.
@@ -125,6 +125,6 @@ def gptq_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
 def check_device(config: QuantizeConfig) -> None:
     """Raise :class:`UserError` for a GPU that is not there, for which torch is asked."""
     if config.device.startswith("cuda"):
-        from dejavu_train.models.opt import resolve_device
+        from dejavu_train.models.load import resolve_device
 
         resolve_device(config.device)

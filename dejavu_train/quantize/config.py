@@ -39,14 +39,14 @@ class QuantizeConfig:
     batch_size: int = 8
     """Sequences per forward pass."""
     damp_mean: float = 0.01
-    """Of gptq: this share of the mean of the second moments' diagonal is added to the diagonal."""
+    """Share of the mean of the second moments' diagonal that gptq adds to the diagonal."""
     lm_head: Literal["fp16", "int8", "int4"] = "fp16"
     """fp16 leaves the LM head as it is. int8 (to nearest) and int4 (by the quantizer) store it in codes of its own.
     Embeddings to which it is tied stay as they are. The decode engine of a GPU reads fp16 and int4."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0
-    """Of the choice of calibration text."""
+    """Seed of the choice of calibration text."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", installed(self.model))

@@ -16,7 +16,7 @@ from dejavu_train.families.base import dense_type
 from dejavu_train.ground.files import json_digest, replacing, write_json
 from dejavu_train.ground.locks import locked
 from dejavu_train.ground.signals import Interrupted
-from dejavu_train.models.opt import dense_class, load_tokenizer
+from dejavu_train.models.load import dense_class, load_tokenizer
 from dejavu_train.models.stored import INDEX, read_header
 
 # Of a model's folder: what belongs to its weights or was written by them, and is not taken along.

@@ -7,14 +7,14 @@ from dejavu_train.models.int4_sizes import RowSizes
 from dejavu_train.models.stored import HEAD
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.gptq import InputGroups, quantise_columns
-from dejavu_train.quantize.layer import Batch, MatrixErrors, Moments
+from dejavu_train.quantize.layer import MatrixErrors, Moments, StreamBatch
 from dejavu_train.quantize.rounding import round_nearest, round_nearest_8
 from dejavu_train.quantize.stream import Skeleton
 
 
 @torch.no_grad()
 def quantised_head(
-    skeleton: Skeleton, sizes: RowSizes, config: QuantizeConfig, batches: list[Batch]
+    skeleton: Skeleton, sizes: RowSizes, config: QuantizeConfig, batches: list[StreamBatch]
 ) -> tuple[Int4Rows | Int8Rows, MatrixErrors]:
     """The head's rows, to nearest in 8 bits or without calibration text.
 

@@ -24,7 +24,7 @@ from dejavu_train.quantize.rounding import round_nearest
 
 
 @dataclass(frozen=True)
-class Batch:
+class StreamBatch:
     """Calibration windows, whose states are rows of a stream from ``start`` on.
 
     Attributes:
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class MatrixErrors:
-    """What a matrix lost: ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
+    """Losses of a matrix: ``weight_error`` is relative to the weights' norm, ``output_error`` to that of the outputs on
     calibration text, both as ratios of squares. None where there was no text. ``exact``: the codes were given."""
 
     weight_error: float
@@ -64,7 +64,7 @@ class MatrixErrors:
 
     @classmethod
     def of(cls, lost: Tensor, weight: Tensor, products: Tensor | None, exact: bool = False) -> "MatrixErrors":
-        """Of a weight (n, m) that lost (n, m), with the ``products`` (m, m) of its inputs where there was text."""
+        """Measure a weight (n, m) that lost (n, m), with the ``products`` (m, m) of its inputs where there was text."""
         error = float(lost.square().sum() / weight.square().sum().clamp_min(1e-30))
         output = None if products is None else squared(lost, products) / max(squared(weight, products), 1e-30)
         return cls(error, output, exact)
@@ -104,7 +104,7 @@ class LayerQuantizer:
         self.results: dict[str, MatrixResult] = {}
 
     @torch.no_grad()
-    def run(self, batches: list[Batch]) -> dict[str, MatrixResult]:
+    def run(self, batches: list[StreamBatch]) -> dict[str, MatrixResult]:
         """The matrices by name. Without ``batches`` all are rounded to the nearest codes."""
         parts = self.parts
         if not batches:
@@ -135,12 +135,12 @@ class LayerQuantizer:
             batch.put(behind_half(parts, parts.norm_mlp, batch.made + parts.down(self._neurons(batch))))
         return self.results
 
-    def _mixed(self, batch: Batch) -> Tensor:
+    def _mixed(self, batch: StreamBatch) -> Tensor:
         """(B, T, h * e), of what stands before the layer. It is made twice: it may be wider than the stream."""
         attn_in = before_half(self.parts, self.parts.norm_attn, batch.hidden)
         return mix_heads(self.parts, attn_in, causal(self.parts), positions_like(batch.real))
 
-    def _neurons(self, batch: Batch) -> Tensor:
+    def _neurons(self, batch: StreamBatch) -> Tensor:
         """(B, T, n), of what stands before the MLP."""
         return self.parts.neurons(before_half(self.parts, self.parts.norm_mlp, batch.made))
 

@@ -24,7 +24,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def best_scales(groups: Tensor) -> Tensor:
-    """Of groups (..., g) the scale (..., 1) fp32 that errs least of those tried. An fp16 number, never zero."""
+    """Scales (..., 1) fp32 of groups (..., g) that err least of those tried. An fp16 number, never zero."""
     peak = groups.abs().amax(dim=-1, keepdim=True)
     tried = peak * _factors(groups.device)  # (..., tried)
     tried = tried.half().float()

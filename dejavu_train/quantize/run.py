@@ -23,7 +23,7 @@ from dejavu_train.ground.progress import Progress
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.models.stored import HEAD, in_layer
 from dejavu_train.quantize.config import CONSTANTS, LEAST_PER_INPUT, QuantizeConfig
 from dejavu_train.quantize.folder import ModelFolder, folder_aside
@@ -123,7 +123,7 @@ class LayerLog:
             logger.info("quantising: going on with layer %d", done)
 
     def add(self, errors: dict[str, MatrixErrors]) -> None:
-        """Of the layer whose file was written last."""
+        """Add errors of the layer whose file was written last."""
         self.errors.append(errors)
         write_json(self._path, [{part: dataclasses.asdict(e) for part, e in made.items()} for made in self.errors])
 
@@ -173,12 +173,12 @@ def open_writer(config: QuantizeConfig) -> tuple[Write, str]:
             f"{config.model} writes its own text as a whole, with {size / 1e9:.1f} GB of weights, and {device} has room"
             f" for {room / 1e9:.1f} GB; give --text FILE or a data set"
         )
-    model = load_opt(config.model, shape.half_dtype if on_gpu else "float32", device, revision=config.revision)
+    model = load_model(config.model, shape.half_dtype if on_gpu else "float32", device, revision=config.revision)
     return transformers_writer(model, config.text.sample), "transformers"
 
 
 def peaks_of(device: torch.device) -> Mapping[str, float]:
-    """Of the process, in GB: main memory, and that of the GPU where one was used."""
+    """Peaks of the process in GB: main memory, and that of the GPU where one was used."""
     main = peak_memory()
     peaks = {} if main is None else {"main": main / 1e9}
     if device.type == "cuda":

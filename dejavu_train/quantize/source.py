@@ -9,7 +9,7 @@ from torch import Tensor
 from dejavu_train.families.base import family_named
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_values
-from dejavu_train.models.opt import dense_class, stored_dtypes
+from dejavu_train.models.load import dense_class, stored_dtypes
 from dejavu_train.models.pickled import load_pickled
 from dejavu_train.models.stored import HEAD, check_numbers, own_names, stored_files
 

@@ -13,11 +13,11 @@ from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.block import positions_like
 from dejavu_train.families.published import is_extra
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.opt import empty_model
+from dejavu_train.models.load import empty_model
 from dejavu_train.models.stored import own_name
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
-from dejavu_train.quantize.layer import Batch, LayerQuantizer, MatrixResult
+from dejavu_train.quantize.layer import LayerQuantizer, MatrixResult, StreamBatch
 from dejavu_train.quantize.source import StoredTensors
 
 PAD_TOKEN = 1
@@ -59,7 +59,7 @@ class Skeleton:
 @torch.no_grad()
 def embed(
     skeleton: Skeleton, windows: Sequence[np.ndarray], batch_size: int, folder: Path, identity: Any
-) -> list[Batch]:
+) -> list[StreamBatch]:
     """Token ids, each window (T,), as what the first layer reads, in a stream of ``folder``. One that was begun for the
     same ``identity`` goes on."""
     made, start = [], 0
@@ -69,7 +69,7 @@ def embed(
     for module in skeleton.family.embeddings(skeleton.model)[1:]:
         skeleton.fill(module)
     for ids, real in parts:
-        made.append(Batch(stream, start, real.to(skeleton.device)))
+        made.append(StreamBatch(stream, start, real.to(skeleton.device)))
         if stream.next == 0:
             stream.read(start, ids.numel()).copy_(skeleton.embed(ids).flatten(0, 1))
         start += ids.numel()
@@ -92,7 +92,7 @@ def quantised_layers(
     reader: MatrixReader,
     layouts: dict[str, RowLayout],
     config: QuantizeConfig,
-    batches: list[Batch],
+    batches: list[StreamBatch],
     first: int = 0,
 ) -> Iterator[tuple[str, dict[str, Tensor], dict[str, MatrixResult]]]:
     """Layer by layer three things.

@@ -1,4 +1,4 @@
-"""What train.py looks at before it imports torch and Lightning: all that needs neither a model nor a GPU."""
+"""Checks of train.py before it imports torch and Lightning: all that needs neither a model nor a GPU."""
 
 from pathlib import Path
 

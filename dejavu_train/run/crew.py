@@ -166,7 +166,7 @@ def run_tasks(scheduler: Scheduler, tasks: Sequence[Task], look: Callable[[], No
 
 
 def last_line(task: Task) -> str:
-    """What a task's worker said last."""
+    """Last line of a task's worker."""
     text = task.log.read_text(encoding="utf-8", errors="replace") if task.log.is_file() else ""
     lines = text.strip().splitlines()
     return lines[-1] if lines else "it said nothing"

@@ -15,12 +15,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from dejavu_train.data.recording import Batch, HeadReference, record_batch
-from dejavu_train.data.shards import LayerWeights, pack_bits
+from dejavu_train.data.recording import HeadReference, WindowBatch, record_batch
+from dejavu_train.data.shards import RecordedWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
 from dejavu_train.models.config_values import read_values
-from dejavu_train.models.opt import random_model, resolve_device, torch_dtype
+from dejavu_train.models.load import random_model, resolve_device, torch_dtype
 from dejavu_train.run.footprint import probed_rows
 from dejavu_train.training.build import make_predictor
 from dejavu_train.training.config import RunConfig
@@ -88,15 +88,15 @@ class Estimate:
         return self.shape.vocab_size * self.shape.d_model / self.shape.layer_weights
 
     def sampling(self, tokens: int) -> float:
-        """Of the model's own text."""
+        """Seconds of the model's own text."""
         return tokens * self.row * (self.shape.n_layers + self.head)
 
     def collecting(self, tokens: int, n_bytes: int) -> float:
-        """Of recording so many tokens, all bytes of which are then hashed."""
+        """Seconds of recording so many tokens, all bytes of which are then hashed."""
         return max(tokens * self.token, n_bytes / self.disk) + n_bytes / self.disk
 
     def training(self, target: Target, jobs: int, rows: Mapping[str, int]) -> float:
-        """Of so many jobs with all their steps, where the sets have so many ``rows``."""
+        """Seconds of so many jobs with all their steps, where the sets have so many ``rows``."""
         section = self.config.predictor(target)
         step, validation = self.steps(target)
         scored = (section.validations + 1) * -(-rows["val"] // self.config.data.batch_size)
@@ -104,11 +104,11 @@ class Estimate:
         return jobs * (JOB_SECONDS + self.reading(rows) + computed)
 
     def reading(self, rows: Mapping[str, int]) -> float:
-        """Of the rows that one job reads and hashes, with the disk for itself."""
+        """Seconds of the rows that one job reads and hashes, with the disk for itself."""
         return sum(rows.values()) * (2 * self.shape.d_model + self.shape.d_ffn // 8) / self.disk
 
     def tuning(self) -> float:
-        """Of the predictors' training in the model: a dense pass, and a sparse one with its gradients.
+        """Seconds of the predictors' training in the model: a dense pass, and a sparse one with its gradients.
 
         By layers the sparse pass runs twice, and a step reads all layers twice, of which the next is read meanwhile.
         """
@@ -118,7 +118,7 @@ class Estimate:
         return max(computed, read)
 
     def calibrating(self, rows: int) -> float:
-        """Of curves over ``rows`` rows, of heads' losses, and of sensitivities: the layers behind a probe run again."""
+        """Seconds of curves over ``rows`` rows, heads' losses and sensitivities: layers behind a probe run again."""
         config, shape = self.config.calibrate, self.shape
         stages = 1 if config.cascade is None else 2
         seconds = min(rows, config.rows) * shape.n_layers * shape.d_ffn * UNIT_SECONDS * stages
@@ -159,16 +159,16 @@ def _recorded(
     model: PreTrainedModel, heads: dict[int, HeadReference], config: RunConfig, rows: int, length: int
 ) -> Callable[[], object]:
     """A pass of ``rows`` windows through a model of one block, as collecting makes it."""
-    batch = Batch.of([Window(0, np.full(length, 3)) for _ in range(rows)])
+    batch = WindowBatch.of([Window(0, np.full(length, 3)) for _ in range(rows)])
     return lambda: record_batch(model, batch, config.collect, heads, _Nowhere(), 0)
 
 
 def seconds_of_steps(config: RunConfig, shape: ModelDims, target: Target) -> tuple[float, float]:
-    """Of one training step and of one validation of a batch, timed on random rows."""
+    """Seconds of one training step and of one validation of a batch, timed on random rows."""
     device, section, n_units = start_device(config.trainer), config.predictor(target), shape.units(target)
     predictor = make_predictor(config, UnitKey(0, target), shape.d_model, n_units)
     module = LitPredictor(target, predictor, n_units, section.density or 0.1, section.loss).to(device)
-    weights = LayerWeights(
+    weights = RecordedWeights(
         torch.randn(1, shape.d_model, dtype=torch.float32).repeat(shape.d_ffn, 1),
         torch.zeros(shape.d_ffn, dtype=torch.float32),
         torch.ones(shape.d_ffn, dtype=torch.float32),

@@ -20,7 +20,7 @@ import yaml
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_json, read_sealed, way_from, write_json, write_text
-from dejavu_train.ground.locks import Held, claim
+from dejavu_train.ground.locks import LockHeld, claim
 from dejavu_train.training.config import INVOCATION, RunConfig
 from dejavu_train.training.stages import Stage, calibrate_stage, collect_stage, train_stage
 
@@ -46,7 +46,7 @@ def claimed_folder(config: RunConfig, given: RunConfig | None = None) -> Iterato
     try:
         with claim(output / ".holders" / "run", whole.identity, whole.to_json()):
             yield _described(config, given or config, output, whole)
-    except Held as held:
+    except LockHeld as held:
         reason = whole.difference(held.holder.note)
         raise UserError(
             f"{held.holder} works in {output} with other settings ({reason}); wait for it or choose another --output"

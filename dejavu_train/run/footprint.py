@@ -36,7 +36,7 @@ class Footprint:
 
 
 def footprint(config: RunConfig, shape: ModelDims, tokens: int) -> Footprint:
-    """Of a run by layers that records so many ``tokens``.
+    """Memory of a run by layers that records so many ``tokens``.
 
     Args:
         config: settled.
@@ -51,7 +51,7 @@ def footprint(config: RunConfig, shape: ModelDims, tokens: int) -> Footprint:
 
 
 def collecting_work(config: RunConfig, shape: ModelDims) -> int:
-    """Of a batch that is recorded, or of the logits by which the model is judged."""
+    """Bytes of a batch that is recorded, or of the logits by which the model is judged."""
     size, rows = _itemsize(config), config.collect.batch_size * config.collect.window
     neuron = 5 * size + (SORTED_BYTES if shape.activation in SMOOTH else 0)
     logits = min(config.collect.window, TOKENS) * shape.vocab_size * (8 + size)
@@ -59,7 +59,7 @@ def collecting_work(config: RunConfig, shape: ModelDims) -> int:
 
 
 def calibrating_work(config: RunConfig, shape: ModelDims) -> int:
-    """Of a window that runs at all thresholds of a probe, of its logits, or of a second stage that is made."""
+    """Bytes of a window at all thresholds of a probe, of its logits, or of a second stage that is made."""
     size, window, cascade = _itemsize(config), config.collect.window, config.calibrate.cascade is not None
     rows = max(len(HEAD_PROBES) if config.heads.enabled else 0, len(CASCADE_PROBES if cascade else MLP_PROBES))
     maps = 4 if shape.gated else 2
@@ -71,7 +71,7 @@ def calibrating_work(config: RunConfig, shape: ModelDims) -> int:
 
 
 def tuning_work(config: RunConfig, shape: ModelDims) -> int:
-    """Of a pass through one layer with its graph or of its logits, beside the states and gradients of all passes."""
+    """Bytes of a pass through one layer with its graph or of its logits, beside states and gradients of all passes."""
     size, rows, tokens = _itemsize(config), *_tokens_of_step(config)
     neurons = (10 if shape.gated else 7) * size + 32
     layer = rows * (neurons * shape.d_ffn + 12 * size * shape.d_model)
@@ -83,7 +83,7 @@ def tuning_work(config: RunConfig, shape: ModelDims) -> int:
 
 
 def tuning_host(config: RunConfig, shape: ModelDims) -> int:
-    """Of what the sparse passes of a step read in every layer, and of predictors with their moments and gradients."""
+    """Bytes that sparse passes of a step read in every layer, and of predictors with their moments and gradients."""
     _, tokens = _tokens_of_step(config)
     per_layer = 2 if max(config.mlp.lookahead, config.heads.lookahead) else 1  # and what later layers read of it
     inputs = tokens * per_layer * _itemsize(config) * shape.d_model * shape.n_layers
@@ -92,7 +92,7 @@ def tuning_host(config: RunConfig, shape: ModelDims) -> int:
 
 
 def _tokens_of_step(config: RunConfig) -> tuple[int, int]:
-    """Of one pass, and of all passes of a step."""
+    """Tokens of one pass, and of all passes of a step."""
     passes, windows = config.tune.passes(config.collect.window)
     return windows * config.collect.window, passes * windows * config.collect.window
 
@@ -104,7 +104,7 @@ def probed_rows(config: RunConfig) -> int:
 
 
 def _states(config: RunConfig, shape: ModelDims, tokens: int) -> int:
-    """Of collecting, or of calibrating where it is more."""
+    """Bytes of collecting, or of calibrating where it is more."""
     calibrate, row = config.calibrate, shape.d_model * _itemsize(config)
     probed = probed_rows(config) * calibrate.sensitivity_tokens * shape.n_layers
     learnt = calibrate.head_loss_tokens * shape.n_layers if config.heads.enabled else 0

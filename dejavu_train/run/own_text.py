@@ -23,7 +23,7 @@ from dejavu_train.engine.runs import RUNS
 from dejavu_train.families import dims_of
 from dejavu_train.families.dims import engine_refusal
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.training.config import RunConfig
 
 
@@ -90,7 +90,7 @@ def open_writer(config: RunConfig, rows: int, length: int) -> tuple[Write, str]:
         raise UserError(NOT_BY_LAYERS)
     settings, run = config.text.sample, config.collect
     device = resolve_device(run.device)
-    model = load_opt(config.model, run.dtype, device, run.device_map, config.revision)
+    model = load_model(config.model, run.dtype, device, run.device_map, config.revision)
     refused = engine_refusal(dims_of(model.config), RUNS)
     if device.type != "cuda" or run.device_map is not None or refused is not None:
         return transformers_writer(model, settings), "transformers"

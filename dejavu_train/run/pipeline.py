@@ -31,7 +31,7 @@ from dejavu_train.ground.files import read_json, read_sealed, remove_leftovers, 
 from dejavu_train.ground.locks import locked
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import load_opt, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, resolve_device, weight_hash
 from dejavu_train.models.weight_format import WeightFormat, stored_format
 from dejavu_train.run.check import check
 from dejavu_train.run.crew import COLLECT, REST, calibrate_together, collect_together, run_elsewhere, train_together
@@ -235,7 +235,7 @@ def say_what_density_holds(config: RunConfig, activations: Path) -> None:
 
 
 def unused_heads(config: RunConfig, jobs: Sequence[UnitKey]) -> str:
-    """What is said before a run that trains predictors of heads and then selects none. "" where they are used."""
+    """Notice before a run that trains predictors of heads and then selects none. "" where they are used."""
     heads = sum(job.target == Target.HEADS for job in jobs)
     if not heads or config.calibrate.head_density < 1 or config.calibrate.budget is not None:
         return ""
@@ -276,19 +276,19 @@ def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stag
     activations = output / "activations"
     windows = ShardReader(activations, 0, "calibration").windows() if config.calibrate.sensitivity_tokens else None
 
-    def load_model() -> Any:
+    def load_dense() -> Any:
         run, device = config.collect, resolve_device(config.collect.device)
         if run.by_layers:
             walk = LayerWalk(config.model, device, run.dtype, config.revision)
             start = partial(calibrate_together, config)
             sharing = Sharing(config.model, config.revision, run.device, run.dtype, start) if _shares(config) else None
             return ByLayers(walk, output / STATES, weight_hash(config.model, revision=config.revision), sharing)
-        return load_opt(config.model, run.dtype, device, run.device_map, config.revision)
+        return load_model(config.model, run.dtype, device, run.device_map, config.revision)
 
     def measure(folder: Path) -> Bundle:
         asked = [target for target in TARGETS if config.predictor(target).enabled]
         device, classes = config.collect.device, predictor_classes(config)
-        return measure_curves(folder, activations, config.calibrate, windows, load_model, device, asked, classes)
+        return measure_curves(folder, activations, config.calibrate, windows, load_dense, device, asked, classes)
 
     folder = output / "predictors"
     weights = stored_format(read_values(config.model, config.revision))
@@ -337,7 +337,7 @@ def finetune_all(
     if run.by_layers:
         model = LayerWalk(config.model, device, dtype, config.revision)
     else:
-        model = load_opt(config.model, dtype, device, run.device_map, config.revision)
+        model = load_model(config.model, dtype, device, run.device_map, config.revision)
     windows = ShardReader(output / "activations", 0, "train").windows()
     state = output / "tuning.ckpt"
     tuned, metrics = finetune(model, bundle, windows, config.tune, weights, config.seed, state)

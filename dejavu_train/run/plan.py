@@ -1,4 +1,4 @@
-"""What ``train.py --check`` prints after all checks: stages, what of them is there, tokens, bytes and minutes.
+"""Output of ``train.py --check`` after all checks: stages, what of them is there, tokens, bytes and minutes.
 
 Nothing is written. The minutes are those of estimate.py, which times a block and some steps on the device of the run.
 """

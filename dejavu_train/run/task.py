@@ -1,4 +1,4 @@
-"""What a worker does, and how its process begins on whichever host. Without torch: Ray imports this first."""
+"""Work of a worker, and how its process begins on whichever host. Without torch: Ray imports this first."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ from dejavu_train.ground.children import start_child, stop_child
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a worker does.
+    """Work of a worker.
 
     Attributes:
         name: in messages.

@@ -1,4 +1,4 @@
-"""What belongs to one call of ``generate()``: it travels with the caller's thread or task, never on the model."""
+"""State of one call of ``generate()``: it travels with the caller's thread or task, never on the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a model runs through now: its bundle, a runtime that fits its weights, and gather where an engine refuses.
+"""Things that a model runs through now: its bundle, a runtime for its weights, and gather where an engine refuses.
 
 A call asks for the runtime when it begins, and goes on with it. Weights, a dtype or a device may change between calls.
 """
@@ -10,14 +10,14 @@ from typing import Any
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.ground.errors import Unsupported, UserError
-from dejavu_train.sparse.derived import Held, no_mode
+from dejavu_train.sparse.derived import DerivedCell, no_mode
 from dejavu_train.sparse.forward import find_fault
 from dejavu_train.sparse.runtime import Runtime, Settings
 
 logger = logging.getLogger(__name__)
 
 
-class Current:
+class ModelRuntime:
     """The bundle and the runtime of one model. A deep copy or a pickle has no runtime, and makes one for itself.
 
     Attributes:
@@ -28,12 +28,12 @@ class Current:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.bundle: Bundle | None = None
-        self._held: Held[Runtime] = Held()
+        self._held: DerivedCell[Runtime] = DerivedCell()
         self._logged: set[str] = set()
 
-    def copied(self) -> "Current":
+    def copied(self) -> "ModelRuntime":
         """For a shallow copy of the model: the same bundle, and a runtime of its own."""
-        made = Current(self.settings)
+        made = ModelRuntime(self.settings)
         made.bundle, made._logged = self.bundle, self._logged
         return made
 

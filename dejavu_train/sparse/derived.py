@@ -1,4 +1,4 @@
-"""What was derived from a model's weights, and whether the weights still are what it was derived from."""
+"""Things derived from a model's weights, and whether the weights still are what they were derived from."""
 
 import contextlib
 import math
@@ -20,7 +20,7 @@ COMPARED = 2**22
 T = TypeVar("T")
 
 
-class Held(Generic[T]):
+class DerivedCell(Generic[T]):
     """A place for something derived. A copy and a pickle of it are empty: they belong to other tensors.
 
     lock: held by whoever makes or exchanges the value.
@@ -30,7 +30,7 @@ class Held(Generic[T]):
         self.value: T | None = None
         self.lock = threading.RLock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Held[T]":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DerivedCell[T]":
         return type(self)()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,7 +39,7 @@ class Held(Generic[T]):
 
 @contextmanager
 def no_mode(device: torch.device) -> Iterator[None]:
-    """What is derived within it is of no mode of the caller: inference mode, autocast, gradients."""
+    """Context to derive in no mode of the caller: inference mode, autocast, gradients."""
     with contextlib.ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.no_grad())
@@ -49,7 +49,7 @@ def no_mode(device: torch.device) -> Iterator[None]:
 
 
 class Sources:
-    """What something was derived from, as it is when this is made. Compare it with what it is later.
+    """Sources of something derived, as they are when this is made. Compare them with what they are later.
 
     An edit is seen by the version that autograd counts. An edit through ``.data`` counts none. It is seen by the
     values: of all elements in a small model, else of one in every row and every column.

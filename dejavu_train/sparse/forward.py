@@ -41,7 +41,7 @@ Output: TypeAlias = tuple | CausalLMOutputWithPast
 
 
 @dataclass
-class Given:
+class ForwardArguments:
     """The arguments of a forward pass, by their names in transformers. ``rest``: its other keywords.
 
     Raises:
@@ -118,7 +118,7 @@ def through_mask(
     dense: Callable[..., Output],
     runtime: Runtime,
     call: Call | None,
-    given: Given,
+    given: ForwardArguments,
     positions: Tensor,
     sparse: Tensor,
 ) -> Output:
@@ -158,7 +158,7 @@ def find_fault(model: Any, dense: Callable[..., Any], runtime: Runtime, tokens: 
 
 
 def through_gather(
-    model: Any, runtime: Runtime, call: Call | None, given: Given, positions: Tensor, sparse: Tensor
+    model: Any, runtime: Runtime, call: Call | None, given: ForwardArguments, positions: Tensor, sparse: Tensor
 ) -> Output:
     """The forward pass of ``gather``, of which ``attention_mask`` (B, S + T) bool is given.
 
@@ -187,7 +187,7 @@ def through_gather(
     return output_of(model, logits, given, cache if kept else None)
 
 
-def output_of(model: Any, logits: Tensor, given: Given, cache: Cache | None = None) -> Output:
+def output_of(model: Any, logits: Tensor, given: ForwardArguments, cache: Cache | None = None) -> Output:
     """Logits (B, K, V) as transformers gives them, with the loss where there are labels."""
     loss = None
     if given.labels is not None:
@@ -198,8 +198,8 @@ def output_of(model: Any, logits: Tensor, given: Given, cache: Cache | None = No
 
 
 @torch.compiler.disable(reason="what runs follows from what each token selects; no graph knows that")
-def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call: Call | None) -> Output:
-    """What ``model.forward()`` returns, of a sparse model.
+def forwarded(model: Any, dense_forward: Callable[..., Any], given: ForwardArguments, call: Call | None) -> Output:
+    """Run ``model.forward()`` of a sparse model.
 
     Args:
         dense_forward: the method of the dense class, for that model.
@@ -234,7 +234,7 @@ def forwarded(model: Any, dense_forward: Callable[..., Any], given: Given, call:
         return through_gather(model, runtime, call, given, positions, sparse)
 
 
-def through_engine(model: Any, runtime: Runtime, given: Given, start: SparseFrom) -> Output:
+def through_engine(model: Any, runtime: Runtime, given: ForwardArguments, start: SparseFrom) -> Output:
     """Every position of whole rows, scored by the steps of a decode engine.
 
     Raises:
@@ -250,7 +250,7 @@ def through_engine(model: Any, runtime: Runtime, given: Given, start: SparseFrom
     return output_of(model, keep_columns(logits, given.logits_to_keep), given)
 
 
-def refuse_on_engine(given: Given) -> None:
+def refuse_on_engine(given: ForwardArguments) -> None:
     """Raise :class:`Unsupported` for what a forward pass through an engine cannot take or give."""
     from dejavu_train.engine.request import check_forward
 

@@ -192,7 +192,7 @@ class GatherDecoder:
             dense_rows = alive
 
         def selection(number: int, target: Target, n_units: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-            """What the predictor selects, None where there is none, and what is computed."""
+            """Choice of the predictor, None where there is none, and what is computed."""
             chosen = self.selector(number, target, sites)
             keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device) if chosen is None else chosen
             return chosen, (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]

@@ -26,7 +26,7 @@ def generated(
     kwargs: dict[str, Any],
     plain: Sequence[type],
 ) -> Any:
-    """What ``model.generate()`` returns, of a sparse model.
+    """Run ``model.generate()`` of a sparse model.
 
     Args:
         dense_generate: the method of the dense class, for that model.

@@ -1,4 +1,4 @@
-"""What stands where in the inputs of a sparse model: positions, padding, lengths of prompts, and which it refuses.
+"""Columns of a sparse model's inputs: positions, padding, lengths of prompts, and which it refuses.
 
 ``docs/reference/signatures.md`` lists every parameter of transformers' calls and what becomes of it here.
 """
@@ -94,7 +94,7 @@ def sparse_positions(start: SparseFrom, positions: Tensor, past: int) -> Tensor:
 
 
 def keep_columns(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Of ``values`` (B, T, n) the columns whose logits are requested, (B, K, n).
+    """Columns of ``values`` (B, T, n) whose logits are requested, (B, K, n).
 
     Args:
         logits_to_keep: the last so many (0 = all). (K,) columns of all rows. (B, K) int64, those of each row, or (B, T)
@@ -175,7 +175,7 @@ def positions_of(
 
 
 def columns_of(positions: Tensor, past: int) -> Tensor:
-    """Of new tokens at ``positions`` (B, T) the columns (B, T) int64, behind a cache of ``past``."""
+    """Columns (B, T) int64 of new tokens at ``positions`` (B, T), behind a cache of ``past``."""
     return torch.arange(past, past + positions.shape[1], device=positions.device).expand_as(positions)
 
 

@@ -79,7 +79,7 @@ STRUCTURE = ("tie_word_embeddings", "model_type", "architectures", "transformers
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SortedKeywords:
     """Keywords by where they go.
 
     Attributes:
@@ -108,7 +108,7 @@ def _says_something(key: str, value: Any) -> bool:
     return value is not None and value is not False and value != DEFAULTS.get(key) and value != {}
 
 
-def sort_keywords(keywords: Mapping[str, Any], name: str, kind: str) -> Asked:
+def sort_keywords(keywords: Mapping[str, Any], name: str, kind: str) -> SortedKeywords:
     """Say where each keyword goes. One logged line for each that changes nothing.
 
     Args:
@@ -137,7 +137,7 @@ def sort_keywords(keywords: Mapping[str, Any], name: str, kind: str) -> Asked:
             attributes[key] = value
         else:
             raise UserError(_unknown(key, name, known, structure))
-    return Asked(
+    return SortedKeywords(
         {key: value for key, value in hub.items() if value is not None},
         options,
         _of_config(keywords.get("config"), known) | attributes,
@@ -159,7 +159,7 @@ def check_config(config: Any, shape: ModelDims, name: str, kind: str) -> None:
 
 
 def hub_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that say where on the hub, and the others left out."""
+    """Keywords that say where on the hub, the others left out."""
     return {key: keywords[key] for key in HUB if keywords.get(key) is not None}
 
 

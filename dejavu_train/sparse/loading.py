@@ -23,7 +23,7 @@ from dejavu_train.families.plain import exchanged_forward
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.opt import load_with_info, weight_hash
+from dejavu_train.models.load import load_with_info, weight_hash
 from dejavu_train.models.stored import stored_files
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.keywords import check_config, hub_keywords, refuse_keywords, sort_keywords

@@ -26,7 +26,7 @@ from dejavu_train.models.hooks import Act, at_module, at_place, hooked
 
 
 class Select(Protocol):
-    """What ``masking`` needs: which sites to keep, a selection (B, T, n) for them, and what stands in for ``up``.
+    """Choice for ``masking``: which sites to keep, a selection (B, T, n) for them, and a replacement for ``up``.
 
     None is a dense layer, and ``up`` as it is.
     """

@@ -37,8 +37,8 @@ from dejavu_train.models.installed import installed
 from dejavu_train.predictors.custom import PredictorClass
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of
-from dejavu_train.sparse.current import Current
-from dejavu_train.sparse.forward import Given, Output, forwarded
+from dejavu_train.sparse.current import ModelRuntime
+from dejavu_train.sparse.forward import ForwardArguments, Output, forwarded
 from dejavu_train.sparse.generation import generated
 from dejavu_train.sparse.inputs import SparseFrom, read_sparse_from
 from dejavu_train.sparse.loading import adopt, load_together, wrapped_class
@@ -72,7 +72,7 @@ class SparseCausalLM(_Dense):
         """For transformers' own use. A model made this way has no bundle."""
         super().__init__(config)
         self.sparse_from = 0
-        self._current = Current()
+        self._current = ModelRuntime()
 
     @classmethod
     def from_model(
@@ -115,7 +115,9 @@ class SparseCausalLM(_Dense):
         check_bundle_of(model, bundle)
         sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
         sparse.sparse_from = sparse_from
-        sparse._current = Current(Settings(backend, ops, guard if guard is not None and guard.every else None, zeros))
+        sparse._current = ModelRuntime(
+            Settings(backend, ops, guard if guard is not None and guard.every else None, zeros)
+        )
         sparse.set_bundle(bundle)
         return sparse.eval()
 
@@ -253,7 +255,7 @@ class SparseCausalLM(_Dense):
 
     @property
     def _runtime(self) -> Runtime:
-        """What a call runs through that begins now."""
+        """Runtime of a call that begins now."""
         return self._current.runtime(self)
 
     @property
@@ -268,7 +270,7 @@ class SparseCausalLM(_Dense):
         return "mask" if self._current.bundle is None else self._runtime.backend
 
     def describe(self, rows: int = 1, tokens: int = 256) -> str:
-        """What runs in a decoding step of so many rows of so many tokens, and why. An engine is built to tell.
+        """Say what runs in a decoding step of so many rows of so many tokens, and why. An engine is built to tell.
 
         Raises:
             UserError: what the engine refuses.
@@ -300,12 +302,12 @@ class SparseCausalLM(_Dense):
             pool.engine(rows, tokens or pool.shape.max_positions).warm_up()
 
     def guard_report(self) -> dict[str, Any] | None:
-        """What the guard has measured since it was made or reset, see :meth:`GuardState.report`. None without one."""
+        """Measurements of the guard since it was made or reset, see :meth:`GuardState.report`. None without one."""
         guarded = self._runtime.guarded
         return None if guarded is None else guarded.report()
 
     def lossless_report(self) -> dict[str, float] | None:
-        """What was drafted and accepted in the last lossless call, see `Acceptance.report`. None without one."""
+        """Drafts and acceptance of the last lossless call, see `Acceptance.report`. None without one."""
         engines = self._runtime.engines
         acceptance = None if engines is None else engines.acceptance
         return None if acceptance is None else acceptance.report()
@@ -321,12 +323,12 @@ class SparseCausalLM(_Dense):
         self._current.judge(self, super().forward, refusal, runtime)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``to``, ``half`` and the like do: what was derived is given up, the next call makes it anew."""
+        """Run ``to``, ``half`` and the like: what was derived is given up, the next call makes it anew."""
         self._current.forget()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a shallow copy takes: it derives for itself."""
+        """State for a shallow copy: it derives for itself."""
         return self.__dict__ | {"_current": self._current.copied()}
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -363,7 +365,7 @@ class SparseCausalLM(_Dense):
                 checkpointing. ``triton`` with any cache, ``use_cache=True``, embeddings or positions. Any under
                 ``torch.export``.
         """
-        given = Given(
+        given = ForwardArguments(
             input_ids, attention_mask, past_key_values, inputs_embeds, position_ids, labels, use_cache, logits_to_keep,
             kwargs,
         )  # fmt: skip

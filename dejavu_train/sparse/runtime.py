@@ -1,4 +1,4 @@
-"""What a sparse model runs through: made of its weights and a bundle, and made again when they change.
+"""Runtime of a sparse model: made of its weights and a bundle, and made again when they change.
 
 Nothing of a call stands here. A call that has begun keeps the runtime that it began with.
 """
@@ -24,7 +24,7 @@ from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.dims import engine_refusal
 from dejavu_train.families.plain import NotPlain, is_adapter
 from dejavu_train.ground.errors import Unsupported, UserError
-from dejavu_train.sparse.derived import Held, Sources, no_mode
+from dejavu_train.sparse.derived import DerivedCell, Sources, no_mode
 from dejavu_train.sparse.gather import GatherDecoder
 
 BACKENDS = ("auto", "mask", "gather", "triton", "cpu")
@@ -37,7 +37,7 @@ WITHOUT_PLAN = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for when the model was made.
+    """Settings of the user when the model was made.
 
     Attributes:
         backend: one of BACKENDS. ops: of the engine on a GPU, "triton" or "reference". guard: None without one.
@@ -90,7 +90,7 @@ class Runtime:
         self.gatherer: GatherDecoder | None = None
         self.selector: Any = None
         self.means: dict[int, Tensor] = {}
-        self._turns, self._made = Turns(), Held[None]()
+        self._turns, self._made = Turns(), DerivedCell[None]()
         if settings.guard is not None:
             if self.backend == "mask":
                 raise UserError("the backend mask computes whole sequences at once and has no guard; use gather")
@@ -202,7 +202,7 @@ def check_bundle_of(model: Any, bundle: Any) -> None:
 
 
 def _of_ranks(settings: Settings, device: torch.device) -> Settings:
-    """Of a model that is shared out: the engine, on CPUs in plain torch. Raises UserError where another was chosen."""
+    """Settings of a model that is shared out: the engine, on CPUs in plain torch. Raises UserError for another."""
     if settings.backend not in ("auto", "triton"):
         raise UserError(
             f"several processes of torchrun decode through backend triton alone, got {settings.backend}; leave it out,"

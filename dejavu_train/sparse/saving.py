@@ -25,7 +25,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_json, share, write_json, write_text
 from dejavu_train.ground.signals import deferred
 from dejavu_train.models.hub import check_repository, push
-from dejavu_train.models.opt import weight_hash
+from dejavu_train.models.load import weight_hash
 from dejavu_train.models.stored import INDEX, SINGLE, check_weights, shards
 
 UPLOADS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")  # of push_to_hub

@@ -1,4 +1,4 @@
-"""What watches a training run: resumable checkpoints, progress, and rows per second of loader and step."""
+"""Watchers of a training run: resumable checkpoints, progress, and rows per second of loader and step."""
 
 import logging
 import signal

@@ -59,7 +59,7 @@ class PredictorConfig:
     learning_rate: float = 4e-3
     """Highest rate of AdamW, after a twentieth of the steps."""
     weight_decay: float = 0.0
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     validations: int = 10
     """How often the val set is scored during those steps."""
     patience: int = 4
@@ -87,7 +87,7 @@ class PredictorConfig:
             raise UserError(f"{section}.loss: unknown loss {self.loss}; the losses are {', '.join(LOSSES)}")
 
     def describe(self, layer: int) -> dict[str, Any]:
-        """What a checkpoint says of the kind of the predictor of ``layer``."""
+        """Kind of the predictor of ``layer`` for a checkpoint."""
         if self.predictor is not None:
             unused = {"rank": 0, "nonlinearity": "none", "bias": False}
             return {"kind": "custom", **unused, "init_args": {}, **self.predictor}
@@ -98,7 +98,7 @@ class PredictorConfig:
         return self.ranks.get(layer, self.rank)
 
     def site(self, key: UnitKey) -> Site:
-        """What the predictor of ``key`` reads.
+        """Site that the predictor of ``key`` reads.
 
         Raises:
             UserError: before the first layer.
@@ -151,7 +151,7 @@ class PlanConfig:
     gpus: int = 1
     """How many of them. Predictors train on all, the other stages run on one."""
     price: float | None = None
-    """Of one GPU for an hour, in whatever currency."""
+    """Price of one GPU for an hour, in whatever currency."""
     disk_gb_s: float = 1.0
     """Gigabytes that the disk writes, or reads, in a second."""
     tflops: float | None = None
@@ -201,7 +201,7 @@ class RunConfig:
     verify: Literal["sampled", "full"] = "sampled"
     """Name the model by a hash over samples of its weights, or over every byte (slow for a large model)."""
     seed: int = 0
-    """Of the text's order, the first values and the batches."""
+    """Seed of the text's order, the first values and the batches."""
     layers: str | int | None = None
     """Layers that this invocation trains, as 0-5 or 0,2,4. null: all."""
     targets: str = "mlp,heads"
@@ -212,11 +212,11 @@ class RunConfig:
     scheduler: Literal["local", "ray"] = "local"
     """Where they run: on this host, or by Ray on several that share the output folder."""
     resources: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What each of them asks Ray for, as --resources.NAME VALUE: options of a task, such as num_gpus."""
+    """Resources that each of them asks Ray for, as --resources.NAME VALUE: options of a task, such as num_gpus."""
     text: TextSource = dataclasses.field(default_factory=TextSource)
     """Where text comes from."""
     collect: CollectConfig = dataclasses.field(default_factory=CollectConfig)
-    """What is recorded of the dense model."""
+    """Recording of the dense model."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     """How shards are read for training."""
     mlp: PredictorConfig = dataclasses.field(default_factory=PredictorConfig)
@@ -359,7 +359,7 @@ class RunConfig:
         return [UnitKey(layer, t) for t in TARGETS if self.predictor(t).enabled for layer in range(n_layers)]
 
     def own_jobs(self, n_layers: int) -> list[UnitKey]:
-        """Those of them that this invocation was asked for."""
+        """Jobs of them that this invocation was asked for."""
         layers, targets = parse_layers(self.layers, n_layers), parse_targets(self.targets)
         return [job for job in self.all_jobs(n_layers) if job.layer in layers and job.target in targets]
 

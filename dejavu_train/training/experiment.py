@@ -102,7 +102,7 @@ def _name(job: UnitKey) -> str:
 
 
 def _where(logger: Any) -> dict[str, Any] | None:
-    """What finds a logger's run again, of the kinds to which ``infer.py`` adds."""
+    """Facts that find a logger's run again, of the kinds to which ``infer.py`` adds."""
     kind = type(logger).__name__
     if kind == "WandbLogger":
         run = logger._wandb_init

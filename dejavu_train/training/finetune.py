@@ -179,7 +179,7 @@ class _Ledger:
         self.budget = mlp_share(bundle, weights)
 
     def first_price(self) -> float:
-        """What the sensitivities say: nats saved by 15 % more density, per share of the bytes that it costs."""
+        """Price by the sensitivities: nats saved by 15 % more density, per share of the bytes that it costs."""
         saved = cost = 0.0
         for spec in self.sparse.values():
             if "loss_increase" not in spec.curve:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
-from dejavu_train.data.shards import ActivationManifest, LayerWeights
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.ground import signals
 from dejavu_train.ground.children import run_child
@@ -83,7 +83,7 @@ def is_finished(output: str | Path, job: UnitKey, stage: Stage) -> bool:
 
 
 def stored_stage(folder: Path) -> Any:
-    """What ``stage.json`` of an artefact's folder says. None where there is none."""
+    """Content of an artefact's ``stage.json``. None where there is none."""
     path = folder / "stage.json"
     return read_sealed(path, "the description of a stage") if path.is_file() else None
 
@@ -158,7 +158,7 @@ def deployed_density(config: RunConfig, job: UnitKey, activations: Path) -> floa
 def second_moments(
     site: ShardReader, name: str, own: ShardReader | None = None, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Of a site's first rows x the mean of x x' (d, d). With ``own`` also that of y x', for the same rows y of its
+    """Mean of x x' (d, d) over a site's first rows x. With ``own`` also that of y x', for the same rows y of its
     mlp_in.
 
     Returns: both float64, computed on ``device``. Without ``own`` the second is the first.
@@ -183,7 +183,7 @@ def init_module(module: LitPredictor, config: RunConfig, job: UnitKey, activatio
     section = config.predictor(target)
     site = section.site(job)
     device = start_device(config.trainer)
-    weights = LayerWeights.load(activations, layer, weight_hash).to(device)
+    weights = RecordedWeights.load(activations, layer, weight_hash).to(device)
     covariance = site_to_mlp_in = None
     if section.init == "whitened_svd" and section.predictor is None:
         ahead = None if site == UnitKey(layer, Target.MLP).site else ShardReader(activations, layer, "train")

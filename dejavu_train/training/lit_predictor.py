@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from dejavu_train.data.shards import LayerWeights, unpack_bits
+from dejavu_train.data.shards import RecordedWeights, unpack_bits
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.losses import Batch, get_loss, needs_contribution
@@ -71,12 +71,12 @@ class LitPredictor(lightning.LightningModule):
         self._train_contribution = needs_contribution(loss)
         self.metrics = SelectionMetric()
         # Neither a buffer (DDP would send it around at every step) nor state: it belongs to the model, not to us.
-        self._weights: LayerWeights | None = None
+        self._weights: RecordedWeights | None = None
 
     def init_predictor(
         self,
         init: str,
-        weights: LayerWeights,
+        weights: RecordedWeights,
         covariance: Tensor | None = None,
         site_to_mlp_in: Tensor | None = None,
     ) -> None:

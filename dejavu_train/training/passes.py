@@ -24,7 +24,7 @@ from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.training.gates import Gates, Sites
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Of the divergence and the bytes that a pass spent, what is minimised."""
+"""Loss to minimise, of the divergence and the bytes that a pass spent."""
 
 
 class Unfinished(Exception):
@@ -32,7 +32,7 @@ class Unfinished(Exception):
 
 
 class Passes(Protocol):
-    """What makes the gradients of a step."""
+    """Maker of a step's gradients."""
 
     def gradients(self, batches: Sequence[Sequence[Sequence[int]]], loss: Loss) -> list[tuple[float, float]]:
         """Add those of ``loss`` over all batches of (B, T) token ids to the predictors. Divergence and bytes of each.
@@ -52,7 +52,7 @@ def divergence(dense: Tensor, sparse: Tensor) -> Tensor:
 
 
 class WholePasses:
-    """Of a model in memory, on one device or spread over several."""
+    """Passes of a model in memory, on one device or spread over several."""
 
     def __init__(self, model: Any, gates: Gates) -> None:
         self.model, self.gates = model, gates
@@ -101,7 +101,7 @@ class _Pass:
 
 
 class LayerPasses:
-    """Of a model of which one layer at a time is on the device. So are predictors, which are at home on the CPU."""
+    """Passes of a model of which one layer at a time is on the device. So are predictors, at home on the CPU."""
 
     def __init__(self, walk: LayerWalk, gates: Gates) -> None:
         self.walk, self.gates, self.model = walk, gates, walk.model

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from dejavu_train.data.shards import LayerWeights, pack_bits
+from dejavu_train.data.shards import RecordedWeights, pack_bits
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.predictors.low_rank import LowRankPredictor
@@ -74,7 +74,7 @@ def rehearse(config: RunConfig, job: UnitKey) -> None:
 
 def _module() -> LitPredictor:
     module = LitPredictor(Target.MLP, LowRankPredictor(_WIDTH, 4, _UNITS), _UNITS)
-    weights = LayerWeights(
+    weights = RecordedWeights(
         torch.randn(_UNITS, _WIDTH, dtype=torch.float32),
         torch.zeros(_UNITS, dtype=torch.float32),
         torch.ones(_UNITS, dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""What a run of each configuration takes, by size, as ``train.py --help check`` prints it.
+"""Time and memory of a run of each configuration, by size, as ``train.py --help check`` prints it.
 
 The rows are those of ``benchmarks/check_sizes.py``. Readable without torch.
 """
@@ -31,7 +31,7 @@ def size_table() -> str:
 
 
 def check_help() -> str:
-    """What ``--help check`` adds to the options."""
+    """Addition of ``--help check`` to the options."""
     return (
         "--check does no work: it looks for mistakes and prints disk and minutes on this machine.\n"
         "The model's folder may hold a config.json alone.\n\n"

@@ -1,4 +1,4 @@
-"""What every stage of a run depends on: the keys of the configuration that decide what it makes, and their hash.
+"""Dependencies of every stage of a run: the keys of the configuration that decide what it makes, and their hash.
 
     text and collect  ->  train mlp, train heads  ->  tune  ->  curves  ->  calibrate
 
@@ -55,7 +55,7 @@ class Stage:
         return difference_of(before, self.keys, keys) if keys else "what it depends on has changed"
 
     def flags_of(self, stored: Any) -> str:
-        """What to type for the keys of the stored stage that differ. Those that are no flags are left out."""
+        """Flags to type for the keys of the stored stage that differ. Keys that are no flags are left out."""
         before = (stored.get("keys") if isinstance(stored, dict) else None) or {}
         return " ".join(
             f"--{key} {_typed(value)}"
@@ -97,7 +97,7 @@ def tune_stage(config: RunConfig) -> Stage:
 
 
 def curves_stage(config: RunConfig) -> Stage:
-    """What every density would select, keep and cost: all of a calibration but the choice of the densities."""
+    """Stage of what every density would select, keep and cost: a calibration but the choice of the densities."""
     keys = _section(config.to_json(), "calibrate")
     for choice in _CHOICES:
         del keys[f"calibrate.{choice}"]

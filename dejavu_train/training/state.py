@@ -1,4 +1,4 @@
-"""What a long loop needs to go on after an interruption, as one file: written aside and renamed, read without code."""
+"""State of a long loop after an interruption, as one file: written aside and renamed, read without code."""
 
 import io
 import pickle
@@ -21,7 +21,7 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, device: torch.device | str) -> dict[str, Any] | None:
-    """What :func:`save_state` wrote, tensors on ``device``. None where there is no file.
+    """Read what :func:`save_state` wrote, tensors on ``device``. None where there is no file.
 
     Raises:
         UserError: the file is damaged.

@@ -70,7 +70,7 @@ _POSITIVE = {
 
 
 class _TrainerParser(Parser, LightningArgumentParser):
-    """Of the Trainer's arguments alone."""
+    """Parser of the Trainer's arguments alone."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(prog="train.py", usage="train.py [--trainer.NAME VALUE ...]", **options)

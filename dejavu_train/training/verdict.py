@@ -1,4 +1,4 @@
-"""What the metrics of a predictor say to a person: while it trains, and a verdict when it is done."""
+"""Words for the metrics of a predictor: while it trains, and a verdict when it is done."""
 
 from collections.abc import Mapping
 

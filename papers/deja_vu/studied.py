@@ -14,7 +14,7 @@ from transformers import OPTForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.evaluation.baselines import Given, keep_top, ranks
+from dejavu_train.evaluation.baselines import FixedSelections, keep_top, ranks
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import decoder_layers, head_contribution, neuron_contribution, record
@@ -97,7 +97,7 @@ class StudiedOPT(SparseOPTForCausalLM):
             bundle_used = dense_or_masked()
         if self.selection == "predicted":
             return bundle_used
-        best = Given({key: keep_top(orders[key], kept) for key, kept in counts.items()})
+        best = FixedSelections({key: keep_top(orders[key], kept) for key, kept in counts.items()})
         with masking(self, best, sparse, means=runtime.means):
             return dense_or_masked()
 

@@ -33,7 +33,7 @@ from dejavu_train.families import TARGETS, Target
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.ground.files import write_json
 from dejavu_train.ground.progress import set_up_logging
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device
 from papers.deja_vu.restructure import STRUCTURES, check_structure, restructured
 from papers.deja_vu.studied import SELECTED_BY, StudiedOPT, densities_for, total_sparsity
 from papers.deja_vu.trend import plot_trend
@@ -144,7 +144,7 @@ def paper(config: PaperConfig) -> Iterator[list[PaperRow]]:
         if v.selection != "dense"
     }  # before anything slow: what the bundle lacks is an error here
     questions = all_questions(config)
-    dense = load_opt(config.model, config.dtype, resolve_device(config.device))
+    dense = load_model(config.model, config.dtype, resolve_device(config.device))
     lm = DejavuLM(dense, load_tokenizer(config.model), sparse_from=0, batch_size=config.batch_size)
     reference = [ask(lm, part) for part in questions]
     for number, variant in enumerate(asked, 1):

@@ -8,7 +8,7 @@ from serving_helpers import NAME, Running
 from transformers import AutoTokenizer
 
 from dejavu_train.engine.cpu.engine import CpuEngine
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 from .judge import Oracle, Outcome, judge
@@ -27,8 +27,8 @@ class World:
         bundle = make_bundle(folder).at(0.3, 0.75)
         bundle.save_pretrained(folder / "predictors")
         self.server = Running(folder, folder / "predictors", rows=4, queue=60, context=CONTEXT)
-        model: Any = SparseOPTForCausalLM.from_model(load_opt(str(folder)), bundle, "mask")
-        self.oracle = Oracle(model, CpuEngine(load_opt(str(folder)), bundle, batch=1, context=CONTEXT), tokenizer)
+        model: Any = SparseOPTForCausalLM.from_model(load_model(str(folder)), bundle, "mask")
+        self.oracle = Oracle(model, CpuEngine(load_model(str(folder)), bundle, batch=1, context=CONTEXT), tokenizer)
 
     def ask(self, seed: int) -> Outcome:
         """The request of a seed."""

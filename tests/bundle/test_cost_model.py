@@ -10,7 +10,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from dejavu_train.bundle.cost_model import measured_mlp_share, mlp_share, predictor_bytes, spec_bytes
 from dejavu_train.bundle.spec import PredictorSpec
 from dejavu_train.families import ModelDims
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.weight_format import (
     BFLOAT16,
     CODES4,
@@ -107,8 +107,8 @@ def test_bytes_of_a_unit_are_those_of_the_format(weights, unit):
 def test_the_format_of_a_model_is_read_from_its_config_and_from_its_layers(tiny_opt):
     widths = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64, "num_attention_heads": 4}
     model = OPTForCausalLM(OPTConfig(num_hidden_layers=1, vocab_size=40, **widths))
-    assert loaded_format(load_opt(str(tiny_opt))) == FLOAT32
-    assert loaded_format(load_opt(str(tiny_opt), "bfloat16")) == BFLOAT16
+    assert loaded_format(load_model(str(tiny_opt))) == FLOAT32
+    assert loaded_format(load_model(str(tiny_opt), "bfloat16")) == BFLOAT16
     assert stored_format({"dtype": "float16"}) == stored_format({"torch_dtype": "float16"}) == FLOAT16
     assert stored_format({}) == FLOAT32
     assert loaded_format(four_bits(model)) == CODES4

@@ -16,7 +16,7 @@ from dejavu_train.calibration.head_losses import measure_whole
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases
 from dejavu_train.families import Site, UnitKey, blocks_of, dims_of
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -47,7 +47,7 @@ def problem(shape):
 @pytest.mark.parametrize("name", [name for name in CASES if name != "galactica"])
 def test_numbers_are_those_of_a_model_in_memory(name, tmp_path):
     path = save_family(name, tmp_path / "model")
-    model = load_opt(str(path))
+    model = load_model(str(path))
     probes, chosen, means = problem(dims_of(model.config))
     layered = walked(path, tmp_path / "states")
     assert loss_increases_by_layers(layered, probes, WINDOWS) == loss_increases(model, probes, WINDOWS)
@@ -67,7 +67,7 @@ def with_second_stages(model, probes):
 
 
 def test_a_second_stage_is_tested_on_its_own_layer(tiny_opt, tmp_path):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     probes = with_second_stages(model, problem(dims_of(model.config))[0])
     assert loss_increases_by_layers(walked(tiny_opt, tmp_path), probes, WINDOWS) == loss_increases(
         model, probes, WINDOWS
@@ -77,7 +77,7 @@ def test_a_second_stage_is_tested_on_its_own_layer(tiny_opt, tmp_path):
 @pytest.mark.parametrize("parts, count", [([0, 1], 2), ([3, 1, 2, 0], 4), ([1], 2), ([], 3)])
 def test_parts_of_several_processes_give_the_same(tiny_opt, tmp_path, monkeypatch, parts, count):
     """Bit for bit, in any order. What some leave out is done by the caller, which does nothing else of it."""
-    model, shared = load_opt(str(tiny_opt)), []
+    model, shared = load_model(str(tiny_opt)), []
     probes, chosen, means = problem(dims_of(model.config))
     probes = with_second_stages(model, probes)
     wanted = loss_increases(model, probes, WINDOWS), measure_whole(model, chosen, means, WINDOWS)
@@ -108,7 +108,7 @@ class _Own(LowRankPredictor):
 
 
 def test_predictors_of_an_own_class_stay_in_one_process(tiny_opt, tmp_path, caplog):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     probes, _, _ = problem(dims_of(model.config))
     key, d = UnitKey(0, "mlp"), dims_of(model.config).d_model
     probes[key] = SensitivityProbe(_Own(d, 8, dims_of(model.config).d_ffn), key.site, [0.1])
@@ -121,7 +121,7 @@ def test_predictors_of_an_own_class_stay_in_one_process(tiny_opt, tmp_path, capl
 @pytest.mark.parametrize("writes", [3, 12, 25, 40, 60])
 def test_a_killed_calibration_goes_on(tiny_opt, tmp_path, monkeypatch, writes):
     """Killed at any write, it reads no layer again that all windows have behind them, and gives the same."""
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     probes, chosen, means = problem(dims_of(model.config))
     wanted = loss_increases(model, probes, WINDOWS), measure_whole(model, chosen, means, WINDOWS)
     write, count = by_layers.States.write, [0]

@@ -13,12 +13,12 @@ from dejavu_train.bundle.cost_model import predictor_bytes, spec_bytes
 from dejavu_train.calibration import calibrate as cal
 from dejavu_train.calibration.by_layers import ByLayers
 from dejavu_train.data.shard_reader import ShardReader
-from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import head_contribution, record
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.load import load_model, weight_hash
 from dejavu_train.models.weight_format import FLOAT16, FLOAT32
 from dejavu_train.predictors.low_rank import LowRankPredictor, svd_init
 
@@ -30,7 +30,7 @@ def run(tiny_opt, tmp_path_factory):
     """Shards of random tokens and SVD predictors for both targets of the tiny model."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)  # the head predictors are random, and what came before should not matter
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     shape = dims_of(model.config)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, shape.vocab_size, (10, 64), generator=generator)
@@ -65,7 +65,7 @@ def save_layer_weights(activations, manifest, block, layer, head_out):
     """Means of the heads for layer 0. Layer 1 drops what it skips."""
     mean = head_out.flatten(0, 1).mean(0).detach() * (layer == 0)
     norms = torch.linalg.vector_norm(block.fc2.weight.detach(), dim=0)
-    weights = LayerWeights(block.fc1.weight.detach(), block.fc1.bias.detach(), norms, mean)
+    weights = RecordedWeights(block.fc1.weight.detach(), block.fc1.bias.detach(), norms, mean)
     weights.save(activations, layer, manifest.weight_hash)
 
 
@@ -93,7 +93,7 @@ def calibrated(run, weights=FLOAT16, **changes):
     model, folder = run
     config = cal.CalibrateConfig(**{"sensitivity_tokens": 60, **changes})
     parts = (folder / "predictors", folder / "activations")
-    measured = cal.measure_curves(*parts, config, windows(), lambda: load_opt(model), device="cpu")
+    measured = cal.measure_curves(*parts, config, windows(), lambda: load_model(model), device="cpu")
     return cal.choose(measured, config, weights)
 
 
@@ -104,7 +104,7 @@ def test_a_model_that_is_walked_by_layers_gives_the_same_bundle(run, tmp_path):
     parts = (folder / "predictors", folder / "activations")
     whole, layered = (
         cal.measure_curves(*parts, config, windows(), lambda given=given: given, device="cpu")
-        for given in (load_opt(model), walk)
+        for given in (load_model(model), walk)
     )
     assert layered.specs == whole.specs and layered.metadata == whole.metadata
     assert layered.metadata["head_loss_tokens"] and "loss_increase" in whole.specs[0, "heads"].curve
@@ -202,7 +202,7 @@ def test_the_second_test_lets_through_what_was_asked(run):
     bundle = calibrated(run, mlp_density=0.9, cascade=0.95)
     spec = bundle.specs[1, "mlp"]
     assert (spec.kind, spec.stage2_retained_mass) == ("cascade", 0.95) and bundle.specs[1, "heads"].kind == "low_rank"
-    model = load_opt(run[0])
+    model = load_model(run[0])
     block = model.model.decoder.layers[1]
     mlp_in = ShardReader(run[1] / "activations", 1, "calibration").read("mlp_in", 0, ROWS).float()
     with torch.no_grad():

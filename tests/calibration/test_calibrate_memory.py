@@ -14,10 +14,10 @@ from small_runs import in_a_process
 
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.calibration.config import CalibrateConfig
-from dejavu_train.data.shards import ActivationManifest, LayerWeights, ShardEntry, ShardWriter, pack_bits
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights, ShardEntry, ShardWriter, pack_bits
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
@@ -45,7 +45,7 @@ def write_run(model: Path, folder: Path) -> None:
             }
             writer.write(layer, 0, rows, int(active.sum()))
             fc1, bias = torch.randn(FFN, WIDTH, generator=generator) / 20, torch.zeros(FFN)
-            weights = LayerWeights(fc1, bias, torch.ones(FFN), torch.zeros(6, WIDTH // 6))
+            weights = RecordedWeights(fc1, bias, torch.ones(FFN), torch.zeros(6, WIDTH // 6))
             weights.save(folder / "activations", layer, manifest.weight_hash)
             path = folder / "predictors" / f"layer_{layer:02d}" / "mlp"
             path.mkdir(parents=True)
@@ -71,7 +71,7 @@ def under_a_cap(model, folder, calibrating, outcome):
             bundle = choose(measure_curves(*parts, config, device="cpu", targets=["mlp"]), config, FLOAT16)
             assert len(bundle.specs) >= LAYERS
         else:
-            load_opt(str(model), "float32")
+            load_model(str(model), "float32")
         outcome.value = 1
     except (UserError, RuntimeError, MemoryError):
         outcome.value = 0

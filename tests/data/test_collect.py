@@ -12,24 +12,24 @@ from small_runs import COLLECT, activations, flags, run_main, start_process
 import dejavu_train.data.collect as collect_module
 from dejavu_train.data.collect import _say_shortfall, collect
 from dejavu_train.data.config import MEAN_TOKENS, CollectConfig
-from dejavu_train.data.recording import Batch, HeadReference, record_batch
+from dejavu_train.data.recording import HeadReference, WindowBatch, record_batch
 from dejavu_train.data.shard_reader import ShardReader
-from dejavu_train.data.shards import ActivationManifest, LayerWeights, shard_path
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights, shard_path
 from dejavu_train.data.text import TextSource, load_sets
 from dejavu_train.data.untrained import warn_if_untrained
 from dejavu_train.data.windows import Window
 from dejavu_train.families import blocks_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import decoder_layers, head_contribution, record
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 
 
 def test_rows_equal_an_unbatched_forward(tiny_opt, text_file):
     """Batching and padding change nothing, and only real tokens are recorded."""
     folder = activations(tiny_opt, text_file)
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     reader = ShardReader(folder, 1, "val")
-    mean = LayerWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
+    mean = RecordedWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
     start = 0
     for window in reader.windows():
         with torch.no_grad(), record(model, {"attn_in", "mlp_in", "activation", "head_out"}) as kept:
@@ -50,10 +50,10 @@ def test_rows_equal_an_unbatched_forward(tiny_opt, text_file):
 
 def test_activations_whose_sum_is_above_float16_are_no_error(tiny_opt):
     """A sum in their own type would be infinite for any large batch."""
-    model = load_opt(str(tiny_opt)).half()
+    model = load_model(str(tiny_opt)).half()
     layer = decoder_layers(model)[0]
     torch.nn.init.constant_(layer.fc1.bias, 100.0)
-    batch = Batch.of([Window(0, np.arange(3, 35))])
+    batch = WindowBatch.of([Window(0, np.arange(3, 35))])
     heads = {0: HeadReference.of(blocks_of(model)[0], torch.zeros(4, 12))}
     kept = []
 
@@ -70,7 +70,7 @@ def test_activations_whose_sum_is_above_float16_are_no_error(tiny_opt):
 
 def test_a_heads_mean_is_over_the_first_train_tokens(tiny_opt, text_file):
     folder = activations(tiny_opt, text_file)
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     reader = ShardReader(folder, 1, "train")
     total, seen = torch.zeros(4, 12), 0
     for window in reader.windows():
@@ -80,7 +80,7 @@ def test_a_heads_mean_is_over_the_first_train_tokens(tiny_opt, text_file):
         seen += len(window)
         if seen >= MEAN_TOKENS:
             break
-    mean = LayerWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
+    mean = RecordedWeights.load(folder, 1, reader.manifest.weight_hash).head_mean
     torch.testing.assert_close(mean, total / seen, atol=1e-4, rtol=1e-4)
 
 
@@ -111,7 +111,7 @@ def test_a_missing_shard_is_redone_and_the_rest_kept(tiny_opt, text_file, tmp_pa
 
 def test_complete_shards_are_not_touched(tiny_opt, text_file, monkeypatch):
     folder = activations(tiny_opt, text_file)
-    monkeypatch.setattr(collect_module, "load_opt", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(collect_module, "load_model", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.setattr(collect_module, "load_sets", lambda *_: pytest.fail("the text was read"))
     collect(str(tiny_opt), TextSource(source=str(text_file)), CollectConfig(**COLLECT), folder)
 
@@ -138,10 +138,10 @@ def test_another_request_or_model_is_refused(tiny_opt, text_file, tmp_path):
 
 def test_values_beyond_fp16_name_the_remedy(tmp_path, text_file, monkeypatch):
     folder = save_tiny_opt(tmp_path / "big")
-    model = load_opt(str(folder))
+    model = load_model(str(folder))
     with torch.no_grad():
         decoder_layers(model)[1].final_layer_norm.bias.fill_(1e5)
-    monkeypatch.setattr(collect_module, "load_opt", lambda *_: model)
+    monkeypatch.setattr(collect_module, "load_model", lambda *_: model)
     refused(folder, TextSource(source=str(text_file)), CollectConfig(**COLLECT), tmp_path / "a", "layer 1", "bfloat16")
     assert not ActivationManifest.load(tmp_path / "a").missing(tmp_path / "a") == []
 
@@ -162,7 +162,7 @@ def test_other_dtypes(tiny_opt, text_file, tmp_path, dtype):
 @pytest.mark.parametrize("own", [True, False])
 def test_a_random_model_is_named_and_a_trained_one_is_not(tiny_opt, caplog, own):
     """Own text is what a random model loses least on."""
-    model = load_opt(str(tiny_opt), "float32", torch.device("cpu"))
+    model = load_model(str(tiny_opt), "float32", torch.device("cpu"))
     if own:
         ids = torch.full((4, 1), 2)
         ids = model.generate(ids, attention_mask=ids > 0, do_sample=True, top_k=0, max_new_tokens=63, eos_token_id=[])
@@ -171,7 +171,7 @@ def test_a_random_model_is_named_and_a_trained_one_is_not(tiny_opt, caplog, own)
     warn_if_untrained(model, list(ids.numpy()))
     assert "the model looks untrained: it loses " in caplog.text
     caplog.clear()
-    trained = load_opt(str(REPOSITORY / "checkpoints" / "opt-mini"), "float32", torch.device("cpu"))
+    trained = load_model(str(REPOSITORY / "checkpoints" / "opt-mini"), "float32", torch.device("cpu"))
     text = load_tokenizer(str(REPOSITORY / "checkpoints" / "opt-mini"))
     ids = text("Compute the arithmetic mean along the specified axis. " * 3)["input_ids"]
     warn_if_untrained(trained, [np.array(ids)])

@@ -25,7 +25,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import UserError, exit_on_user_error
-from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, weight_hash
 from dejavu_train.run import own_text
 from dejavu_train.run.command import main, parse_config
 from dejavu_train.run.own_text import engine_writer
@@ -155,7 +155,7 @@ def test_transformers_samples_from_the_models_own_distribution(tiny_opt):
     """At temperature 1 with nothing cut off the second token is distributed as the model says, </s> included."""
     import torch
 
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     write = transformers_writer(model, SampleConfig())
     rows = np.array(write([[2]] * 4000, 2, seed=5))
     assert rows.shape == (4000, 2) and (rows[:, 0] == 2).all()
@@ -169,7 +169,7 @@ def test_transformers_samples_from_the_models_own_distribution(tiny_opt):
 
 
 def test_what_a_folder_says_of_generation_is_no_part_of_the_own_text(tiny_opt):
-    plain, penalised = load_opt(str(tiny_opt)), load_opt(str(tiny_opt))
+    plain, penalised = load_model(str(tiny_opt)), load_model(str(tiny_opt))
     penalised.generation_config.update(repetition_penalty=5.0, suppress_tokens=list(range(4, 300)), min_p=0.9)
     expected, found = (transformers_writer(model, SampleConfig())([[2]], 40, seed=5) for model in (plain, penalised))
     assert found == expected
@@ -179,7 +179,7 @@ def test_the_engine_samples_as_transformers_does(tiny_opt):
     """Seeds differ, everything can be drawn, and the first token is distributed as the model says."""
     import torch
 
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     engine = DecodeEngine(model, options=EngineOptions(batch=32, context=8, ops="reference"))
     write = engine_writer(engine, SampleConfig())
     rows = np.concatenate([np.array(write([[2]] * 32, 2, seed=seed)) for seed in range(60)])
@@ -198,10 +198,10 @@ def test_rows_that_an_engine_has_not_are_written_by_transformers(tiny_opt, monke
     import torch
 
     monkeypatch.setattr(own_text, "resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(own_text, "load_opt", lambda *args: load_opt(str(tiny_opt)))
+    monkeypatch.setattr(own_text, "load_model", lambda *args: load_model(str(tiny_opt)))
     monkeypatch.setattr("dejavu_train.engine.decode.DecodeEngine", lambda model, options: options)
     monkeypatch.setattr(
-        "dejavu_train.kernels.common.checks.HEAD_DIMS", (dims_of(load_opt(str(tiny_opt)).config).head_dim,)
+        "dejavu_train.kernels.common.checks.HEAD_DIMS", (dims_of(load_model(str(tiny_opt)).config).head_dim,)
     )
     assert own_text.open_writer(RunConfig(model=str(tiny_opt)), rows, 16)[1] == writer
 

@@ -13,7 +13,7 @@ from small_runs import activations
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import (
     ActivationManifest,
-    LayerWeights,
+    RecordedWeights,
     ShardEntry,
     ShardWriter,
     chunk_rows,
@@ -193,13 +193,13 @@ def test_missing_and_damaged_manifest(copied):
 
 def test_layer_weights_are_checked(copied):
     manifest = ActivationManifest.load(copied)
-    weights = LayerWeights.load(copied, 0, manifest.weight_hash)
+    weights = RecordedWeights.load(copied, 0, manifest.weight_hash)
     assert weights.up_weight.shape == (96, 48) and weights.down_norm.shape == (96,)
     with pytest.raises(UserError, match="another model"):
-        LayerWeights.load(copied, 0, "other")
+        RecordedWeights.load(copied, 0, "other")
     (copied / "layer_00" / "weights.safetensors").write_bytes(b"x" * 20)
     with pytest.raises(UserError, match="damaged"):
-        LayerWeights.load(copied, 0, manifest.weight_hash)
+        RecordedWeights.load(copied, 0, manifest.weight_hash)
 
 
 CPU = torch.device("cpu")
@@ -255,12 +255,12 @@ def test_many_rows_are_checked(copied):
 
 
 def test_weights_of_a_gated_layer_are_kept_and_give_contributions(tmp_path):
-    gated = LayerWeights(
+    gated = RecordedWeights(
         torch.randn(6, 4), torch.zeros(6), torch.rand(6), torch.zeros(2, 2), torch.randn(6, 4), torch.randn(6),
         Activation.RELU2,
     )  # fmt: skip
     gated.save(tmp_path, 0, "hash")
-    read = LayerWeights.load(tmp_path, 0, "hash")
+    read = RecordedWeights.load(tmp_path, 0, "hash")
     x = torch.randn(5, 4)
     gate = (x @ gated.gate_weight.T + gated.gate_bias).relu().square()
     expected = (gate * (x @ gated.up_weight.T)).abs() * gated.down_norm
@@ -271,7 +271,7 @@ def test_weights_of_a_gated_layer_are_kept_and_give_contributions(tmp_path):
 def test_names_in_the_file_of_a_layers_weights_are_those_of_before(tmp_path):
     from safetensors import safe_open
 
-    LayerWeights(torch.ones(6, 4), torch.zeros(6), torch.ones(6), torch.zeros(2, 2)).save(tmp_path, 0, "h")
+    RecordedWeights(torch.ones(6, 4), torch.zeros(6), torch.ones(6), torch.zeros(2, 2)).save(tmp_path, 0, "h")
     with safe_open(tmp_path / "layer_00" / "weights.safetensors", "pt") as file:
         assert set(file.keys()) == {"fc1_weight", "fc1_bias", "fc2_norm", "head_mean"}
         assert file.metadata() == {"model": "h"}

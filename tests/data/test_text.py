@@ -36,7 +36,7 @@ from dejavu_train.data.text import (
 from dejavu_train.data.text_check import check_source
 from dejavu_train.data.tokens import require_one_sequence, windows
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 
 
 def test_plain_text_is_cut_at_blank_lines_and_nothing_is_lost():

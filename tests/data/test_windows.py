@@ -6,7 +6,7 @@ from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import Document
 from dejavu_train.data.windows import Window, plan_shards, plan_windows
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 
 
 def test_the_plan_follows_from_the_seed(tiny_opt):

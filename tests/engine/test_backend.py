@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from dejavu_train.engine.generation import Stream
 from dejavu_train.engine.inputs import MAX_BATCH
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -35,7 +35,7 @@ def bundle(folder):
 
 def sparse(folder, bundle, backend="triton", sparse_from=0, **options):
     ops = {} if backend == "gather" else {"ops": "reference"}
-    return SparseOPTForCausalLM.from_model(load_opt(folder), bundle, backend, sparse_from, **ops, **options)
+    return SparseOPTForCausalLM.from_model(load_model(folder), bundle, backend, sparse_from, **ops, **options)
 
 
 def padded(lengths, left=True, pad=1):
@@ -142,12 +142,12 @@ def test_auto_falls_back_to_gather_and_says_so_once(folder, bundle, caplog):
 
 def test_auto_without_a_gpu_is_the_engine_for_cpus(folder, bundle, caplog, monkeypatch):
     monkeypatch.setattr("dejavu_train.kernels.common.checks.INTERPRET", False)
-    assert SparseOPTForCausalLM.from_model(load_opt(folder), bundle).backend == "cpu"
+    assert SparseOPTForCausalLM.from_model(load_model(folder), bundle).backend == "cpu"
     with caplog.at_level(logging.WARNING, "dejavu_train"):
-        made = SparseOPTForCausalLM.from_model(load_opt(folder), bundle, zeros="read")
+        made = SparseOPTForCausalLM.from_model(load_model(folder), bundle, zeros="read")
     assert made.backend == "gather" and "never reads rows of silent neurons" in caplog.text
     with pytest.raises(UserError, match="needs a GPU.*use backend='gather'"):
-        SparseOPTForCausalLM.from_model(load_opt(folder), bundle, "triton")
+        SparseOPTForCausalLM.from_model(load_model(folder), bundle, "triton")
 
 
 @pytest.mark.parametrize("batch", [1, 35])
@@ -213,7 +213,7 @@ def _out_of_memory_once(build, made):
 
 
 def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, tmp_path):
-    dense, ids = load_opt(folder), tokens(2, 9)
+    dense, ids = load_model(folder), tokens(2, 9)
     with torch.no_grad():
         before = dense(ids).logits
         names = {name for name in dense.state_dict()}
@@ -228,7 +228,7 @@ def test_the_weights_exist_once_and_the_dense_model_stays_right(folder, bundle, 
                 assert getattr(layer, name).weight.numbers.untyped_storage().data_ptr() in own, f"{name} exists twice"
         assert held.weights.embedding.data_ptr() == dense.model.decoder.embed_tokens.weight.data_ptr()
     total = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in dense.parameters()}.values())
-    plain = sum(p.nbytes for p in load_opt(folder).parameters())
+    plain = sum(p.nbytes for p in load_model(folder).parameters())
     assert total <= 1.01 * plain
     assert set(dense.state_dict()) == names
     model.save_pretrained(tmp_path / "saved")
@@ -265,7 +265,7 @@ def test_other_thresholds_and_dtypes(folder, bundle):
 
 
 def test_a_model_over_several_devices_is_refused(folder, bundle):
-    dense = load_opt(folder)
+    dense = load_model(folder)
     dense.lm_head = torch.nn.Linear(32, 320, bias=False, device="meta")
     with pytest.raises(UserError, match="one device.*use backend='gather'"):
         SparseOPTForCausalLM.from_model(dense, bundle, "triton")

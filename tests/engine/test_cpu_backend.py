@@ -20,7 +20,7 @@ from dejavu_train.engine.plan import plan_step
 from dejavu_train.engine.planned import Engine
 from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.ground.machine import free_memory
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 PROMPTS = torch.tensor([[1, 1, 2, 9, 30], [2, 40, 50, 60, 70], [1, 2, 8, 8, 8]])  # left-padded with 1
@@ -31,7 +31,7 @@ def models(tiny_opt):
     """The same model and bundle behind gather and behind the CPU engine."""
     bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.75)
     return {
-        name: SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, name, sparse_from="prompt")
+        name: SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, name, sparse_from="prompt")
         for name in ("gather", "cpu", "auto")
     }
 
@@ -80,7 +80,7 @@ def test_an_engine_runs_what_a_check_plans(tiny_opt):
     """From the bundle alone, and from what the engine loaded."""
     for options in ({"lookahead": True, "dtype": "int8"}, {"cascade": True, "means": True}):
         bundle = make_bundle(tiny_opt, **options).at(0.3, 0.75)
-        engine = CpuEngine(load_opt(str(tiny_opt)), bundle, batch=4, context=64)
+        engine = CpuEngine(load_model(str(tiny_opt)), bundle, batch=4, context=64)
         facts = facts_of(bundle, frozenset(bundle.specs), "float32", 4)
         given = EngineOptions(batch=4, context=64)
         planned = plan_step(engine.shape, facts, engine.weights.formats, given, Engine.CPU)
@@ -101,7 +101,7 @@ def is_gone(ref):
 def test_engines_and_bundles_share_one_copy_that_goes_with_the_last_of_them(tiny_opt):
     """Without the collector: no cycle keeps a copy that nobody can reach."""
     bundle = make_bundle(tiny_opt, cascade=True).at(0.3, 0.75)
-    dense = load_opt(str(tiny_opt))
+    dense = load_model(str(tiny_opt))
     model = SparseOPTForCausalLM.from_model(dense, bundle, "cpu", sparse_from="prompt")
     gc.collect()
     gc.disable()
@@ -130,7 +130,7 @@ def test_engines_and_bundles_share_one_copy_that_goes_with_the_last_of_them(tiny
 
 def test_a_model_in_half_precision_is_for_gather(tiny_opt, caplog):
     caplog.set_level(logging.WARNING, logger="dejavu_train")
-    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt), "bfloat16"), make_bundle(tiny_opt))
+    model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt), "bfloat16"), make_bundle(tiny_opt))
     assert model.backend == "gather" and "float32" in caplog.text
 
 
@@ -195,10 +195,10 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_not_begun(tiny_opt, caplog, 
     monkeypatch.setattr("dejavu_train.engine.cpu.weights.free_memory", lambda: 1000)
     monkeypatch.setattr("dejavu_train.engine.cpu.CpuWeights.from_model", None)
     bundle, ids = make_bundle(tiny_opt).at(0.3, 0.6), torch.tensor([[2, 5, 6]])
-    named = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, "cpu")
+    named = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, "cpu")
     with pytest.raises(Unsupported, match="a second time, .* GB, and 1e-06 GB of memory are free; use .*gather"):
         named.generate(ids, max_new_tokens=2)
-    chosen = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle)
+    chosen = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle)
     assert chosen.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 5)
     assert "are free: the backend gather runs instead" in caplog.text
     assert free_memory() is None or free_memory() > 1e6
@@ -208,7 +208,7 @@ def test_lossless_text_is_that_of_the_dense_model(models, tiny_opt, caplog):
     ids, seed = PROMPTS[1:2], torch.manual_seed
     ids = ids[ids != 1][None]
     settings = {"max_new_tokens": 20, "min_new_tokens": 20, "pad_token_id": 1}
-    dense = load_opt(str(tiny_opt)).generate(ids, do_sample=False, **settings)
+    dense = load_model(str(tiny_opt)).generate(ids, do_sample=False, **settings)
     for name in ("auto", "cpu"):
         model = models[name]
         assert torch.equal(model.generate(ids, do_sample=False, lossless=True, **settings), dense)
@@ -230,6 +230,6 @@ def test_lossless_text_is_that_of_the_dense_model(models, tiny_opt, caplog):
                 models[name].generate(ids, **{"lossless": True} | settings | asked)
     for backend in ("gather", "mask"):
         with pytest.raises(UserError, match=f"needs an engine, and the backend is {backend}"):
-            sparse = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), models["cpu"].bundle, backend)
+            sparse = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), models["cpu"].bundle, backend)
             sparse.generate(ids, lossless=True, **settings)
     assert "gather runs instead" not in caplog.text

@@ -25,7 +25,7 @@ from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.families import ModelDims
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 
@@ -47,7 +47,7 @@ def gather_nll(model, bundle, row, sparse_from=0):
 )  # fmt: skip
 def test_scores_equal_those_of_gather_over_256_tokens(tiny_opt, options):
     bundle = make_bundle(tiny_opt, means=True, **options).at(0.3, 0.4)
-    model, row = load_opt(str(tiny_opt)), tokens(256)
+    model, row = load_model(str(tiny_opt)), tokens(256)
     engine = CpuEngine(model, bundle, threads=2)
     (found,) = engine.score([row])
     torch.testing.assert_close(found, gather_nll(model, bundle, row), atol=1e-4, rtol=1e-4)
@@ -72,7 +72,7 @@ def test_a_long_gap_is_filled_in(tiny_opt):
         for key, entry in bundle.specs.items()
     }
     bundle = dataclasses.replace(bundle, specs=never)
-    model, row = load_opt(str(tiny_opt)), tokens(260)
+    model, row = load_model(str(tiny_opt)), tokens(260)
     engine = CpuEngine(model, bundle, threads=2)
     engine.score([row[:250]])
     assert not engine.state.watermark.any()
@@ -109,7 +109,7 @@ def test_the_largest_products_of_int8_rows_do_not_overflow():
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (40, 0.8), (10_000, 0.5), (10_000, 1.0)])
 def test_top_k_samples_as_transformers_filters(tiny_opt, top_k, top_p):
     """Against softmax over what transformers' warpers leave. Of two equal logits at the edge both stay."""
-    model, prompt = load_opt(str(tiny_opt)), tokens(5)
+    model, prompt = load_model(str(tiny_opt)), tokens(5)
     head = model.lm_head.weight
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1]
@@ -157,7 +157,7 @@ def test_the_cut_of_top_k_is_the_k_th_largest_logit(kind):
 
 
 def test_bytes_are_counted(tiny_opt):
-    weights = CpuWeights.from_model(load_opt(str(tiny_opt)))
+    weights = CpuWeights.from_model(load_model(str(tiny_opt)))
     engine, shape = CpuEngine(weights, threads=2), weights.shape
     engine.score([tokens(3)])
     read = engine.bytes_read()
@@ -173,7 +173,7 @@ def test_bytes_are_counted(tiny_opt):
 
 def test_greedy_takes_the_largest_fp32_logit_though_int8_screens(tiny_opt):
     """Rows of the LM head that differ by less than int8 can tell. Of equal ones the first."""
-    model, prompt = load_opt(str(tiny_opt)), tokens(7, vocab=100)
+    model, prompt = load_model(str(tiny_opt)), tokens(7, vocab=100)
     with torch.no_grad():
         head = model.lm_head.weight
         head[100:200] = head[100] * (1 + 1e-5 * torch.randn(100, 1, generator=torch.Generator().manual_seed(3)))
@@ -188,7 +188,7 @@ def test_greedy_takes_the_largest_fp32_logit_though_int8_screens(tiny_opt):
 
 
 def test_refusals_name_the_remedy(tiny_opt):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     weights = CpuWeights.from_model(model)
     for options in ({"batch": 9}, {"threads": 0}, {"context": 513}):
         with pytest.raises(UserError):

@@ -9,7 +9,7 @@ from family_models import CASES, padded, save_family
 from dejavu_train import SparseForCausalLM
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.draft import Draft
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseCausalLM
 
 WRITTEN = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
@@ -27,11 +27,11 @@ def bundle(folder):
 
 @pytest.fixture(scope="module")
 def engine(folder, bundle):
-    return CpuEngine(load_opt(str(folder)), bundle, batch=3, threads=2)
+    return CpuEngine(load_model(str(folder)), bundle, batch=3, threads=2)
 
 
 def sparse(folder, bundle, backend, sparse_from="prompt"):
-    return SparseCausalLM.from_model(load_opt(str(folder)), bundle, backend, sparse_from=sparse_from)
+    return SparseCausalLM.from_model(load_model(str(folder)), bundle, backend, sparse_from=sparse_from)
 
 
 def masked_nll(folder, bundle, row):
@@ -82,8 +82,8 @@ def test_lossless_texts_are_the_dense_models(folder, engine):
 def test_eight_bits_are_the_rounded_rows(folder, bundle):
     """In whole numbers against fp32 rows of the same values."""
     row = tokens(60, seed=5)
-    coded = CpuWeights.from_model(load_opt(str(folder)), "int8")
-    exact = CpuWeights.from_model(load_opt(str(folder)))
+    coded = CpuWeights.from_model(load_model(str(folder)), "int8")
+    exact = CpuWeights.from_model(load_model(str(folder)))
     for start in range(len(exact.model.rows)):
         exact.model.rows[start, : exact.shape.d_model] = coded.rows(start, 1)[0].numpy()
     found, expected = (CpuEngine(weights, bundle, threads=2).score([row])[0] for weights in (coded, exact))

@@ -14,7 +14,7 @@ from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, QKV
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.evaluation.timing import time_engine
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -79,7 +79,7 @@ def test_codes_of_shared_heads_and_gates_are_kept_exactly(name, tmp_path):
     """Scores equal those of fp32 rows of the same values, but for inputs of 16 bits."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     folder = save_family(name, tmp_path, **sizes)
-    bundle, model = make_bundle(folder, means=True).at(0.4, 0.6), four_bits(load_opt(str(folder)))
+    bundle, model = make_bundle(folder, means=True).at(0.4, 0.6), four_bits(load_model(str(folder)))
     coded_rows, exact = CpuWeights.from_model(model), CpuWeights.from_model(model, "float32")
     layer, first = model.model.layers[1], coded_rows.model.first[1]
     entered = layer.mlp.gate_proj if hasattr(layer.mlp, "gate_proj") else layer.mlp.up_proj
@@ -106,7 +106,7 @@ def test_scores_equal_gather_with_the_same_embeddings(folder, mlp_density, casca
     Means stand in for skipped heads, two rows stand beside each other.
     """
     bundle = make_bundle(folder, means=True, cascade=cascade).at(mlp_density, 0.4)
-    model = load_opt(str(folder))
+    model = load_model(str(folder))
     rows = [tokens(100, seed) for seed in (0, 1)]
     coded_rows, plain = (CpuEngine(model, bundle, batch=2, stored=stored, threads=2) for stored in (None, "float32"))
     found = coded_rows.score(rows)
@@ -148,7 +148,7 @@ def test_groups_that_do_not_fit_are_kept_in_fp32():
 
 def test_generate_takes_the_codes(folder):
     """A prompt at once and token by token, through the public class. The same tokens as with what is rounded."""
-    model, bundle = load_opt(str(folder)), make_bundle(folder, means=True).at(0.3, 0.4)
+    model, bundle = load_model(str(folder)), make_bundle(folder, means=True).at(0.3, 0.4)
     ids = torch.tensor([tokens(12)])
     sparse = SparseOPTForCausalLM.from_model(model, bundle, "cpu", sparse_from="prompt")
     settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1, "attention_mask": torch.ones_like(ids)}

@@ -13,7 +13,7 @@ from numba.core.caching import CacheImpl
 
 from dejavu_train.engine.cpu import entry_point
 from dejavu_train.ground.errors import Unsupported
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 
@@ -45,10 +45,10 @@ def test_from_pretrained_with_a_numba_that_does_not_load(tiny_opt, tmp_path, mon
 @pytest.mark.parametrize("name", ["numba", "dejavu_train.engine.cpu.engine"])
 def test_numba_hidden(tiny_opt, monkeypatch, caplog, name):
     monkeypatch.setitem(sys.modules, name, None)
-    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.6))
+    model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.6))
     assert model.backend == "gather" and "pip install numba" in caplog.text
     with pytest.raises(Unsupported, match="pip install numba"):
-        SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.6), "cpu")
+        SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.6), "cpu")
     with pytest.raises(Unsupported, match="pip install numba"):  # as infer.py asks for it
         from dejavu_train.engine.cpu import CpuEngine  # noqa: F401
 

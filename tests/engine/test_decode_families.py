@@ -15,7 +15,7 @@ from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.fused import FusedPart
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseCausalLM
 
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
@@ -33,7 +33,9 @@ def bundle(folder):
 
 def sparse(folder, bundle, backend="triton", sparse_from=3, **options):
     ops = {"ops": "reference"} if backend == "triton" else {}
-    return SparseCausalLM.from_model(load_opt(str(folder)), bundle, backend, sparse_from=sparse_from, **ops, **options)
+    return SparseCausalLM.from_model(
+        load_model(str(folder)), bundle, backend, sparse_from=sparse_from, **ops, **options
+    )
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ def logits(model, inputs):
 def test_norms_behind_a_rotation_undo_the_factor_of_yarn(tmp_path):
     inputs = padded()
     save_family("nanochat", tmp_path, rope_parameters=YARN, rms_norm_eps=0.1)
-    expected = logits(load_opt(str(tmp_path)), inputs)
+    expected = logits(load_model(str(tmp_path)), inputs)
     found = logits(sparse(tmp_path, make_bundle(tmp_path).at(1.0, 1.0)), inputs)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
@@ -70,7 +72,7 @@ def test_padded_rows_are_written_as_by_mask_and_by_the_saved_model(folder, bundl
 
 def test_a_model_that_shares_its_weights_with_the_engine_stays_what_it_is(folder, bundle):
     """Its queries and keys lie in another order there, its matrices of neurons turned."""
-    inputs, model = padded(), load_opt(str(folder))
+    inputs, model = padded(), load_model(str(folder))
     expected, before = logits(model, inputs), {name: t.clone() for name, t in model.state_dict().items()}
     weights = weights_of_model(model, torch.float32, "cpu", share=True, transposed={0, 1})
     assert torch.equal(logits(model, inputs), expected)

@@ -16,7 +16,7 @@ from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.options import EngineOptions
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 pytestmark = [
@@ -146,7 +146,7 @@ def test_the_class_generates_and_scores_through_the_engine(tmp_path, options):
     ids = torch.tensor([[1] * (12 - len(row)) + row for row in prompts], device="cuda")
     mask, made = (ids != 1).long(), {}
     for backend, read in (("gather", bundle.one_stage()), ("auto", bundle)):
-        model = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), read, backend, "prompt")
+        model = SparseOPTForCausalLM.from_model(load_model(folder, device="cuda"), read, backend, "prompt")
         made[backend] = model.generate(
             ids, attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
         )  # fmt: skip
@@ -155,7 +155,7 @@ def test_the_class_generates_and_scores_through_the_engine(tmp_path, options):
     model.sparse_from = 0
     whole = made["auto"][2:].repeat(8, 1)
     with torch.no_grad():
-        reference = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), bundle.one_stage(), "mask")
+        reference = SparseOPTForCausalLM.from_model(load_model(folder, device="cuda"), bundle.one_stage(), "mask")
         expected = reference(whole, labels=whole)
         for rows in (1, 8):
             got = model(whole[:rows], labels=whole[:rows])
@@ -208,7 +208,7 @@ def test_a_guard_replays_what_it_does_eagerly_and_asks_nothing(tmp_path, batch, 
     rows, made, guards = rows_of(*[90] * batch), [], []
     for ops, graph in (("triton", True), ("triton", False), ("reference", False)):
         engine = DecodeEngine(
-            load_opt(folder, device="cuda"),
+            load_model(folder, device="cuda"),
             bundle,
             EngineOptions(batch=batch, ops=ops, graph=graph, guard=Guard(every=4, memory=32)),
         )

@@ -17,7 +17,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Kernels, Run
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import neuron_contribution
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.masked import masking
 
 EVERY = 4
@@ -38,7 +38,7 @@ def bundle_of(folder, **options):
 
 
 def sparse(folder, bundle, backend, **options):
-    return SparseOPTForCausalLM.from_model(load_opt(folder), bundle, backend, ops="reference", **options)
+    return SparseOPTForCausalLM.from_model(load_model(folder), bundle, backend, ops="reference", **options)
 
 
 def thresholds(model):
@@ -70,7 +70,7 @@ def test_the_n_th_token_is_dense_and_the_others_are_the_bundles(folder, options)
     """With the controller off: the masked model with those positions dense, and its own retained mass."""
     bundle, ids = bundle_of(folder, **options), tokens(2, 21)
     model = sparse(folder, bundle, "triton", guard=Guard(every=EVERY, control=False))
-    dense = load_opt(folder)
+    dense = load_model(folder)
     positions = (torch.arange(21) + 1) % EVERY != 0
     kept, mass = {}, {}
 
@@ -132,7 +132,7 @@ def test_thresholds_are_state_of_the_model(folder, backend):
 
 def test_rows_that_have_ended_or_are_dense_are_not_measured(folder):
     bundle = bundle_of(folder)
-    engine = DecodeEngine(load_opt(folder), bundle, EngineOptions(batch=4, ops="reference", guard=Guard(every=EVERY)))
+    engine = DecodeEngine(load_model(folder), bundle, EngineOptions(batch=4, ops="reference", guard=Guard(every=EVERY)))
     rows = [row.tolist() for row in tokens(2, 13)]
     engine.score([rows[0], rows[1][:7]], sparse_from=[6, 0])
     # steps 4, 8 and 12 are dense: position 3 (row 0 is dense anyway), 7 and 11 (row 1 has ended)
@@ -143,7 +143,7 @@ def test_backends_without_a_guard_say_so(folder):
     bundle = bundle_of(folder)
     for backend, message in (("mask", "mask .* has no guard; use gather"), ("cpu", "CPU engine has no guard.*gather")):
         with pytest.raises(UserError, match=message):
-            SparseOPTForCausalLM.from_model(load_opt(folder), bundle, backend, guard=Guard())
+            SparseOPTForCausalLM.from_model(load_model(folder), bundle, backend, guard=Guard())
     with pytest.raises(UserError, match="guard must be a Guard or None, got True"):
         SparseOPTForCausalLM.from_pretrained(folder, bundle, guard=True)
     model = SparseOPTForCausalLM.from_pretrained(folder, bundle, guard=Guard())
@@ -152,7 +152,7 @@ def test_backends_without_a_guard_say_so(folder):
 
 def test_a_capture_that_is_undone_leaves_the_guard_alone(folder):
     engine = DecodeEngine(
-        load_opt(folder), bundle_of(folder), EngineOptions(ops="reference", guard=Guard(every=2, memory=2))
+        load_model(folder), bundle_of(folder), EngineOptions(ops="reference", guard=Guard(every=2, memory=2))
     )
     engine.score([tokens(1, 9)[0].tolist()])
     before = [tensor.clone() for tensor in engine.guard.tensors()]
@@ -165,14 +165,16 @@ def test_a_capture_that_is_undone_leaves_the_guard_alone(folder):
 def test_scores_through_the_engine_are_causal(folder):
     """A token's score depends on nothing behind it, thresholds included."""
     bundle, ids = bundle_of(folder), tokens(1, 24)
-    engine = DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference", guard=Guard(every=EVERY, memory=8)))
+    engine = DecodeEngine(
+        load_model(folder), bundle, EngineOptions(ops="reference", guard=Guard(every=EVERY, memory=8))
+    )
     whole = engine.score([ids[0].tolist()])[0]
     engine.guard.reset()
     part = engine.score([ids[0, :15].tolist()])[0]
     assert torch.equal(whole[:14], part)
     assert (
         F.mse_loss(
-            whole, DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference")).score([ids[0].tolist()])[0]
+            whole, DecodeEngine(load_model(folder), bundle, EngineOptions(ops="reference")).score([ids[0].tolist()])[0]
         )
         > 0
     )
@@ -194,5 +196,5 @@ def test_layers_of_all_heads_with_a_fused_predictor(folder, monkeypatch):
             got[backend] = model(ids).logits, thresholds(model)
     for mine, theirs in zip(got["triton"], got["gather"], strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    fused = DecodeEngine(load_opt(folder), bundle, EngineOptions(ops="reference")).plan.halves[0]
+    fused = DecodeEngine(load_model(folder), bundle, EngineOptions(ops="reference")).plan.halves[0]
     assert fused.kernels is Kernels.QKV_WITH_PREDICTOR and fused.run is Run.ALL

@@ -14,7 +14,7 @@ from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.lossless import Acceptance, Copies, Pace, Pair, Verified
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
 
@@ -156,7 +156,7 @@ def test_a_folder_in_four_bits_drafts_as_rounding_does(tmp_path):
         str(tmp_path / "4"),
     )
     quantise(QuantizeConfig(model=dense, output=folder, quantizer="rtn", device="cpu"))
-    model = load_opt(dense)
+    model = load_model(dense)
     engine = reference_engine(model, random_bundle(model))
     read, made = (draft_weights(engine.weights, asked) for asked in (folder, "int4"))
     for a, b in zip(read.tensors(), made.tensors(), strict=True):
@@ -171,7 +171,7 @@ def test_a_folder_in_four_bits_drafts_as_rounding_does(tmp_path):
     with pytest.raises(UserError, match="another shape"):
         other.generate(prompts, 20, lossless=Draft(3, folder))
     with pytest.raises(UserError, match="not in 4 bits itself"):
-        reference_engine(load_opt(folder)).generate(prompts, 20, lossless=Draft(3, "int4"))
+        reference_engine(load_model(folder)).generate(prompts, 20, lossless=Draft(3, "int4"))
 
 
 def test_a_bundle_of_other_weights_costs_speed_alone(model):

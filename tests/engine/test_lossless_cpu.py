@@ -15,7 +15,7 @@ from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 SLOTS = 8
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def model(tiny_opt):
-    return load_opt(str(tiny_opt))
+    return load_model(str(tiny_opt))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_dense_engine_drafts_nothing_and_says_the_same(model):
 
 def test_equal_logits_give_the_lowest_id(tiny_opt, bundle):
     """Planted ties, through the screen of the LM head."""
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     with torch.no_grad():
         model.lm_head.weight[200:] = model.lm_head.weight[: len(model.lm_head.weight) - 200]
     engine, prompt = CpuEngine(model, bundle, threads=2), tokens(12, vocab=200)

@@ -13,7 +13,7 @@ from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.prefill import Chunk, chunks_of
 from dejavu_train.engine.rows import Rows
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 LONG = [2, *torch.randint(3, 300, (59,), generator=torch.Generator().manual_seed(1)).tolist()]
 SHORT = [2, 9, 30]
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def made(kind, folder, batch=2):
-    model, bundle = load_opt(str(folder)), make_bundle(folder, means=True).at(0.3, 0.5)
+    model, bundle = load_model(str(folder)), make_bundle(folder, means=True).at(0.3, 0.5)
     if kind == "cpu":
         engine = CpuEngine(model, bundle, batch=batch, context=128, threads=2)
     elif kind == "triton":
@@ -63,7 +63,7 @@ def test_chunks_follow_from_positions_alone():
 @pytest.mark.parametrize("stored", ["float32", "int8"])
 def test_a_prompt_on_a_cpu_leaves_the_bits_of_dense_steps(tiny_opt, stored):
     """K and V are compared: those of a whole prompt, and those of a step for each of its tokens."""
-    engines = [CpuEngine(load_opt(str(tiny_opt)), batch=1, context=80, stored=stored, threads=2) for _ in range(2)]
+    engines = [CpuEngine(load_model(str(tiny_opt)), batch=1, context=80, stored=stored, threads=2) for _ in range(2)]
     engines[0].begin([Row.of_prompt(LONG, 70)])
     engines[1].begin([Row(LONG, 70, sparse_from=60)])
     for _ in range(len(LONG)):
@@ -147,6 +147,6 @@ def test_warming_up_leaves_nothing_behind(folder, kind):
 
 
 def test_a_model_is_warmed_up_on_demand(folder):
-    model = SparseOPTForCausalLM.from_model(load_opt(str(folder)), make_bundle(folder).at(0.3, 1.0), "cpu")
+    model = SparseOPTForCausalLM.from_model(load_model(str(folder)), make_bundle(folder).at(0.3, 1.0), "cpu")
     model.warm_up(rows=2, tokens=40)
     assert [(b, engine.context >= 40) for b, engine in model.engine_pool().engines.items()] == [(2, True)]

@@ -15,7 +15,7 @@ from dejavu_train.engine.draft_weights import draft_weights
 from dejavu_train.engine.ranks import group as groups
 from dejavu_train.engine.ranks import watch
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -71,7 +71,7 @@ def test_lossless_text_is_the_dense_models(tmp_path):
     make_bundle(wide, means=True).at(mlp_density=0.9, head_density=1.0).save_pretrained(wide / "predictors")
     quantise(QuantizeConfig(model=str(wide), output=coded, quantizer="rtn", device="cpu"))
     ids, settings = torch.tensor([[2, 17, 30, 8, 99]]), {"max_new_tokens": 12, "pad_token_id": 1}
-    dense = load_opt(str(wide)).generate(ids, **settings, do_sample=False)[0].tolist()
+    dense = load_model(str(wide)).generate(ids, **settings, do_sample=False)[0].tolist()
     drafts = ((0, None), (3, None), (3, "int4"), (3, coded), (None, None))
 
     def run(rank):

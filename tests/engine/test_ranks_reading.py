@@ -14,7 +14,7 @@ from dejavu_train.engine.ranks.reading import load_shard
 from dejavu_train.engine.ranks.sharing import rates_of, shards_of
 from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.stored import HEAD, SINGLE
 
 
@@ -33,7 +33,7 @@ def tensors_of(weights):
 def test_what_is_read_is_the_part_of_the_whole(tmp_path, kind):
     model = random_opt(n_heads=6, d_ffn=192, d_model=48) if kind == "opt" else random_family(kind)
     model.save_pretrained(tmp_path, max_shard_size="40KB")
-    whole, bundle = load_opt(str(tmp_path)), random_bundle(model)
+    whole, bundle = load_model(str(tmp_path)), random_bundle(model)
     dims, world = dims_of(whole.config), 2
     every = weights_of_model(whole, torch.float32, "cpu")
     stored = sum(p.nbytes for p in model.parameters())
@@ -73,7 +73,7 @@ def save_coded(folder, model):
 def test_codes_are_read_by_rows(tmp_path):
     model = four_bits(random_opt(d_model=64, n_heads=4, d_ffn=192), head=True)
     save_coded(tmp_path, model)
-    every = weights_of_model(load_opt(str(tmp_path)), torch.float32, "cpu")
+    every = weights_of_model(load_model(str(tmp_path)), torch.float32, "cpu")
     for shard in shards_of(dims_of(model.config), 2, rates_of(random_bundle(model))):
         narrow, nbytes = load_shard(str(tmp_path), shard)
         got = shard.with_head(weights_of_model(narrow, torch.float32, "cpu", held=shard.dims))

@@ -14,7 +14,7 @@ from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.rows import Rows
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 SAMPLINGS = (
@@ -53,7 +53,7 @@ def written(rows, asked, late=0):
 def test_a_text_is_what_it_is_alone(tiny_opt, threads):
     """A plain bundle and one with a second stage, by one and by several threads, which share sums otherwise."""
     bundle = make_bundle(tiny_opt, means=True, cascade=threads == 3).at(0.3, 0.4)
-    engine = CpuEngine(load_opt(str(tiny_opt)), bundle, batch=8, context=80, threads=threads)
+    engine = CpuEngine(load_model(str(tiny_opt)), bundle, batch=8, context=80, threads=threads)
     rows, asked = Rows(engine, ()), [row(number) for number in range(8)]
     alone = [written(rows, [each])[0] for each in asked]
     assert all(len(text) == 24 for text in alone) and len({*map(tuple, alone)}) == 8
@@ -67,7 +67,7 @@ def test_a_text_is_what_it_is_alone(tiny_opt, threads):
 def test_sums_do_not_follow_from_other_rows(tiny_opt):
     """To the last bit, by three threads: K and V of a row alone, and beside rows that select other units."""
     bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
-    engine = CpuEngine(load_opt(str(tiny_opt)), bundle, batch=8, context=80, threads=3)
+    engine = CpuEngine(load_model(str(tiny_opt)), bundle, batch=8, context=80, threads=3)
 
     def kept(asked):
         rows = Rows(engine, ())
@@ -91,7 +91,7 @@ def test_sums_do_not_follow_from_other_rows(tiny_opt):
 
 def test_a_row_that_leaves_makes_room_and_stops_end_rows(tiny_opt):
     bundle = make_bundle(tiny_opt).at(0.3, 0.4)
-    engine = CpuEngine(load_opt(str(tiny_opt)), bundle, batch=2, context=80, threads=1)
+    engine = CpuEngine(load_model(str(tiny_opt)), bundle, batch=2, context=80, threads=1)
     (text,) = written(Rows(engine, ()), [row(2)])
     rows = Rows(engine, (text[10],))
     first, second = rows.join(row(2)), rows.join(row(1, new=40))
@@ -110,7 +110,7 @@ def test_a_row_that_leaves_makes_room_and_stops_end_rows(tiny_opt):
 
 
 def test_a_row_that_is_not_finite_ends_alone(tiny_opt):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     with torch.no_grad():
         model.model.decoder.embed_positions.weight[30 + 2] = float("inf")
     bundle = make_bundle(tiny_opt).at(0.3, 0.4)
@@ -129,14 +129,14 @@ def test_a_row_that_is_not_finite_ends_alone(tiny_opt):
 def test_rows_join_the_engine_of_a_gpu(tiny_opt):
     bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.4)
     options = EngineOptions(batch=4, context=64, device="cpu", ops="reference")
-    rows, asked = Rows(DecodeEngine(load_opt(str(tiny_opt)), bundle, options), ()), [row(n, 6) for n in (0, 2, 6, 5)]
+    rows, asked = Rows(DecodeEngine(load_model(str(tiny_opt)), bundle, options), ()), [row(n, 6) for n in (0, 2, 6, 5)]
     alone = [written(rows, [each])[0] for each in asked]
     assert written(rows, asked, late=2) == alone
 
 
 def test_what_a_graph_runs_before_it_is_recorded_counts_no_token(tiny_opt):
     options = EngineOptions(batch=2, context=64, device="cpu", ops="reference")
-    engine = DecodeEngine(load_opt(str(tiny_opt)), None, options)
+    engine = DecodeEngine(load_model(str(tiny_opt)), None, options)
     engine.open(())
     engine.place(1, row(5, 6))
     before = {field.name: getattr(engine.state, field.name).clone() for field in dataclasses.fields(engine.state)}
@@ -150,7 +150,7 @@ def test_steps_run_ahead_of_their_news_and_none_too_many(tiny_opt):
     """A row that leaves or stops while steps are on their way is not heard of again, nor is it taken for the next."""
     bundle = make_bundle(tiny_opt, means=True).at(0.3, 0.4)
     options = EngineOptions(batch=2, context=64, device="cpu", ops="reference")
-    engine, run = DecodeEngine(load_opt(str(tiny_opt)), bundle, options), []
+    engine, run = DecodeEngine(load_model(str(tiny_opt)), bundle, options), []
     step = engine.core.step
     engine.core.step = lambda *asked: (run.append(asked), step(*asked))
     texts = [written(Rows(engine, ()), [row(n, 12)])[0] for n in (0, 2, 3)]
@@ -175,7 +175,7 @@ def test_steps_run_ahead_of_their_news_and_none_too_many(tiny_opt):
 def test_a_prompt_that_joins_is_that_of_a_batch(tiny_opt, n):
     """K and V, and what the LM head reads, whatever its place and the size that it is filled up to."""
     options = EngineOptions(batch=4, context=60, device="cpu", ops="reference")
-    engine = DecodeEngine(load_opt(str(tiny_opt)), None, options)
+    engine = DecodeEngine(load_model(str(tiny_opt)), None, options)
     prompt, other = tokens(n, seed=n), tokens(17, seed=1)
 
     def left(b):
@@ -196,7 +196,7 @@ def test_a_prompt_that_joins_is_that_of_a_batch(tiny_opt, n):
 
 def test_penalties_and_stop_strings_equal_those_of_transformers(tiny_opt):
     bundle, tokenizer = make_bundle(tiny_opt).at(0.3, 0.75), load_tokenizer(str(tiny_opt))
-    dense = load_opt(str(tiny_opt))
+    dense = load_model(str(tiny_opt))
     models = {
         name: SparseOPTForCausalLM.from_model(dense, bundle, backend, sparse_from="prompt", ops=ops)
         for name, backend, ops in (
@@ -225,7 +225,7 @@ def test_penalties_and_stop_strings_equal_those_of_transformers(tiny_opt):
 
 def test_filters_leave_the_sets_of_transformers(tiny_opt):
     """What a dense row draws after one prompt under many seeds, against the logits of transformers' processors."""
-    model, prompt = load_opt(str(tiny_opt)), tokens(12, seed=3)
+    model, prompt = load_model(str(tiny_opt)), tokens(12, seed=3)
     engine, ids = CpuEngine(model, batch=1, context=32, threads=1), torch.tensor([prompt])
     with torch.no_grad():
         logits = model(ids).logits[:, -1]
@@ -253,7 +253,7 @@ def test_values_outside_their_range_are_one_line(asked, said):
 
 
 def test_lossless_decoding_refuses_penalties_and_takes_min_p(tiny_opt):
-    engine = CpuEngine(load_opt(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.4), context=64, threads=1)
+    engine = CpuEngine(load_model(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.4), context=64, threads=1)
     with pytest.raises(UserError, match="lossless decoding has no penalties"):
         engine.generate([[2, 5]], 4, sampling=Sampling(presence_penalty=1), lossless=True)
     dense, asked = CpuEngine(engine.weights, context=64, threads=1), Sampling(1.5, min_p=0.1, seed=3)

@@ -15,7 +15,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.rows import Rows
 from dejavu_train.extras.serving.lossless_rows import LosslessRows
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 PROMPT = [2, 30, 31, 200, 33, 170, 91]
@@ -50,11 +50,11 @@ def wide_opt(tmp_path_factory):
 def made(request, wide_opt):
     """A bundle, a model of plain torch, and an engine: the CPU's, or the GPU's by its references or its kernels."""
     bundle = make_bundle(wide_opt).at(0.3, 0.5)
-    model = SparseOPTForCausalLM.from_model(load_opt(str(wide_opt)), bundle, "gather")
+    model = SparseOPTForCausalLM.from_model(load_model(str(wide_opt)), bundle, "gather")
     if request.param == "cpu":
-        return bundle, model, CpuEngine(load_opt(str(wide_opt)), bundle, batch=4, context=48)
+        return bundle, model, CpuEngine(load_model(str(wide_opt)), bundle, batch=4, context=48)
     cuda = request.param == "cuda"
-    dense = load_opt(str(wide_opt)).to("cuda" if cuda else "cpu")
+    dense = load_model(str(wide_opt)).to("cuda" if cuda else "cpu")
     engine = DecodeEngine(
         dense, bundle, EngineOptions(4, 48, ops="reference" if request.param == "reference" else "triton")
     )
@@ -159,7 +159,7 @@ def test_a_row_that_ends_at_once_is_scored_once(made):
 
 
 def test_a_lossless_server_says_that_it_has_none(wide_opt):
-    engine = CpuEngine(load_opt(str(wide_opt)), make_bundle(wide_opt).at(0.3, 0.5), batch=1, context=48)
+    engine = CpuEngine(load_model(str(wide_opt)), make_bundle(wide_opt).at(0.3, 0.5), batch=1, context=48)
     rows = LosslessRows(engine, [])
     with pytest.raises(UserError, match="gives no log-probabilities; leave logprobs and echo out"):
         rows.join(dataclasses.replace(Row.of_prompt(PROMPT, 20), scored_from=1))

@@ -7,7 +7,7 @@ from conftest import REPOSITORY
 from dejavu_train import Bundle
 from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.engine.token_bytes import step_bytes
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 
 @pytest.mark.parametrize("density", [0.1, 0.2, None])
@@ -16,7 +16,7 @@ def test_expected_bytes_are_near_those_that_are_read(density):
     folder = REPOSITORY / "checkpoints/opt-mini"
     bundle = Bundle.from_pretrained(folder / "bundle")
     bundle = bundle.at(1.0, 1.0) if density is None else bundle.at(mlp_density=density)
-    engine = CpuEngine(load_opt(str(folder)), bundle, context=64)
+    engine = CpuEngine(load_model(str(folder)), bundle, context=64)
     prompt = torch.arange(20, 30).tolist()
     engine.generate([prompt], 1, stop_tokens=())
     engine.bytes_read()

@@ -18,7 +18,7 @@ from dejavu_train.extras.generation import measures
 from dejavu_train.extras.tasks.model import DejavuLM
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.finite import FiniteLogits, check_logits, first_fault
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from papers.deja_vu.observe.config import ObserveConfig
 from papers.deja_vu.observe.cost import Peaks, cost_rows
 from papers.deja_vu.observe.predictors import predictor_rows
@@ -28,7 +28,7 @@ IDS = torch.tensor([[2, 5, 6, 7]])
 
 
 def broken(tiny_opt, name, value=math.nan, factor=None):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     with torch.no_grad():
         weight = model.get_parameter(name).view(-1)
         weight[3] = value if factor is None else weight[3]
@@ -61,14 +61,14 @@ def test_the_first_fault_is_named(tiny_opt, name, place):
 
 
 def test_an_lm_head_that_is_not_finite_is_named(tiny_opt):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.lm_head.weight.data[9, 9] = math.nan
     assert first_fault(model, IDS) == "the LM head"
 
 
 def test_what_is_finite_is_let_through(tiny_opt):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     scores = model(IDS).logits[:, -1]
     assert FiniteLogits(model)(IDS, scores) is scores
     check_logits(scores, model, IDS)
@@ -130,7 +130,7 @@ def test_no_evaluation_makes_a_row_of_it(tiny_opt, bad, held, work):
     bundle = make_bundle(tiny_opt).at(0.3, 0.7)
     with pytest.raises(UserError, match="logits of the model in float32 are not finite, from the MLP of layer 1 on"):
         work(bad, bundle, held, tiny_opt)
-    work(load_opt(str(tiny_opt)), bundle, held, tiny_opt)
+    work(load_model(str(tiny_opt)), bundle, held, tiny_opt)
 
 
 def test_timing_the_engine_of_cpus(bad):

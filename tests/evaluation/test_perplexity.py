@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.data.text import Document
-from dejavu_train.evaluation.baselines import Given, keep_top, ranks
+from dejavu_train.evaluation.baselines import FixedSelections, keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, hold_out, increase, passes
 from dejavu_train.families import Site
 from dejavu_train.models.hooks import head_contribution, neuron_contribution, record
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.model import SparseOPTForCausalLM
@@ -24,7 +24,7 @@ from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 @pytest.fixture(scope="module")
 def model(tiny_opt):
-    return load_opt(str(tiny_opt))
+    return load_model(str(tiny_opt))
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_oracle_takes_the_largest_of_the_dense_pass(model, bundle, held):
     for layer in range(2):
         scores = neuron_contribution(dense[layer]["activation"], model.model.decoder.layers[layer].fc2.weight)
         masks[layer, "mlp"] = keep_top(ranks(scores), counts[layer, "mlp"].sum(-1))
-    with torch.no_grad(), masking(model, Given(masks)):
+    with torch.no_grad(), masking(model, FixedSelections(masks)):
         expected = plain_nats(model, one)
     np.testing.assert_allclose(got.nats, expected, rtol=1e-5)
 

@@ -14,7 +14,7 @@ from dejavu_train.evaluation.config import name_texts
 from dejavu_train.evaluation.texts import load_text, trained_text
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import write_json
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 
 SEEN = "this paragraph was seen in pretraining and is long enough to be told apart from boiler plate, yes it is"
 

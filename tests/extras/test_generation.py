@@ -16,7 +16,7 @@ from dejavu_train.extras.generation.config import GenerationConfig
 from dejavu_train.extras.generation.redraw import redraw
 from dejavu_train.extras.generation.run import compare_generation, load_prompts, main, variants
 from dejavu_train.ground.errors import UserError, exit_on_user_error
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_repetition_against_a_plain_loop():
 
 
 def test_score_is_the_dense_models(tiny_opt):
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     prompts, tokens = torch.randint(3, 300, (2, 5)), torch.randint(3, 300, (2, 4))
     nats, greedy = measures.score(model, prompts, tokens)
     for p in range(2):
@@ -90,7 +90,7 @@ def test_rows_against_transformers_own_loop(settings, bundle_folder):
     from dejavu_train import Bundle, SparseOPTForCausalLM
 
     config = GenerationConfig(**settings, densities=(0.1, 1.0), sparse_from=("prompt",), every=())
-    bundle, dense = Bundle.from_pretrained(bundle_folder), load_opt(settings["model"])
+    bundle, dense = Bundle.from_pretrained(bundle_folder), load_model(settings["model"])
     _, prompts = load_prompts(config, load_tokenizer(settings["model"]), bundle)
     dense.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=2)  # as a folder may say
     made = list(compare_generation(config, dense, bundle, prompts, "gather"))
@@ -101,9 +101,9 @@ def test_rows_against_transformers_own_loop(settings, bundle_folder):
         assert row.agreement == 1 and row.median_divergence == 9 and row.diverged == 0 and row.change == 0
     assert by["greedy", 1.0].dense_choice == 1 and by["sampled", 1.0].dense_choice is None
     assert prompts.shape == (3, 12) and (prompts[:, 0] == 2).all()
-    sparse = SparseOPTForCausalLM.from_model(load_opt(settings["model"]), bundle.at(0.1), "gather", "prompt")
+    sparse = SparseOPTForCausalLM.from_model(load_model(settings["model"]), bundle.at(0.1), "gather", "prompt")
     texts = []
-    for model in (sparse, load_opt(settings["model"])):
+    for model in (sparse, load_model(settings["model"])):
         parts = [
             model.generate(row[None], attention_mask=torch.ones(1, 12), max_new_tokens=9, min_new_tokens=9,
                            do_sample=False, eos_token_id=None, pad_token_id=1)[:, 12:]
@@ -113,7 +113,7 @@ def test_rows_against_transformers_own_loop(settings, bundle_folder):
     row = by["greedy", 0.1]
     assert 0 < row.diverged  # else this test tells nothing
     assert row.agreement == pytest.approx(float((texts[0] == texts[1]).float().mean()))
-    nats, _ = measures.score(load_opt(settings["model"]), prompts, texts[0])
+    nats, _ = measures.score(load_model(settings["model"]), prompts, texts[0])
     assert row.perplexity == pytest.approx(math.exp(nats.mean()), rel=1e-4)
     mine = [p for p in positions if (p.decoding, p.asked_mlp_density) == ("greedy", 0.1)]
     assert [p.position for p in mine] == list(range(9))

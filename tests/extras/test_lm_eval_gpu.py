@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.extras.tasks.model import DejavuLM
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def test_the_engine_scores_what_mask_scores(tmp_path, options, sparse_from):
     bundle, asked = make_bundle(folder, **options).at(0.4, 0.5), [Instance("loglikelihood", {}, p, 0) for p in PAIRS]
     scores = {}
     for backend, read in (("mask", bundle.one_stage()), ("triton", bundle)):
-        model = SparseOPTForCausalLM.from_model(load_opt(folder, device="cuda"), read, backend, sparse_from)
+        model = SparseOPTForCausalLM.from_model(load_model(folder, device="cuda"), read, backend, sparse_from)
         lm = DejavuLM(model, sparse_from=sparse_from, tokenizer=load_tokenizer(folder), batch_size=37)
         scores[backend] = lm.loglikelihood(asked, disable_tqdm=True)
     far = 0

@@ -20,10 +20,10 @@ from dejavu_train import SparseForCausalLM
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.extras.tasks import run as run_module
 from dejavu_train.extras.tasks.config import TASKS, TasksConfig
-from dejavu_train.extras.tasks.model import Asked, DejavuLM
+from dejavu_train.extras.tasks.model import DejavuLM, ModelSpec
 from dejavu_train.extras.tasks.run import read_config
 from dejavu_train.ground.errors import UserError, exit_on_user_error
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.sparse.masked import masking
 
 PAIRS = [
@@ -57,7 +57,7 @@ def data(tmp_path_factory):
 
 
 def lm_of(tiny_opt, bundle, backend, sparse_from=0, **options):
-    dense, tokenizer = load_opt(str(tiny_opt)), load_tokenizer(str(tiny_opt))
+    dense, tokenizer = load_model(str(tiny_opt)), load_tokenizer(str(tiny_opt))
     model = dense
     if backend != "dense":
         ops = {"ops": "reference"} if backend == "triton" else {}
@@ -68,7 +68,7 @@ def lm_of(tiny_opt, bundle, backend, sparse_from=0, **options):
 @torch.no_grad()
 def plain_scores(tiny_opt, bundle, sparse_from):
     """One request at a time, through the masked forward pass, without padding, caches or sharing."""
-    model, tokenizer = load_opt(str(tiny_opt)), load_tokenizer(str(tiny_opt))
+    model, tokenizer = load_model(str(tiny_opt)), load_tokenizer(str(tiny_opt))
     scores = []
     for context, continuation in PAIRS:
         known = tokenizer(context)["input_ids"]
@@ -196,7 +196,7 @@ def test_lossless_generation_is_the_dense_models(tiny_opt, bundle):
     lm = lm_of(tiny_opt, bundle, "cpu", "prompt", lossless=True)
     texts = lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
     assert lm.model.lossless_report()["drafted"] > 0
-    dense = DejavuLM(load_opt(str(tiny_opt)), load_tokenizer(str(tiny_opt)), batch_size=2)
+    dense = DejavuLM(load_model(str(tiny_opt)), load_tokenizer(str(tiny_opt)), batch_size=2)
     assert texts == dense.generate_until(instances("generate_until", asked), disable_tqdm=True)
     lm = lm_of(tiny_opt, bundle, "gather", "prompt", lossless=True)
     with pytest.raises(UserError, match="needs an engine"):
@@ -288,10 +288,10 @@ def test_mistakes_are_one_line_and_exit_code_2(tiny_opt, bundle, bundle_folder, 
         assert len(lines) == 1 and said in lines[0], (said, lines)
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="bundle"):
-        DejavuLM.load(Asked(str(tiny_opt), backend="mask"))
+        DejavuLM.load(ModelSpec(str(tiny_opt), backend="mask"))
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="sees no GPU"):
-            DejavuLM.load(Asked(str(tiny_opt), backend="dense", device="cuda"))
+            DejavuLM.load(ModelSpec(str(tiny_opt), backend="dense", device="cuda"))
 
 
 def test_answers_are_kept_for_one_model_and_one_bundle(tiny_opt, bundle, bundle_folder, tmp_path):
@@ -303,11 +303,11 @@ def test_answers_are_kept_for_one_model_and_one_bundle(tiny_opt, bundle, bundle_
     (tmp_path / "other").mkdir()
     other.save_pretrained(tmp_path / "other")
     same, changed = (
-        DejavuLM.load(Asked(str(tiny_opt), str(f), "mask")).identity for f in (bundle_folder, tmp_path / "other")
+        DejavuLM.load(ModelSpec(str(tiny_opt), str(f), "mask")).identity for f in (bundle_folder, tmp_path / "other")
     )
     assert same["mlp"] == changed["mlp"] and same != changed
-    assert same == DejavuLM.load(Asked(str(tiny_opt), str(bundle_folder), "mask")).identity
-    assert "weight_hash" in DejavuLM.load(Asked(str(tiny_opt), backend="dense")).identity
+    assert same == DejavuLM.load(ModelSpec(str(tiny_opt), str(bundle_folder), "mask")).identity
+    assert "weight_hash" in DejavuLM.load(ModelSpec(str(tiny_opt), backend="dense")).identity
 
 
 def test_the_configuration_is_read():

@@ -13,7 +13,7 @@ from dejavu_train.extras.pretrain.run import (
 )
 from dejavu_train.extras.pretrain.stream import RowSampler
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 
 
 def _config(output, text, **changes) -> PretrainConfig:
@@ -70,7 +70,7 @@ def test_run_writes_a_whole_model_and_resumes_exactly(tmp_path, small_text, monk
         pretrain(_config(tmp_path / "cut", small_text, d_ffn=96))
     resumed = pretrain(_config(tmp_path / "cut", small_text))
 
-    whole, cut = load_opt(str(straight)), load_opt(str(resumed))
+    whole, cut = load_model(str(straight)), load_model(str(resumed))
     for (name, expected), got in zip(whole.state_dict().items(), cut.state_dict().values(), strict=True):
         torch.testing.assert_close(got, expected, msg=name)
     assert load_tokenizer(str(resumed)).bos_token_id == 2
@@ -82,7 +82,7 @@ def test_l1_makes_the_model_sparser(tmp_path, small_text):
     metrics = {}
     for l1 in (0.0, 5.0):
         output = pretrain(_config(tmp_path / str(l1), small_text, l1=l1, steps=60, learning_rate=1e-2))
-        model = load_opt(str(output))
+        model = load_model(str(output))
         metrics[l1] = module.bits_per_byte(model, load_tokenizer(str(output)), [make_text(200)], 32)
     assert sum(metrics[5.0]["density"]) < 0.8 * sum(metrics[0.0]["density"])
     assert metrics[5.0]["bits_per_byte"] < 6

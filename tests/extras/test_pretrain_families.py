@@ -16,7 +16,7 @@ from dejavu_train.extras.pretrain.run import (
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.dims import Activation
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 FAMILIES = {
     "opt": Activation.RELU,
@@ -91,7 +91,7 @@ def test_a_run_writes_a_model_that_loads(family, tmp_path):
     text.write_text(make_text(1500), encoding="utf-8")
     config = _config(family, output=str(tmp_path / "made"), text=(str(text),), heldout=(str(text),))
     folder = pretrain(config)
-    assert load_opt(str(folder)).config.model_type == family
+    assert load_model(str(folder)).config.model_type == family
     told = json.loads((folder / "pretraining.json").read_text())
     assert told["config"]["l1"] == (0.0 if family == "bloom" else 0.2)
     (heldout,) = told["heldout"].values()

@@ -16,7 +16,7 @@ from dejavu_train.extras.pretrain.run import PretrainConfig, make_model, pretrai
 from dejavu_train.extras.pretrain.stream import load_stream, read_stream, token_stream, write_stream
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 
 def _config(output, text, **changes) -> PretrainConfig:
@@ -63,7 +63,7 @@ def test_a_file_of_ids_is_read_as_it_was_written(ids, tmp_path):
 
 def test_two_processes_in_parts_make_the_model_of_one(ids, monkeypatch):
     path, folder = ids
-    alone = load_opt(str(pretrain(_config(folder("alone"), path))))
+    alone = load_model(str(pretrain(_config(folder("alone"), path))))
     output = folder("together")
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}
     config = _config(output, path, micro_rows=1)
@@ -76,7 +76,7 @@ def test_two_processes_in_parts_make_the_model_of_one(ids, monkeypatch):
     pretrain(config)
     second.join(60)
     assert second.exitcode == 0
-    together = load_opt(str(output)).state_dict()
+    together = load_model(str(output)).state_dict()
     for name, expected in alone.state_dict().items():
         torch.testing.assert_close(together[name], expected, atol=2e-3, rtol=0, msg=name)
     assert json.loads((output / "pretraining.json").read_text())["processes"] == 2

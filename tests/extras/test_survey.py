@@ -51,13 +51,13 @@ from transformers import (
 from dejavu_train.cli.commands import main
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.extras.survey import speed
-from dejavu_train.extras.survey.decoder import _layer_parts, find_parts, load_model, read_config
+from dejavu_train.extras.survey.decoder import _layer_parts, find_parts, load_decoder, read_config
 from dejavu_train.extras.survey.layerwise import LayerRunner
 from dejavu_train.extras.survey.measure import Selection, Survey
 from dejavu_train.families import Target
 from dejavu_train.families.dims import CARRIED
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.stored import SINGLE
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
@@ -110,7 +110,7 @@ def held():
 def surveyed(folder, held, state, selections, clock=lambda: 0.0):
     config = read_config(folder, None)
     parts = find_parts(folder, config)
-    model = load_model(folder, None, config, parts.layers)
+    model = load_decoder(folder, None, config, parts.layers)
     runner = LayerRunner(model, parts.layers, torch.device("cpu"))
     return Survey(runner, parts, held, selections, state, "id", clock), model, parts
 
@@ -293,7 +293,7 @@ def test_gates_of_a_family_are_computed(tmp_path, held):
     """dReLU is a forward pass that transformers does not have."""
     folder = save_family("drelu", tmp_path / "m")
     found = surveyed(str(folder), held, tmp_path / "state", [Selection()])[0].run()
-    dense = load_opt(str(folder))
+    dense = load_model(str(folder))
     with torch.no_grad():
         expected = sum(window_nats(dense, each).sum() for each in eval_batches(held, 1, torch.device("cpu")))
     assert found.nats.sum() == pytest.approx(float(expected), rel=1e-5)

@@ -43,7 +43,7 @@ from dejavu_train.families.standard import StandardFamily
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.hooks import head_contribution, record
-from dejavu_train.models.opt import load_opt, load_tokenizer, random_model
+from dejavu_train.models.load import load_model, load_tokenizer, random_model
 from dejavu_train.models.stored import check_folder
 from dejavu_train.sparse.model import SparseCausalLM
 
@@ -61,7 +61,7 @@ def bundle(folder):
 
 @pytest.fixture(scope="module")
 def dense(folder):
-    return load_opt(str(folder))
+    return load_model(str(folder))
 
 
 def test_a_folder_holds_what_its_family_says(folder):
@@ -116,7 +116,7 @@ def test_weights_are_those_of_the_matrices(folder, dense, tied):
 @pytest.mark.parametrize("backend", ["mask", "gather"])
 def test_given_positions_count_where_transformers_counts_them(folder, bundle, dense, backend):
     ids = torch.randint(3, 300, (2, 10), generator=torch.Generator().manual_seed(1))
-    sparse = SparseCausalLM.from_model(load_opt(str(folder)), bundle.at(1.0, 1.0), backend)
+    sparse = SparseCausalLM.from_model(load_model(str(folder)), bundle.at(1.0, 1.0), backend)
     for positions in (torch.arange(10) * 3, torch.arange(10) % 5, torch.arange(10).flip(0)):
         given = {"input_ids": ids, "position_ids": positions.expand(2, 10)}
         with torch.no_grad():
@@ -129,7 +129,7 @@ def test_padding_within_a_row_counts_where_transformers_counts_it(folder, bundle
     ids = torch.randint(3, 300, (2, 10), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[0, 3:6] = 0
-    model = SparseCausalLM.from_model(load_opt(str(folder)), bundle.at(1.0, 1.0), backend)
+    model = SparseCausalLM.from_model(load_model(str(folder)), bundle.at(1.0, 1.0), backend)
     with torch.no_grad():
         got, expected = (each(ids, attention_mask=mask).logits[mask.bool()] for each in (model, dense))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
@@ -139,7 +139,7 @@ def test_sparse_from_counts_the_positions_that_a_family_has(folder, bundle, dens
     """Given ones, but for ALiBi, which counts off the mask."""
     ids, late = torch.arange(3, 11)[None], torch.arange(8)[None] + 40
     for backend in ("mask", "gather"):
-        model = SparseCausalLM.from_model(load_opt(str(folder)), bundle, backend, sparse_from=40)
+        model = SparseCausalLM.from_model(load_model(str(folder)), bundle, backend, sparse_from=40)
         with torch.no_grad():
             got, expected = (each(ids, position_ids=late).logits for each in (model, dense))
         alike = torch.allclose(got, expected, rtol=1e-5, atol=2e-5)
@@ -150,8 +150,8 @@ def test_sparse_from_counts_the_positions_that_a_family_has(folder, bundle, dens
 def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder, bundle, columns):
     inputs = padded(columns)
     real = inputs["attention_mask"].bool()
-    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from=3)
-    gather = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "gather", sparse_from=3)
+    mask = SparseCausalLM.from_model(load_model(str(folder)), bundle, "mask", sparse_from=3)
+    gather = SparseCausalLM.from_model(load_model(str(folder)), bundle, "gather", sparse_from=3)
     kept = []
     gather._runtime.gather(gather).on_select = lambda layer, target, column, keep: kept.append((target, keep))
     with torch.no_grad():
@@ -164,9 +164,9 @@ def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder,
 def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path):
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
     inputs = padded(8, 4)
-    gather = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "gather", sparse_from="prompt")
+    gather = SparseCausalLM.from_model(load_model(str(folder)), bundle, "gather", sparse_from="prompt")
     written = gather.generate(**inputs, **settings)
-    mask = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "mask", sparse_from="prompt")
+    mask = SparseCausalLM.from_model(load_model(str(folder)), bundle, "mask", sparse_from="prompt")
     assert torch.equal(written, mask.generate(**inputs, **settings))
     gather.save_pretrained(tmp_path)
     gather.sparse_from = 0  # as a model is loaded
@@ -179,7 +179,7 @@ def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path):
 
 
 def test_pipelines_streamers_and_the_guard_take_every_family(folder, bundle, capsys):
-    model = SparseCausalLM.from_model(load_opt(str(folder)), bundle, "gather", guard=Guard(every=2))
+    model = SparseCausalLM.from_model(load_model(str(folder)), bundle, "gather", guard=Guard(every=2))
     tokenizer = load_tokenizer(str(folder))
     streamer = TextStreamer(tokenizer)
     written = pipeline("text-generation", model=model, tokenizer=tokenizer)("the token", max_new_tokens=4)
@@ -202,7 +202,7 @@ def test_fatrelu_has_the_threshold_of_the_config(tmp_path):
     save_tiny_tokenizer(tmp_path)
     MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig](CASES["fatrelu"]).save_pretrained(tmp_path)
     gate = torch.tensor([-1.0, 0.1, 0.19, 0.21])
-    for load in (load_opt, AutoModelForCausalLM.from_pretrained):
+    for load in (load_model, AutoModelForCausalLM.from_pretrained):
         block = blocks_of(load(str(tmp_path)))[0]
         assert block.activate(gate).tolist() == [0, 0, 0, gate[3]]
     assert read_dims(str(tmp_path)).threshold == 0.2
@@ -214,7 +214,7 @@ def test_drelu_activates_both_maps(kind, tmp_path):
     config = kind(**SIZES, num_key_value_heads=2, hidden_act="drelu")
     MODEL_FOR_CAUSAL_LM_MAPPING[kind](config).save_pretrained(tmp_path)
     x = torch.randn(5, 48)
-    loaded = load_opt(str(tmp_path)), AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path)), AutoModelForCausalLM.from_pretrained(tmp_path)
     for model in (*loaded, pickle.loads(pickle.dumps(loaded[0])), AutoModel.from_pretrained(tmp_path)):
         mlp = model.base_model.layers[0].mlp
         expected = mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x).relu())
@@ -234,11 +234,11 @@ def test_squares_of_fp16_do_not_overflow(name, tmp_path):
     bundle = without_inputs(make_bundle(tmp_path)).at(0.5, 1.0)
     ids = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))
     largest = []
-    whole = load_opt(str(tmp_path))
+    whole = load_model(str(tmp_path))
     blocks_of(whole)[0].up.register_forward_hook(lambda _, __, output: largest.append(float(output.max())))
     with torch.no_grad():
         expected = SparseCausalLM.from_model(whole, bundle, "mask", sparse_from=4)(ids).logits
-        half = SparseCausalLM.from_model(load_opt(str(tmp_path), "float16"), bundle, "gather", sparse_from=4)
+        half = SparseCausalLM.from_model(load_model(str(tmp_path), "float16"), bundle, "gather", sparse_from=4)
         found = half(ids).logits
     assert max(largest) > 256 and found.isfinite().all()
     assert (found.float() - expected).norm() < 0.02 * expected.norm()
@@ -248,7 +248,7 @@ def test_capped_logits_are_those_that_are_scored(tmp_path):
     """A cap changes the perplexity and not the likeliest token."""
     save_tiny_tokenizer(tmp_path)
     MODEL_FOR_CAUSAL_LM_MAPPING[NanoChatConfig](CASES["nanochat"]).save_pretrained(tmp_path)
-    dense = load_opt(str(tmp_path))
+    dense = load_model(str(tmp_path))
     held = EvalCorpus([[2, *range(5, 30)]], [0], [25], 99)
     (batch,) = eval_batches(held, 64, torch.device("cpu"))
     with torch.no_grad():
@@ -357,7 +357,7 @@ def test_keys_count_as_the_classes_of_transformers_read_them(name, changes, tmp_
     both = {**CASES[name].to_dict(), **changes}  # of two names of a size one is out of date
     (tmp_path / "config.json").write_text(json.dumps(both))
     check_folder(str(tmp_path), read_dims(str(tmp_path)))
-    sparse = SparseCausalLM.from_model(load_opt(str(tmp_path)), make_bundle(tmp_path).at(1.0, 1.0), "gather")
+    sparse = SparseCausalLM.from_model(load_model(str(tmp_path)), make_bundle(tmp_path).at(1.0, 1.0), "gather")
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         torch.testing.assert_close(sparse(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=2e-5)

@@ -10,7 +10,7 @@ from conftest import REPOSITORY, save_tiny_tokenizer
 
 from dejavu_train.families import base
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.stored import check_folder
 from dejavu_train.run.task import Task, start_task
 from dejavu_train.sparse.model import SparseCausalLM
@@ -47,7 +47,7 @@ def test_the_family_of_the_guide_runs_sparsely(guide, tmp_path):
     bundle = make_bundle(tmp_path, means=True).at(0.4, 0.6)
     ids, logits = guide["ids"], []
     for backend, options in (("mask", {}), ("gather", {}), ("triton", {"ops": "reference"})):
-        model = SparseCausalLM.from_model(load_opt(str(tmp_path)), bundle, backend, **options)
+        model = SparseCausalLM.from_model(load_model(str(tmp_path)), bundle, backend, **options)
         with torch.no_grad():
             logits.append(model(ids).logits)
         torch.testing.assert_close(logits[-1], logits[0], rtol=1e-4, atol=1e-4)

@@ -14,8 +14,8 @@ from dejavu_train.families.fused import FusedPart
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models import stored
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt
-from dejavu_train.models.stored import Stored, check_folder, in_layer, layer_prefixes
+from dejavu_train.models.load import load_model
+from dejavu_train.models.stored import TensorEntry, check_folder, in_layer, layer_prefixes
 from dejavu_train.sparse.model import SparseCausalLM
 
 
@@ -92,12 +92,12 @@ def test_positions_from_the_first_row_on_run_in_every_engine(folder):
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     bundle = make_bundle(folder).at(1.0, 1.0)
     with torch.no_grad():
-        expected = load_opt(str(folder))(ids).logits
+        expected = load_model(str(folder))(ids).logits
         for backend, ops in (("mask", {}), ("gather", {}), ("triton", {"ops": "reference"})):
-            model = SparseCausalLM.from_model(load_opt(str(folder)), bundle, backend, **ops)
+            model = SparseCausalLM.from_model(load_model(str(folder)), bundle, backend, **ops)
             torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=2e-5)
     nll = -expected.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    for got, row in zip(CpuEngine(load_opt(str(folder)), bundle, batch=2).score(ids.tolist()), nll, strict=True):
+    for got, row in zip(CpuEngine(load_model(str(folder)), bundle, batch=2).score(ids.tolist()), nll, strict=True):
         torch.testing.assert_close(got, row, rtol=1e-5, atol=2e-5)
 
 
@@ -111,9 +111,9 @@ def test_a_list_of_layers_has_any_name(registered, folder):
     assert in_layer(values).search("transformer.body.blocks2.17.mlp.c_fc.weight")
     assert not in_layer(values).search("h.0.mlp.c_fc.weight")
     expected = base._FAMILIES["gpt_bigcode"].stored_tensors(values)
-    found = {name: Stored("F32", size, 0, 0) for name, size in expected.items()}
+    found = {name: TensorEntry("F32", size, 0, 0) for name, size in expected.items()}
     dims = base.dims_of(values)
     stored._check_tensors("it", values, found, expected, dims)
-    found["body.blocks2.2.ln_1.weight"] = Stored("F32", (48,), 0, 0)
+    found["body.blocks2.2.ln_1.weight"] = TensorEntry("F32", (48,), 0, 0)
     with pytest.raises(UserError, match="hold body.blocks2.2.ln_1.weight, which its config has no place for"):
         stored._check_tensors("it", values, found, expected, dims)

@@ -15,7 +15,7 @@ from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
@@ -64,7 +64,7 @@ def test_logits_are_those_of_the_published_code(name, folder, bundle, backend, w
 @pytest.mark.parametrize("with_bundle", [True, False])
 def test_the_gpu_engine_computes_it_too(name, folder, bundle, with_bundle):
     predictors = bundle.at(1.0, 1.0) if with_bundle else None
-    model = SparseCausalLM.from_model(load_opt(str(folder)), predictors, "triton", ops="reference")
+    model = SparseCausalLM.from_model(load_model(str(folder)), predictors, "triton", ops="reference")
     torch.testing.assert_close(logits(model), published_logits(name, IDS), rtol=1e-5, atol=1e-5)
 
 
@@ -74,7 +74,7 @@ def test_the_cpu_engine_scores_and_writes_it(name, folder, bundle, with_bundle):
     model = SparseCausalLM.from_pretrained(folder, chosen, "cpu")
     expected = published_logits(name, IDS).log_softmax(-1)
     nll = -expected[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
-    engine = CpuEngine(load_opt(str(folder)), chosen or model.bundle, batch=2, threads=2)
+    engine = CpuEngine(load_model(str(folder)), chosen or model.bundle, batch=2, threads=2)
     for got, row in zip(engine.score(IDS.tolist()), nll, strict=True):
         torch.testing.assert_close(got, row, rtol=1e-5, atol=1e-5)
     ids = IDS.clone()
@@ -86,7 +86,7 @@ def test_the_cpu_engine_scores_and_writes_it(name, folder, bundle, with_bundle):
 def test_sparse_backends_agree(folder, bundle):
     chosen = bundle.at(0.4, 0.6)
     mask, gather, engine = (
-        SparseCausalLM.from_model(load_opt(str(folder)), chosen, backend, **options)
+        SparseCausalLM.from_model(load_model(str(folder)), chosen, backend, **options)
         for backend, options in (("mask", {}), ("gather", {}), ("triton", {"ops": "reference"}))
     )
     for other in (gather, engine):
@@ -94,7 +94,7 @@ def test_sparse_backends_agree(folder, bundle):
 
 
 def test_a_saved_model_keeps_what_the_origins_code_reads(name, folder, tmp_path):
-    load_opt(str(folder)).save_pretrained(tmp_path / "dense")
+    load_model(str(folder)).save_pretrained(tmp_path / "dense")
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "auto")
     SparseCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "sparse")
     for kind in ("dense", "auto", "sparse"):
@@ -115,7 +115,7 @@ def test_a_saved_model_keeps_what_the_origins_code_reads(name, folder, tmp_path)
 
 def test_an_activation_that_the_code_does_not_use_is_named(name, folder, caplog):
     with caplog.at_level(logging.WARNING):
-        load_opt(str(folder))
+        load_model(str(folder))
     named = [line for line in caplog.messages if "hidden_act" in line]
     wanted = {"sparselm": ("silu", "relu"), "bamboo": ("relu", "drelu")}.get(name)
     assert len(named) == (wanted is not None) and all(each in named[0] for each in wanted or ())
@@ -178,9 +178,9 @@ def test_four_bits_run_in_every_engine(name, tmp_path):
     plain = logits(SparseCausalLM.from_pretrained(folder, None, "mask"))
     assert 0 < (expected - plain).norm() < 0.6 * plain.norm()
     for backend, options in (("gather", {}), ("triton", {"ops": "reference"})):
-        model = SparseCausalLM.from_model(load_opt(str(coded)), None, backend, **options)
+        model = SparseCausalLM.from_model(load_model(str(coded)), None, backend, **options)
         torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
     nll = -expected.log_softmax(-1)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0]
     bundle = SparseCausalLM.from_pretrained(coded).bundle
-    for got, row in zip(CpuEngine(load_opt(str(coded)), bundle, batch=2).score(IDS.tolist()), nll, strict=True):
+    for got, row in zip(CpuEngine(load_model(str(coded)), bundle, batch=2).score(IDS.tolist()), nll, strict=True):
         torch.testing.assert_close(got, row, rtol=0.05, atol=0.05)

@@ -9,7 +9,7 @@ from dejavu_train.families.block import turn
 from dejavu_train.families.dims import Positions
 from dejavu_train.families.plain import NotPlain
 from dejavu_train.families.read import check_read, read_ends, read_norm, read_turns
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 EVERY = dict.fromkeys(
     ("norm", "positions", "activation", "gated", "rotary_share", "threshold", "embedding_norm", "qk_norm", "logit_cap",
@@ -19,7 +19,7 @@ EVERY = dict.fromkeys(
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request, tmp_path_factory):
-    return load_opt(str(save_family(request.param, tmp_path_factory.mktemp("read") / request.param)))
+    return load_model(str(save_family(request.param, tmp_path_factory.mktemp("read") / request.param)))
 
 
 def normed(read, x):

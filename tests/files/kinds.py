@@ -28,7 +28,7 @@ from dejavu_train.data.text_check import check_source
 from dejavu_train.ground.files import json_digest
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import row_layouts
-from dejavu_train.models.opt import load_opt, load_tokenizer, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.quantize.foreign import MatrixReader
@@ -255,7 +255,7 @@ def draw_safetensors(rng: random.Random, folder: Path, base: Base) -> Drawn:
         where = str(folder / "model")
         check_folder(where, read_dims(where))
         weight_hash(where)
-        state = load_opt(where).state_dict()
+        state = load_model(where).state_dict()
         return {key: state[key].float().numpy() for key in tensors}
 
     return Drawn(f"{dtype} {way} {about}", read, truth, way == "whole")

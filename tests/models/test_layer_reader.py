@@ -8,18 +8,18 @@ from dejavu_train.models import layer_reader
 from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.layer_reader import LayerReader
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 
 @pytest.fixture
 def reader(tiny_opt, monkeypatch):
     monkeypatch.setattr(layer_reader, "PART", 1000)
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     return LayerReader(str(tiny_opt), model, decoder_layers(model))
 
 
 def test_parts_make_the_tensor(reader, tiny_opt):
-    own = decoder_layers(load_opt(str(tiny_opt)))
+    own = decoder_layers(load_model(str(tiny_opt)))
     for number, then in ((0, 1), (1, 0), (0, -1)):  # the second one is read ahead
         made = reader.take(number, then)
         for name, tensor in own[number].named_parameters():
@@ -37,7 +37,7 @@ def test_two_blocks_in_turn(reader, tiny_opt, monkeypatch):
         return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", refused)
-    reader._pinned, own, blocks = True, decoder_layers(load_opt(str(tiny_opt))), set()
+    reader._pinned, own, blocks = True, decoder_layers(load_model(str(tiny_opt))), set()
     for number, then in ((0, 1), (1, 0), (0, 1), (1, -1), (0, -1)):  # the last one was not read ahead
         made = reader.take(number, then)
         for name, tensor in own[number].named_parameters():
@@ -56,7 +56,7 @@ def test_a_part_that_is_missing(reader, tiny_opt, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_layers_come_to_a_gpu_from_pinned_blocks(tiny_opt):
-    walk, own = LayerWalk(str(tiny_opt), torch.device("cuda"), "float32"), decoder_layers(load_opt(str(tiny_opt)))
+    walk, own = LayerWalk(str(tiny_opt), torch.device("cuda"), "float32"), decoder_layers(load_model(str(tiny_opt)))
     for number, step in ((0, 1), (1, -1), (0, 1), (1, 0)):
         with walk.layer(number, step) as layer:
             for (name, made), tensor in zip(layer.named_parameters(), own[number].parameters(), strict=True):

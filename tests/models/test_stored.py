@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.load import load_model, weight_hash
 from dejavu_train.models.stored import INDEX, SINGLE, check_folder, loaded_files
 from dejavu_train.quantize.source import StoredTensors
 
@@ -86,7 +86,7 @@ def test_hash_and_check_read_what_is_loaded(folder, tensors, layout):
     assert set(theirs.model.decoder.final_layer_norm.bias.tolist()) == {1.0}
     found = {name: tensor for file in loaded_files(folder) for name, tensor in load_file(file).items()}
     assert set(found[MARK].tolist()) == {1.0} and found.keys() == tensors.keys()
-    assert set(load_opt(str(folder)).model.decoder.final_layer_norm.bias.tolist()) == {1.0}
+    assert set(load_model(str(folder)).model.decoder.final_layer_norm.bias.tolist()) == {1.0}
     assert set(StoredTensors(str(folder))["decoder.final_layer_norm.bias"].tolist()) == {1.0}
     check_folder(str(folder), read_dims(str(folder)))
     write(folder.parent / "alone" / SINGLE, tensors, 1)
@@ -125,7 +125,7 @@ def test_the_hash_knows_neither_names_nor_container(folder, tensors, full, tmp_p
     torch.save(renamed(tensors), hub / "pytorch_model.bin")
     assert weight_hash(str(hub), full) == own
     torch.save({**tensors, HEAD: tensors[EMBEDDING]}, hub / "pytorch_model.bin")  # as transformers pickled a tied head
-    assert weight_hash(str(hub), full) == own and load_opt(str(hub), "auto").dtype == torch.float32
+    assert weight_hash(str(hub), full) == own and load_model(str(hub), "auto").dtype == torch.float32
     for held in (renamed(tensors), {**tensors, HEAD: tensors[EMBEDDING].clone()}):
         write(folder / SINGLE, held)
         assert weight_hash(str(folder), full) == own
@@ -154,12 +154,12 @@ def test_a_tied_head_by_any_name(folder, tensors, heads):
     ids = torch.arange(3, 9)[None]
     with torch.no_grad():
         expected = OPTForCausalLM.from_pretrained(folder)(ids).logits
-        model = load_opt(str(folder))
+        model = load_model(str(folder))
         torch.testing.assert_close(model(ids).logits, expected)
         model.tie_weights()  # as several of transformers' functions do
         torch.testing.assert_close(model(ids).logits, expected)
         model.save_pretrained(folder.parent / "again")
-        torch.testing.assert_close(load_opt(str(folder.parent / "again"))(ids).logits, expected)
+        torch.testing.assert_close(load_model(str(folder.parent / "again"))(ids).logits, expected)
     assert weight_hash(str(folder)) == weight_hash(str(folder.parent / "again"))
     source = StoredTensors(str(folder))
     torch.testing.assert_close(source["decoder.embed_tokens.weight"], tensors[EMBEDDING])
@@ -186,7 +186,7 @@ def test_positions_of_old_uploads_are_left_out(name, tmp_path):
     ids = torch.arange(3, 9)[None]
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
-        torch.testing.assert_close(load_opt(str(folder))(ids).logits, expected)
+        torch.testing.assert_close(load_model(str(folder))(ids).logits, expected)
     assert not any("rotary" in each for each in StoredTensors(str(folder)))
 
 
@@ -197,7 +197,7 @@ def test_quantised_from_any_names(tmp_path):
     tensors = load_file(folder / SINGLE)
     write(folder / SINGLE, renamed(HEADS["head only"](tensors)))
     main(["--model", str(folder), "--output", str(tmp_path / "q"), "--quantizer", "rtn"])
-    assert load_opt(str(tmp_path / "q")).lm_head.weight.shape == tensors[EMBEDDING].shape
+    assert load_model(str(tmp_path / "q")).lm_head.weight.shape == tensors[EMBEDDING].shape
 
 
 FC1 = "model.decoder.layers.0.fc1.weight"
@@ -209,7 +209,7 @@ def test_weights_that_are_no_numbers_are_refused(folder, tensors, dtype, name):
     write(folder / SINGLE, {**tensors, name: tensors[name].to(dtype)})
     for door in (
         lambda: check_folder(str(folder), read_dims(str(folder))),
-        lambda: load_opt(str(folder)),
+        lambda: load_model(str(folder)),
         lambda: StoredTensors(str(folder)),
     ):
         with pytest.raises(UserError, match="names no quantisation"):
@@ -220,7 +220,7 @@ def test_weights_that_are_no_numbers_are_refused(folder, tensors, dtype, name):
 def test_weights_in_every_width_of_numbers_are_read(folder, tensors, dtype):
     write(folder / SINGLE, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     check_folder(str(folder), read_dims(str(folder)))
-    got = load_opt(str(folder)).state_dict()[FC1]
+    got = load_model(str(folder)).state_dict()[FC1]
     torch.testing.assert_close(got, tensors[FC1].to(dtype).float(), rtol=0, atol=0)
 
 
@@ -259,7 +259,7 @@ def in_the_cache(folder, tmp_path):
 def test_a_container_of_old_torch_is_read(folder, tensors, tmp_path):
     hub = in_the_cache(folder, tmp_path)
     torch.save(tensors, hub / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    assert weight_hash(str(hub)) == weight_hash(str(folder)) and load_opt(str(hub), "auto").dtype == torch.float32
+    assert weight_hash(str(hub)) == weight_hash(str(folder)) and load_model(str(hub), "auto").dtype == torch.float32
     assert torch.equal(StoredTensors(str(hub))["decoder.layers.0.fc1.weight"], tensors[FC1])
 
 
@@ -284,7 +284,7 @@ def test_pickled_weights_are_tensors_alone(folder, tensors, tmp_path, monkeypatc
         (hub / "pytorch_model.bin").write_bytes(made)
     else:
         torch.save(made, hub / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    for door in (lambda: load_opt(str(hub)), lambda: StoredTensors(str(hub))):
+    for door in (lambda: load_model(str(hub)), lambda: StoredTensors(str(hub))):
         with pytest.raises(UserError, match=message):
             door()
     assert not Path("ran").exists()

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import REPOSITORY
 
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 from dejavu_train.models.tokenizer_hash import hash_of, tokenizer_hash
 
 MINI = REPOSITORY / "checkpoints" / "opt-mini"

@@ -16,7 +16,7 @@ from dejavu_train.families import Site
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.hooks import decoder_layers, record
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from papers.deja_vu.observe import run as observing
 from papers.deja_vu.observe.__main__ import main, read_config
 from papers.deja_vu.observe.attention import Attention, attention_weights, uniformity
@@ -33,7 +33,7 @@ from papers.deja_vu.observe.units import Units, needed_heads, needed_neurons
 
 @pytest.fixture(scope="module")
 def model(tiny_opt):
-    return load_opt(str(tiny_opt))
+    return load_model(str(tiny_opt))
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_grouping_finds_clusters_and_gains():
 @torch.no_grad()
 def test_attention_is_the_models_own(model, tiny_opt, held):
     window = torch.tensor([held.windows[0][:-1]])
-    eager = load_opt(str(tiny_opt))
+    eager = load_model(str(tiny_opt))
     eager.set_attn_implementation("eager")
     expected = eager.model.decoder(input_ids=window, output_attentions=True, use_cache=False).attentions
     with record(model, {"attn_in"}) as got:

@@ -8,7 +8,7 @@ from bundles import make_bundle
 from dejavu_train.bundle.selector import Predicted
 from dejavu_train.families import ModelDims
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.masked import masking
 from papers.deja_vu.restructure import STRUCTURES, restructured, skipped_layers
 from papers.deja_vu.studied import StudiedOPT, densities_for, total_sparsity
@@ -23,7 +23,7 @@ def deep_opt(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dense(deep_opt):
-    return load_opt(str(deep_opt))
+    return load_model(str(deep_opt))
 
 
 def tokens(columns=13):
@@ -170,7 +170,7 @@ def test_padding_is_not_counted(deep_opt, dense):
 
 def test_one_stage_selects_the_candidates(tiny_opt):
     bundle = make_bundle(tiny_opt, cascade=True).at(0.4, 1.0)
-    model = load_opt(str(tiny_opt))
+    model = load_model(str(tiny_opt))
     both, alone = (StudiedOPT.study(model, made) for made in (bundle, bundle.one_stage()))
     for made in (both, alone):
         made(tokens())

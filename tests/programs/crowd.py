@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, TextIteratorStreamer
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 CALLERS = 16
 POOL = 24  # requests, whose texts are known
@@ -63,7 +63,7 @@ class Crowd:
     def __init__(self, model: str, bundle: Bundle, backend: str, device: str = "cpu", seed: int = 0) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.bundles = [bundle.at(mlp_density=0.2), bundle.at(mlp_density=0.6)]
-        dense = load_opt(model, "float32" if device == "cpu" else "float16", device)
+        dense = load_model(model, "float32" if device == "cpu" else "float16", device)
         self.model = SparseOPTForCausalLM.from_model(dense, self.bundles[0], backend, "prompt")
         generator = torch.Generator().manual_seed(seed)
         limit, vocabulary = dense.config.max_position_embeddings, dense.config.vocab_size

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
 
@@ -108,7 +108,7 @@ class World:
         if self.backend == "reference":
             found = bundle if isinstance(bundle, Bundle) else Bundle.from_pretrained(bundle or folder / "predictors")
             found.check_model(str(folder))
-            return SparseOPTForCausalLM.from_model(load_opt(str(folder), dtype), found, **self.options())
+            return SparseOPTForCausalLM.from_model(load_model(str(folder), dtype), found, **self.options())
         return SparseOPTForCausalLM.from_pretrained(folder, bundle, dtype=dtype, **self.options())
 
     def take(self, model: Any, given: Any = None) -> None:
@@ -175,7 +175,7 @@ def rounded(world: World, dense: OPTForCausalLM) -> tuple[OPTForCausalLM, OPTFor
     config = {"model": str(folder / "dense"), "output": str(folder / "coded")}
     with contextlib.redirect_stdout(io.StringIO()):
         quantise(QuantizeConfig(**config, quantizer="rtn", device="cpu"))
-    coded = load_opt(str(folder / "coded"))
+    coded = load_model(str(folder / "coded"))
     for layer, block in enumerate(truth.model.decoder.layers):
         for path in LINEAR:
             own, name = block.get_submodule(path), path.split(".")[-1]

@@ -19,7 +19,7 @@ from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear, Int8Rows
 from dejavu_train.models.int4_sizes import head_kind
-from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.load import load_model, weight_hash
 from dejavu_train.models.stored import HEAD, SINGLE, check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.rounding import round_nearest_8
@@ -58,9 +58,11 @@ def test_the_head_has_codes_of_its_own(folders, dense, kind, bits, most, tmp_pat
     folder = str(folders / kind)
     check_folder(folder, read_dims(folder))
     assert head_kind(read_values(folder)) == kind
-    model, plain = load_opt(folder, "float16"), load_opt(str(folders / "fp16"))
+    model, plain = load_model(folder, "float16"), load_model(str(folders / "fp16"))
     assert isinstance(model.lm_head, CodedLinear) and model.lm_head.layout.sizes.bits == bits
-    assert torch.equal(model.model.decoder.embed_tokens.weight, load_opt(str(dense)).model.decoder.embed_tokens.weight)
+    assert torch.equal(
+        model.model.decoder.embed_tokens.weight, load_model(str(dense)).model.decoder.embed_tokens.weight
+    )
     table = plain.lm_head.weight
     assert 0 < (model.lm_head.weight - table).norm() < most * table.norm()
     assert 0 < (logits(model) - logits(plain)).norm() < most * logits(plain).norm()
@@ -79,7 +81,7 @@ def test_a_head_beside_embeddings_that_a_config_ties_counts(dense, tmp_path):
     save_file({**tensors, HEAD: table.flip(0).contiguous()}, folder / SINGLE, {"format": "pt"})
     output = str(tmp_path / "q")
     quantise(QuantizeConfig(model=str(folder), quantizer="rtn", lm_head="int8", device="cpu", output=output))
-    made = load_opt(output)
+    made = load_model(output)
     assert (made.lm_head.weight - table.flip(0)).norm() < 0.01 * table.norm()
     assert torch.equal(made.model.decoder.embed_tokens.weight, table)
 
@@ -99,9 +101,9 @@ def test_the_head_is_calibrated_too(folders):
     assert errors["int8"]["weight_error"] < 1e-4 < errors["int4"]["weight_error"]
     read = []
     for name in ("int4", "rtn"):  # the same layers and inputs: the rounded model's are close enough
-        model = load_opt(str(folders / name))
+        model = load_model(str(folders / name))
         table = model.model.decoder.embed_tokens.weight.detach()
-        hidden = load_opt(str(folders / "fp16")).model(IDS).last_hidden_state
+        hidden = load_model(str(folders / "fp16")).model(IDS).last_hidden_state
         read.append(float((hidden.detach() @ (model.lm_head.weight - table).T).square().sum()))
     assert read[0] < read[1]
 
@@ -110,7 +112,7 @@ def test_mask_gather_and_a_joint_folder(folders, tmp_path):
     bundle = make_bundle(folders / "int4", means=True).at(0.3, 0.75)
     bundle.check_model(str(folders / "int4"))
     mask, gather = (
-        SparseOPTForCausalLM.from_model(load_opt(str(folders / "int4")), bundle, backend)
+        SparseOPTForCausalLM.from_model(load_model(str(folders / "int4")), bundle, backend)
         for backend in ("mask", "gather")
     )
     torch.testing.assert_close(logits(mask), logits(gather), rtol=1e-3, atol=1e-3)
@@ -126,8 +128,8 @@ def test_mask_gather_and_a_joint_folder(folders, tmp_path):
 
 def test_engines_take_the_head_or_name_it(folders):
     with pytest.raises(Unsupported, match=r"no kernel for an LM head in int8.*--lm_head int4"):
-        EngineBackend(load_opt(str(folders / "int8")), make_bundle(folders / "int8"), ops="reference")
-    model = load_opt(str(folders / "int8"))
+        EngineBackend(load_model(str(folders / "int8")), make_bundle(folders / "int8"), ops="reference")
+    model = load_model(str(folders / "int8"))
     weights = CpuWeights.from_model(model)
     start, vocab = weights.model.lm_head, weights.model.vocab
     assert start != weights.model.embedding
@@ -139,7 +141,7 @@ def test_an_export_has_the_head_as_numbers(folders, dense, tmp_path):
     stored = {}
     for file in (tmp_path / "gptq").glob("*.safetensors"):
         stored |= load_file(file)
-    assert torch.equal(stored["lm_head.weight"], load_opt(str(folders / "int4")).lm_head.weight)
+    assert torch.equal(stored["lm_head.weight"], load_model(str(folders / "int4")).lm_head.weight)
     assert "lm_head.scales" not in stored
 
 
@@ -151,6 +153,6 @@ def test_a_kind_that_nobody_knows_is_refused(folders, tmp_path):
     for file in (folders / "int4").glob("*.safetensors"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(values))
-    for action in (load_opt, lambda name: check_folder(name, read_dims(name))):
+    for action in (load_model, lambda name: check_folder(name, read_dims(name))):
         with pytest.raises(UserError, match="LM head .* in int3; known are fp16, int8, int4"):
             action(str(tmp_path))

@@ -16,7 +16,7 @@ from dejavu_train.families.opt import OPTFamily
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import CONVERTED
 from dejavu_train.models.int4 import row_layouts
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.quantize import foreign
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.foreign import MatrixReader
@@ -218,7 +218,7 @@ def test_a_gptq_folder_becomes_ours(tmp_path, capsys):
     """Groups of 64 inputs, heads of 16: q, k, v, fc1 and the output projection are taken over, fc2 is rounded anew."""
     source = save_tiny_opt(tmp_path / "dense", hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
     folder = shutil.copytree(source, tmp_path / "gptq")
-    tensors, dense = load_file(folder / "model.safetensors"), load_opt(str(source))
+    tensors, dense = load_file(folder / "model.safetensors"), load_model(str(source))
     for name in [name for name in tensors if name.endswith("weight") and any(f".{part}." in name for part in MATRICES)]:
         n, m = tensors.pop(name).shape
         stored, scales, weight = weights(n, m)
@@ -231,7 +231,7 @@ def test_a_gptq_folder_becomes_ours(tmp_path, capsys):
     quantise(QuantizeConfig(model=str(folder), output=str(tmp_path / "out"), quantizer="rtn", device="cpu"))
     said = capsys.readouterr().out
     assert "out_proj: 2 exact, 0 rounded" in said and "fc2: 0 exact, 2 rounded" in said
-    made = load_opt(str(tmp_path / "out"))
+    made = load_model(str(tmp_path / "out"))
     for name, linear in ((f"model.decoder.layers.1.{part}", part) for part in MATRICES):
         ours, theirs = made.get_submodule(name).weight, dense.get_submodule(name).weight.detach()
         error = float((ours - theirs).norm() / theirs.norm())
@@ -262,7 +262,7 @@ def test_an_exported_folder_is_read_back(tmp_path, capsys, v2, heads):
     inexact = {"fc2"} if heads == 2 else {"fc2", "self_attn.out_proj"}
     assert {part for part, error in errors.items() if error} == inexact and errors["fc2"] < 0.03
     values = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    reader, made = MatrixReader(StoredTensors(theirs), values), load_opt(ours)
+    reader, made = MatrixReader(StoredTensors(theirs), values), load_model(ours)
     layouts, negative = row_layouts("opt", dims_of(values, theirs)), 0
     for part, layout in layouts.items():
         exact = made.get_submodule(f"model.decoder.layers.1.{part}")

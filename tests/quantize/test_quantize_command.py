@@ -24,7 +24,7 @@ from dejavu_train.ground.errors import GOES_ON, UserError, exit_on_user_error
 from dejavu_train.models.config_values import INT4, read_dims, read_values
 from dejavu_train.models.hooks import record
 from dejavu_train.models.int4 import CodedLinear
-from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.load import load_model, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize import command, run, stream
 from dejavu_train.quantize.check import check_output
@@ -68,11 +68,11 @@ def logits(model):
 def test_the_folder_is_a_model_for_everyone(quantised, wide_opt):
     assert len({file.stat().st_mode for file in quantised.iterdir()}) == 1, "none is the user's alone"
     check_folder(str(quantised), read_dims(str(quantised)))
-    model = load_opt(str(quantised), "float16")
+    model = load_model(str(quantised), "float16")
     assert isinstance(model.model.decoder.layers[1].self_attn.out_proj, CodedLinear) and model.dtype == torch.float32
     ours = logits(model)
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(quantised, dtype="float32")), ours)
-    dense = logits(load_opt(str(wide_opt)))
+    dense = logits(load_model(str(wide_opt)))
     assert 0 < (ours - dense).norm() < 0.3 * dense.norm()
     assert logits(AutoModelForCausalLM.from_pretrained(quantised, dtype="bfloat16")).isfinite().all()
 
@@ -110,11 +110,11 @@ def test_mask_and_gather_agree(quantised):
     bundle = make_bundle(quantised, means=True, cascade=True).at(0.3, 0.75)
     bundle.check_model(str(quantised))
     made = [
-        SparseOPTForCausalLM.from_model(load_opt(str(quantised)), bundle, backend) for backend in ("mask", "gather")
+        SparseOPTForCausalLM.from_model(load_model(str(quantised)), bundle, backend) for backend in ("mask", "gather")
     ]
     mask, gather = map(logits, made)
     torch.testing.assert_close(mask, gather, rtol=1e-3, atol=1e-3)
-    assert (mask - logits(load_opt(str(quantised)))).abs().max() > 0.01
+    assert (mask - logits(load_model(str(quantised)))).abs().max() > 0.01
 
 
 def test_a_sparse_model_is_saved_in_4_bits(quantised, tmp_path):
@@ -146,13 +146,13 @@ def test_the_record_says_how_it_was_made(quantised, wide_opt, settings):
 
 def test_gptq_errs_less_than_rounding_on_text(quantised, wide_opt, settings, tmp_path):
     quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "rtn")))
-    dense = load_opt(str(wide_opt))
+    dense = load_model(str(wide_opt))
     windows, _ = calibration_windows(settings, read_dims(str(wide_opt)), "")
     ids = torch.stack([torch.from_numpy(window) for window in windows if len(window) == 64][:8]).long()
     lost = {}
     for name, folder in (("gptq", quantised), ("rtn", tmp_path / "rtn")):
         with torch.no_grad():
-            lost[name] = float((load_opt(str(folder))(ids).logits - dense(ids).logits).square().sum())
+            lost[name] = float((load_model(str(folder))(ids).logits - dense(ids).logits).square().sum())
     assert lost["gptq"] < 0.67 * lost["rtn"]
 
 
@@ -304,14 +304,14 @@ def test_weights_of_other_packages_are_named(wide_opt, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
     message = error_of([f"--model={folder}", f"--output={tmp_path / 'out'}", "--device=cpu"], capsys)
     assert "--text FILE, or --quantizer rtn" in message
-    for action in (load_opt, lambda name: check_folder(name, read_dims(name))):
+    for action in (load_model, lambda name: check_folder(name, read_dims(name))):
         with pytest.raises(UserError, match="quantised by gptq; convert them first"):
             action(str(folder))
     for method, bits, said in (("hqq", 4, "quantised by hqq, which is not read here"), (INT4, 3, "says 3 bits")):
         config = values | {"quantization_config": {"quant_method": method, "bits": bits}}
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=said):
-            load_opt(str(folder))
+            load_model(str(folder))
         assert re.search(said, error_of([f"--model={folder}", f"--output={tmp_path / 'out'}", "--device=cpu"], capsys))
     with pytest.raises(ValueError, match="says 3 bits"):
         AutoModelForCausalLM.from_pretrained(folder)
@@ -326,7 +326,7 @@ def test_predictors_are_trained_on_the_quantised_model(quantised, text_file, tmp
     generated = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, eos_token_id=[])
     assert generated.shape == (1, IDS.shape[1] + 3)
     stored = load_file(tmp_path / "run" / "activations" / "layer_00" / "weights.safetensors")
-    fc1 = load_opt(str(quantised)).model.decoder.layers[0].fc1.weight
+    fc1 = load_model(str(quantised)).model.decoder.layers[0].fc1.weight
     assert any(tensor.shape == fc1.shape and torch.equal(tensor.float(), fc1) for tensor in stored.values())
 
 

@@ -18,7 +18,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_json
 from dejavu_train.models.config_values import read_dims, read_values
 from dejavu_train.models.int4 import CodedLinear
-from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.load import load_model, weight_hash
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.check import written_bytes
 from dejavu_train.quantize.config import QuantizeConfig
@@ -63,7 +63,7 @@ def logits(model, inputs):
 def test_the_folder_is_a_model_whose_every_matrix_is_in_codes(dense, coded, tmp_path):
     for folder in coded.values():
         check_folder(folder, read_dims(folder))
-    model, plain, inputs = load_opt(coded["gptq"]), load_opt(str(dense)), padded()
+    model, plain, inputs = load_model(coded["gptq"]), load_model(str(dense)), padded()
     names = set(family_of(model).matrices.values())
     assert all(isinstance(block.whole.get_submodule(name), CodedLinear) for block in blocks_of(model) for name in names)
     assert isinstance(model.get_output_embeddings(), CodedLinear)
@@ -77,7 +77,7 @@ def test_the_folder_is_a_model_whose_every_matrix_is_in_codes(dense, coded, tmp_
 @pytest.mark.parametrize("name, head", [("arcee", "fp16"), ("arcee", "int4"), ("nemotron", "int4"), ("350m", "fp16")])
 def test_what_check_states_is_what_is_written(name, head, dtype, tmp_path):
     """Of a head of its own, and of one that is the embedding."""
-    load_opt(str(save_family(name, tmp_path, **WIDE | OWN.get(name, {})))).to(dtype).save_pretrained(tmp_path)
+    load_model(str(save_family(name, tmp_path, **WIDE | OWN.get(name, {})))).to(dtype).save_pretrained(tmp_path)
     config = QuantizeConfig(str(tmp_path), output=str(tmp_path / "out"), quantizer="rtn", lm_head=head, device="cpu")
     quantise(config)
     stored = StoredTensors(config.output)
@@ -89,15 +89,15 @@ def test_transformers_loads_the_folder_as_we_do(coded):
     """Gates have their thresholds, and no first values of a family stay in what is made of codes."""
     inputs = padded()
     model = AutoModelForCausalLM.from_pretrained(coded["rtn"], dtype="float32").eval()
-    assert torch.equal(logits(model, inputs), logits(load_opt(coded["rtn"]), inputs))
+    assert torch.equal(logits(model, inputs), logits(load_model(coded["rtn"]), inputs))
     for block in blocks_of(model):
         block.out.weight.fill_(1.0)
-    assert torch.equal(logits(model, inputs), logits(load_opt(coded["rtn"]), inputs))
+    assert torch.equal(logits(model, inputs), logits(load_model(coded["rtn"]), inputs))
 
 
 def test_text_undoes_some_of_what_rounding_loses(dense, coded, config, tmp_path):
     """On the text that GPTQ reads. What its first layer sees is what the model's sees."""
-    plain, shape = load_opt(str(dense)), read_dims(str(dense))
+    plain, shape = load_model(str(dense)), read_dims(str(dense))
     windows = [window for window in calibration_windows(config, shape, "")[0] if len(window) == 64][:8]
     ids = torch.stack([torch.from_numpy(window) for window in windows]).long()
     skeleton = Skeleton(read_values(str(dense)), StoredTensors(str(dense)), torch.device("cpu"))
@@ -106,7 +106,7 @@ def test_text_undoes_some_of_what_rounding_loses(dense, coded, config, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(batch.hidden, family_of(plain).embed(plain, ids, at), rtol=1e-5, atol=1e-5)
         expected = plain(ids).logits
-        lost = {kind: float((load_opt(folder)(ids).logits - expected).norm()) for kind, folder in coded.items()}
+        lost = {kind: float((load_model(folder)(ids).logits - expected).norm()) for kind, folder in coded.items()}
     assert lost["gptq"] < 0.9 * lost["rtn"]
 
 
@@ -131,7 +131,7 @@ def inputs_of(model, windows):
 
 def test_what_a_matrix_lost_is_told_of_what_it_reads_in_the_model(dense, coded, config):
     """Each error by another way: hooks in the finished model. Nothing but matrices and biases differs from it."""
-    plain, models = load_opt(str(dense)), {kind: load_opt(folder) for kind, folder in coded.items()}
+    plain, models = load_model(str(dense)), {kind: load_model(folder) for kind, folder in coded.items()}
     told = {kind: read_json(Path(folder) / "quantization.json", "the report") for kind, folder in coded.items()}
     before, at = plain.state_dict(), dict(models["gptq"].state_dict())
     same = [name for name in before if name in at and not name.endswith((".bias", "lm_head.weight"))]
@@ -160,11 +160,11 @@ def test_all_backends_run_it_alike(coded):
     bundle, found = make_bundle(folder, means=True).at(0.4, 0.6), {}
     for backend in ("mask", "gather", "triton"):
         ops = {"ops": "reference"} if backend == "triton" else {}
-        model = SparseCausalLM.from_model(load_opt(folder), bundle, backend, sparse_from=3, **ops)
+        model = SparseCausalLM.from_model(load_model(folder), bundle, backend, sparse_from=3, **ops)
         found[backend] = logits(model, inputs)
     for backend in found:
         torch.testing.assert_close(found[backend], found["mask"], rtol=1e-3, atol=1e-3)
-    model, ids = load_opt(folder), inputs["input_ids"][1]
+    model, ids = load_model(folder), inputs["input_ids"][1]
     expected = -model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     found = CpuEngine(CpuWeights.from_model(model), threads=1).score([ids.tolist()])[0]
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.15)  # embeddings in 8 bits

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt, weight_hash
+from dejavu_train.models.load import load_model, weight_hash
 from dejavu_train.models.stored import check_folder
 
 # -------------------------------------------------------------------------------- K4: the files that are really read
@@ -245,10 +245,10 @@ def a_joint_folder_that_moved(case: Case) -> bool:
 def a_prompt_with_its_own_start(case: Case) -> list[int]:
     from dejavu_train.evaluation import run
     from dejavu_train.evaluation.config import InferConfig
-    from dejavu_train.models.opt import load_tokenizer
+    from dejavu_train.models.load import load_tokenizer
 
     config = InferConfig(model=str(case.folder), bundle="", generate="</s>the model")
-    ids = run._prompt(config, load_opt(str(case.folder)), load_tokenizer(str(case.folder)))
+    ids = run._prompt(config, load_model(str(case.folder)), load_tokenizer(str(case.folder)))
     return [int(token) for token in ids[0, :2]].count(2)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from dejavu_train import SparseOPTForCausalLM
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 # ------------------------------------------------------------------------------------- K1: state of a call is shared
 
@@ -204,7 +204,7 @@ def scales_of_a_four_bit_matrix(case: Case) -> dict[str, Any]:
     bundle = make_bundle(folder).at(1.0, 1.0)
 
     def one(backend: str) -> bool:
-        model = SparseOPTForCausalLM.from_model(four_bits(load_opt(str(folder))), bundle, backend)
+        model = SparseOPTForCausalLM.from_model(four_bits(load_model(str(folder))), bundle, backend)
         fc2 = model.model.decoder.layers[1].fc2
         before, halved = fc2.weight.clone(), pickle.loads(pickle.dumps(model))
         logits = results(model)[0]

@@ -9,7 +9,7 @@ from family_models import random_family, save_family
 
 from dejavu_train import Bundle, SparseCausalLM, SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 PROMPT = torch.tensor([[2, 5, 9, 11, 40]])
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
@@ -30,7 +30,7 @@ def test_loaded_saved_and_loaded_again(tiny_opt, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="dejavu_train")
     model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), backend="gather")
     assert "holds no predictors: all units are computed" in caplog.text
-    expected = load_opt(str(tiny_opt)).generate(PROMPT, **GREEDY)
+    expected = load_model(str(tiny_opt)).generate(PROMPT, **GREEDY)
     assert torch.equal(model.generate(PROMPT, **GREEDY), expected)
     model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved" / "predictors").exists()
@@ -41,7 +41,7 @@ def test_loaded_saved_and_loaded_again(tiny_opt, tmp_path, caplog):
 def test_saved_over_a_model_with_predictors_the_bundle_goes(tiny_opt, bundle, tmp_path):
     SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather").save_pretrained(tmp_path)
     assert (tmp_path / "predictors" / "bundle.json").is_file()
-    SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), backend="gather").save_pretrained(tmp_path)
+    SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), backend="gather").save_pretrained(tmp_path)
     assert SparseOPTForCausalLM.from_pretrained(tmp_path, backend="gather").bundle.targets == []
 
 

@@ -9,7 +9,7 @@ from signature_rows import BACKENDS, IDS, Recorder
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.inputs import keep_columns
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
@@ -22,7 +22,7 @@ def models(tiny_opt):
     made = {}
     for backend in (*BACKENDS, "auto"):
         ops = "reference" if backend == "triton" else "triton"
-        made[backend] = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, backend, ops=ops)
+        made[backend] = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, backend, ops=ops)
     return made
 
 

@@ -9,7 +9,7 @@ from bundles import make_bundle
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 IDS = torch.tensor([[2, 5, 6, 7, 8]])
@@ -23,7 +23,7 @@ def bundle(tiny_opt):
 
 @pytest.fixture(scope="module")
 def dense(tiny_opt):
-    return load_opt(str(tiny_opt)).generate(IDS, **SETTINGS)
+    return load_model(str(tiny_opt)).generate(IDS, **SETTINGS)
 
 
 def asking(bundle, value):
@@ -33,7 +33,7 @@ def asking(bundle, value):
 @pytest.mark.parametrize("value", [True, {}, {"draft_length": 2}, {"draft_weights": "int8"}])
 def test_a_bundle_may_ask_for_lossless_text(tiny_opt, bundle, dense, tmp_path, value):
     asking(bundle, value).save_pretrained(tmp_path)
-    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), Bundle.from_pretrained(tmp_path), "cpu")
+    model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), Bundle.from_pretrained(tmp_path), "cpu")
     assert torch.equal(model.generate(IDS, **SETTINGS), dense)
     report = model.lossless_report()
     assert report["tokens"] == 19 and report["drafted"] > 0
@@ -51,16 +51,16 @@ def test_what_a_bundle_asks_for_is_checked(tiny_opt, bundle):
         ({"length": 3}, "write true, false, or an object"),
         ({"draft_length": 9}, "0 to 7"),
     ):
-        model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), asking(bundle, value), "cpu")
+        model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), asking(bundle, value), "cpu")
         with pytest.raises(UserError, match=message):
             model.generate(IDS, **SETTINGS)
-    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), asking(bundle, False), "cpu")
+    model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), asking(bundle, False), "cpu")
     model.generate(IDS, **SETTINGS)
     assert model.lossless_report() is None
 
 
 def test_a_guard_and_lossless_together_are_one_line(tiny_opt, bundle):
-    dense = load_opt(str(tiny_opt))
+    dense = load_model(str(tiny_opt))
     model = SparseOPTForCausalLM.from_model(dense, bundle, "triton", ops="reference", guard=Guard(4))
     with pytest.raises(UserError, match="^lossless decoding has no guard.*pass guard=None$"):
         model.generate(IDS, lossless=True, **SETTINGS)
@@ -81,7 +81,7 @@ class Heard:
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_a_stream_shows_verified_tokens_alone(tiny_opt, bundle, dense, backend):
-    model = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, backend, ops="reference")
+    model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, backend, ops="reference")
     stop = int(dense[0, -4])
     first = dense[0, IDS.shape[1] :].tolist().index(stop) + IDS.shape[1] + 1
     for settings, expected in ((SETTINGS, dense[0]), (SETTINGS | {"min_new_tokens": 0}, dense[0, :first])):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.runtime import WITHOUT_PLAN
 
 
@@ -109,7 +109,7 @@ def test_right_padding_in_a_forward_pass(dense, bundle):
 
 
 def test_gradients_are_right_or_refused(tiny_opt, bundle):
-    ids, own = tokens(2, 9), load_opt(str(tiny_opt))
+    ids, own = tokens(2, 9), load_model(str(tiny_opt))
     gather = sparse(own, bundle, "gather")
     with pytest.raises(UserError, match="gather gives no gradients; use backend='mask'"):
         gather(ids, labels=ids).loss.backward()
@@ -171,7 +171,7 @@ def test_torch_compile_leaves_the_model_as_it_is_and_torch_export_is_refused(den
 @pytest.mark.parametrize("part", ["model.decoder.layers.1", "model.decoder"])
 def test_a_compiled_part_runs_or_is_refused(tiny_opt, dense, bundle, part):
     """Its graph, made without hooks, would be run again with those of mask, and compute everything."""
-    model, ids = load_opt(str(tiny_opt)), tokens(1, 7)
+    model, ids = load_model(str(tiny_opt)), tokens(1, 7)
     model.get_submodule(part).compile(backend="eager")
     with torch.no_grad():
         model(ids)
@@ -186,7 +186,7 @@ def test_half_precision_runs(tiny_opt, bundle):
     model = SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather", dtype=torch.bfloat16)
     with torch.no_grad():
         got = model(ids).logits
-        expected = sparse(load_opt(str(tiny_opt), "bfloat16"), bundle, "mask")(ids).logits
+        expected = sparse(load_model(str(tiny_opt), "bfloat16"), bundle, "mask")(ids).logits
     assert got.dtype == torch.bfloat16
     assert F.cosine_similarity(got.float(), expected.float(), dim=-1).median() > 0.99
 
@@ -217,7 +217,7 @@ def test_other_sizes(tmp_path, sizes):
 
     folder = save_tiny_opt(tmp_path / "opt", **sizes)
     moved = make_bundle(folder, means=True).at(0.3, 0.5)
-    model, ids = load_opt(str(folder)), tokens(2, 12)
+    model, ids = load_model(str(folder)), tokens(2, 12)
     with torch.no_grad():
         close(sparse(model, moved, "gather")(ids).logits, sparse(model, moved, "mask")(ids).logits)
 

@@ -10,7 +10,7 @@ from transformers import OPTForCausalLM
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -200,7 +200,7 @@ def test_a_model_made_in_inference_mode_runs(dense, bundle, backend):
     with torch.inference_mode():
         layer(model).self_attn.out_proj.bias.add_(2.0)
         layer(model).fc1.weight.mul_(-1.5)
-    changed = load_opt(dense.config._name_or_path)
+    changed = load_model(dense.config._name_or_path)
     changed.load_state_dict(model.state_dict())
     read = some.one_stage() if backend == "triton" else some
     assert given(model)[1] == given(sparse(changed, read, "mask"))[1] != expected

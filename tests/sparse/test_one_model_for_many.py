@@ -7,7 +7,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
@@ -15,7 +15,7 @@ GREEDY = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
 def sparse(folder, bundle, backend, **options):
     options |= {"ops": "reference"} if backend == "triton" else {}
-    return SparseOPTForCausalLM.from_model(load_opt(str(folder)), bundle, backend, **options)
+    return SparseOPTForCausalLM.from_model(load_model(str(folder)), bundle, backend, **options)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def written(model, ids, **options):
 
 def fresh(model, backend="mask"):
     """What a model gives that is made now, of the same weights. The engine of a GPU runs no second stage."""
-    dense = load_opt(str(model.config._name_or_path))
+    dense = load_model(str(model.config._name_or_path))
     dense.load_state_dict(model.state_dict())
     bundle = model.bundle.one_stage() if model.backend == "triton" else model.bundle
     return SparseOPTForCausalLM.from_model(dense, bundle, backend, model.sparse_from)
@@ -147,8 +147,8 @@ def test_an_adapter_of_what_is_read_first_runs(folder, bundle, kind, backend):
                 parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         return made.generate(input_ids=ids, **GREEDY).tolist()
 
-    plain = load_opt(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
-    model, expected = sparse(folder, bundle.at(1.0, 1.0), backend), text(load_opt(str(folder)))
+    plain = load_model(str(folder)).generate(input_ids=ids, **GREEDY).tolist()
+    model, expected = sparse(folder, bundle.at(1.0, 1.0), backend), text(load_model(str(folder)))
     assert expected != plain, "the adapter changes nothing, the test shows nothing"
     if kind == "prefix" and backend != "mask":  # it puts a cache of its own in place
         with pytest.raises(UserError, match="SparseCache, got DynamicCache; .* or use backend='mask'"):
@@ -177,7 +177,7 @@ def test_a_prompt_that_is_tuned_is_dense_where_prompts_are(folder, bundle, kind,
         with torch.no_grad():
             return made.generate(input_ids=ids, **GREEDY, **told).logits
 
-    got, dense = logits(sparse(folder, bundle, backend, sparse_from="prompt")), logits(load_opt(str(folder)))
+    got, dense = logits(sparse(folder, bundle, backend, sparse_from="prompt")), logits(load_model(str(folder)))
     torch.testing.assert_close(got[0], dense[0], atol=1e-4, rtol=1e-4)
     assert ((got[1] - dense[1]).abs().amax(dim=1) > 1e-2).all(), "what follows the prompt is sparse"
 

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 from transformers import AutoTokenizer
 
 from dejavu_train import Bundle
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 MODEL = REPOSITORY / "checkpoints" / "opt-mini"
@@ -24,8 +24,8 @@ def test_gather_is_mask_on_opt_mini(cascade):
     differ. The perplexity may not."""
     bundle = make_bundle(MODEL, means=True, dtype="int4" if cascade else "float16", cascade=cascade).at(0.2, 0.7)
     ids = torch.randint(4, 8000, (2, 24), generator=torch.Generator().manual_seed(1))
-    mask = SparseOPTForCausalLM.from_model(load_opt(str(MODEL)), bundle, "mask")(ids).logits
-    gather = SparseOPTForCausalLM.from_model(load_opt(str(MODEL)), bundle, "gather")
+    mask = SparseOPTForCausalLM.from_model(load_model(str(MODEL)), bundle, "mask")(ids).logits
+    gather = SparseOPTForCausalLM.from_model(load_model(str(MODEL)), bundle, "gather")
     cache = gather.new_cache()
     steps = [gather(ids[:, t : t + 1], past_key_values=cache).logits for t in range(ids.shape[1])]
     got = torch.cat(steps, dim=1)
@@ -33,7 +33,7 @@ def test_gather_is_mask_on_opt_mini(cascade):
     assert near.float().mean() >= 0.9
     nats = [torch.nn.functional.cross_entropy(x[:, :-1].transpose(1, 2), ids[:, 1:]) for x in (got, mask)]
     assert abs(math.expm1(float(nats[0] - nats[1]))) < 1e-3
-    dense = load_opt(str(MODEL))(ids).logits
+    dense = load_model(str(MODEL))(ids).logits
     assert ((dense - mask).abs().amax(-1) > 0.01 * mask.abs().max()).float().mean() > 0.9  # the selection is felt
 
 

@@ -15,7 +15,7 @@ from transformers import OPTForCausalLM
 from dejavu_train import Bundle, SparseOPTForCausalLM
 from dejavu_train.bundle.artifact import METADATA
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.stored import INDEX, SINGLE, loaded_files
 from dejavu_train.sparse import saving
 
@@ -25,7 +25,7 @@ IDS = torch.arange(3, 9)[None]
 @pytest.fixture
 def folder(tiny_opt, tmp_path):
     """A model in shards, as it came from somewhere, with files of its owner beside them."""
-    load_opt(str(tiny_opt)).save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    load_model(str(tiny_opt)).save_pretrained(tmp_path / "model", max_shard_size="40KB")
     (tmp_path / "model" / "notes.txt").write_text("mine")
     for file in tiny_opt.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")

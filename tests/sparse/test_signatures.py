@@ -23,7 +23,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import Unsupported, UserError
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 
 OWN = {"self", "kwargs", "logits", "vocab_size"}
 
@@ -77,7 +77,7 @@ def models(tiny_opt):
     made = {}
     for backend in BACKENDS:
         ops = "reference" if backend == "triton" else "triton"
-        made[backend] = SparseOPTForCausalLM.from_model(load_opt(str(tiny_opt)), bundle, backend, ops=ops)
+        made[backend] = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, backend, ops=ops)
     return made
 
 

@@ -14,7 +14,7 @@ from dejavu_train.bundle.cost_model import mlp_share
 from dejavu_train.ground import signals
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.layer_walk import LayerWalk
-from dejavu_train.models.opt import load_opt
+from dejavu_train.models.load import load_model
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.training import finetune as module
 from dejavu_train.training import passes
@@ -66,7 +66,7 @@ def test_the_price_follows_the_bytes():
 @pytest.mark.parametrize("options", [{"dtype": "int4", "cascade": True}, {"means": True}], ids=str)
 def test_tuning_loses_less_at_the_same_bytes(folder, options):
     bundle = make_bundle(folder, rank=16, **options).at(mlp_density=0.5, head_density=0.75)
-    model = load_opt(str(folder))
+    model = load_model(str(folder))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = TuneConfig(steps=60, tokens=96, batch_tokens=96, learning_rate=3e-2, price=0.05)
     made, metrics = finetune(model, bundle, windows(), config, FLOAT16)
@@ -79,7 +79,7 @@ def test_tuning_loses_less_at_the_same_bytes(folder, options):
 
 
 def test_what_cannot_be_tuned(folder):
-    model, bundle = load_opt(str(folder)), make_bundle(folder)
+    model, bundle = load_model(str(folder)), make_bundle(folder)
     for wrong, message in (
         (bundle.at(1.0, 0.5), "every MLP of the bundle is dense"),
         (bundle.at(0.3, 0.5, top_k=True), "needs thresholds"),
@@ -104,7 +104,7 @@ def test_the_first_price_is_the_measured_slope(folder):
 
 def test_dense_layers_stay_dense(folder):
     bundle = make_bundle(folder).with_densities({(0, "mlp"): 1.0, (1, "mlp"): 0.4})
-    made, _ = finetune(load_opt(str(folder)), bundle, windows(), TuneConfig(steps=1, tokens=48), FLOAT16)
+    made, _ = finetune(load_model(str(folder)), bundle, windows(), TuneConfig(steps=1, tokens=48), FLOAT16)
     assert list(made) == [1]
 
 
@@ -142,7 +142,7 @@ def test_by_layers_predictors_are_those_of_a_model_in_memory(tmp_path, case):
     folder = save_family(family, tmp_path, num_hidden_layers=3, n_layer=3)
     bundle = change(make_bundle(folder, **options).at(mlp_density=0.5, head_density=0.75))
     config = TuneConfig(steps=3, tokens=96, batch_tokens=48, learning_rate=3e-2, price=0.05)
-    expected, metrics = finetune(load_opt(str(folder)), bundle, windows(), config, FLOAT16)
+    expected, metrics = finetune(load_model(str(folder)), bundle, windows(), config, FLOAT16)
     model, read = walk(folder), []
     take = model.reader.take
     model.reader.take = lambda number, then: read.append(number) or take(number, then)
@@ -153,7 +153,7 @@ def test_by_layers_predictors_are_those_of_a_model_in_memory(tmp_path, case):
     assert not any(parameter.requires_grad for parameter in made[0].parameters())
 
 
-@pytest.mark.parametrize("load", [load_opt, walk], ids=["whole", "by layers"])
+@pytest.mark.parametrize("load", [load_model, walk], ids=["whole", "by layers"])
 @pytest.mark.parametrize("how", ["killed", "SIGTERM"])
 def test_interrupted_tuning_goes_on_to_the_same_predictors(folder, tmp_path, monkeypatch, how, load, caplog):
     bundle, model = make_bundle(folder, rank=8, dtype="int4").at(mlp_density=0.5), load(str(folder))
@@ -177,14 +177,14 @@ def test_interrupted_tuning_goes_on_to_the_same_predictors(folder, tmp_path, mon
         finetune(model, bundle, windows(), config, FLOAT16, state_path=path)
     caplog.set_level("INFO", logger="dejavu_train")
     made, resumed = finetune(model, bundle, windows(), config, FLOAT16, state_path=path)
-    finished = how == "SIGTERM" and load is load_opt  # by layers a step takes minutes, and is given up
+    finished = how == "SIGTERM" and load is load_model  # by layers a step takes minutes, and is given up
     assert f"going on from step {5 if finished else 4} of 7" in caplog.text
     assert resumed == metrics
     assert_equal(made, expected)
 
 
 def test_a_state_of_other_settings_is_left_and_a_damaged_one_refused(folder, tmp_path, monkeypatch, caplog):
-    bundle, model, path = make_bundle(folder).at(0.5), load_opt(str(folder)), tmp_path / "tuning.ckpt"
+    bundle, model, path = make_bundle(folder).at(0.5), load_model(str(folder)), tmp_path / "tuning.ckpt"
     monkeypatch.setattr(module, "SAVE_SECONDS", -1.0)
     caplog.set_level("INFO", logger="dejavu_train")
     finetune(model, bundle, windows(), TuneConfig(steps=2, tokens=24), FLOAT16, state_path=path)

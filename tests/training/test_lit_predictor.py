@@ -6,7 +6,7 @@ from small_runs import activations, flags
 from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader
-from dejavu_train.data.shards import ActivationManifest, LayerWeights, unpack_bits
+from dejavu_train.data.shards import ActivationManifest, RecordedWeights, unpack_bits
 from dejavu_train.families import Site, UnitKey
 from dejavu_train.ground.errors import UserError
 from dejavu_train.predictors.checkpoint import as_stored, stored_tensors
@@ -25,7 +25,7 @@ def folder(tiny_opt, text_file):
 
 @pytest.fixture
 def weights(folder):
-    return LayerWeights.load(folder, 1, ActivationManifest.load(folder).weight_hash)
+    return RecordedWeights.load(folder, 1, ActivationManifest.load(folder).weight_hash)
 
 
 def data_for(folder, target, site):

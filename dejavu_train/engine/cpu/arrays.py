@@ -39,62 +39,83 @@ NEVER, BEFORE, BEHIND = range(3)  # Model.head_norm: where norms of q and k stan
 
 
 class Model(Group):
-    """rows (n, D) fp32 or int8, scales (n, ceil(D / group)) fp32. first (L, 5): first row of each part.
+    """Weights of a model, and the numbers that say how they are used.
 
-    Rows of q, k and v: first[QKV] + (c + 2) e unit, then the unit's c e rows of q, e of k, e of v. first[MLP_IN]: of
-    what is activated first, the gate, or up where there is none. in_bias (L, f) is its bias. positions (T, d) as
-    OPT stores them, (0, d) of others. Of fp32 rows the LM head exists a second time as screen (V, D) int8 with
-    screen_scale (V, ceil(D / WIDEST_GROUP)). screen_error (V, 2) is what an int8 logit is off by at most. Its first
-    number is for each unit of the norm of x, the second for each unit of its levels. out_scale (L, h, D) fp32 of codes
-    of a 4-bit model, else (0, h, D).
-
-    norms (2 L + 2, 2, d): weight and bias of the norms in order of use, the last that of the embedding. What there is:
-    post_norm (behind the halves), final_norm, embedding_norm. centred: x less its mean, as LayerNorm has it.
-
-    turns (T, 2, r / 2): cosines and sines that turn q and k, (0, 2, 0) of others. head_norms (L, 2, 2, e): weight and
-    bias of the norms of q and k, those of q times their scaling. slopes (h): of ALiBi, else 0. q_scaling: of q where
-    nothing norms it. activation: its kind. threshold: what a neuron must exceed. gated, activates_up: as `BlockParts`.
-    logit_cap: 0 = none.
+    Rows of q, k and v: first[QKV] + (c + 2) e unit, then the unit's c e rows of q, e of k, e of v.
     """
 
     rows: np.ndarray
+    """(n, D) fp32 or int8: the rows of all parts."""
     scales: np.ndarray
+    """(n, ceil(D / group)) fp32."""
     out_scale: np.ndarray
+    """(L, h, D) fp32 of codes of a 4-bit model, else (0, h, D)."""
     group: int
+    """Columns that share a scale."""
     first: np.ndarray
+    """(L, 5): first row of each part. MLP_IN: of what is activated first, the gate, or up where there is none."""
     embedding: int
+    """First row of the tokens' embedding."""
     lm_head: int
+    """First row of the LM head."""
     screen: np.ndarray
+    """(V, D) int8: the LM head a second time, where rows are fp32."""
     screen_scale: np.ndarray
+    """(V, ceil(D / WIDEST_GROUP))."""
     screen_error: np.ndarray
+    """(V, 2): error of an int8 logit at most, for each unit of the norm of x and for each unit of its levels."""
     vocab: int
+    """Tokens, V."""
     kv_group: int
+    """Query heads that share a head of K and V, c."""
     norms: np.ndarray
+    """(2 L + 2, 2, d): weight and bias of the norms in order of use, the last that of the embedding."""
     eps: float
+    """The norms' eps."""
     centred: int
+    """Whether a norm takes x less its mean, as LayerNorm has it."""
     post_norm: int
+    """Whether norms stand behind the halves."""
     final_norm: int
+    """Whether there is one before the LM head."""
     embedding_norm: int
+    """Whether there is one behind the embedding."""
     qkv_bias: np.ndarray
+    """By layer, in the order of the rows."""
     up_bias: np.ndarray
+    """(L, f)."""
     in_bias: np.ndarray
+    """(L, f): bias of what is activated first."""
     down_bias: np.ndarray
+    """(L, d)."""
     positions: np.ndarray
+    """(T, d) as OPT stores them, (0, d) of others."""
     turns: np.ndarray
+    """(T, 2, r / 2): cosines and sines that turn q and k, (0, 2, 0) of others."""
     head_norm: int
+    """Place of the norms of q and k: NEVER, BEFORE or BEHIND."""
     head_norms: np.ndarray
+    """(L, 2, 2, e): weight and bias of the norms of q and k, those of q times their scaling."""
     head_eps: float
+    """The eps of the norms of q and k."""
     slopes: np.ndarray
+    """(h): of ALiBi, else 0."""
     q_scaling: float
+    """Factor of q where nothing norms it."""
     activation: int
+    """Kind of activation, RELU_KIND and so on."""
     threshold: float
+    """Number that an active neuron exceeds."""
     gated: int
+    """As in `BlockParts`."""
     activates_up: int
+    """As in `BlockParts`."""
     logit_cap: float
+    """Bound of the logits, 0 = none."""
 
 
 class Selectors(Group):
-    """What a bundle adds: predictors, the means of skipped heads, the second stage of cascades.
+    """Additions of a bundle: predictors, the means of skipped heads, the second stage of cascades.
 
     at (L, 2): number of the predictor of a target, -1 = dense. sites (2 L + 1), readers: the predictors that read at
     half s (attn_in of layer s // 2, or mlp_in) are readers[sites[s] : sites[s + 1]]. spec (P, 10): see the columns.
@@ -185,7 +206,7 @@ class State(Group):
 
 
 class Scratch(Group):
-    """What each thread has, with gaps at the end of its part. x, normed (N, B, D) fp32, operand (N, B, D) and
+    """Scratch of each thread, with gaps at the end of its part. x, normed (N, B, D) fp32, operand (N, B, D) and
     operand_unit (N, B) of normed. levels (N, B, D) int16, level_unit, level_sum (N, B). partial (2, N, B, D), scores
     (N, max(T, g, e)), mask, heads (N, g). units, unit_rows, found, found_rows (N, f). A list of row numbers (N, .)
     int32, with results or factors of each (N, B, .) fp32, and a second of them where MLPs are gated. best_token and

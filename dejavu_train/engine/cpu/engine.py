@@ -112,7 +112,7 @@ class CpuEngine(Session):
         super().__init__()
 
     def describe(self) -> str:
-        """What was decided when the engine was built, with the reasons, how weights are kept, and the threads."""
+        """Decisions made when the engine was built, with the reasons, how weights are kept, and the threads."""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         return f"{self.plan.describe()}\nkept as {self.weights.describe()}, {threads}"
 
@@ -126,7 +126,7 @@ class CpuEngine(Session):
 
     @property
     def turns(self) -> Turns:
-        """Of this process: one that was forked may have copied them while a call held them."""
+        """Turns of this process: one that was forked may have copied them while a call held them."""
         self._team.check_alive()
         return super().turns
 
@@ -143,7 +143,7 @@ class CpuEngine(Session):
         return n
 
     def read(self, n: int) -> tuple[list[int], list[bool], dict[int, UserError]]:
-        """What is not finite is named by layer. See `Session.read`."""
+        """Read rows. Names what is not finite by layer. See `Session.read`."""
         state = self.state
         faults = {
             int(b): fault(int(state.fault_site[b]) - 1, int(b), int(state.fault[b]) - 1)

@@ -27,7 +27,7 @@ HEAD_ROWS = 4096  # of the LM head at once
 
 
 def fault(site: int, row: int, position: int) -> UserError:
-    """What to raise where the input of norm ``site``, in order of use, is not finite. -1 = of the LM head."""
+    """Error for an input of norm ``site``, in order of use, that is not finite. -1 = of the LM head."""
     where = name_half(site - 1) if site > 0 else "the LM head" if site < 0 else "the embedding"
     return not_finite(f"{where} gives numbers that are not finite (row {row}, position {position})")
 

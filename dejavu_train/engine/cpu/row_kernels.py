@@ -28,7 +28,7 @@ _FUSE = ("contract",)
 
 
 class Rows:
-    """What one call reads: addresses of its four rows, and of the four that the next call will read."""
+    """Addresses that one call reads: its four rows, and the four that the next call will read."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, rows: Any, numbers: Any, first: Any, n: Any) -> None:
         self.context, self.builder = context, builder

@@ -43,7 +43,7 @@ N_STEPS, MODE, SCORE, TAIL_ONLY = range(4)  # words of a command; N_STEPS -1 sen
 
 @compiled()
 def embed(model, state, work, thread):
-    """What the first layer reads into this thread's x: the token's row, its position's where positions are learned."""
+    """Put the first layer's input into this thread's x: the token's row, and its position's where these are learned."""
     numbers, factors = work.numbers[thread], work.results[thread]
     factors[:, 0] = 1
     for b in range(state.row_state.shape[0]):
@@ -258,7 +258,7 @@ def step(model, selectors, state, work, control, mode, score, given, thread, n_t
 
 @compiled()
 def run(model, selectors, state, work, control, command, thread, n_threads):
-    """What a command asks for: some steps, or the tail alone from work.residual. Ends early when all rows are done."""
+    """Run a command: some steps, or the tail alone from work.residual. Ends early when all rows are done."""
     mode, score = command[MODE], command[SCORE]
     everyone = (1 << state.row_state.shape[0]) - 1
     for _ in range(command[N_STEPS]):

@@ -21,7 +21,7 @@ from dejavu_train.engine.cpu.row_tiles import (
 from dejavu_train.engine.cpu.threads import bits_from_float, compiled, float_from_bits
 
 SUMS = {"reassoc", "contract", "nsz", "arcp"}
-"""What the compiler may do with floating-point sums: reorder and fuse them, and take the sign of zero for either."""
+"""Freedoms of the compiler with floating-point sums: reorder and fuse them, and take the sign of zero for either."""
 
 
 @compiled()

@@ -193,7 +193,7 @@ class CpuWeights:
 
     @property
     def operand(self) -> type:
-        """What rows are multiplied with: fp32, or int16 levels."""
+        """Type that rows are multiplied with: fp32, or int16 levels."""
         return np.float32 if self.model.rows.dtype == np.float32 else np.int16
 
     def put(self, first: int, weight: Tensor) -> None:
@@ -359,7 +359,7 @@ def _put_norm(place: np.ndarray, norm: ReadNorm) -> None:
 
 
 def _one_eps(norms: list[ReadNorm]) -> float:
-    """What all these norms have as eps. Raises NotPlain where they have several."""
+    """The eps of all these norms. Raises NotPlain where they have several."""
     found = {norm.eps for norm in norms} or {0.0}
     if len(found) > 1:
         raise NotPlain("the model", "has norms of several eps, and the CPU engine one for all")

@@ -22,7 +22,7 @@ RENDEZVOUS_SECONDS = 120
 
 
 class Hosts(Protocol):
-    """What the hosts of all ranks tell each other between steps."""
+    """Channel between the hosts of all ranks between steps."""
 
     def gather(self, number: int) -> list[int]:
         """The numbers of all ranks, by rank."""
@@ -77,7 +77,7 @@ class Group:
 
 
 def _is_of_gloo(error: RuntimeError) -> bool:
-    """What gloo raises has no class of its own."""
+    """Tell whether gloo raised it. Its errors have no class of their own."""
     return any(word in str(error) for word in ("gloo", "Connection closed by peer", "Connection reset", "Broken pipe"))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the output of half a layer: the residual stream itself, or a part of it that other ranks add to.
+"""Ways for the output of half a layer: the residual stream itself, or a part of it that other ranks add to.
 
     one GPU     out = x + bias + W y
     rank 0      part = x + bias + W_0 y_0          out = part_0 + part_1 + ..., on all ranks
@@ -16,7 +16,7 @@ from dejavu_train.engine.ranks.sums import Sums
 
 
 class Join:
-    """Of one GPU: nothing is left to add.
+    """Join on one GPU: nothing is left to add.
 
     Attributes:
         number: of this rank.
@@ -36,7 +36,7 @@ class Join:
         """out = the sum of what was written into its parts."""
 
     def total(self, x: Tensor) -> Tensor:
-        """Of many tokens: the sum of x on all ranks, without the residual stream."""
+        """Sum of x on all ranks, without the residual stream, for many tokens."""
         return x
 
     def head(self, logits: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Join:
 
 
 class RankJoin(Join):
-    """Of one of several ranks."""
+    """Join on one of several ranks."""
 
     def __init__(self, shard: Shard, sums: Sums, batch: int, device: torch.device) -> None:
         d, vocab = shard.whole.d_model, shard.whole.vocab_size

@@ -9,6 +9,6 @@ RANKS = "dejavu_ranks"  # of a model that is a part
 
 
 def ranks_of(model: Any) -> "Ranks | None":
-    """Of a model that `load_rank` has loaded. None = it is whole."""
+    """Ranks of a model that `load_rank` has loaded. None = it is whole."""
     found: Ranks | None = getattr(model, RANKS, None)
     return found

@@ -1,4 +1,4 @@
-"""What an engine is told that is one of several ranks."""
+"""Place of an engine that is one of several ranks."""
 
 import contextlib
 from dataclasses import dataclass
@@ -23,5 +23,5 @@ class Ranks:
 
 
 def waiting(ranks: Ranks | None) -> contextlib.AbstractContextManager[Any]:
-    """Of what waits for other ranks, where there are any."""
+    """Context for waiting for other ranks, where there are any."""
     return contextlib.nullcontext() if ranks is None else ranks.hosts.waiting()

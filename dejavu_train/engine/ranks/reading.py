@@ -20,10 +20,10 @@ from dejavu_train.models.config_values import INT4, quant_method, read_values, r
 from dejavu_train.models.int4 import CodedLinear, head_layout, row_layouts
 from dejavu_train.models.int4_quantizer import replace_matrices
 from dejavu_train.models.int4_sizes import head_kind, head_sizes
-from dejavu_train.models.opt import DTYPE_SPELLED, chosen_dtype, random_model
+from dejavu_train.models.load import DTYPE_SPELLED, chosen_dtype, random_model
 from dejavu_train.models.stored import (
     HEAD,
-    Stored,
+    TensorEntry,
     check_weights,
     embedding_name,
     expected_tensors,
@@ -42,7 +42,7 @@ class MappedTensors:
     """
 
     def __init__(self, files: Sequence[Path], model: str, embedding: str) -> None:
-        found: dict[str, tuple[Path, Stored]] = {}
+        found: dict[str, tuple[Path, TensorEntry]] = {}
         for file in files:
             if file.suffix != ".safetensors":
                 raise UserError(f"{file} is pickled, and several GPUs read rows of safetensors; save {model} again")
@@ -76,7 +76,7 @@ class MappedTensors:
 
 
 def runs_of(ids: Tensor) -> list[tuple[int, int]]:
-    """Of ascending ids the first and the number of each run without gaps.
+    """The first and the number of each run without gaps of ascending ids.
 
     >>> runs_of(torch.tensor([2, 3, 4, 8]))
     [(2, 3), (8, 1)]
@@ -98,9 +98,9 @@ def load_shard(
     Its modules cannot be called as a model: what they give is a part. Biases that count once are zero on later ranks.
 
     Args:
-        name: folder or hub id. dtype: as of `load_opt`. Of 4-bit rows what is no matrix is in float32.
+        name: folder or hub id. dtype: as of `load_model`. Of 4-bit rows what is no matrix is in float32.
     Raises:
-        UserError: as `load_opt`. Weights that are pickled, or q, k and v that are stored as one matrix.
+        UserError: as `load_model`. Weights that are pickled, or q, k and v that are stored as one matrix.
     """
     values = read_values(name, revision)
     refuse_foreign(values, name)
@@ -183,7 +183,7 @@ def _fill(
 
 
 def _fill_others(model: Any, stored: MappedTensors, dtype: torch.dtype, device: torch.device | str) -> None:
-    """What is no map of a layer: whole, on every rank. Tied weights stay tied."""
+    """Fill what is no map of a layer: whole, on every rank. Tied weights stay tied."""
     made: dict[int, nn.Parameter] = {}
     for path, module in list(model.named_modules()):
         for name, tensor in list(module.named_parameters(recurse=False)):

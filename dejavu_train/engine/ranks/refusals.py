@@ -1,4 +1,4 @@
-"""What several GPUs do not do together."""
+"""Refusals of several GPUs together."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What one of several GPUs holds of a model: its units of every layer with their predictors, and rows of the LM head.
+"""Share of a model on one of several GPUs: its units of every layer with their predictors, and rows of the LM head.
 
 | held | of the whole model | of a rank |
 | --- | --- | --- |
@@ -60,7 +60,7 @@ class Shard:
 
     @property
     def head_rows(self) -> slice:
-        """Of the LM head. Ranks may differ by one row."""
+        """Rows of the LM head. Ranks may differ by one."""
         bounds = [self.whole.vocab_size * rank // self.world for rank in (self.rank, self.rank + 1)]
         return slice(*bounds)
 
@@ -78,7 +78,7 @@ class Shard:
         return self.with_head(dataclasses.replace(whole, shape=self.dims, layers=layers, drafts={}))
 
     def with_head(self, weights: DecodeWeights) -> DecodeWeights:
-        """Of weights whose layers are this rank's already: its rows of the LM head, and its heads' slopes of ALiBi."""
+        """Weights whose layers are this rank's already, with its rows of the LM head and its heads' slopes of ALiBi."""
         head, rows = weights.lm_head, self.head_rows
         lm_head: Matrix
         if head.format is Format.INT4:
@@ -146,7 +146,7 @@ def _taken(tensor: Tensor, ids: Tensor, dim: int = 0) -> Tensor:
 
 
 def _rows(matrix: Matrix, ids: Tensor) -> Matrix:
-    """Of the leading dimension."""
+    """Rows of a matrix."""
     parts = [_taken(part, ids) for part in matrix.parts()]
     return Int4Rows(*parts) if matrix.format is Format.INT4 else Rows(*parts)
 

@@ -30,7 +30,7 @@ def say_and_leave(line: str | None) -> NoReturn:
 
 
 class Watch:
-    """Of one rank.
+    """Watch of a rank.
 
     Args:
         connections: of the first rank by rank those to all others, of another one that to rank 0.

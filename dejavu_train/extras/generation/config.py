@@ -24,25 +24,25 @@ class GenerationConfig(TextConfig):
     prompt: int = 32
     """Tokens of each prompt, the leading </s> included."""
     new_tokens: int = 128
-    """Of every continuation. </s> ends none."""
+    """Tokens of every continuation. </s> ends none."""
     temperature: float = 1.0
-    """Of sampling, which draws the same random numbers for every model."""
+    """Temperature of sampling, which draws the same random numbers for every model."""
     top_p: float = 1.0
-    """Of sampling."""
+    """Nucleus that sampling draws from."""
     densities: tuple[float, ...] = ()
-    """Of the MLPs' candidates, means over the layers. None named: as the bundle was calibrated."""
+    """Densities of the MLPs' candidates, means over the layers. None named: as the bundle was calibrated."""
     head_density: float | None = None
-    """Of the heads. null: as calibrated."""
+    """Density of the heads. null: as calibrated."""
     sparse_from: tuple[Literal["prompt", 0], ...] = ("prompt", 0)
     """Where sparsity begins: prompt keeps prompts dense, 0 has every token sparse. Guards are compared at prompt."""
     every: tuple[int, ...] = (8, 16, 32)
-    """Of the guards: every so many-th decoding step is dense. None named: no guards."""
+    """Guards to try: every so many-th decoding step is dense. None named: no guards."""
     control: tuple[bool, ...] = (False, True)
-    """Of the guards: thresholds as the bundle has them, and moved."""
+    """Guards' thresholds to try: as the bundle has them, and moved."""
     batch: int = 32
     """Rows at once."""
     backend: Literal["auto", "gather", "triton"] = "auto"
-    """Of all models, the dense one included. auto: the engine on a GPU, gather on a CPU."""
+    """Backend of all models, the dense one included. auto: the engine on a GPU, gather on a CPU."""
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""

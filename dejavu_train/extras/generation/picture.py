@@ -75,7 +75,7 @@ def _curves(positions: Sequence[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
 
 
 def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
-    """What texts lose under the dense model over how often a token is dense. Bars are paired errors."""
+    """Draw a text's loss under the dense model over how often a token is dense. Bars are paired errors."""
     intervals = sorted({row.guard_every for row in rows if row.guard_every}, reverse=True)
     places = {every: place for place, every in enumerate([0, *intervals])}
     pairs = sorted({(row.asked_mlp_density, row.thresholds) for row in rows if row.guard_every})

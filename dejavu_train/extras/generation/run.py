@@ -38,7 +38,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import write_json
 from dejavu_train.ground.progress import Progress, set_up_logging
 from dejavu_train.kernels.common.checks import runs_on
-from dejavu_train.models.opt import drop_generation_defaults, load_opt, load_tokenizer, resolve_device
+from dejavu_train.models.load import drop_generation_defaults, load_model, load_tokenizer, resolve_device
 from dejavu_train.sparse.model import SparseCausalLM
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """What a model made of all prompts: tokens (P, N), their nats and greedy choices under the dense model (P, N)."""
+    """Continuations of all prompts: tokens (P, N), their nats and greedy choices under the dense model (P, N)."""
 
     tokens: Tensor
     nats: Tensor
@@ -380,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bundle = Bundle.from_pretrained(config.bundle)
     bundle.check_model(config.model, config.revision)
     tokenizer = load_tokenizer(config.model, config.revision)
-    dense = load_opt(config.model, config.dtype, resolve_device(config.device), None, config.revision)
+    dense = load_model(config.model, config.dtype, resolve_device(config.device), None, config.revision)
     folder, rows = write_generation(config, dense, tokenizer, bundle)
     print(table(rows))
     logger.info("wrote %s", folder)

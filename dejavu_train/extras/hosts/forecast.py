@@ -1,4 +1,4 @@
-"""What ``train.py --plan`` prints: shards, hours and price on stated hardware, of any model by its config.json.
+"""Output of ``train.py --plan``: shards, hours and price on stated hardware, of any model by its config.json.
 
 No device is timed. The rates are those of hardware.py, and what follows from them is reckoned as for ``--check``.
 """
@@ -165,7 +165,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
 
 
 def _memory_lines(config: RunConfig, shape: ModelDims, gpu: Hardware, plan: PlanConfig, tokens: int) -> Iterator[str]:
-    """What a run by layers holds, or that the model has no room."""
+    """Lines on what a run by layers holds, or that the model has no room."""
     if config.collect.by_layers:
         yield memory_line(config, shape, tokens)
         return

@@ -1,4 +1,4 @@
-"""What GPUs are known to do, for a forecast (``train.py --plan``). Readable without torch.
+"""Speeds that GPUs are known for, for a forecast (``train.py --plan``). Readable without torch.
 
 The figures come from rows of benchmarks/results by ``benchmarks/hardware.py``. Each names its row.
 """

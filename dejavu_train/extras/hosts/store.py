@@ -92,7 +92,7 @@ class Store:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """What a store's packages raise becomes one line: their own classes, and the system's errors that name no file
+        """Turn errors of a store's packages into one line: their own classes, and the system's errors that name no file
         of this machine. A full disk here, and mistakes of ours, stay as they are."""
         try:
             yield

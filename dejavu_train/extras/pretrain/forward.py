@@ -37,7 +37,7 @@ def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tenso
 
 
 def penalised(kind: Activation, neurons: Tensor) -> Tensor:
-    """Of what neurons give, (..., n), that whose mean is the L1 penalty: its size, of squares that of the root.
+    """Values (..., n) whose mean is the L1 penalty: the size of what neurons give, of squares that of the root.
 
     The mean of squares would hardly push a small value to zero.
     """

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from dejavu_train.data.tokens import START_TOKEN
 from dejavu_train.families.opt import OPT
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import random_model
+from dejavu_train.models.load import random_model
 
 L1 = 0.2  # of families whose activation gives zeros
 _PAD = 1

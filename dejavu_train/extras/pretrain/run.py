@@ -40,7 +40,7 @@ from dejavu_train.ground import signals
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import replacing_files, write_json
 from dejavu_train.ground.progress import Progress, set_up_logging
-from dejavu_train.models.opt import load_tokenizer, resolve_device
+from dejavu_train.models.load import load_tokenizer, resolve_device
 from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ LOOK_STEPS = 5  # of a GPU between two looks at the clock
 
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
-    """What is trained, on what, for how long."""
+    """Training from scratch: of what, on what, for how long."""
 
     output: str
     """Model folder to write."""
@@ -61,7 +61,7 @@ class PretrainConfig:
     heldout: tuple[str, ...] = ()
     """Texts to score at the end, never trained on. The first one can stop the training, see patience."""
     family: Literal["opt", "arcee", "llama-relu", "llama-drelu", "bloom"] = "opt"
-    """What a layer is: OPT (ReLU), Arcee (squared ReLU), Llama with ReLU in its gate or with dReLU, BLOOM (GELU)."""
+    """Kind of layer: OPT (ReLU), Arcee (squared ReLU), Llama with ReLU in its gate or with dReLU, BLOOM (GELU)."""
     vocab_size: int = 8192
     """Entries of the byte-level BPE."""
     d_model: int = 384
@@ -81,9 +81,9 @@ class PretrainConfig:
     learning_rate: float = 2e-3
     """Highest rate, after the warm-up."""
     optimizer: Literal["muon", "adamw"] = "muon"
-    """Of the layers' matrices. The rest has AdamW."""
+    """Optimizer of the layers' matrices. The rest has AdamW."""
     weight_decay: float = 0.1
-    """Of the matrices."""
+    """Weight decay of the matrices."""
     warmup_steps: int = 200
     """Steps in which the rate rises."""
     batch_rows: int = 64
@@ -103,7 +103,7 @@ class PretrainConfig:
     heldout_window: int = 512
     """Tokens of a window while scoring."""
     seed: int = 0
-    """Of the first values and the order of the text."""
+    """Seed of the first values and the order of the text."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     compile: bool = False
@@ -170,7 +170,7 @@ def _train(
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
 
     def add_gradients(rows: Tensor) -> Tensor:
-        """Of a part of the step's rows. Returns its share of the mean cross-entropy."""
+        """Add gradients of a part of the step's rows. Returns its share of the mean cross-entropy."""
         with autocast():
             loss, entropy = training_loss(model, blocks, kind, rows, l1, layer)
         share = len(rows) / config.batch_rows

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from dejavu_train.extras.serving.line import BUG, Ended, Event, Full, Line, Ticket
 from dejavu_train.extras.serving.logprobs import Scored, TokenTexts
 from dejavu_train.extras.serving.replies import Choice, Refusal, Reply, error_body, event
-from dejavu_train.extras.serving.requests import SHOWN, Asked, Chat, Completion, Reader, Wanted
+from dejavu_train.extras.serving.requests import SHOWN, CallFields, Chat, Completion, Reader, TextOrder
 from dejavu_train.extras.serving.text import Decoder, Text
 
 LISTEN_SECONDS = 0.2  # between two looks whether a client is still there
@@ -134,14 +134,14 @@ def make_app(
         look(reader.count(asked))
         return asked
 
-    async def answer(asked: Asked, wanted: Sequence[Wanted], request: Request, is_chat: bool) -> Response:
+    async def answer(asked: CallFields, wanted: Sequence[TextOrder], request: Request, is_chat: bool) -> Response:
         loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
         def deliver(hand_out: Callable[[], Any]) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(hand_out)
 
-        def ticket(i: int, each: Wanted) -> Ticket:
+        def ticket(i: int, each: TextOrder) -> Ticket:
             def hear(what: Event) -> None:
                 heard.put_nowait((i, what))
 
@@ -168,7 +168,7 @@ def make_app(
             return StreamingResponse(exchange.stream(), media_type="text/event-stream")
         return await exchange.whole(request)
 
-    def before(each: Wanted) -> Decoder:
+    def before(each: TextOrder) -> Decoder:
         return Decoder(reader.tokenizer, each.row.tokens if each.echo is None else (), reader.vocabulary)
 
     return app

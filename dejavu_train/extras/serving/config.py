@@ -25,7 +25,7 @@ class ServeConfig:
     bundle: str = ""
     """Folder or hub id of the predictors. Empty: those in the model's folder, and without a model opt-mini's."""
     name: str | None = None
-    """What clients call the model. null: as in model."""
+    """Name of the model for clients. null: as in model."""
     backend: Literal["auto", "cpu", "triton"] = "auto"
     """The engine. auto: that of the device."""
     device: str = "auto"
@@ -47,7 +47,7 @@ class ServeConfig:
     port: int = 8000
     """0 takes a free one, and the first line says which."""
     api_key: str | None = None
-    """What clients must send as their key. null: the environment's DEJAVU_API_KEY, else no key."""
+    """Key that clients must send. null: the environment's DEJAVU_API_KEY, else no key."""
     allow_origin: tuple[str, ...] = ()
     """Origins of web pages that may ask, such as https://example.org, or * for all."""
     sparse_from: Literal["prompt"] | int = "prompt"
@@ -81,7 +81,7 @@ class ServeConfig:
                 raise UserError(f"--allow_origin must be * or such as https://example.org:8080, got {origin!r}")
 
     def key(self, environment: Mapping[str, str]) -> str | None:
-        """What clients must send as their key. None: nothing is asked for.
+        """Key that clients must send. None: nothing is asked for.
 
         Raises:
             UserError: an option or a variable that is set and empty: a server without a key by accident.

@@ -33,7 +33,7 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """What a text has got. finish: stop or length at its end. error: why it ended otherwise, with HTTP's status.
+    """Progress of a text. finish: stop or length at its end. error: why it ended otherwise, with HTTP's status.
 
     scores: of tokens, where the row keeps them.
     """
@@ -155,7 +155,7 @@ class Line:
 
     @property
     def _why(self) -> str:
-        """What is said of a line that is closed."""
+        """Reason for which a line is closed."""
         return f"the server {'is ending' if self.failure is None else 'has failed'}; ask again later"
 
     def _end(self) -> None:

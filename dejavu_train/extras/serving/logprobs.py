@@ -21,7 +21,7 @@ LETTERS = _letters_of_bytes()
 
 
 class TokenTexts:
-    """What single tokens write behind others. Each is looked up once.
+    """Texts that single tokens write behind others. Each is looked up once.
 
     Args:
         vocabulary: of the tokenizer.
@@ -73,7 +73,7 @@ class Scored:
         self._offset = 0
 
     def part(self, scores: Sequence[Score], first: int | None = None) -> dict[str, Any]:
-        """What OpenAI's answers say of some tokens.
+        """Part of OpenAI's answers on some tokens.
 
         Args:
             first: a token in front of them that nothing is known of, the first of a prompt.

@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's bodies, chunks of a stream, and errors."""
+"""Replies to clients: OpenAI's bodies, chunks of a stream, and errors."""
 
 import asyncio
 import json

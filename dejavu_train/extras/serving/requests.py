@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's fields, counted, checked, and then tokenised, as rows of an engine.
+"""Requests of clients: OpenAI's fields, counted, checked, then tokenised, as rows of an engine.
 
 A body is counted before its values become objects, and checked before its text becomes tokens. So what is refused costs
 little, whatever its size. None of it is done on the event loop.
@@ -131,8 +131,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asked(BaseModel):
-    """What both calls share. Fields that are null were left out before."""
+class CallFields(BaseModel):
+    """Fields that both calls share. Those that are null were left out before."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     model: Whole
@@ -167,7 +167,7 @@ class Asked(BaseModel):
         )  # fmt: skip
 
 
-class Completion(Asked):
+class Completion(CallFields):
     """The body of /v1/completions. prompt: a text, several, token ids, or several lists of them."""
 
     prompt: Any
@@ -177,7 +177,7 @@ class Completion(Asked):
 
     @property
     def top(self) -> int | None:
-        """See `Asked.top`."""
+        """See `CallFields.top`."""
         return self.logprobs
 
     @property
@@ -195,7 +195,7 @@ class Message(BaseModel):
     content: Annotated[Whole, BeforeValidator(_read_content)]
 
 
-class Chat(Asked):
+class Chat(CallFields):
     """The body of /v1/chat/completions."""
 
     max_tokens: int | None = Field(None, ge=1)
@@ -206,15 +206,15 @@ class Chat(Asked):
 
     @property
     def top(self) -> int | None:
-        """See `Asked.top`."""
+        """See `CallFields.top`."""
         return self.top_logprobs if self.logprobs else None
 
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=CallFields)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TextOrder:
     """A text that is to be written: its row, and the prompt's text where the answer repeats it.
 
     ends: ids at which it ends, beside those of the model.
@@ -243,7 +243,7 @@ class Reader:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """What decoders must know of the tokenizer."""
+        """Facts that decoders need of the tokenizer."""
         return Vocabulary.of(self.tokenizer)
 
     @functools.cached_property
@@ -304,7 +304,7 @@ class Reader:
             raise Refusal(400, f"the body must be a JSON object, got {_shown(given)}")
         return given
 
-    def _count(self, kind: type[Asked], given: Mapping[str, Any]) -> None:
+    def _count(self, kind: type[CallFields], given: Mapping[str, Any]) -> None:
         """Refuse what is longer than any context before its parts are looked at."""
         messages = given.get("messages")
         if kind is Chat and isinstance(messages, list) and len(messages) > self.context:
@@ -348,7 +348,7 @@ class Reader:
                 "context_length_exceeded",
             )
 
-    def _check(self, asked: Asked) -> None:
+    def _check(self, asked: CallFields) -> None:
         """Refuse what fields mean together, or what this server's engine cannot do."""
         if isinstance(asked, Completion):
             if asked.best_of not in (None, asked.n):
@@ -371,11 +371,11 @@ class Reader:
         if self.lossless and penalised:
             raise Refusal(400, "this server is lossless, which has no penalties; leave them out")
 
-    def count(self, asked: Asked) -> int:
+    def count(self, asked: CallFields) -> int:
         """Texts that are asked for."""
         return asked.n * (len(asked.prompts) if isinstance(asked, Completion) else 1)
 
-    def completion(self, asked: Completion) -> list[Wanted]:
+    def completion(self, asked: Completion) -> list[TextOrder]:
         """The texts of a completion, choice after choice. A prompt is looked at before the next one is tokenised.
 
         Raises:
@@ -388,10 +388,10 @@ class Reader:
             echo = None
             if asked.echo:
                 echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
-            found += [Wanted(row, echo, frozenset(asked.stop_token_ids)) for row in rows]
+            found += [TextOrder(row, echo, frozenset(asked.stop_token_ids)) for row in rows]
         return found
 
-    def chat(self, asked: Chat) -> list[Wanted]:
+    def chat(self, asked: Chat) -> list[TextOrder]:
         """The texts of a chat. They end at the tokenizer's end token too, and where its template ends an answer.
 
         Raises:
@@ -403,7 +403,7 @@ class Reader:
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         most = asked.max_completion_tokens or asked.max_tokens or max(1, self.context - len(ids))
         ends = {*asked.stop_token_ids, *self._end_of_turn()} | {self.tokenizer.eos_token_id} - {None}
-        return [Wanted(row, None, frozenset(ends)) for row in self._rows(asked, ids, most, "messages", False)]
+        return [TextOrder(row, None, frozenset(ends)) for row in self._rows(asked, ids, most, "messages", False)]
 
     def _rendered(self, messages: Sequence[Mapping[str, str]], asks: bool) -> str:
         try:
@@ -423,7 +423,7 @@ class Reader:
         found = max((name for name in names if name and behind.startswith(name)), key=len, default=None)
         return set() if found is None else {names[found]}
 
-    def _rows(self, asked: Asked, ids: list[int], new: int, name: str, echo: bool) -> list[Row]:
+    def _rows(self, asked: CallFields, ids: list[int], new: int, name: str, echo: bool) -> list[Row]:
         if not ids:
             raise Refusal(400, f"{name} has no tokens; give at least one", name)
         if not 0 <= min(ids) <= max(ids) < self.vocab:

@@ -24,7 +24,7 @@ from dejavu_train.extras.serving.lossless_rows import LosslessRows
 from dejavu_train.extras.serving.metrics import Metrics
 from dejavu_train.extras.serving.requests import Reader
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.opt import load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 from dejavu_train.sparse.model import SparseCausalLM
 
 HANG_UP = getattr(signal, "SIGHUP", None)  # which Windows does not have
@@ -45,7 +45,7 @@ def load(config: ServeConfig) -> SparseCausalLM:
 
 
 class Served:
-    """What is served, its line started.
+    """Served model, its line started.
 
     Args:
         key: that clients must send. None: that of the configuration, if it has one.

@@ -16,7 +16,7 @@ TAIL = 8  # last tokens of a prompt that are looked at, or more where these writ
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Of a tokenizer what a decoder must know.
+    """Facts that a decoder needs of a tokenizer.
 
     Attributes:
         hidden: tokens that a text does not show, with their names: special ones, such as ``</s>``.
@@ -28,7 +28,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Vocabulary":
-        """That of a tokenizer of transformers."""
+        """Read a tokenizer of transformers."""
         known = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         known |= {token: tokenizer.convert_ids_to_tokens(token) for token in tokenizer.all_special_ids}
         hidden = {
@@ -65,7 +65,7 @@ class Decoder:
         self._start, self._next, self._shown = 0, 0, len(self._ids)
 
     def add(self, ids: Sequence[int], last: bool = False) -> str:
-        """What these tokens add. A part of a character is held back. last: nothing follows, so nothing is."""
+        """Text that these tokens add. A part of a character is held back. last: nothing follows, so nothing is."""
         self._ids += self._visible(ids)
         if self._shown == len(self._ids) or (self._ids[-1] in self._vocabulary.bytes and not last):
             return ""
@@ -135,7 +135,7 @@ class Text:
         self.ended, self.tokens = False, 0
 
     def add(self, ids: Sequence[int], last: bool = False) -> str:
-        """What these tokens add. last: nothing follows, so nothing is held back."""
+        """Text that these tokens add. last: nothing follows, so nothing is held back."""
         if self.ended:
             return ""
         first = max(0, self._least - self.tokens)
@@ -187,7 +187,7 @@ class Text:
 
 
 def _shown(text: str, marks: str) -> str:
-    """Of a text the characters above a 0."""
+    """Characters of a text above a 0."""
     if "1" not in marks:
         return text
     return "".join(letter for letter, mark in zip(text, marks, strict=False) if mark == "0")

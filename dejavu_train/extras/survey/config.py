@@ -13,7 +13,7 @@ from dejavu_train.models.installed import installed
 
 @dataclasses.dataclass(frozen=True)
 class SurveyConfig(TextOptions):
-    """What a model would gain, if the best neurons and heads of every token were known. Nothing is trained."""
+    """Gain of a model, if the best neurons and heads of every token were known. Nothing is trained."""
 
     EXAMPLES = (
         "dejavu survey --model checkpoints/opt-mini                      a minute",

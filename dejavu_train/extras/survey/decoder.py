@@ -78,7 +78,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     return config
 
 
-def load_model(name: str, revision: str | None, config: PreTrainedConfig, layers: str) -> Any:
+def load_decoder(name: str, revision: str | None, config: PreTrainedConfig, layers: str) -> Any:
     """The dense model on the CPU, in evaluation mode and in the dtype that its weights are stored in.
 
     Weights of safetensors are mapped into memory, so a layer is read from the disk when it runs.
@@ -178,7 +178,7 @@ def check_window(name: str, config: PreTrainedConfig, window: int) -> None:
 
 
 def _experts(config: PreTrainedConfig) -> str | None:
-    """What a config says of experts. A model without them may have the key as well."""
+    """Experts that a config names. A model without them may have the key as well."""
     values = {**config.to_dict(), **config.get_text_config().to_dict()}
     return next((f"{values[key]} experts ({key})" for key in EXPERTS if values.get(key)), None)
 
@@ -218,7 +218,7 @@ def _maps(layer: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _LayerParts:
-    """Of one layer, as in :class:`DecoderParts`. width: neurons. groups: of heads, by the sizes of its maps."""
+    """Parts of one layer, as in :class:`DecoderParts`. width: neurons. groups: of heads, by the sizes of its maps."""
 
     out: str
     down: str

@@ -94,7 +94,7 @@ class LayerRunner:
         return made.float()
 
     def _collect(self, ids: Tensor) -> tuple[Tensor, list[Arguments]]:
-        """What the first layer reads for (S, T), and what every layer gets besides."""
+        """Input of the first layer for (S, T), and every layer's other arguments."""
         arguments: list[Arguments] = []
         hidden: list[Tensor] = []
 

@@ -35,7 +35,7 @@ SAVED_EVERY = 60.0  # seconds between two states on the disk
 
 @dataclass(frozen=True)
 class Selection:
-    """What one row keeps. ``target`` None: everything."""
+    """Share that one row keeps. ``target`` None: everything."""
 
     target: Target | None = None
     share: float = 1.0
@@ -52,7 +52,7 @@ class Selection:
 
 @dataclass
 class LayerNeeds:
-    """Of one layer, means over tokens of the dense pass.
+    """Needs of one layer, means over tokens of the dense pass.
 
     Attributes:
         nonzero: share of neurons that are not exactly zero.
@@ -202,7 +202,7 @@ class Survey:
             save_file(tensors, str(temporary), {"identity": self.identity})
 
     def _load(self) -> tuple[list[LayerNeeds], Tensor | None]:
-        """What an interrupted survey did: layers, and the hidden states behind the last of them."""
+        """State of an interrupted survey: layers, and the hidden states behind the last of them."""
         try:
             with safe_open(str(self.state), "pt") as stored:
                 if (stored.metadata() or {}).get("identity") != self.identity:

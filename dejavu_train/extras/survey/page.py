@@ -97,7 +97,7 @@ def untrained(found: Found) -> bool:
 
 
 def verdict(found: Found, rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the survey says, in a sentence or two."""
+    """Verdict of the survey, in a sentence or two."""
     if untrained(found):
         return (
             f"The model predicts little better than a draw among {found.vocabulary:,} tokens. Its weights are not"

@@ -16,14 +16,14 @@ from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.extras.survey.config import SurveyConfig
-from dejavu_train.extras.survey.decoder import GGUF, check_window, find_parts, load_model, read_config
+from dejavu_train.extras.survey.decoder import GGUF, check_window, find_parts, load_decoder, read_config
 from dejavu_train.extras.survey.layerwise import LayerRunner
 from dejavu_train.extras.survey.measure import Selection, Survey
 from dejavu_train.extras.survey.page import Found, page, rows_of, untrained, verdict, write
 from dejavu_train.extras.survey.speed import this_machine
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError, first_line
-from dejavu_train.models.opt import resolve_device
+from dejavu_train.models.load import resolve_device
 
 logger = logging.getLogger(__name__)
 STATE = "survey.safetensors"
@@ -49,7 +49,7 @@ def run(config: SurveyConfig) -> Found:
         *(Selection(Target.HEADS, share) for share in sorted(config.head_shares, reverse=True)),
     ]
     selections = [each for each in selections if each.target is None or each.kept(parts) < 1]
-    model = load_model(config.model, config.revision, values, parts.layers)
+    model = load_decoder(config.model, config.revision, values, parts.layers)
     state = Path(config.output) / STATE
     survey = Survey(
         LayerRunner(model, parts.layers, device),
@@ -78,7 +78,7 @@ def run(config: SurveyConfig) -> Found:
 
 
 def check(config: SurveyConfig) -> str:
-    """What would be surveyed. Raises :class:`UserError` as :func:`run` does before the model is loaded."""
+    """Words for what would be surveyed. Raises :class:`UserError` as :func:`run` does before the model is loaded."""
     resolve_device(config.device)
     values = read_config(config.model, config.revision)
     parts = find_parts(config.model, values)
@@ -121,7 +121,7 @@ def _texts(config: SurveyConfig, tokenizer: Any) -> EvalCorpus:
 
 
 def _identity(config: SurveyConfig, held: EvalCorpus) -> str:
-    """Of what an interrupted survey goes on with: the settings, the tokens, the weights' files."""
+    """Hash of what an interrupted survey goes on with: the settings, the tokens, the weights' files."""
     folder = Path(config.model)
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     stamped = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]

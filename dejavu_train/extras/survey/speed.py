@@ -15,7 +15,7 @@ from dejavu_train.families import Target
 GPU_BYTES, CPU_BYTES = 2, 4
 """Bytes of a weight: fp16 on a GPU, 32 bits on a CPU."""
 PREDICTOR_RANK, PREDICTOR_BYTES = 64, 0.5
-"""Of train.py's defaults: rank 64, 4 bits."""
+"""Defaults of train.py: rank 64, 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Machine:
     source: str
 
     def seconds(self, parts: DecoderParts, selection: Selection, nonzero: float) -> float:
-        """Of one step of batch 1. Raises nothing."""
+        """Seconds of a step of batch 1. Raises nothing."""
         read = step_bytes(parts, selection, nonzero, self.weight)
         fixed = self.dense_layer if selection.target is None else self.sparse_layer
         return read / (self.bandwidth * self.reached) + fixed * parts.n_layers

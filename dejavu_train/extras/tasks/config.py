@@ -14,7 +14,7 @@ LOCAL = Path(__file__).parents[2] / "configs" / "tasks"  # of the YAMLs of local
 
 @dataclasses.dataclass(frozen=True)
 class AskedOptions:
-    """What is asked."""
+    """Tasks to run."""
 
     GONE = {"texts": "its name is --text, as on every command"}
     CONSTANTS = {"include_path": "configs/tasks"}
@@ -24,7 +24,7 @@ class AskedOptions:
     text: tuple[str, ...] = ("wikitext",)
     """Perplexities: wikitext, c4, prose."""
     folder: str | None = None
-    """Of local files, which configs/tasks names. null: the hub."""
+    """Folder of local files, which configs/tasks names. null: the hub."""
     shots: tuple[int, ...] = (0, 5)
     """Numbers of examples before the question."""
     limit: int | None = None
@@ -32,7 +32,7 @@ class AskedOptions:
     batch_size: int | str = "auto"
     """Rows, or auto."""
     seed: int = 1234
-    """Of the few-shot examples."""
+    """Seed of the few-shot examples."""
 
     def check(self) -> None:
         """Raise UserError for a value that cannot be meant."""
@@ -48,14 +48,14 @@ class AskedOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TasksOptions(AskedOptions):
-    """What is asked of a dense and a sparse model. Densities are means over the layers."""
+    """Tasks for a dense and a sparse model. Densities are means over the layers."""
 
     backend: str = "mask"
-    """Of the sparse model: mask, gather, triton or auto."""
+    """Backend of the sparse model: mask, gather, triton or auto."""
     mlp_density: float | None = None
-    """Of the neurons. null: as the bundle was calibrated."""
+    """Density of the neurons. null: as the bundle was calibrated."""
     head_density: float | None = None
-    """Of the heads. null: as the bundle was calibrated."""
+    """Density of the heads. null: as the bundle was calibrated."""
     sparse_from: int | str = 0
     """prompt: contexts are dense and continuations sparse. A position: sparse from there on. 0: everything is."""
     use_cache: str | None = None
@@ -73,6 +73,6 @@ class TasksOptions(AskedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class TasksConfig(TasksOptions, ModelConfig):
-    """What is asked of which model."""
+    """Tasks and their model."""
 
     RESULTS = "tasks"

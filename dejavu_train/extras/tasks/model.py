@@ -25,7 +25,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.progress import Progress
 from dejavu_train.models.finite import FiniteLogits, check_logits
 from dejavu_train.models.hub import model_folder
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 from dejavu_train.sparse.model import SparseCausalLM
 from dejavu_train.sparse.runtime import ENGINES
 
@@ -34,11 +34,11 @@ DENSE = "dense"
 POSITIONS_AT_ONCE = {"cpu": 1024, "cuda": 8192}
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What lm-eval asks for: the strings (the key of its cache), the context's tokens, the continuation's tokens."""
+"""Request of lm-eval: the strings (the key of its cache), the context's tokens, the continuation's tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ModelSpec:
     """A model by its names: ``--model_args pretrained=FOLDER,predictors=BUNDLE,mlp_density=0.1,head_density=0.85``.
 
     Attributes:
@@ -101,7 +101,7 @@ class DejavuLM(HFLM):
         )  # fmt: skip
 
     @classmethod
-    def load(cls, asked: Asked) -> "DejavuLM":
+    def load(cls, asked: ModelSpec) -> "DejavuLM":
         """The model that is asked for.
 
         Raises:
@@ -112,7 +112,7 @@ class DejavuLM(HFLM):
         identity: dict[str, Any] = {"model": name, "backend": asked.backend, "sparse_from": asked.sparse_from}
         identity["weight_hash"] = weight_hash(name, revision=revision)
         if asked.backend == DENSE:
-            model = load_opt(name, asked.dtype, device, revision=revision)
+            model = load_model(name, asked.dtype, device, revision=revision)
         else:
             beside = model_folder(name, revision=revision) / PREDICTORS_FOLDER
             bundle = Bundle.from_pretrained(asked.predictors or beside).at(asked.mlp_density, asked.head_density)
@@ -128,7 +128,7 @@ class DejavuLM(HFLM):
     def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Any = None) -> "DejavuLM":
         """As lm-eval makes a model: ``arg_dict`` are the ``--model_args``, ``additional_config`` its own flags."""
         flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        return cls.load(Asked(**arg_dict, **flags))
+        return cls.load(ModelSpec(**arg_dict, **flags))
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Any = None) -> "DejavuLM":
@@ -136,7 +136,7 @@ class DejavuLM(HFLM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results."""
+        """Facts that lm-eval writes into its results."""
         return {
             **self.identity,
             "model_dtype": str(self.model.dtype),

@@ -25,7 +25,7 @@ def mcnemar(correct: Sequence[float], correct_dense: Sequence[float]) -> tuple[f
 
 
 def answers(samples: Sequence[dict[str, Any]]) -> list[int]:
-    """What the model answered: of several continuations the likeliest. Of one, whether it is the greedy one.
+    """Answers of the model: of several continuations the likeliest. Of one, whether it is the greedy one.
 
     Args:
         samples: logged by lm-eval, one a document, in the order of the documents.

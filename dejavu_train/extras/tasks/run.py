@@ -19,7 +19,7 @@ from dejavu_train.bundle.folder import require_model
 from dejavu_train.cli.parser import parse
 from dejavu_train.evaluation.calibrated import described
 from dejavu_train.extras.tasks.config import AskedOptions, TasksConfig
-from dejavu_train.extras.tasks.model import DENSE, Asked, DejavuLM
+from dejavu_train.extras.tasks.model import DENSE, DejavuLM, ModelSpec
 from dejavu_train.extras.tasks.tasks import (
     Questions,
     TaskRow,
@@ -33,7 +33,7 @@ from dejavu_train.extras.tasks.tasks import (
 )
 from dejavu_train.ground.files import write_json, write_text
 from dejavu_train.ground.progress import set_up_logging
-from dejavu_train.models.opt import load_tokenizer, resolve_device
+from dejavu_train.models.load import load_tokenizer, resolve_device
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,10 +75,10 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
             yield mean
 
 
-def asked_model(config: TasksConfig) -> Asked:
+def asked_model(config: TasksConfig) -> ModelSpec:
     """The sparse model."""
     names = ("backend", "mlp_density", "head_density", "sparse_from", "dtype", "device", "batch_size")
-    return Asked(config.model, config.bundle, **{name: getattr(config, name) for name in names})
+    return ModelSpec(config.model, config.bundle, **{name: getattr(config, name) for name in names})
 
 
 def all_questions(config: AskedOptions) -> list[Questions]:
@@ -104,7 +104,7 @@ def _write_samples(folder: Path, run: TaskRun, model: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what the rows depend on."""
+    """Versions that the rows depend on."""
     import importlib.metadata
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

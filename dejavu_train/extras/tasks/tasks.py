@@ -55,7 +55,7 @@ class TaskRow:
 
 @dataclasses.dataclass
 class TaskRun:
-    """What a model answered: by task the samples that lm-eval logged, in the order of the documents."""
+    """Answers of a model: by task the samples that lm-eval logged, in the order of the documents."""
 
     shots: int
     samples: dict[str, list[dict[str, Any]]]
@@ -149,7 +149,7 @@ def ask(lm: DejavuLM, questions: Questions, use_cache: str | None = None) -> Tas
 
 
 def _samples(task: Any) -> list[dict[str, Any]]:
-    """What lm-eval logs of a task, through the first of its filters."""
+    """Samples that lm-eval logs of a task, through the first of its filters."""
     task.apply_filters()
     by_document: dict[int, list[Any]] = {}
     for instance in task.instances:
@@ -219,7 +219,7 @@ def mean_rows(rows: Sequence[TaskRow]) -> list[TaskRow]:
 
 
 def _log_likelihood(sample: dict[str, Any]) -> float:
-    """Of a continuation, or of a whole text."""
+    """Nats of a continuation, or of a whole text."""
     answer = sample["filtered_resps"][0]
     return float(answer if isinstance(answer, float) else answer[0])
 
@@ -258,7 +258,7 @@ def change_of(row: TaskRow) -> str:
 
 
 def quiet() -> None:
-    """Of lm-eval and datasets only errors, and bars only on a terminal: elsewhere each would be lines of a log."""
+    """Keep only errors of lm-eval and datasets, and bars only on a terminal: elsewhere each would be lines of a log."""
     for name in ("lm_eval", "datasets", "evaluate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     modules: tuple[Any, ...] = (api_task, api_model, huggingface)

@@ -1,1 +1,1 @@
-"""What every kernel needs: launches, checks, LayerNorm. Imports torch and triton only."""
+"""Helpers of every kernel: launches, checks, LayerNorm. Imports torch and triton only."""

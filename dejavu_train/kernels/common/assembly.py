@@ -13,7 +13,7 @@ ASSEMBLY = tl.constexpr(not INTERPRET)
 
 @triton.constexpr_function
 def _dtypes(letters):
-    """Of the results."""
+    """Dtypes of the results."""
     kinds = {"r": tl.int32, "f": tl.float32, "l": tl.int64}
     return tuple(kinds[each[-1]] for each in letters.split(",") if each.startswith("="))
 

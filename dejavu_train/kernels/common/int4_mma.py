@@ -1,28 +1,14 @@
-"""Sixteen rows of 4-bit words times up to eight inputs on the tensor cores, words going from memory to fragments.
+"""Products of sixteen rows of 4-bit words with up to eight inputs on the tensor cores (m16n8k16).
 
-A warp multiplies 16 rows with 8 inputs (columns of B) at a time. Lane (g, t) = (lane / 4, lane % 4) takes V adjacent
-words of row g and of row g + 8. It takes the same columns of input g. The four lanes of a g take neighbouring words: a
-unit of 4 V words, which share a scale (128 columns at V = 4). The order in which a sum runs over columns is free. So a
-word's pairs are already what m16n8k16 wants of this lane. A is the first two pairs of both rows' words, B the first two
-pairs of the input's eight columns. The other two pairs are those of a second instruction. Words come through a queue
-(`lane_queue`), as pairs of units, 128 bytes of a row. A load takes four rows: loads of eight rows, half as wide, take
-longer. Lane (g, t) ends with the sums of rows g and g + 8 for the inputs 2 t and 2 t + 1. It multiplies them with the
-scales. By count of instructions, a word takes 11.5. Nine make fp16 numbers of its codes (`int4_tiles`), one is the mma.
-Eight words share the loads of words, inputs and scales, and four multiplications. Products are exact, sums in fp32.
+Lane (g, t) = (lane / 4, lane % 4) of a warp, V words of a row at a time:
 
-Where inputs serve many rows (`raised_mma`), no code is converted. A word takes six: a shift, four masks and an mma. The
-nibbles multiply as the small fp16 numbers that they are (`int4_neurons`), and the sums of the inputs, times eight, go
-off. Even and odd pairs of a word differ by 2^4, and have sums of their own.
+             t = 0  1  2  3   unit: 4 V words, which share a scale (128 columns at V = 4)
+    row g        V  V  V  V   A: pairs of codes of the rows g and g + 8
+    row g + 8    V  V  V  V   B: pairs of input g, the same columns
+    sums of the rows g and g + 8 with the inputs 2 t and 2 t + 1
 
-One input needs no column of B for itself. It lies in all of them, eight units of it side by side: unit s in column s,
-which is lane group g = s. Of unit s's products only column s is meant, a number in one lane of each row's four. The
-others get a scale of zero. So each lane's registers hold another part of the input, and nothing is read twice.
-`stages.int4_rows` multiplies so. Two or four inputs lie there as four or two units each (`int4_tile`), of which a lane
-group reads one.
-
-The warps of a program take units STEPS at a time, one warp after another, and add up what they have in the end.
-A lane is a thread: tiles are (32 * warps,), which the compiler lays out one element a thread. Without ASM a twin in
-plain arithmetic.
+Products are exact, sums in fp32. The warps of a program add up what they have in the end.
+A lane is a thread: tiles are (32 * warps,). Without ASM a twin in plain arithmetic.
 """
 
 import triton
@@ -71,6 +57,9 @@ def units_a_group(group, vector):
     return (group + 32 * vector - 1) // (32 * vector)
 
 
+# The order in which a sum runs over columns is free. So a word's pairs are already what m16n8k16 wants of a lane: the
+# first two pairs for one instruction, the others for a second. By count a word takes 11.5 instructions. Nine make fp16
+# numbers of its codes (`int4_tiles`), one is the mma. Eight words share the loads and four multiplications.
 @triton.constexpr_function
 def _mma_asm(vector):
     """PTX: $0..$3 = sums over `vector` words of two rows with four pairs of x each."""
@@ -117,6 +106,9 @@ def int4_mma(words, x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
     return sums
 
 
+# Where inputs serve many rows, no code is converted. A word takes six instructions: a shift, four masks and an mma. The
+# nibbles multiply as the small fp16 numbers that they are (`int4_neurons`), and the sums of the inputs, times eight, go
+# off. Even and odd pairs of a word differ by 2^4, and have sums of their own.
 RAISED_UNIT = tl.constexpr(2.0**-20)  # what sums of raised codes times x are multiplied by
 
 
@@ -155,7 +147,7 @@ def _offset_asm(vector):
 
 @triton.jit
 def raised_offset(x, V: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
-    """What `raised_mma` begins with, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
+    """Start of `raised_mma`, two fp32 (L,): the sums of x of a lane's two inputs, by which codes are raised."""
     L: tl.constexpr = x[0].shape[0]
     if ASM:
         sums = assembly(_offset_asm(V), operands("=&f", 2, "r", 4 * V), x, PURE=True)
@@ -208,6 +200,8 @@ def fp16_pairs(low, high, ASM: tl.constexpr = ASSEMBLY):
     return pairs
 
 
+# Words come through a queue (`lane_queue`), as pairs of units, 128 bytes of a row. A load takes four rows: loads of
+# eight rows, half as wide, take longer.
 @triton.jit
 def _ask_pair(queue, at, unit, lane, PAIR: tl.constexpr, W: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
     """The queue with a warp's words of its units `unit` + 2 PAIR and the next of 16 rows on their way, in slot PAIR.
@@ -262,6 +256,9 @@ def tile_sums(acc, L: tl.constexpr, INPUTS: tl.constexpr):
     return tl.reshape(values, (16, INPUTS))
 
 
+# One input needs no column of B for itself. It lies in all of them, eight units side by side, unit s in column s. There
+# only unit s's products are meant, and the others get a scale of zero. `stages.int4_rows` multiplies so. Two or four
+# inputs lie in `int4_tile` as four or two units each, of which a lane group reads one. So nothing is read twice.
 @triton.constexpr_function
 def units_beside(inputs, steps):
     """How many units of an input lie side by side in the columns of B."""

@@ -45,7 +45,7 @@ ONES = tl.constexpr(
 
 @triton.constexpr_function
 def nibble_unit(i):
-    """What a raised code of 1 in the masked nibble of column 2 i or 2 i + 1 is as a fp16 number."""
+    """Value of a raised code of 1 in the masked nibble of column 2 i or 2 i + 1 as a fp16 number."""
     return 2.0**-20 if i % 2 else 2.0**-24
 
 

@@ -40,7 +40,7 @@ def codes_of(words):
 
 @triton.jit
 def halves_of(plane0, plane1, plane2, plane3):
-    """What lies in four planes of pairs (L,), fp32 (L, 8)."""
+    """Numbers in four planes of pairs (L,), fp32 (L, 8)."""
     columns = tl.join(tl.join(plane0, plane2), tl.join(plane1, plane3))  # (L, 2, 2): high bit of the plane, low bit
     both = tl.reshape(tl.join(columns & 0xFFFF, columns >> 16), (plane0.shape[0], 8))
     return both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

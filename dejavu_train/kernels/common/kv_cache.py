@@ -1,4 +1,4 @@
-"""What one layer's attention keeps from token to token, and what its stages share in a step."""
+"""Memory of one layer's attention from token to token, and what its stages share in a step."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class KvCache:
 
     @property
     def turning(self) -> Rotary | None:
-        """What q/k/v turn q and k by, or None."""
+        """Table by which q/k/v turn q and k, or None."""
         return self.positions if isinstance(self.positions, Rotary) and not self.positions.later else None
 
     @property
@@ -37,7 +37,7 @@ class KvCache:
 
 @dataclass(frozen=True)
 class HeadStep:
-    """What stages of attention share: where q lies, what is kept of K and V, and which heads a step's rows need.
+    """State that stages of attention share: where q lies, what is kept of K and V, and which heads a step's rows need.
 
     q: (B, h r, head_dim), r heads of which share K and V. position: (B) int32, the rows' present ones.
     selection: of the h groups, or None: all.

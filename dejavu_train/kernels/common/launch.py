@@ -1,4 +1,4 @@
-"""What every launch shares: device helpers for programmatic dependent launch (PDL), and launch settings.
+"""Helpers of every launch: device functions for programmatic dependent launch (PDL), and launch settings.
 
 PDL lets a kernel start while its predecessor still runs. `gdc_wait` returns when the predecessor has ended and its
 writes are visible, so buffers may be reused as in a plain stream. `gdc_launch_dependents` is the trigger: when every
@@ -44,7 +44,7 @@ def padded_batch(batch: int) -> int:
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """What the tensor cores multiply for weights of this dtype. Stored codes are taken to fp16, which is exact."""
+    """Type that the tensor cores multiply for weights of this dtype. Stored codes are taken to fp16, which is exact."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float16)
 
 

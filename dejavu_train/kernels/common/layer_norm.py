@@ -86,7 +86,7 @@ class LayerNormWeights:
         return cls(torch.full((d,), 2.0**32, device=device, dtype=torch.float32), None, 2.0**64, NormKind.RMS_NORM)
 
     def args(self) -> RowNorm:
-        """What a kernel is handed."""
+        """Arguments for a kernel."""
         mean = _no_mean if self.kind is NormKind.RMS_NORM else _mean
         return RowNorm(self.weight, self.bias, tl.constexpr(self.eps), mean, _scaled_1p if self.raised else _scaled)
 

@@ -1,4 +1,4 @@
-"""What kernels take: sizes, rows and formats. Loads no Triton, so that a plan can be made where there is none."""
+"""Limits of kernels: sizes, rows and formats. Loads no Triton, so that a plan can be made where there is none."""
 
 from enum import StrEnum
 
@@ -69,5 +69,5 @@ def takes_nibbles(rows: int, rank: int, d: int) -> bool:
 
 
 def screen_bytes(n: int, d: int) -> int:
-    """What a screen of n rows of d columns takes."""
+    """Bytes of a screen of n rows of d columns."""
     return n * (d + 12)

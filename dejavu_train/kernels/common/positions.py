@@ -29,7 +29,7 @@ class Rotary:
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor, head_dim: int, later: bool = False) -> "Rotary":
-        """Of cos and sin (T, turned dimensions), as a model's rotary module gives them: both halves are alike.
+        """Read cos and sin (T, turned dimensions), as a model's rotary module gives them: both halves are alike.
 
         Raises:
             ValueError: the halves differ, or more dimensions turn than a head has.

@@ -1,4 +1,4 @@
-"""What a row of the batch selects by its state: 0, it is done: nothing. 1, what its logits say. 2, everything."""
+"""States of a row of the batch, which decide its selection. 0, done: nothing. 1, what its logits say. 2, everything."""
 
 import triton
 import triton.language as tl  # noqa: F401  the interpreter looks for it in a jit function's module

@@ -30,7 +30,7 @@ Values = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SettingsRow:
     """conditions: of a shape. values: of the fields of a stage's settings."""
 
     conditions: Mapping[str, Any]
@@ -57,7 +57,7 @@ class SettingsFile:
     digest: str
     gpus: tuple[str, ...]
     multiprocessors: int
-    stages: Mapping[str, Mapping[str, Sequence[Row]]]
+    stages: Mapping[str, Mapping[str, Sequence[SettingsRow]]]
 
     @classmethod
     def read(cls, path: Path) -> "SettingsFile":
@@ -66,7 +66,9 @@ class SettingsFile:
         try:
             found = json.loads(data)
             stages = {
-                stage: {name: tuple(Row(row["for"], row["use"]) for row in rows) for name, rows in formats.items()}
+                stage: {
+                    name: tuple(SettingsRow(row["for"], row["use"]) for row in rows) for name, rows in formats.items()
+                }
                 for stage, formats in found["stages"].items()
             }
             gpus, number = tuple(found["gpus"]), int(found["multiprocessors"])
@@ -74,8 +76,8 @@ class SettingsFile:
             raise ValueError(f"{path}: not a file of launch settings ({error!r})") from error
         return cls(path.name, hashlib.sha256(data).hexdigest()[:12], gpus, number, stages)
 
-    def rows(self, stage: str, format: str) -> Sequence[Row]:
-        """Of a stage and a format, in order. Raises ValueError where there are none."""
+    def rows(self, stage: str, format: str) -> Sequence[SettingsRow]:
+        """Rows of a stage and a format, in order. Raises ValueError where there are none."""
         formats = self.stages.get(stage, {})
         rows = formats.get(format) or (formats.get("float") if format in FLOATS else None)
         if not rows:
@@ -83,7 +85,7 @@ class SettingsFile:
         return rows
 
     def values(self, stage: str, format: str, shape: Mapping[str, Any]) -> Values:
-        """Of the first row that a shape meets. Raises ValueError where there is none."""
+        """Values of the first row that a shape meets. Raises ValueError where there is none."""
         for row in self.rows(stage, format):
             if row.meets(shape):
                 return row.values
@@ -101,7 +103,7 @@ def committed_files() -> Mapping[str, SettingsFile]:
 
 
 def words_of(gpu: str) -> list[str]:
-    """Of a GPU's name.
+    """Words of a GPU's name.
 
     >>> words_of("NVIDIA A100-SXM4-80GB")
     ['NVIDIA', 'A100', 'SXM4', '80GB']
@@ -126,7 +128,7 @@ def settings_file(device: torch.device) -> SettingsFile:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """What a launch asked for. shape: pairs in the order of names."""
+    """Question of a launch. shape: pairs in the order of names."""
 
     stage: str
     format: str
@@ -160,7 +162,7 @@ class Settings:
 
     @classmethod
     def find(cls, format: str, device: torch.device, **shape: int | bool | str) -> Self:
-        """Those of a launch.
+        """Settings of a launch.
 
         format: how the stage's matrix is stored, as `formats.format.Format` names it. shape: what rows have conditions
         for. Raises ValueError where no row is for it.
@@ -175,7 +177,7 @@ class Settings:
 
 @functools.cache
 def values_for(asked: Lookup, device: torch.device) -> Values:
-    """Of the device's file."""
+    """Values in the device's file."""
     return settings_file(device).values(asked.stage, asked.format, dict(asked.shape))
 
 

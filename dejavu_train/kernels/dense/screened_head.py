@@ -71,7 +71,7 @@ class ScreenSettings(Settings, stage="screen"):
 
     @property
     def registers(self) -> int:
-        """Of a thread, at most, so that all programs have room."""
+        """Registers of a thread, at most, so that all programs have room."""
         return registers_for(self.programs, self.warps)
 
     def warps_for(self, d: int) -> int:
@@ -154,7 +154,7 @@ class ScreenedHead:
         return int((~(self.upper < self.lows.max())).sum())
 
     def read_bytes(self) -> int:
-        """Of the last step: the screen with its bounds, and those rows. Waits for it."""
+        """Bytes of the last step: the screen with its bounds, and those rows. Waits for it."""
         screen = sum(tensor.nbytes for tensor in (self.words, self.scales, self.upper))
         return screen + self.rows_read() * self.weight[0].nbytes
 
@@ -185,7 +185,7 @@ def dot_of_bytes(words, levels, sums, ASM: tl.constexpr = ASSEMBLY):
 
 @triton.jit
 def _piece(vector, j, c, D: tl.constexpr, BLOCK: tl.constexpr):
-    """What meets piece j of a row's words, fp32 (BLOCK, 4): each word's four columns. A thread reads 16 bytes at once.
+    """Values for piece j of a row's words, fp32 (BLOCK, 4): each word's four columns. A thread reads 16 bytes at once.
     Columns of one number each, for four words a thread, took 14 us of a multiprocessor's L1."""
     word = (j * BLOCK + c)[:, None]
     at = vector + 4 * word + tl.arange(0, 4)[None, :]

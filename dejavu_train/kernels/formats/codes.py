@@ -22,7 +22,7 @@ def nibble_codes(stored: Tensor, columns: int) -> Tensor:
 
 
 def stored_width(weight: Tensor, columns: int) -> int:
-    """What a row of `columns` has of this weight's elements: half as many where they are nibbles."""
+    """Elements of this weight in a row of `columns`: half as many where they are nibbles."""
     return (columns + 1) // 2 if weight.dtype == torch.uint8 else columns
 
 

@@ -32,7 +32,7 @@ class Int4Rows:
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor) -> "Int4Rows":
-        """Of codes (n, d) in -8..7 and scales (n, groups), which must be fp16 numbers."""
+        """Pack codes (n, d) in -8..7 with scales (n, groups), which must be fp16 numbers."""
         return cls(pack_int4(codes), scales.half())
 
     @property
@@ -46,7 +46,7 @@ class Int4Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return (*self.words.shape[:-1], self.words.shape[-1] * COLUMNS_PER_WORD)
 
     @property

@@ -57,13 +57,13 @@ class Linear:
 
     @classmethod
     def of(cls, numbers: Tensor, bias: Tensor) -> "Linear":
-        """Of a weight that is stored as numbers."""
+        """Take a weight that is stored as numbers."""
         return cls(Rows(numbers), bias)
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """What becomes of a neuron's products: act(up), behind a gate act(gate) up, or act(gate) act(up) where `both`.
+    """Function of a neuron's products: act(up), behind a gate act(gate) up, or act(gate) act(up) where `both`.
 
     activation: of `common.activation`, a ReLU with this threshold.
     """

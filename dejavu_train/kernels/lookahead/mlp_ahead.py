@@ -76,7 +76,7 @@ class LateSite:
         cls, norm: LateNorm, attn_in: Tensor, position: Tensor, qkv: Linear, mlp: PredictorWeights, arrived: Tensor,
         heads: HeadSite | None,
     ) -> "LateSite":  # fmt: skip
-        """Of q/k/v's rows (h, r + 2, head_dim, d) in 4 bits, and a predictor of nibbles, whose first half is copied."""
+        """Take q/k/v's rows (h, r + 2, head_dim, d) in 4 bits and a predictor of nibbles. Its first half is copied."""
         weight = qkv.weight
         gains, shifts = late_sums(weight, norm.ln)
         assert mlp.down_scale is not None
@@ -128,7 +128,7 @@ class LateSite:
             check_shape(name, getattr(self, name), padded)
 
     def arguments(self, hidden: Tensor) -> tuple[Late, Down]:
-        """Those of the kernel of `qkv_select`, which makes hidden (1, rank)."""
+        """Arguments of the kernel of `qkv_select`, which makes hidden (1, rank)."""
         norm = self.norm
         made = (self.down, self.tile_scales, self.down_gains, self.down_shifts, self.scale, hidden, self.arrived)
         return Late(norm.moments, norm.estimate, norm.factors), Down(*made)

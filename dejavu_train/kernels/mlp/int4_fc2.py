@@ -1,30 +1,14 @@
-"""fc2 over all neurons with 4-bit weights, one to eight tokens:
+"""Product of fc2 over all neurons with 4-bit weights, one to eight tokens:
 
     out[b, j] = residual[b, j] + bias[j] + sum_i h[b, i] scale[i, j // group] code[i, j]
 
-h (B, n), behind the activation. weight (n, d), a row a neuron, of which columns are outputs. Only rows are read whose h
-is not zero for one of the tokens that a program has. Neurons lie along K of the tensor cores' m16n8k16, outputs along
-M, tokens along N. The factor h * scale * 64 is rounded to fp16. Products with the codes are exact, sums in fp32:
+    weight (n, d)    stripe 0          stripe 1     256 columns a warp
+    rows of part 0   program (0, 0)    (1, 0)       each walks over its list of rows whose h is not zero,
+    rows of part 1   program (0, 1)    (1, 1)       all its warps together, sixteen rows at a time
+
+h (B, n), behind the activation. Parts add up in `add_partials`, in a fixed order. In plain torch: `int4_fc2_reference`.
+The factor h * scale * 64 is rounded to fp16. Products with the codes are exact, sums in fp32:
 |h * scale| must stay below 1023, or sums are NaN.
-
-No code is converted (`int4_neurons`): 7 instructions a word by count, and 6 for list, addresses, words, scales and h.
-
-A program owns a stripe of columns, 256 for each warp, and a range of rows. It lists those to be read (`shared_list`).
-All its warps walk over the list together, a unit of sixteen rows at a time. So a row is read in pieces of several
-lines. Lane (g, t) = (lane / 4, lane % 4) reads four words of each of the rows 4 t .. 4 t + 3 of a unit, the eight lanes
-of a row one line of 128 bytes. Columns that share a scale are at least those of T lane groups, where T is the number of
-tokens: one, two or four. Column n of B has the factors of token `n % T`, with the scale of the T lane groups from `n //
-T * T` on. Of C[g, n] those are meant where `n // T == g // T`. Eight tokens fill all columns. Then a lane takes half of
-its words from each 128 columns (`take_halves`), and each half has factors of its own. So a word is multiplied once,
-whatever the number of tokens. Words and scales of the next units are on their way in a queue of each lane
-(`lane_queue`). Programs that share columns add up in `add_partials`. Everything has a fixed order. In plain torch:
-`int4_fc2_reference`.
-
-`stages.listed_int4` multiplies listed rows of down too, and stays a source of its own. Its programs have all columns of
-their rows. Stripes of columns lie in B there, where several tokens would find no room for their sums.
-
-What is to be read is not known before the predecessor has ended. Until then a program asks the L2 for its stripe of its
-first rows, and for their scales. Those that turn out to be read are then near.
 """
 
 from dataclasses import dataclass
@@ -159,6 +143,10 @@ def _load_four(h, rows, live):
     return found
 
 
+# Neurons lie along K of the tensor cores' m16n8k16, outputs along M, tokens along N. No code is converted
+# (`int4_neurons`): by count 7 instructions a word, and 6 for list, addresses, words, scales and h.
+# `stages.listed_int4` multiplies listed rows of down too. Its programs have all columns of their rows, and stripes of
+# columns lie in B there, where several tokens would find no room for their sums.
 @triton.jit(do_not_specialize=["n", "n_own"])
 def _int4_fc2_kernel(
     h, weight, scales, partials, n, n_own, batch, D: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr,
@@ -166,6 +154,11 @@ def _int4_fc2_kernel(
     ROOM: tl.constexpr, UNIT: tl.constexpr, EVERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The rows begin .. begin + n_own - 1; of the list, lane (g, t) has entries 16 u + 4 t .. 16 u + 4 t + 3 of unit u.
+    # It reads four words of each, so that the eight lanes of a row read one line of 128 bytes.
+    # Columns that share a scale are at least those of TOKENS lane groups, up to four. Column N of B has the factors of
+    # token N % TOKENS, with the scale of the lane groups from N // TOKENS * TOKENS on. Eight tokens fill all columns.
+    # Then a lane takes half of its words from each 128 columns, and each half has factors of its own. So a word is
+    # multiplied once, whatever the number of tokens.
     W: tl.constexpr = D // 8
     G: tl.constexpr = D // GROUP
     WHOLE: tl.constexpr = W % L == 0  # 32 words a warp
@@ -179,6 +172,7 @@ def _int4_fc2_kernel(
     end = tl.minimum(begin + n_own, n)
     stripe = tl.program_id(0)
     if FETCHED > 0:
+        # What is to be read is not known before the predecessor has ended. Until then the L2 is asked for first rows.
         # A row for each lane, all warps with some. Of a row's last stripe, which may be shorter, as many words as of
         # others. Scales of all stripes are few, and lie side by side: one program asks for them, up to 15 bytes early.
         number = lane % 32 * (L // 32) + lane // 32

@@ -1,30 +1,14 @@
-"""The ends of a decoding step: token and position embedding, and the choice of the next token from the logits.
+"""Embedding of token and position, and the choice of the next token from the logits: the ends of a decoding step.
 
-    x[b]         = embed[tokens[b, t]] + positions[t + 2]              t = position[b], learned positions or none
-    greedy:      the largest logit, ties to the lowest id
-    temperature: argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id)
-    top-p:       the same over the smallest set of most likely tokens whose probability reaches top_p
-    top-k:       the same over the top_k most likely tokens (ties stay), and among these as top-p
-    mixed:       each row by its own numbers: temperature 0 is greedy, top_k 0 and top_p 1 are off
-                 first penalties make tokens that the row holds less likely, see `penalised_reference`
-                 of what top-k and top-p leave, tokens of at least min_p times the largest probability stay
-    before position `least` the tokens of `stops` are not chosen
-    tokens[b, t+1] = known there (a prompt, or teacher forcing) or chosen; position[b] = t + 1 while the row is not done
+    x[b]           = embed[tokens[b, t]] + positions[t + 2]        t = position[b], learned positions or none
+    greedy         the largest logit, ties to the lowest id
+    temperature    argmax(logits / temperature + Gumbel noise), noise from (seed[b], t, id)
+    top_p          the same over the smallest set of most likely tokens whose probability reaches top_p
+    top_k          the same over the top_k most likely tokens (ties stay), and among these as top_p
+    mixed          each row by its own numbers: temperature 0 is greedy, top_k 0 and top_p 1 are off
+    tokens[b, t+1] = known there (a prompt, or teacher forcing) or chosen, then position[b] = t + 1
 
-B rows, V tokens, d model dimension, T capacity. x, logits fp32, `tokens` (B, T) int32. Every piece of state is a device
-tensor. So one captured graph serves prompts, generation, scoring, any length and any seed. The state is position, known
-(tokens given), least (tokens at least), limit (tokens at most), done, sparse_from, row_state (B) int32. `stops` (K), -1
-= none. `temperature`, top_p, min_p, repetition, presence, frequency (B) fp32. top_k, seed (B) int32. seen (B, V) int32
-is twice as often as a token was generated, and 1 more where the prompt holds it. Mixed steps keep it. The tensor `nll`
-(B, T) fp32 receives -log p of known tokens when scoring. fault (B) int32 becomes the position of the first token whose
-logits held a NaN (0 = none), and the row ends there. The logits of position 0 are never looked at: nothing stands
-before it.
-
-Greedy steps share a row out among programs, unless its tokens are scored. Each leaves the best of its tokens, NaN where
-a logit was one: best (B, PARTS) fp32, best_ids (B, PARTS) int32. The last of them to finish chooses among these
-(tickets (B) int32, zero between steps).
-One greedy row may do without logits. Its LM head (`kernels/dense/screened_head.py`) then leaves tokens with a logit
-each, NaN where any of its logits was one.
+Logits are fp32, (B, V): B rows, V tokens. Capacity T. State: `TokenState`.
 """
 
 from collections import namedtuple
@@ -58,7 +42,18 @@ class AdvanceSettings(Settings, stage="advance"):
 
 @dataclass(frozen=True)
 class TokenState:
-    """State of B rows, all on the device. See the module's docstring."""
+    """State of B rows, all on the device. So one captured graph serves any prompt, length and seed.
+
+    Attributes:
+        tokens: (B, T) int32. nll: (B, T) fp32, -log p of known tokens where they are scored.
+        position, known, least, limit: (B) int32, where a row is, tokens given, tokens at least and at most.
+        done, sparse_from, row_state: (B) int32.
+        stops: (K) int32, -1 = none. Not chosen before position ``least``.
+        temperature, top_p, min_p, repetition, presence, frequency: (B) fp32. top_k, seed: (B) int32.
+        fault: (B) int32, the first token whose logits held a NaN, 0 = none. The row ends there.
+        seen: (B, V) int32, twice as often as a token was generated, and 1 more where the prompt holds it.
+        best, best_ids: (B, PARTS) fp32 and int32, of each part of a greedy row. tickets: (B), zero between steps.
+    """
 
     tokens: Tensor
     nll: Tensor
@@ -114,8 +109,9 @@ class TokenState:
 
 
 # What a kernel is handed of a `TokenState`, and what a mixed step is handed besides.
-Held = namedtuple(
-    "Held", "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault"
+RowTensors = namedtuple(
+    "RowTensors",
+    "tokens nll position known least limit done sparse_from row_state stops temperature top_p top_k seed fault",
 )
 Mixed = namedtuple("Mixed", "min_p repetition presence frequency seen")
 Shared = namedtuple("Shared", "best best_ids tickets")  # and one whose rows are shared out
@@ -264,7 +260,7 @@ def _noisy(
         if MODE == 4:  # without top-k and top-p as the mode temperature, which sums nothing up
             mass = tl.where((tl.load(state.top_p + b) < 1.0) | (tl.load(state.top_k + b) > 0), mass, float("inf"))
         scaled = _above_cutoff(scaled, weight, mass, STEPS)
-    if MODE == 4:
+    if MODE == 4:  # tokens of at least min_p times the largest probability stay
         scaled = tl.where(scaled >= tl.log(tl.load(mixed.min_p + b)), scaled, float("-inf"))
     uniform = tl.rand(tl.load(state.seed + b), at * V_TILE + ids)
     noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-10)))
@@ -278,10 +274,10 @@ def _move_on(
 ):  # fmt: skip
     """Chooses among the logits of row b, of tokens `ids`, and writes the state of the next step."""
     best = tl.reduce(row, 0, _larger)
-    bad = (best != best) & (at > 0)
+    bad = (best != best) & (at > 0)  # nothing stands before position 0, whose logits are never looked at
     scaled = row
     top = best
-    if MODE == 4:
+    if MODE == 4:  # penalties first, see `penalised_reference`
         times = tl.load(mixed.seen + b.to(tl.int64) * n_vocab + ids, mask=inside, other=0)
         scale = tl.load(mixed.repetition + b)
         scaled = tl.where(times > 0, tl.where(row < 0, row * scale, row / scale), row)
@@ -343,9 +339,10 @@ def _advance_kernel(
     logits, state, chosen, mixed, shared, capacity, n_row, n_vocab, V_TILE: tl.constexpr, N_STOPS: tl.constexpr,
     MODE: tl.constexpr, SCORE: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program a row holds all logits in registers: no sort, no softmax in memory. Of a row that is `shared` each
-    # program holds a part, and the last one what all of them left. What the step before left is older
-    # than the LM head's launch, so it is read before the wait; past the L1, which may hold values of an earlier step.
+    # One program a row holds all logits in registers: no sort, no softmax in memory. Greedy rows without scores are
+    # `shared`: each program holds a part, and the last to finish chooses among what all of them left.
+    # What the step before left is older than the LM head's launch, so it is read before the wait. It is read past the
+    # L1, which may hold values of an earlier step.
     b = tl.program_id(0)
     finished_before = tl.load(state.done + b, cache_modifier=".cg")
     at = tl.load(state.position + b, cache_modifier=".cg") + 1
@@ -400,7 +397,8 @@ def advance(
 
     Args:
         mode: greedy, temperature, top_p, top_k or mixed.
-        chosen: of a greedy row, which then needs no logits.
+        chosen: of a greedy row, which then needs no logits. Its LM head (`kernels/dense/screened_head.py`) leaves
+            tokens with a logit each, NaN where any of its logits was one.
     """
     check_device("logits", logits)
     batch, n_vocab = logits.shape
@@ -423,7 +421,7 @@ def advance(
         tile = min(tile, triton.next_power_of_2(max(LEAST_PART, triton.cdiv(n_row, settings.parts))))
     parts = triton.cdiv(n_row, tile)
     shared = Shared(*(getattr(state, name) for name in Shared._fields)) if parts > 1 else None
-    held = Held(*(getattr(state, name) for name in Held._fields))
+    held = RowTensors(*(getattr(state, name) for name in RowTensors._fields))
     mixed = Mixed(*(getattr(state, name) for name in Mixed._fields)) if mode == "mixed" else None
     _advance_kernel[(batch, parts)](
         logits if chosen is None else chosen.values, held, None if chosen is None else chosen.ids, mixed, shared,

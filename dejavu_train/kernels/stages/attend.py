@@ -98,8 +98,8 @@ def flash_decode_reference(
         cache.watermark.copy_(torch.where(chosen, position[:, None] + 1, cache.watermark))
 
 
-class Kept(NamedTuple):
-    """What attention reads beside q. row_bits None: all groups. watermark may be None as well."""
+class CacheReads(NamedTuple):
+    """Reads of attention beside q. row_bits None: all groups. watermark may be None as well."""
 
     k_cache: Any
     v_cache: Any
@@ -293,7 +293,7 @@ def attention_launch(
     check_shape("scratch.tickets", scratch.tickets, batch * n_heads)
     splits = triton.cdiv(capacity, settings.positions)
     row_bits = None if selection is None else selection.row_bits
-    kept = Kept(cache.k, cache.v, row_bits, step.position, cache.watermark)
+    kept = CacheReads(cache.k, cache.v, row_bits, step.position, cache.watermark)
     arguments = (q, kept, mean, out, scratch, capacity, head_dim**-0.5, slopes)
     units = triton.cdiv(share, settings.queries)
     queries = triton.cdiv(share, units)  # alike for all

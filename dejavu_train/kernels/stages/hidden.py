@@ -25,7 +25,7 @@ from dejavu_train.kernels.stages.sink import LinearSink
 
 
 def kept_unit(weights: MlpWeights, dtype: torch.dtype) -> float:
-    """What hidden values of this dtype are stored times. A square of 256 or more is no fp16 number, and down's products
+    """Factor of stored hidden values of this dtype. A square of 256 or more is no fp16 number, and down's products
     with 4-bit rows are of fp16."""
     narrow = dtype == torch.float16 or weights.down.weight.format is Format.INT4
     return 2.0**-6 if weights.hidden.activation == "relu2" and narrow else 1.0

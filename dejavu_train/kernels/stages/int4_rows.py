@@ -51,7 +51,7 @@ ROLLED_FROM = tl.constexpr(5)  # pairs of a warp: whole steps of 6.7B, where den
 
 
 class Int4Form(NamedTuple):
-    """What a kernel knows of its rows, all constants.
+    """Form of a kernel's rows, all constants.
 
     words: of a row. pairs: of units of a warp. ahead: pairs that the queue has room for, at most `pairs`. whole: there
     are a multiple of 16 rows. fetched: words of each first row that the L2 is asked for behind those in the queue.

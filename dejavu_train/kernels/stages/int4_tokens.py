@@ -247,7 +247,7 @@ def _add_pair(sums, w, s, x, offsets, number: tl.constexpr, lane, how: tl.conste
 
 @triton.jit
 def _block_ids(source, first, n_rows, step, lane, how: tl.constexpr):
-    """Of a list the ids of each tile's entries, beyond the count old ones, in range. Else where tiles begin."""
+    """Ids of each tile's entries of a list, beyond the count old ones, in range. Else where tiles begin."""
     found = ()
     for r in tl.static_range(how.tiles):
         if how.listed:

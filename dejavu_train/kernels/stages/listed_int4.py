@@ -112,7 +112,7 @@ def slots_of(words, group, warps):
 
 @triton.jit
 def _item(listed, held, unit, number, scales, lane, how: tl.constexpr):
-    """What a lane needs of its rows 4 t .. 4 t + 3 of sixteen of the list, for pass `number`.
+    """Values that a lane needs of its rows 4 t .. 4 t + 3 of sixteen of the list, for pass `number`.
 
     The four row numbers, whether these are there, and their h. Their scales of the stripe whose column of B is the
     lane's."""
@@ -358,7 +358,7 @@ class Int4Neurons(NamedTuple):
 
 
 def launch(x: Tensor, weights: MlpWeights, norm: bool) -> ListedLaunch:
-    """Of matrices of 4 bits whose groups are of one size."""
+    """Launch for matrices of 4 bits whose groups are of one size."""
     n, d = weights.up.weight.shape
     groups = [check_int4(f"{name}.weight", linear.weight, (n, d), x).group for name, linear in weights.named()]
     group, device = groups[0], x.device

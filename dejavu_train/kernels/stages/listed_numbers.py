@@ -260,7 +260,7 @@ class NumberNeurons(NamedTuple):
 
 
 def launch(x: Tensor, weights: MlpWeights, norm: bool, number: Any = to_fp32, factor: Any = no_factor) -> ListedLaunch:
-    """Of matrices of numbers, or of codes that `number` and `factor` make numbers of."""
+    """Launch for matrices of numbers, or of codes that `number` and `factor` make numbers of."""
     n, d = weights.up.weight.shape
     for name, linear in weights.named():
         check_shape(f"{name}.weight", linear.weight.parts()[0], n, d)

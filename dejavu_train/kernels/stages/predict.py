@@ -62,7 +62,7 @@ class PredictSettings(Settings, stage="predict"):
         return cls(rows, min(found.block, max(16, triton.next_power_of_2(d))), found.warps)
 
 
-class Kept(NamedTuple):
+class NormOutput(NamedTuple):
     """Where n of row b goes: normalised (B, capacity, d) or None, at its position (B), or at zero without any."""
 
     normalised: Any
@@ -194,7 +194,7 @@ def _products(tiles, xs, gains, SPREAD: tl.constexpr, EACH: tl.constexpr, STEPS:
 
 @triton.jit
 def hidden_facts(rows, first, n_rows, S: tl.constexpr):
-    """What `store_hidden` needs beside products, read before the wait."""
+    """Facts that `store_hidden` needs beside products, read before the wait."""
     facts = ()
     if rows.scale is not None:
         facts = row_values(rows.scale, first, n_rows, S.rows)
@@ -215,7 +215,7 @@ def store_hidden(values, scales, rows, first, n_rows, S: tl.constexpr):
 
 @triton.jit
 def head_facts(rows, first, n_rows, S: tl.constexpr):
-    """What `store_heads` needs: offsets, states of the batch's rows, and the threshold."""
+    """Facts that `store_heads` needs: offsets, states of the batch's rows, and the threshold."""
     facts = row_values(rows.bias, first, n_rows, S.rows)
     for b in tl.static_range(S.batch):
         facts = facts + (tl.load(rows.row_state + b),)
@@ -326,7 +326,7 @@ def _hidden_rows(predictor: Predictor, ln: LayerNormWeights) -> HiddenRows:
 
 
 def head_rows(site: HeadSite, x: Tensor) -> HeadRows | None:
-    """What a kernel is handed of a predictor of heads that reads x (B, d), checked. None: it selects nothing."""
+    """Arguments for a predictor of heads that reads x (B, d), checked. None: it selects nothing."""
     heads = site.predictor
     if heads.rows is None:
         return None
@@ -368,7 +368,7 @@ def predict(
     has_pdl, dependent = programmatic(x, pdl)
     # The selection that follows asks for its own weights meanwhile.
     _predict_kernel[(programs,)](
-        x, ln.args(), None, 0, _hidden_rows(predictor, ln), rank, Kept(normalised_out),
+        x, ln.args(), None, 0, _hidden_rows(predictor, ln), rank, NormOutput(normalised_out),
         WAIT=start_dependents_and_wait, HEAD_PROGRAMS=0, BOTH=False, S=constant_fields(sizes), PDL=has_pdl,
         num_warps=warps, launch_pdl=dependent,
     )  # fmt: skip
@@ -401,7 +401,7 @@ def site_predict(
     if down is None and selecting is None:  # the input alone
         down = HiddenRows(None, None, None, None, None)
     _predict_kernel[(programs,)](
-        x, site.ln.args(), selecting, n_heads, down, n_rows, Kept(attn_in, position, attn_in.shape[1]),
+        x, site.ln.args(), selecting, n_heads, down, n_rows, NormOutput(attn_in, position, attn_in.shape[1]),
         WAIT=wait_for_predecessor, HEAD_PROGRAMS=triton.cdiv(n_heads, max(1, sizes.rows)), BOTH=mlp is not None,
         S=constant_fields(sizes), num_warps=warps, **as_dependent(pdl, x.device),
     )  # fmt: skip

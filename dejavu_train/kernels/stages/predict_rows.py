@@ -40,7 +40,7 @@ DOWN_WARPS = 8
 
 @dataclass(frozen=True)
 class PredictRowsSettings(Settings, stage="predict_rows"):
-    """Of `predict_tiles`. block: columns of a step. stages: of its pipeline."""
+    """Settings of `predict_tiles`. block: columns of a step. stages: of its pipeline."""
 
     block: int
     stages: int

@@ -39,7 +39,7 @@ from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.qkv_listed import listed_tiles
 from dejavu_train.kernels.stages.qkv_owned import own_tile
-from dejavu_train.kernels.stages.qkv_pairs import QkvRows, QkvSizes, Stored, Wanted
+from dejavu_train.kernels.stages.qkv_pairs import HeadNeeds, QkvOutputs, QkvRows, QkvSizes
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def qkv_launch(
     else:
         found = found.fitted(head_dim, d, weight.numbers.element_size())
         rows, group = QkvRows(weight.numbers, None, weights.bias, None), 0
-    wanted = Wanted(selection.row_bits, position, row_or(cache.watermark, position))
-    arguments = (attn_in, rows, wanted, Stored(q, cache.k, cache.v, cache.capacity, table))
+    wanted = HeadNeeds(selection.row_bits, position, row_or(cache.watermark, position))
+    arguments = (attn_in, rows, wanted, QkvOutputs(q, cache.k, cache.v, cache.capacity, table))
     sizes = QkvSizes(
         B=batch,
         H=n_heads,

@@ -1,26 +1,13 @@
-"""Query, key and value rows of the selected heads with 4-bit weights. Formulas, layouts and policies as in `qkv`.
+"""Rows of query, key and value of the selected heads with 4-bit weights. Formulas, layouts and policies as in `qkv`.
 
-Program p owns the 16 rows of the head-major weight from row 16 p on, whichever heads are selected. They are rows of one
-head's q, k or v. So it knows what it will read before it knows whether it is needed. It asks for its first words and
-scales before it waits for the launch before. They come while it waits and reads which heads are selected. A program
-that had to look its tile up in the list of selected heads would ask about 2 us later (one H200). Of a head that is not
-selected these words come for nothing: a ninth of its bytes at d = 9216, a quarter at 4096.
-With one batch row the inputs do not wait for the selection either: the positions that a head lacks are known before.
-A program multiplies its tile with up to PAIRS of its head's pairs (`qkv_pairs`). Of several batch rows it takes up to
-WIDE, perhaps in turns of fewer units. Heads that were idle for longer lack more groups of WIDE pairs.
-These are a list of items that the programs of heads that are not selected share out. They begin at once. The head's own
-programs, perhaps among the last to begin, would end long after all others. Where these would have more than
-SHARE_OF_IDLE items each, or no head is idle, all programs share them out, after their own tiles.
+    program -DOWN .. -1    16 rows each of another matrix, the first half of an MLP predictor, for the present input
+    program p >= 0         rows 16 p .. 16 p + 15 of the head-major weight, of one head's q, k or v
+                           times up to PAIRS of its head's pairs (`qkv_pairs`), of several batch rows up to WIDE
+    later items            16 rows of k or v of a head that lacks more pairs, times WIDE of these
+
+    hidden[r] = act(scale[r] (down[r] n))      down (DOWN * 16, d) lies as the weight does, `rank` rows of it count
 
 Inputs may be those of a norm that comes late (`late_norm`, LATE, one batch row).
-Products are put right before they are stored. The factors of the present position come from the moments, and are kept
-for later ones. Then bias has W shift, and `gains` (h, r + 2, head_dim) W gain.
-The first DOWN programs, numbered below zero, have rows of another matrix that meets the present input. It is the first
-half of an MLP predictor. They count themselves in `arrived` when their values lie in memory:
-
-    hidden[r] = act(scale[r] (down[r] n))
-
-down (DOWN * 16, d) lies as the weight does. Of its rows `rank` count.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +27,7 @@ SHARE_OF_IDLE = tl.constexpr(2)
 
 
 class Late(NamedTuple):
-    """Of a norm that comes late: see `late_norm.LateNorm`."""
+    """Facts of a norm that comes late: see `late_norm.LateNorm`."""
 
     moments: Any
     estimate: Any
@@ -50,7 +37,7 @@ class Late(NamedTuple):
 class Down(NamedTuple):
     """The other matrix, with what its sums are put right with, and what is made of it.
 
-    tile_scales: of rows of 4 bits. None: nibbles.
+    tile_scales: of rows of 4 bits. None: nibbles. arrived: counts the programs whose values lie in memory.
     """
 
     weight: Any
@@ -166,6 +153,8 @@ def _multiply(
         queue, rows.weight, rows.scales, line, x, W, S.GROUP, S.BLOCK, S.STAGES, N, begun, TURN
     )  # fmt: skip
     if late is not None:
+        # Products are put right before they are stored. The factors of the present position come from the moments, and
+        # are kept for later ones. The bias has W shift, and `gains` (h, r + 2, head_dim) W gain.
         present = p == tl.sum(last)
         a = tl.where(present, now[0], a)
         c = tl.where(present, now[1], c)
@@ -205,9 +194,13 @@ def own_tile(
         own_bias = tl.where(of_head, rows.bias, down.shifts)
         own_gains = tl.where(of_head, rows.gains, down.gains)
         own = QkvRows(own_weight, own_scales, own_bias, own_gains)
+    # A program knows its rows before it knows whether they are needed. So their words come while it waits. One that had
+    # to look its tile up in the list of selected heads would ask about 2 us later (one H200). Of a head that is not
+    # selected the words come for nothing: a ninth of its bytes at d = 9216, a quarter at 4096.
     ask_words(queue, own.weight, own_head * OF_HEAD + own_row, W, S.GROUP, S.BLOCK, S.STAGES)
     begun = first_scales(own.scales, own_head * OF_HEAD + own_row, W, S.GROUP, S.BLOCK, S.STAGES, S.PAIRS, S.STAGES)
-    # Positions and watermarks are those that the step before left.
+    # Positions and watermarks are those that the step before left. With one batch row the inputs do not wait for the
+    # selection either: the positions that a head lacks are known before.
     b = tl.arange(0, triton.next_power_of_2(S.B))
     heads = tl.arange(0, triton.next_power_of_2(S.H))
     own_n = tl.where(b < S.B, 1, 0)  # positions of each batch row
@@ -253,6 +246,8 @@ def own_tile(
         n_idle = tl.sum(idle) * TILES
         n_later = tl.sum(_later_groups(lacking, head_bits, b, FIRST, S.WIDE)) * (2 * S.HEAD_DIM // ROWS)
         end = n_later
+        # Programs of idle heads begin with the list at once. The head's own, perhaps among the last to begin, would end
+        # long after all others. With more items for each, or no idle head, all share them out after their own tiles.
         if n_later <= SHARE_OF_IDLE * n_idle:  # for the programs of idle heads alone
             end = tl.where(needed, 0, n_later)
             first = tl.where(needed, first, tl.sum(tl.where(heads < own_head, idle, 0)) * TILES + tile % TILES)

@@ -1,4 +1,4 @@
-"""What the programs of q/k/v share, whatever the format of their rows: which pairs a head lacks, where values go.
+"""Parts that the programs of q/k/v share, whatever their rows' format: which pairs a head lacks, where values go.
 
 A pair is (batch row, position). Of a head of K and V, batch row b lacks the positions from first[b] on. ends[b]: how
 many pairs there are up to its last one. A program multiplies a tile of a head's rows with several of its pairs at once.
@@ -27,7 +27,7 @@ class QkvRows(NamedTuple):
     gains: Any
 
 
-class Wanted(NamedTuple):
+class HeadNeeds(NamedTuple):
     """row_bits (h,), position (B,), and watermark (B, h), which only back-fill reads."""
 
     row_bits: Any
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     watermark: Any
 
 
-class Stored(NamedTuple):
+class QkvOutputs(NamedTuple):
     """q (B, h, r, head_dim), the caches, and the table of a rotation or None."""
 
     q: Any
@@ -94,7 +94,7 @@ def lacking_positions(wanted, b, heads, S: tl.constexpr):
 
 @triton.jit
 def turning(table, row, p, exists, R: tl.constexpr, S: tl.constexpr):
-    """What the R rows of a head from `row` on are turned by at positions p (N,), see `angles`. () without a table."""
+    """Turns of the R rows of a head from `row` on at positions p (N,), see `angles`. () without a table."""
     by = ()
     if table is not None:
         HEAD_DIM: tl.constexpr = S.HEAD_DIM

@@ -78,7 +78,7 @@ class TokenSettings(Settings, stage="tokens_int4"):
 
     @property
     def registers(self) -> int:
-        """Of a thread, at most, so that all programs have room."""
+        """Registers of a thread, at most, so that all programs have room."""
         return registers_for(self.programs, self.warps)
 
 

@@ -43,13 +43,13 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class SelectSettings(Settings, stage="select"):
-    """Of programs whose rows lie in registers, by the rows of a block and their bytes."""
+    """Settings of programs whose rows lie in registers, by the rows of a block and their bytes."""
 
     warps: int
 
 
 class UpRows(NamedTuple):
-    """What a kernel that selects reads: up (n, width), threshold (1), and scale and bias (n), row_state (B) or None."""
+    """Inputs of a kernel that selects: up (n, width), threshold (1), and scale and bias (n), row_state (B) or None."""
 
     up: Any
     scale: Any
@@ -59,7 +59,7 @@ class UpRows(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """What it writes: ids, counts, row_bits as in a `Selection`. The rest may be None: logits (B, n) fp32, and the list
+    """Outputs of it: ids, counts, row_bits as in a `Selection`. The rest may be None: logits (B, n) fp32, and the list
     without gaps, `listed` (n) and its count (1), which must be zero before."""
 
     ids: Any
@@ -247,7 +247,7 @@ def grid_launch(predictor: Predictor, stages: int, warps: int) -> SelectLaunch:
 
 
 def select_launch(predictor: Predictor) -> SelectLaunch:
-    """That of a grid of its own, as `predictor.products` says."""
+    """Launch of a grid of its own, as `predictor.products` says."""
     up, block, (batch, rank) = predictor.weights.up, predictor.selection.block, predictor.hidden.shape
     if predictor.products is Products.REGISTERS:
         return registers_launch(up, block, rank)
@@ -298,7 +298,7 @@ def check_selects(predictor: Predictor, row_state: Tensor | None = None) -> None
 def select_arguments(
     predictor: Predictor, row_state: Tensor | None = None, logits_out: Tensor | None = None
 ) -> tuple[Tensor, UpRows, Lists, int, int]:
-    """Those of `select_block`: hidden, what is read and what is written, how many neurons and rows of the batch."""
+    """Arguments of `select_block`: hidden, reads and writes, how many neurons and rows of the batch."""
     weights, hidden, out = predictor.weights, predictor.hidden, predictor.selection
     rows_of = UpRows(weights.up, weights.up_scale, weights.bias, predictor.threshold, row_state)
     lists = Lists(out.ids, out.counts, out.row_bits, logits_out, *(predictor.listed or ()))

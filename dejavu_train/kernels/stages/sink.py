@@ -1,4 +1,4 @@
-"""What becomes of products: kernels of rows are handed one of these, the functions with the tensors that they need.
+"""Sinks of products: kernels of rows are handed one of these, the functions with the tensors that they need.
 
 `LinearSink`: y[b, i] = unit act(v[b, i] + bias[i] + residual[b, i]), each of which may be missing, and what else
 `stages.hidden` wants. `QkvSink`: v + bias of head-major rows, as in `qkv`, goes to q, and to the caches at each row's
@@ -141,7 +141,7 @@ Sink = LinearSink | QkvSink
 
 
 def qkv_sink_reference(products: Tensor, bias: Tensor, step: HeadStep) -> None:
-    """What a `QkvSink` does with products (B, n), in plain torch. No host synchronisation."""
+    """Do what a `QkvSink` does with products (B, n), in plain torch. No host synchronisation."""
     q, cache, position = step.q, step.cache, step.position
     rows = (products.float() + bias.float().flatten()).view(len(q), *bias.shape)
     turns, at = rows[:, :, :-1], position.long()

@@ -79,7 +79,7 @@ def read_registers(up, number, n, S: tl.constexpr):
 
 @triton.jit
 def _last_columns(S: tl.constexpr):
-    """Those behind the pieces: at least as many values as a program has threads, or copies of a sum would be written to
+    """Columns past the pieces: at least as many values as a program has threads, or copies of a sum would be written to
     one word. In the pieces of ranks below 8 that happens, and is harmless."""
     REST: tl.constexpr = S.width % S.chunk
     WIDE: tl.constexpr = triton.next_power_of_2(REST) if REST > 8 else 8
@@ -232,7 +232,7 @@ def _stacked(rounds, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _part(z, part):
-    """Of z (L,) fp32 the nearest fp16 number, or where `part` is 1 that of the rest."""
+    """Nearest fp16 number of z (L,) fp32, or where `part` is 1 that of the rest."""
     rest = z - saturated(z, tl.float16).to(tl.float32)
     return tl.where(part == 0, z, rest)
 

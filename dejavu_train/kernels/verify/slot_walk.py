@@ -54,7 +54,7 @@ class SlotSettings(Settings, stage="slots"):
 
 @dataclass(frozen=True)
 class ProductScratch:
-    """Of products that run one after another. partials: fp32. tickets: int32, zero between calls. sums: of rows of 4
+    """Scratch of products that run in turn. partials: fp32. tickets: int32, zero between calls. sums: of rows of 4
     bits that are neurons, see `common.partial_sums`."""
 
     partials: Tensor

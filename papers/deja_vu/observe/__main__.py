@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from dejavu_train.bundle.artifact import Bundle
     from dejavu_train.families.base import dense_type, dims_of
     from dejavu_train.models.config_values import read_values
-    from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device
+    from dejavu_train.models.load import load_model, load_tokenizer, resolve_device
     from papers.deja_vu.observe.run import observe
 
     transformers.utils.logging.disable_progress_bar()
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bundle.check_model(config.model, config.revision)
     tokenizer = load_tokenizer(config.model, config.revision)
     device = resolve_device(config.device)
-    model = load_opt(config.model, config.dtype, device, config.device_map, config.revision)
+    model = load_model(config.model, config.dtype, device, config.device_map, config.revision)
     folder = observe(config, model, tokenizer, bundle)
     logging.getLogger(__name__).info("wrote %s", folder)
 

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from dejavu_train.extras.tasks.model import DejavuLM
-from dejavu_train.models.opt import load_opt, load_tokenizer
+from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
 ITEMS = [
@@ -92,7 +92,7 @@ def test_a_harness_scores_the_server_as_it_scores_the_model(tiny_opt, bundle, ta
     tokenizer = load_tokenizer(str(tiny_opt))
     if start == "prompt":
         local = HFLM(
-            pretrained=load_opt(str(tiny_opt)), tokenizer=tokenizer, max_length=120, batch_size=1, add_bos_token=False
+            pretrained=load_model(str(tiny_opt)), tokenizer=tokenizer, max_length=120, batch_size=1, add_bos_token=False
         )
     else:
         sparse = SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle, "gather")

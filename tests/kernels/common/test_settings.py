@@ -11,7 +11,7 @@ from settings_kinds import KINDS
 
 from benchmarks.rows import code_of
 from dejavu_train.kernels.common import partial_sums, settings
-from dejavu_train.kernels.common.settings import Row, Settings, SettingsFile, committed_files, file_for, tried
+from dejavu_train.kernels.common.settings import Settings, SettingsFile, SettingsRow, committed_files, file_for, tried
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -129,8 +129,8 @@ def test_values_are_looked_up_and_tried(monkeypatch, made):
 
 
 def test_a_row_compares_what_is_no_range():
-    assert Row({"policy": "always", "d": [None, 4]}, {}).meets({"policy": "always", "d": 4, "further": 1})
-    assert not Row({"policy": "always"}, {}).meets({"policy": "backfill"})
+    assert SettingsRow({"policy": "always", "d": [None, 4]}, {}).meets({"policy": "always", "d": 4, "further": 1})
+    assert not SettingsRow({"policy": "always"}, {}).meets({"policy": "backfill"})
 
 
 @pytest.mark.parametrize(("multiprocessors", "rows"), [(16, 512), (108, 512), (132, 528), (148, 592)])

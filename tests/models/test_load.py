@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.ground.files import read_json, replacing, sha256_file, write_json
 from dejavu_train.models.config_values import read_dims
-from dejavu_train.models.opt import load_opt, load_tokenizer, resolve_device, weight_hash
+from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_models_that_do_not_fit_are_refused_by_name(copy, change, message):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=message):
-        load_opt(str(copy))
+        load_model(str(copy))
 
 
 def test_large_tensors_are_sampled_and_full_reads_all(tmp_path):
@@ -50,17 +50,17 @@ def test_bad_model_folders_are_one_clear_line(copy, tmp_path):
         ("my models/tiny", "no model folder"),
         (str(tmp_path), "no config.json"),
     ):
-        for action in (load_opt, load_tokenizer, weight_hash, read_dims):
+        for action in (load_model, load_tokenizer, weight_hash, read_dims):
             with pytest.raises(UserError, match=message):
                 action(name)
     stored = copy / "model.safetensors"
     content = stored.read_bytes()
     stored.write_bytes(content[: len(content) // 2])
-    for action in (load_opt, weight_hash):
+    for action in (load_model, weight_hash):
         with pytest.raises(UserError, match="truncated|damaged"):
             action(str(copy))
     stored.rename(copy / "pytorch_model.bin")
-    for action in (load_opt, weight_hash):
+    for action in (load_model, weight_hash):
         with pytest.raises(UserError, match="pickled weights are not read"):
             action(str(copy))
 
@@ -70,11 +70,11 @@ def test_devices_and_dtypes_are_checked(tiny_opt):
     with pytest.raises(UserError, match="auto, cpu or cuda"):
         resolve_device("gpu")
     with pytest.raises(UserError, match="dtype must be one of"):
-        load_opt(str(tiny_opt), dtype="float8")
+        load_model(str(tiny_opt), dtype="float8")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no GPU"):
             resolve_device("cuda")
-    assert load_opt(str(tiny_opt), dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(str(tiny_opt), dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_half_written_files_never_take_the_name(tmp_path):

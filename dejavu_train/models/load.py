@@ -135,7 +135,7 @@ def resolve_device(name: str | int | torch.device) -> torch.device:
     return device
 
 
-def load_opt(
+def load_model(
     name: str,
     dtype: str | torch.dtype | None = "float32",
     device: str | int | torch.device | None = "cpu",
@@ -169,7 +169,7 @@ def load_with_info(
     attributes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """As :func:`load_opt`, with what transformers says of the loading (``output_loading_info``).
+    """As :func:`load_model`, with what transformers says of the loading (``output_loading_info``).
 
     Args:
         attributes: values that replace those of config.json. None of the sizes.
@@ -314,7 +314,7 @@ def _canonical(name: str, dtype: str) -> tuple[str, str]:
 
 
 def _stored_tensors(file: Path) -> Iterator[tuple[str, str, list[int], int, Callable[[int, int], bytes]]]:
-    """Of every tensor its name, its dtype, its shape, its bytes, and what reads bytes ``start`` to ``stop`` of them."""
+    """Every tensor's name, dtype, shape, bytes, and a function that reads bytes ``start`` to ``stop`` of them."""
     if file.suffix == ".safetensors":
         with open(file, "rb") as stored:
             for name, entry in read_header(file).items():
