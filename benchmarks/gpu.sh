@@ -55,6 +55,7 @@ part() {
     decode)
       bench decode decode --models 6.7b 66b --out "$out/decode.csv"
       bench families decode --models afm-4.5b prosparse-7b minitron-8b nemotron-4-15b --out "$out/decode_families.csv" ;;
+    first-token) bench first-token first_token --models 6.7b 30b --formats fp16 int4 --rivals --out "$out/first_token.csv" ;;
     lossless)
       local shape
       for shape in $shapes; do bench "forced-$shape" lossless forced --device cuda --shape "$shape" --out "$out/lossless_gpu.csv"; done
