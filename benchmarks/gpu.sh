@@ -4,6 +4,7 @@
 #   sanitizer    compute-sanitizer over kernels with an atomic, a ticket or a queue of their own
 #   exact        exact.csv: steps that read all rows, leave silent neurons out, and ask predictors, and zeros.csv
 #   decode       decode.csv and decode_families.csv: steps by prompt, rows and family, fp16 and 4 bits
+#   first-token  first_token.csv: prompts of many lengths, beside transformers
 #   lossless     lossless_gpu.csv: true shapes with a forced acceptance, and opt-mini's texts
 #   serve        serve_speed.csv: the server beside its engine, of opt-mini and of SHAPES
 #   ranks        tensor_parallel.csv: GPUS (4) GPUs together

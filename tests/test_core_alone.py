@@ -10,6 +10,7 @@ from conftest import REPOSITORY
 from forks import Forks
 from small_runs import flags
 
+BESIDE = ("dejavu_train.extras", "benchmarks.", "papers.")  # what tests of the core do not name
 LEFT = ("extras", "benchmarks", "papers")  # folders of tests that are not of the core
 ROOMS = ("bundle", "calibration", "data", "evaluation", "families", "models", "predictors", "sparse", "training")
 
@@ -23,9 +24,10 @@ def core(tmp_path_factory):
     tests = shutil.ignore_patterns("__pycache__", *LEFT)
     shutil.copytree(REPOSITORY / "tests", folder / "tests", ignore=tests)
     for path in (folder / "tests").rglob("test_*.py"):
-        if "dejavu_train.extras" in path.read_text(encoding="utf-8"):
+        if any(name in path.read_text(encoding="utf-8") for name in BESIDE):
             path.unlink()
-    for name in ("configs", "checkpoints", "docs", "pyproject.toml", "README.md", "train.py", "infer.py", "kernels"):
+    linked = "configs checkpoints docs examples pyproject.toml README.md train.py infer.py kernels .git"
+    for name in linked.split():
         (folder / name).symlink_to(REPOSITORY / name)
     return folder
 

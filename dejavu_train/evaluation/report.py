@@ -216,11 +216,11 @@ class Table:
 
 def tables(found: dict[str, Any]) -> str:
     """The content of results.json for people: the texts, all texts by predicted row, then the first text in full."""
-    parts = [f"{found['model']}, bundle {found['bundle']}"]
+    parts = [f"{found['model']}, " + (f"bundle {found['bundle']}" if found["bundle"] else "no predictors")]
     if found["quality"]:
         first = found["texts"][0]["name"]
         made = [text_table(found), drift_table(found)]
-        parts += [table(one.headings, one.cells) for one in made]
+        parts += [table(one.headings, one.cells) for one in made if one.cells]
         full = full_table(found, first)
         parts.append(f"{full.name}:\n{table(full.headings, full.cells)}")
         layers = layer_table(found, first)

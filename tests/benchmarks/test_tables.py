@@ -175,7 +175,7 @@ def test_the_opening_table_has_quality_and_speed_of_one_bundle(rows):
     lines = TABLES["opening"].make(rows).splitlines()
     assert lines[2:5] == [
         "| transformers, dense | all | 11.39 | 5.123 | 8.62 | |",
-        "| our engine, exact | all | 11.39 | 5.123 | 1.54 | 33.2 |",
+        "| our engine, exact | fc1 all, fc2 active | 11.39 | 5.123 | 1.54 | 33.2 |",
         "| our engine, sparse | 7.9 % | 11.5 | 11.39 | 0.906 | 18.4 |",
     ]
 

@@ -8,6 +8,7 @@ from conftest import make_text
 from small_runs import flags
 
 from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.cli.registry import has_extras
 from dejavu_train.data.packed import pack
 from dejavu_train.data.samples import (
     CYCLE,
@@ -225,6 +226,7 @@ def test_a_model_alone_is_enough(tiny_opt, tmp_path, caplog):
     assert "about" not in caplog.text, "the samples of the first run are used again"
 
 
+@pytest.mark.skipif(not has_extras(), reason="--plan is an extra")
 def test_own_text_by_layers_is_refused_until_it_is_written(tiny_opt, tmp_path, capsys):
     """By the run, before it loads the model, by ``--check`` and by ``--plan``. What was written before is read."""
     given = [flag for flag in flags(tiny_opt, "unused", tmp_path / "run") if not flag.startswith("--text.source")]
