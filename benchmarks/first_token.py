@@ -48,7 +48,7 @@ def prompts(vocab: int, lengths: tuple[int, ...]) -> dict[int, list[int]]:
 
 
 def our_times(engine: Any, given: dict[int, list[int]], cuda: bool) -> dict[int, dict[str, float]]:
-    """Of one engine by length: what its begin takes, and one of its steps."""
+    """Times of one engine by length: of its begin, and of one of its steps."""
     found = {}
     for n, tokens in given.items():
         ms, first = timed(lambda tokens=tokens, n=n: engine.begin([Row.of_prompt(tokens, n + 8)]), cuda)  # type: ignore[misc]
@@ -59,7 +59,7 @@ def our_times(engine: Any, given: dict[int, list[int]], cuda: bool) -> dict[int,
 
 @torch.no_grad()
 def rival_times(model: Any, given: dict[int, list[int]], cuda: bool) -> dict[int, dict[str, float]]:
-    """Of transformers: the forward pass of the prompt, with the logits of its last token alone."""
+    """Times of transformers: the forward pass of the prompt, with the logits of its last token alone."""
     found = {}
     for n, tokens in given.items():
         ids = torch.tensor([tokens], device=model.device)

@@ -99,7 +99,7 @@ def columns_of(found: Acceptance, base: Acceptance) -> dict[str, Any]:
 
 
 def conditions(args: argparse.Namespace, what: str) -> dict[str, Any]:
-    """What stands in every row."""
+    """Conditions that stand in every row."""
     row: dict[str, Any] = {"what": what, "prompts": args.prompts, "torch": torch.__version__}
     if args.device == "cuda" or what == "forced":
         row |= made_now(*STEP) | {"gpu": device_name(args.device)}

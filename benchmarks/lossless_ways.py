@@ -33,7 +33,7 @@ Written = tuple[list[int], Acceptance]
 
 
 def followed(text: list[int]) -> list[int]:
-    """What followed the last tokens where they stood before, or nothing."""
+    """Tokens that followed the last tokens where they stood before, or nothing."""
     for at in range(len(text) - SIZE - 1, -1, -1):
         if text[at : at + SIZE] == text[-SIZE:]:
             return text[at + SIZE :]

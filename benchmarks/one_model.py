@@ -141,7 +141,7 @@ class Run:
 
     @staticmethod
     def together(gpus: int) -> list[str]:
-        """What starts a process for each GPU."""
+        """The command that starts a process for each GPU."""
         return [*CALL, "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
 
     def predictors(self) -> None:

@@ -28,7 +28,6 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
@@ -84,20 +83,6 @@ RANGES = ("d", "capacity", "tile", "waves")  # names of shapes that are in order
 COLUMNS = ("gpu", "stage", "format", "shape", "values", "us", "torch", "commit", "date", "sources")
 Timer = Callable[[Sequence[Callable[[], Any]]], float]
 Measured = dict[Lookup, dict[str, float | None]]  # by values as JSON. None = broken
-
-
-class Placed(TorchFunctionMode):
-    """Tensors that are made within lie on one device and hold zeros where they would hold anything."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.empty, torch.zeros, torch.ones, torch.full, torch.arange):
-            kwargs["device"] = self.device
-        return (torch.zeros if func is torch.empty else func)(*args, **kwargs)
 
 
 class FilledLayer(compiled_layers.Layer):
@@ -163,7 +148,7 @@ def problems(widths: Sequence[int], device: torch.device) -> Iterator[dict[Looku
         FilledLayer.made.clear()
         plain, compiled_layers.Layer = compiled_layers.Layer, FilledLayer  # type: ignore[misc]
         try:
-            with Placed(device):
+            with compiled_layers.Placed(device):
                 calls = [call for _, call in cases(d)]
         finally:
             compiled_layers.Layer = plain  # type: ignore[misc]

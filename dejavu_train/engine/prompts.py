@@ -75,13 +75,17 @@ class Prompts:
             self._run_chunk(b, chunk)
 
     def _run_chunk(self, b: int, chunk: Chunk) -> None:
-        self._chunk.copy_(sent(torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32), self.core.device))
+        self._name(b, chunk)
         if chunk.size == SLOTS:
             self.core.replay(("slots", b), partial(self._run_slots, b))
         elif self._alone:
             self.core.replay(("prompt", chunk.size), partial(self._run, chunk.size), shared=True)
         else:
             self._run(chunk.size)
+
+    def _name(self, b: int, chunk: Chunk) -> None:
+        """Write on the device which chunk of which row is next."""
+        self._chunk.copy_(sent(torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32), self.core.device))
 
     def _know(self, b: int, tokens: Sequence[int]) -> None:
         """Write tokens of row b, which stays as it is otherwise."""
@@ -116,7 +120,7 @@ class Prompts:
         Between two chunks other rows may step. Row b is done meanwhile. What its steps write lies at the position that
         the next chunk writes first.
         """
-        core, chunks = self.core, [each for each in chunks_of(row.prefilled, self.most, self.slotted)]
+        core, chunks = self.core, chunks_of(row.prefilled, self.most, self.slotted)
         with torch.no_grad(), core.on_device():
             self._know(b, row.tokens[: row.prefilled])
         for number, chunk in enumerate(chunks):
@@ -159,8 +163,7 @@ class Prompts:
             self._know(b, row.tokens[: row.prefilled])
             parts = []
             for chunk in chunks_of(row.prefilled, self.most):
-                at = torch.tensor([b, chunk.first, chunk.count], dtype=torch.int32)
-                self._chunk.copy_(sent(at, core.device))
+                self._name(b, chunk)
                 parts.append(self._run(chunk.size)[: chunk.count])
             behind, found = torch.cat(parts), list[Score]()
             for start in range(first, row.prefilled, AT_ONCE):  # logits of position p stand behind token p - 1

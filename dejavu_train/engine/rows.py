@@ -94,8 +94,9 @@ class Rows:
         if not self.free:
             raise UserError(f"this engine holds {self.engine.batch} rows, all taken; wait until one is done")
         free = [b for b in range(self.engine.batch) if b not in self._seats and b not in self._arriving]
-        b = max(free, key=lambda place: self.engine.reusable(place, row))
-        self.reused = self.engine.reusable(b, row)
+        found = {b: self.engine.reusable(b, row) for b in free}
+        b = max(free, key=found.__getitem__)
+        self.reused = found[b]
         self._arriving[b] = row, self.engine.placing(b, row, self.reused)
         self._advance(b)
         return b

@@ -6,8 +6,6 @@ A row has the same sums in the same order whatever stands beside it. So a positi
 chunk, and those that a dense step of one row would write.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -49,14 +47,11 @@ class PromptPass:
         self.scratch = arrays.new_scratch(weights.shape, AT_ONCE, context, threads, rules, weights.operand)
         self.team = Team(enter, (weights.model, rules, self.slots, self.scratch), threads)
 
-    def run(
-        self, row: int, count: int, first: int = 0, whole: bool = False, gone: Callable[[], bool] = lambda: False
-    ) -> Tensor:
+    def run(self, row: int, count: int, first: int = 0, whole: bool = False) -> Tensor:
         """Run the positions ``first`` to ``count`` - 1 of a sequence. Those before were run, and are read.
 
         Args:
             whole: return all positions, not the last alone.
-            gone: asked before each pass whether nobody waits for the prompt any more. What is missing then stays so.
         Returns:
             (count - first, d) fp32, the residual stream behind the last layer, or (1, d) of the last position.
         Raises:
@@ -71,8 +66,6 @@ class PromptPass:
             total=count - first, desc="prompt", unit="token", leave=False, delay=QUIET_SECONDS, disable=None
         ) as progress:
             for start in starts:
-                if gone():
-                    break
                 n = min(AT_ONCE, count - start)
                 slots.position[:] = np.arange(start, start + AT_ONCE)
                 slots.row_state[:] = np.where(np.arange(AT_ONCE) < n, arrays.DENSE, arrays.DONE)
