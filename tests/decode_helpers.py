@@ -9,12 +9,20 @@ import torch.nn.functional as F
 from transformers import OPTConfig, OPTForCausalLM
 
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import LayerInput, ModelDims, Site, dims_of, family_of
 from dejavu_train.families.block import forward_block, positions_like
 from dejavu_train.predictors.bit_planes import choose_grid
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.predictors.quantization import int4_rows, quantise_rows
+
+KINDS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(1.0, seed=3),
+    "top_p": Sampling(0.7, 0.9, seed=4),
+    "top_k": Sampling(1.3, 0.95, top_k=20, seed=5),
+}
 
 
 class Spec(SimpleNamespace):

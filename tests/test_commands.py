@@ -17,6 +17,7 @@ from dejavu_train.run.command import parse_config
 def test_all_commands_are_listed_and_can_be_loaded(capsys):
     assert commands.main([]) == commands.main(["--help"]) == 0
     listed = capsys.readouterr().out
+    assert commands.main(["--version"]) == 0 and capsys.readouterr().out[0].isdigit()
     for name, command in commands.COMMANDS.items():
         assert f"  {name} " in listed and command.about in listed
         if name != "tasks":  # asks for lm-eval

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from dejavu_train.cli.registry import EXTRAS, has_extras
 from dejavu_train.ground.errors import BEGINS_ANEW, GOES_ON, NO_ANSWERS, UserError, exit_on_user_error, missing_extra
+from dejavu_train.version import package_version
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE)
+        return 0
+    if given[0] == "--version":
+        print(package_version())
         return 0
     if given[0] in COMMANDS:
         return run(given[0], given[1:])

@@ -5,25 +5,18 @@ from itertools import count
 import pytest
 import torch
 from conftest import save_tiny_opt
-from decode_helpers import random_bundle, random_opt, reference_engine, rows_of
+from decode_helpers import KINDS, random_bundle, random_opt, reference_engine, rows_of
 
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.draft import MOST_DRAFTED, Draft
 from dejavu_train.engine.draft_weights import draft_weights, rounded_bytes
-from dejavu_train.engine.inputs import Row, Sampling
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.lossless import Acceptance, Copies, Pace, Pair, Verified
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.load import load_model
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
-
-KINDS = {
-    "greedy": Sampling(),
-    "sampled": Sampling(1.0, seed=3),
-    "top_p": Sampling(0.7, 0.9, seed=4),
-    "top_k": Sampling(1.3, 0.95, top_k=20, seed=5),
-}
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from bundles import make_bundle
-from decode_helpers import random_opt, tokens
+from decode_helpers import KINDS, random_opt, tokens
 
-from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
+from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import DENSE, new_scratch, new_state
 from dejavu_train.engine.cpu.entry_point import enter
 from dejavu_train.engine.cpu.prefill import PromptPass
@@ -18,12 +18,6 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.models.load import load_model
 
 SLOTS = 8
-KINDS = {
-    "greedy": Sampling(),
-    "sampled": Sampling(1.0, seed=3),
-    "top_p": Sampling(0.7, 0.9, seed=4),
-    "top_k": Sampling(1.3, 0.95, top_k=20, seed=5),
-}
 
 
 @pytest.fixture(scope="module")

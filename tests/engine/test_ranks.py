@@ -189,22 +189,25 @@ def test_families_on_ranks(family):
         assert tokens == expected
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("packed", [False, True])
-def test_kernels_run_a_shard(packed):
-    """The kernels in Triton's interpreter, over the units of a rank: what they give is what plain torch gives."""
-    model = random_opt(d_model=64, n_heads=2, d_ffn=128, vocab=80, positions=32)
+def by_plain_torch_and_kernels(packed, n_layers, call):
+    """On each of two ranks what `call` lists of an engine by plain torch, then of one by kernels."""
+    model = random_opt(d_model=64, n_heads=2, d_ffn=128, n_layers=n_layers, vocab=80, positions=32)
     model = four_bits(model) if packed else model
     bundle, (row,), dtype = random_bundle(model), rows_of(4, vocab=80), torch.float16 if packed else torch.float32
 
     def run(sums):
-        found = []
-        for ops in ("reference", "triton"):
-            engine = engine_of(model, bundle, sums, dtype, ops, context=16, graph=False)
-            found.append(engine.score([row])[0])
-        return found
+        options = {"context": 16, "graph": False}
+        engines = [engine_of(model, bundle, sums, dtype, ops, **options) for ops in ("reference", "triton")]
+        return [found for engine in engines for found in call(engine, row)]
 
-    for plain, kernels in on_ranks(2, run):
+    return on_ranks(2, run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_run_a_shard(packed):
+    """The kernels in Triton's interpreter, over the units of a rank: what they give is what plain torch gives."""
+    for plain, kernels in by_plain_torch_and_kernels(packed, 2, lambda engine, row: engine.score([row])):
         torch.testing.assert_close(kernels, plain, atol=2e-2 if packed else 2e-5, rtol=1e-3)
 
 

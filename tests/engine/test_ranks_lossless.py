@@ -1,11 +1,10 @@
 """Lossless decoding of several ranks: the text of the dense model on as many, whatever is drafted."""
 
 import pytest
-import torch
 from decode_helpers import random_bundle, random_opt, reference_engine, rows_of
 from family_models import random_family
 from four_bit_models import four_bits
-from test_ranks import engine_of, on_ranks
+from test_ranks import by_plain_torch_and_kernels, engine_of, on_ranks
 
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Sampling
@@ -148,16 +147,9 @@ def test_sums_whose_order_depends_on_the_slot_are_refused(model, how):
 @pytest.mark.long
 def test_kernels_verify_a_shard(packed):
     """The kernels in Triton's interpreter give the text of plain torch."""
-    model = random_opt(d_model=64, n_heads=2, d_ffn=128, n_layers=1, vocab=80, positions=32)
-    model = four_bits(model) if packed else model
-    bundle, (row,), dtype = random_bundle(model), rows_of(4, vocab=80), torch.float16 if packed else torch.float32
 
-    def run(sums):
-        found = []
-        for ops in ("reference", "triton"):
-            engine = engine_of(model, bundle, sums, dtype, ops, context=16, graph=False)
-            found += [engine.generate([row], 5, stop_tokens=(), lossless=Draft(length)) for length in (0, 2)]
-        return found
+    def write(engine, row):
+        return [engine.generate([row], 5, stop_tokens=(), lossless=Draft(length)) for length in (0, 2)]
 
-    for plain, drafted, kernels, by_kernels in on_ranks(2, run):
+    for plain, drafted, kernels, by_kernels in by_plain_torch_and_kernels(packed, 1, write):
         assert plain == drafted and kernels == by_kernels and (packed or plain == kernels)
