@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import beside_llama
 from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import ACTIVE, SHAPES, STD, sets_of
 from benchmarks.rows import CPU_STEP, append_row, command_line, five_digits, made_now
@@ -103,9 +104,7 @@ def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -
     """An engine behind its prompt."""
     engine.begin([Row.of_prompt(row, len(row) + steps) for row in rows])
     engine.bytes_read()
-    model = engine.weights.model
-    stored = "int8" if model.rows.dtype.itemsize == 1 else "float32"
-    return Rival(name, engine.step, stored, engine)
+    return Rival(name, engine.step, engine.weights.formats.layers, engine)
 
 
 @torch.no_grad()
@@ -216,8 +215,11 @@ def main() -> int:
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
-    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8"])
+    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8", "int4"])
     parser.add_argument("--rivals", nargs="*", choices=["eager", "compile"], help="default: both of an OPT, else none")
+    parser.add_argument("--llama", help="an interpreter that has llama-cpp-python and gguf")
+    parser.add_argument("--llama-formats", nargs="+", default=["q4_0"], choices=list(beside_llama.FORMATS))
+    parser.add_argument("--folder", type=Path, default=Path("build/llama/models"), help="of llama.cpp's files")
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
     parser.add_argument("--head-densities", type=float, nargs="+", help="default: 0.85 of a bundle, 1 and 0.5")
     parser.add_argument("--active-share", type=float, default=ACTIVE, help="of a random shape's neurons")
@@ -256,6 +258,10 @@ def main() -> int:
             rivals.append(rival)
         except Exception as error:  # a rival that does not run here must not cost the others
             print(f"{name} does not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    for form in args.llama_formats if args.llama else ():
+        theirs = beside_llama.Llama(args.llama, shape, form, args.threads, args.prompt + tokens + 1, args.folder)
+        theirs.prompt(args.prompt)
+        rivals.append(Rival(f"llama.cpp-{form}", theirs.step, form))
     for name, engine in engines:
         rivals.append(our_rival(name, engine, rows, tokens + 1))
         for _ in range(WARM_UP):

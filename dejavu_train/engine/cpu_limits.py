@@ -2,6 +2,7 @@
 
 MAX_BATCH = 8
 CHUNK = 64  # columns; a cache line of int8 codes
+HALF = CHUNK // 2  # columns whose 4-bit codes lie in one half of a chunk's bytes
 SEED_ROWS = 4  # whose seeds follow each other
 
 

@@ -10,6 +10,8 @@ from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SILENT
 from dejavu_train.ground.errors import Unsupported, UserError
 
+STORED = ("float32", "int8", "int4")  # formats of weights
+
 
 def plan_compiled(
     dims: ModelDims,
@@ -32,10 +34,10 @@ def _check(formats: Formats, options: EngineOptions) -> None:
         raise Unsupported("the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it")
     if options.zeros == "read":
         raise Unsupported("the CPU engine never reads rows of silent neurons; leave zeros out")
-    if formats.dtype != "float32":
+    if formats.dtype != "float32" and formats.layers == "float32":
         raise Unsupported(
-            f"the CPU engine keeps weights in float32, and this model is in {formats.dtype}; pass dtype='float32' to"
-            " stay on it"
+            f"the CPU engine keeps weights in float32 or rounded, and this model is in {formats.dtype}; pass"
+            " dtype='float32' to stay on it, or stored='int8'"
         )
     if options.batch > cpu.MAX_BATCH:
         raise UserError(f"the CPU engine decodes 1 to {cpu.MAX_BATCH} rows at once, got a batch of {options.batch}")
@@ -53,18 +55,14 @@ def _half(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None], sil
     )  # fmt: skip
 
 
-def cpu_format(group: int, asked: str | None = None) -> str:
-    """How the CPU engine keeps weights: as asked for, else the codes of a 4-bit model where they fit, else in float32.
-
-    Args:
-        group: columns that share a scale of 4-bit codes. 0 = the model has none.
-    Raises:
-        UserError: codes that the model does not have, or whose groups are not whole chunks.
-    """
-    fits = group > 0 and group % cpu.CHUNK == 0
-    if asked == "codes" and not fits:
-        found = f"4-bit codes in groups of {group} columns" if group else "no 4-bit codes"
+def check_stored(stored: str | None, backend: str = "cpu") -> None:
+    """Raise :class:`UserError` for a format that the CPU engine does not have, or one asked of another backend."""
+    if stored is None:
+        return
+    if stored not in STORED:
+        raise UserError(f"stored must be {', '.join(STORED)} or left out, got {stored}")
+    if backend not in ("auto", "cpu"):
         raise UserError(
-            f"codes are kept of 4-bit models with groups of {cpu.CHUNK} or 128 columns; this one has {found}"
+            f"stored={stored} says how the CPU engine keeps weights, and the backend is {backend}; pass backend='cpu',"
+            " or leave stored out"
         )
-    return asked or ("codes" if fits else "float32")

@@ -19,8 +19,9 @@ class Draft:
 
     Attributes:
         length: tokens in each draft, 0 to 7. 0 = the dense model alone. None = chosen from what was accepted so far.
-        weights: of the draft. None = the model's. "int4" = rounded to 4 bits, beside fp16 weights on a GPU. "int8" =
-            rounded to 8 bits, beside fp32 weights on a CPU. Else a folder of the model in 4 bits.
+        weights: of the draft. None = the model's. "int4" = rounded to 4 bits, beside fp16 weights on a GPU or
+            fp32 ones on a CPU. "int8" = rounded to 8 bits, beside fp32 weights on a CPU. Else a folder of the model in
+            4 bits, on a GPU.
     Raises:
         UserError: a value outside its range.
     """

@@ -13,7 +13,7 @@ from dejavu_train.families.dims import SMOOTH
 from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.models.weight_format import CODES4, WeightFormat
 
-BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "codes": 4, "int4": 4}
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 SCREEN_BITS = 8  # of the codes by which a screen leaves words of the LM head out
 GAIN = 1.05  # times as fast, from which sparsity is worth a word
 

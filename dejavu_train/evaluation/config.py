@@ -112,6 +112,8 @@ class InferConfig(TextConfig):
     """A prompt to continue."""
     backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"
     """Backend that continues that prompt."""
+    stored: Literal["float32", "int8", "int4"] | None = None
+    """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else float32."""
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
     lossless: bool | None = None

@@ -281,10 +281,10 @@ def _score(
     return scored
 
 
-def _sparse(dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None) -> Any:
+def _sparse(dense: Any, bundle: Bundle, backend: str, guard: Guard | None = None, stored: str | None = None) -> Any:
     if backend == "dense":
         return dense
-    return SparseCausalLM.from_model(dense, bundle, backend, sparse_from="prompt", guard=guard)
+    return SparseCausalLM.from_model(dense, bundle, backend, sparse_from="prompt", guard=guard, stored=stored)
 
 
 def _prompt(config: InferConfig, dense: Any, tokenizer: Any) -> torch.Tensor:
@@ -307,9 +307,9 @@ def _generate(
             new_tokens, config.new_tokens, ids.shape[1], dims_of(dense.config).max_positions,
         )  # fmt: skip
     if config.backend in (DENSE_ENGINE, DENSE_CPU):
-        generated = build_engine(config.backend, dense).generate(ids.tolist(), new_tokens)
+        generated = build_engine(config.backend, dense, stored=config.stored).generate(ids.tolist(), new_tokens)
         return str(tokenizer.decode([*ids[0].tolist(), *generated[0]], skip_special_tokens=True)), None, None
-    model = _sparse(dense, writing(config, bundle), config.backend, config.guard)
+    model = _sparse(dense, writing(config, bundle), config.backend, config.guard, config.stored)
     ids = ids.to(model.device)
     clock = Clock()
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 1, "streamer": clock}
@@ -368,7 +368,7 @@ def _time(
 def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, prompt: torch.Tensor) -> Timing:
     used = None if backend in ("dense", DENSE_ENGINE, DENSE_CPU) else timed(config, bundle)
     if backend in (DENSE_ENGINE, DENSE_CPU, *ENGINES):
-        timing = time_engine(dense, used, backend, prompt, config.new_tokens)
+        timing = time_engine(dense, used, backend, prompt, config.new_tokens, config.stored)
     else:
         timing = time_decoding(_sparse(dense, timed(config, bundle), backend), backend, prompt, config.new_tokens)
     densities = (1.0, 1.0) if used is None else (used.mean_density(Target.MLP), used.mean_density(Target.HEADS))

@@ -98,13 +98,25 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
 
 
 def build_engine(
-    backend: str, model: Any, bundle: Bundle | None = None, rows: int = 1, tokens: int | None = None
+    backend: str,
+    model: Any,
+    bundle: Bundle | None = None,
+    rows: int = 1,
+    tokens: int | None = None,
+    stored: str | None = None,
 ) -> Any:
-    """A `CpuEngine` for "cpu" and "dense-cpu", else a `DecodeEngine`. `tokens`: of a row, None = the model's limit."""
-    if backend in (CPU, DENSE_CPU):
-        from dejavu_train.engine.cpu import CpuEngine  # imports numba
+    """A `CpuEngine` for "cpu" and "dense-cpu", else a `DecodeEngine`.
 
-        return CpuEngine(model, bundle, batch=rows, context=tokens)
+    Args:
+        tokens: of a row, None = the model's limit. stored: format of the weights on a CPU, None = the engine's choice.
+    """
+    if backend in (CPU, DENSE_CPU):
+        from dejavu_train.engine.cpu import CpuEngine, load_engine
+
+        load_engine()  # numba
+        from dejavu_train.engine.cpu.rounded import read_weights
+
+        return CpuEngine(read_weights(model, stored), bundle, batch=rows, context=tokens)
     from dejavu_train.engine.decode import DecodeEngine, EngineOptions  # imports triton
 
     plain = ranks_of(model) is not None and model.device.type == "cpu"  # to try several processes out
@@ -114,17 +126,24 @@ def build_engine(
 
 
 @torch.no_grad()
-def time_engine(model: PreTrainedModel, bundle: Bundle | None, backend: str, prompt: Tensor, new_tokens: int) -> Timing:
+def time_engine(
+    model: PreTrainedModel,
+    bundle: Bundle | None,
+    backend: str,
+    prompt: Tensor,
+    new_tokens: int,
+    stored: str | None = None,
+) -> Timing:
     """The same through an engine, step by step, on a copy of the model's weights.
 
     Args:
         bundle: None = dense.
-        backend: see `build_engine`. prompt: (B, P) token ids.
+        backend, stored: see `build_engine`. prompt: (B, P) token ids.
     Raises:
         UserError: what the engine refuses, for instance a machine without a GPU.
     """
     (batch, length), on_cpu = prompt.shape, backend in (CPU, DENSE_CPU)
-    engine = build_engine(backend, model, bundle, batch, length + new_tokens + WARM_UP)
+    engine = build_engine(backend, model, bundle, batch, length + new_tokens + WARM_UP, stored)
     logger.info("%s", engine.describe())
     engine.begin([Row.of_prompt(row, engine.context) for row in prompt.tolist()])
     n, megabytes = max(1, new_tokens - 1), None  # the first new token came with the prompt

@@ -12,21 +12,22 @@ from torch import Tensor
 
 # What 8 steps reach over the group's largest weight: at 8/7 no code is clipped on either side, at 1 on one side.
 RANGES = (8 / 7, *(1.09 - 0.03 * step for step in range(19)))
-FACTORS = [sign * share / 8 for share in RANGES for sign in (1, -1)]
+QUICK_RANGES = (1.0, 0.91, 0.82)  # for whoever waits
 TINY = 2.0**-24  # the least number above zero that fp16 has
 WEIGHTS_AT_ONCE = 1 << 18
 
 
 @functools.cache
-def _factors(device: torch.device) -> Tensor:
+def _factors(device: torch.device, ranges: tuple[float, ...]) -> Tensor:
     """On the device once: a copy for each of many columns would have the host wait for it."""
-    return torch.tensor(FACTORS, device=device, dtype=torch.float32)
+    factors = [sign * share / 8 for share in ranges for sign in (1, -1)]
+    return torch.tensor(factors, device=device, dtype=torch.float32)
 
 
-def best_scales(groups: Tensor) -> Tensor:
+def best_scales(groups: Tensor, ranges: tuple[float, ...] = RANGES) -> Tensor:
     """Scales (..., 1) fp32 of groups (..., g) that err least of those tried. An fp16 number, never zero."""
     peak = groups.abs().amax(dim=-1, keepdim=True)
-    tried = peak * _factors(groups.device)  # (..., tried)
+    tried = peak * _factors(groups.device, ranges)  # (..., tried)
     tried = tried.half().float()
     tried = torch.where(tried == 0, TINY, tried)[..., None]  # (..., tried, 1)
     wide = groups[..., None, :]
@@ -40,15 +41,15 @@ def round_to(weights: Tensor, scales: Tensor) -> Tensor:
     return (weights / scales).round_().clamp_(-8, 7)
 
 
-def group_scales(rows: Tensor, group: int) -> Tensor:
+def group_scales(rows: Tensor, group: int, ranges: tuple[float, ...] = RANGES) -> Tensor:
     """rows (n, d) fp32 -> the best scales (n, d / group) fp32."""
     parts = rows.split(max(1, WEIGHTS_AT_ONCE // rows.shape[1]))
-    return torch.cat([best_scales(part.unflatten(1, (-1, group)))[..., 0] for part in parts])
+    return torch.cat([best_scales(part.unflatten(1, (-1, group)), ranges)[..., 0] for part in parts])
 
 
-def round_nearest(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def round_nearest(rows: Tensor, group: int, ranges: tuple[float, ...] = RANGES) -> tuple[Tensor, Tensor]:
     """rows (n, d) fp32 -> codes (n, d) int8 and scales (n, d / group) fp16, every group for itself."""
-    scales = group_scales(rows, group)
+    scales = group_scales(rows, group, ranges)
     codes = round_to(rows.unflatten(1, (-1, group)), scales[..., None])
     return codes.flatten(1).to(torch.int8), scales.half()
 

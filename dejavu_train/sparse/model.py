@@ -84,6 +84,7 @@ class SparseCausalLM(_Dense):
         ops: str = "triton",
         guard: Guard | None = None,
         zeros: str = "auto",
+        stored: str | None = None,
     ) -> Self:
         """Wrap a dense model. The weights are shared, not copied. The caller knows that the bundle belongs to it.
 
@@ -101,6 +102,8 @@ class SparseCausalLM(_Dense):
             zeros: what becomes of rows of neurons that are exactly zero, in layers that select nothing. ``skip`` leaves
                 them out, ``read`` reads them. ``auto`` leaves them out where that was measured to be no slower. The
                 text is the same.
+            stored: how the CPU engine keeps weights: ``float32``, ``int8`` or ``int4``, rounded to these bits. None:
+                the codes of a 4-bit model, else float32.
 
         Raises:
             UserError: an unknown backend, one that cannot run here, no guard, or a bundle or backend
@@ -116,7 +119,7 @@ class SparseCausalLM(_Dense):
         sparse = adopt(cls if cls.dense_class is not None else sparse_class(dense), model)
         sparse.sparse_from = sparse_from
         sparse._current = ModelRuntime(
-            Settings(backend, ops, guard if guard is not None and guard.every else None, zeros)
+            Settings(backend, ops, guard if guard is not None and guard.every else None, zeros, stored)
         )
         sparse.set_bundle(bundle)
         return sparse.eval()
@@ -136,6 +139,7 @@ class SparseCausalLM(_Dense):
         guard: Guard | None = None,
         torch_dtype: str | torch.dtype | None = None,
         zeros: str = "auto",
+        stored: str | None = None,
         **keywords: Any,
     ) -> Any:
         """Load a model and its predictors.
@@ -151,7 +155,7 @@ class SparseCausalLM(_Dense):
             revision: commit or tag of a hub model.
             device_map: as in transformers, for models larger than one GPU.
             predictor_class: as :meth:`Bundle.from_pretrained` takes it, for a bundle with predictors of your own.
-            guard, zeros: as in :meth:`from_model`.
+            guard, zeros, stored: as in :meth:`from_model`.
             torch_dtype: ``dtype`` by its earlier name in transformers.
             keywords: of transformers, as ``sparse/keywords.py`` lists them: those of the hub, ``subfolder``, ``config``
                 and its values, ``attn_implementation`` (of ``mask``), ``max_memory``, ``offload_folder`` and the like.
@@ -168,7 +172,9 @@ class SparseCausalLM(_Dense):
         loaded = load_together(
             name, predictors, kind, device, device_map, revision, predictor_class, keywords, cls.__name__,
         )  # fmt: skip
-        model = cls.from_model(loaded.dense, loaded.bundle, backend, sparse_from, guard=guard, zeros=zeros)
+        model = cls.from_model(
+            loaded.dense, loaded.bundle, backend, sparse_from, guard=guard, zeros=zeros, stored=stored
+        )
         if "attn_implementation" in keywords and model.backend != "mask":
             logger.warning("attn_implementation is of the backend mask; %s computes attention itself", model.backend)
         return (model, loaded.info) if keywords.get("output_loading_info") else model

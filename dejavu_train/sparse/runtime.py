@@ -15,6 +15,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.bundle.selector import Predicted
+from dejavu_train.engine.cpu_plan import check_stored
 from dejavu_train.engine.options import ZEROS, check_zeros
 from dejavu_train.engine.ranks.part import ranks_of
 from dejavu_train.engine.runs import RUNS
@@ -42,20 +43,23 @@ class Settings:
     Attributes:
         backend: one of BACKENDS. ops: of the engine on a GPU, "triton" or "reference". guard: None without one.
         zeros: one of ZEROS, what becomes of silent neurons where nothing is selected.
+        stored: one of STORED, how the CPU engine keeps weights. None = as it chooses.
     Raises:
-        UserError: an unknown backend or choice of zeros.
+        UserError: an unknown backend, choice of zeros or format, or a format for a backend that keeps none.
     """
 
     backend: str = "mask"
     ops: str = "triton"
     guard: Guard | None = None
     zeros: str = "auto"
+    stored: str | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend}")
         if self.zeros not in ZEROS:
             raise UserError(f"zeros must be one of {', '.join(ZEROS)}, got {self.zeros}")
+        check_stored(self.stored, self.backend)
 
     @property
     def auto(self) -> bool:
@@ -106,7 +110,7 @@ class Runtime:
             except Unsupported as refusal:
                 if ranks_of(model) is not None:
                     raise refusal.among_ranks() from None
-                if not settings.auto:
+                if not settings.auto or settings.stored is not None:
                     raise
                 self.backend, self.refusal = "gather", refusal
         if self.backend == "mask":
@@ -226,7 +230,7 @@ def _engine_backend(backend: str, model: Any, bundle: Bundle, settings: Settings
         if backend == "cpu":
             from dejavu_train.engine.cpu.backend import CpuBackend
 
-            return CpuBackend(model, bundle, guarded, settings.zeros)
+            return CpuBackend(model, bundle, guarded, settings.zeros, settings.stored)
         from dejavu_train.engine.backend import EngineBackend
 
         return EngineBackend(model, bundle, settings.ops, guarded, settings.zeros)

@@ -20,7 +20,7 @@ from dejavu_train.engine.cpu.arrays import LEVELS
 from dejavu_train.engine.cpu.pipeline import Entry
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu.sampling import top_k_cut
-from dejavu_train.engine.cpu.vector_ops import dot_list
+from dejavu_train.engine.cpu.vector_ops import dot_list, round_to_levels
 from dejavu_train.engine.cpu.weights import quantise_groups
 from dejavu_train.engine.cpu_limits import CHUNK
 from dejavu_train.families import ModelDims
@@ -92,17 +92,18 @@ def test_a_long_gap_is_filled_in(tiny_opt):
 
 
 @njit(error_model="numpy", _nrt=False, no_rewrites=True, pipeline_class=Entry)
-def multiply(rows, scales, group, numbers, operands, units, out):
+def multiply(rows, scales, group, numbers, inputs, operands, units, out):
+    round_to_levels(inputs, LEVELS, operands[0])
     dot_list(rows, scales, group, numbers, numbers.shape[0], operands, units, 1, out)
 
 
 def test_the_largest_products_of_int8_rows_do_not_overflow():
     """All codes and all levels at their ends, in groups of one chunk, of two, and in the widest."""
     columns, numbers, out = WIDEST_GROUP + CHUNK, np.arange(5, dtype=np.int32), np.zeros((1, 8), np.float32)
-    operands, units = np.full((2, columns), -LEVELS, np.int16), np.ones(1, np.float32)
+    inputs, operands, units = -np.ones(columns, np.float32), np.zeros((2, columns), np.int16), np.ones(1, np.float32)
     for group in (CHUNK, 2 * CHUNK, WIDEST_GROUP):
         codes, scales = quantise_groups(torch.full((5, columns), 3.0), group)
-        multiply(codes.numpy(), scales.numpy(), group, numbers, operands, units, out)
+        multiply(codes.numpy(), scales.numpy(), group, numbers, inputs, operands, units, out)
         assert np.allclose(out[0, :5], -3.0 * LEVELS * columns, rtol=1e-5)
 
 

@@ -133,7 +133,7 @@ def test_a_draft_that_is_not_finite_costs_speed_alone(model, tiny_opt, bundle):
     weights = CpuWeights.from_model(model)
     engine, prompt = CpuEngine(weights, bundle, threads=2), tokens(12)
     expected = engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(0))
-    weights.rounded.model.norms[3] = np.nan
+    weights.rounded("int8").model.norms[3] = np.nan
     assert engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(4, "int8")) == expected
     assert engine.acceptance.accepted < engine.acceptance.drafted
     weights.model.norms[3] = np.nan
@@ -145,7 +145,7 @@ def test_a_text_may_fill_the_context(model, bundle):
     engine, prompt = CpuEngine(model, bundle, context=40, threads=2), tokens(12)
     expected = engine.generate([prompt], 28, stop_tokens=(), lossless=Draft(0))
     assert len(expected[0]) == 28
-    for draft in (Draft(7), Draft(), Draft(7, "int8")):
+    for draft in (Draft(7), Draft(), Draft(7, "int8"), Draft(7, "int4")):
         assert engine.generate([prompt], 28, stop_tokens=(), lossless=draft) == expected
 
 
@@ -169,14 +169,14 @@ def test_equal_logits_give_the_lowest_id(tiny_opt, bundle):
         assert max(text) < 200
 
 
-def test_refusals_are_one_line(engine, model, bundle):
+def test_refusals_are_one_line(engine, model, bundle, tmp_path):
     prompt, several = tokens(12), CpuEngine(model, bundle, batch=2, threads=2)
     with pytest.raises(UserError, match="0 to 7"):
         Draft(8)
     with pytest.raises(UserError, match="a folder of the model in 4 bits, got int3"):
         Draft(weights="int3")
-    with pytest.raises(UserError, match="on a CPU draft_weights is int8"):
-        engine.generate([prompt], 5, lossless=Draft(weights="int4"))
+    with pytest.raises(UserError, match="on a CPU draft_weights is int4, int8 or left out"):
+        engine.generate([prompt], 5, lossless=Draft(weights=str(tmp_path)))
     for asked in (engine, several):
         with pytest.raises(UserError, match="one sequence at a time"):
             asked.generate([prompt, prompt], 5, lossless=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dejavu_train.quantize.rounding import FACTORS, best_scales, round_nearest, round_to
+from dejavu_train.quantize.rounding import RANGES, best_scales, round_nearest, round_to
 
 
 def test_the_scale_is_the_best_of_those_tried():
@@ -10,7 +10,7 @@ def test_the_scale_is_the_best_of_those_tried():
     found = best_scales(groups)
     for row, scale in zip(groups, found, strict=True):
         errors = {}
-        for factor in FACTORS:
+        for factor in (sign * share / 8 for share in RANGES for sign in (1, -1)):
             tried = (row.abs().max() * factor).half().float()
             errors[float(tried)] = float(((row / tried).round().clamp(-8, 7) * tried - row).square().sum())
         assert errors[float(scale)] <= min(errors.values()) * (1 + 1e-5)

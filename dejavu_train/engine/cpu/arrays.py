@@ -8,9 +8,9 @@
 A *row* is d weights that are multiplied with one number or summed into one. It is a row of q, k, v, up or the LM head
 as stored, or a column of the output projection or of down. All rows of a model lie in one array, so that whatever is
 selected is a list of row numbers. ``value = code * scale`` with one scale for each ``group`` columns. fp32 codes have
-scale 1. Rows of codes of a 4-bit model are int8 rows. Those of its output projection have scale 1, because their groups
-lie across a head's rows. What a head's rows sum up to is multiplied by ``out_scale``, the scale of each head and
-output. Columns from d to D are zero, in rows and in vectors.
+scale 1. Rows of the output projection of a 4-bit model have scale 1, because their groups lie across a head's rows.
+What a head's rows sum up to is multiplied by ``out_scale``, the scale of each head and output. Columns from d to D are
+zero, in rows and in vectors.
 
 The *operand* is what rows are multiplied with: an fp32 vector for fp32 rows. For int8 rows whole numbers in
 -LEVELS..LEVELS with a unit, since products of whole numbers are several times faster than those of converted codes.
@@ -33,7 +33,7 @@ DONE, SPARSE, DENSE = range(3)  # State.row_state
 LINE = 64  # bytes; what two threads write again and again never lies on one cache line
 PADDED = LINE // 4  # elements between the parts of two threads
 GREEDY, SAMPLED = range(2)  # greedy rows alone, or each row as its numbers say
-LEVELS = 32767  # of an operand: int16
+LEVELS = 127 * 257  # of an operand: int16 whose two bytes, both signed, reach 127
 RELU_KIND, RELU2_KIND, GELU_KIND, GELU_TANH_KIND = range(4)  # Model.activation
 NEVER, BEFORE, BEHIND = range(3)  # Model.head_norm: where norms of q and k stand, seen from their rotation
 
@@ -45,15 +45,23 @@ class Model(Group):
     """
 
     rows: np.ndarray
-    """(n, D) fp32 or int8: the rows of all parts."""
+    """(n, D) fp32 or int8: the rows of all parts but those that are packed."""
     scales: np.ndarray
     """(n, ceil(D / group)) fp32."""
+    pairs: np.ndarray
+    """(m, D / 2) uint8: rows of 4 bits, two a byte, see `level_products`. Without them 0 rows of the others' kind."""
+    pair_scales: np.ndarray
+    """(m, ceil(D / pair_group)): fp16 as uint16."""
+    pair_group: int
+    """Columns of ``pairs`` that share a scale."""
+    packed: np.ndarray
+    """(L, 5): whether a part's rows lie in ``pairs``."""
     out_scale: np.ndarray
-    """(L, h, D) fp32 of codes of a 4-bit model, else (0, h, D)."""
+    """(L, h, D) fp32 of a 4-bit model's codes, else (0, h, D)."""
     group: int
     """Columns that share a scale."""
     first: np.ndarray
-    """(L, 5): first row of each part. MLP_IN: of what is activated first, the gate, or up where there is none."""
+    """(L, 5): first row of each part, in ``rows`` or ``pairs``. MLP_IN: of what is activated first, the gate or up."""
     embedding: int
     """First row of the tokens' embedding."""
     lm_head: int

@@ -11,7 +11,7 @@ from dejavu_train.engine.cpu.row_kernels import ROWS, dot_four
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu.vector_ops import (
     SUMS,
-    add_list,
+    add_stored,
     copy,
     dot_rows,
     exp_negative,
@@ -22,8 +22,10 @@ from dejavu_train.engine.cpu.vector_ops import (
 
 
 @compiled()
-def row_bytes(model):
+def row_bytes(model, packed):
     """Bytes of one row of weights with its scales."""
+    if packed:
+        return model.pairs.shape[1] + 2 * model.pair_scales.shape[1]
     codes = model.rows.shape[1] * model.rows.itemsize
     return codes if model.rows.itemsize == 4 else codes + 4 * model.scales.shape[1]
 
@@ -37,7 +39,7 @@ def project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads
     """
     of_q = model.kv_group * state.keys.shape[3]
     of_unit = of_q + 2 * state.keys.shape[3]
-    first = model.first[layer, QKV]
+    first, packed = model.first[layer, QKV], model.packed[layer, QKV]
     mask, heads, numbers = work.mask[thread], work.heads[thread], work.numbers[thread]
     start, stop = n_units * of_unit * thread // n_threads, n_units * of_unit * (thread + 1) // n_threads
     n = stop - start
@@ -51,17 +53,20 @@ def project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads
         for b in range(state.row_state.shape[0]):
             if mask[unit] >> b & 1 and first_missing(selectors, state, layer, b, unit) < state.position[b]:
                 fill_missing(model, selectors, state, work, layer, b, unit, i, last, inside, n, thread)
+        operands, units, results = work.operand[thread], work.operand_unit[thread], work.results[thread]
         for j in range(i, last, ROWS):
-            dot_rows(
-                model.rows, model.scales, model.group, numbers, j, n, work.operand[thread], work.operand_unit[thread],
-                mask[unit], work.results[thread],
-            )  # fmt: skip
+            if packed:
+                scales, group = model.pair_scales, model.pair_group
+                dot_rows(model.pairs, scales, group, numbers, j, n, operands, units, mask[unit], results)
+            else:
+                scales, group = model.scales, model.group
+                dot_rows(model.rows, scales, group, numbers, j, n, operands, units, mask[unit], results)
         for b in range(state.row_state.shape[0]):
             if mask[unit] >> b & 1:
                 mine = work.results[thread, b, i:last]
                 put_qkv(model, state, work, layer, b, unit, inside, state.position[b], mine)
         i = last
-    work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
+    work.bytes_read[thread, WEIGHTS] += n * row_bytes(model, packed)
 
 
 @compiled()
@@ -72,7 +77,11 @@ def fill_missing(model, selectors, state, work, layer, b, unit, start, stop, ins
     for i in range(start + max(0, of_q - inside) // ROWS * ROWS, stop, ROWS):  # no query of an earlier position
         for p in range(first_missing(selectors, state, layer, b, unit), state.position[b]):
             operand, unit_of = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
-            dot_four(model.rows, model.scales, model.group, work.numbers[thread], i, n, operand, unit_of, results)
+            if model.packed[layer, QKV]:
+                scales, group = model.pair_scales, model.pair_group
+                dot_four(model.pairs, scales, group, work.numbers[thread], i, n, operand, unit_of, results)
+            else:
+                dot_four(model.rows, model.scales, model.group, work.numbers[thread], i, n, operand, unit_of, results)
             at = inside + i - start
             first = i + max(0, of_q - at)
             mine = results[first : min(i + ROWS, stop)]
@@ -256,7 +265,8 @@ def project_out(model, state, work, layer, n_units, thread, n_threads):
         for b in range(batch):
             factors[b, at - start] = work.heads_out[b, column] if bits >> b & 1 else np.float32(0)
     n = stop - start
-    work.bytes_read[thread, WEIGHTS] += n * row_bytes(model)
+    packed = model.packed[layer, OUT]
+    work.bytes_read[thread, WEIGHTS] += n * row_bytes(model, packed)
     # Where each head scales its sum, one head after the other; else all of them at once.
     scaled, out, i = model.out_scale.shape[0], work.partial[0, thread], 0
     if scaled:
@@ -268,7 +278,7 @@ def project_out(model, state, work, layer, n_units, thread, n_threads):
             column = numbers[i] - model.first[layer, OUT]
             head = column // e
             end, live = min(n, i + e - column % e), work.mask[thread, column // of_unit]
-        add_list(out, model.rows, model.scales, model.group, numbers, factors, i, end, live)
+        add_stored(model, packed, out, numbers, factors, i, end, live)
         if scaled:
             for b in range(batch):
                 move_product(work.partial[0, thread, b], out[b], model.out_scale[layer, head])

@@ -41,6 +41,7 @@ class CpuBackend(EnginePool):
         bundle: Bundle,
         guard: GuardState | None = None,
         zeros: str = "auto",
+        stored: str | None = None,
     ) -> None:
         load_engine()
         from dejavu_train.engine.cpu.engine import SUPPORTED
@@ -51,7 +52,8 @@ class CpuBackend(EnginePool):
             raise Unsupported("the CPU engine decodes models that are on the CPU; pass device='cpu' to stay on it")
         if not SUPPORTED:
             raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
-        formats = Formats("float32", "float32", str(model.dtype).removeprefix("torch."))
+        self.stored = stored
+        formats = Formats(stored or "float32", "float32", str(model.dtype).removeprefix("torch."))
         options = EngineOptions(guard=guard, zeros=zeros)
         plan_step(self.shape, {}, formats, options, Engine.CPU)  # refuses now what no engine can run
         self._owner = os.getpid()
@@ -62,10 +64,11 @@ class CpuBackend(EnginePool):
         self._weights = earlier._weights
 
     def _read(self, model: Any) -> "CpuWeights":
+        from dejavu_train.engine.cpu.rounded import read_weights
         from dejavu_train.engine.cpu.weights import CpuWeights, check_memory
 
-        check_memory(CpuWeights.needed(model), "the weights a second time")
-        return CpuWeights.from_model(model)
+        check_memory(CpuWeights.needed(model, self.stored), "the weights a second time")
+        return read_weights(model, self.stored)
 
     def engine(self, rows: int, tokens: int) -> "CpuEngine":
         """See `EnginePool.engine`. In a forked process the weights are there, the engines' threads are not."""

@@ -21,7 +21,7 @@ from dejavu_train.engine.cpu.team import Team
 from dejavu_train.engine.cpu.threads import SUPPORTED
 from dejavu_train.engine.cpu.weights import CpuWeights
 from dejavu_train.engine.cpu_limits import row_seed
-from dejavu_train.engine.draft import Draft
+from dejavu_train.engine.draft import DRAFT_WEIGHTS, Draft
 from dejavu_train.engine.inputs import Row, check_rows
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
@@ -53,10 +53,9 @@ class CpuEngine(Session):
             dense engine.
         batch: rows, at most 8. Fewer prompts may be given.
         context: tokens a row can hold, prompt included. None = the model's limit.
-        stored: float32, int8 or codes, how weights are kept. A given `CpuWeights` keeps its own. None = the codes of a
+        stored: float32, int8 or int4, how weights are kept. A given `CpuWeights` keeps its own. None = the codes of a
             4-bit model where they fit, else float32.
-        group: columns that share a scale. For int8 weights a multiple of 64 up to 4096. For codes 64, or the model's
-        group. None = 64.
+        group: columns that share a scale, as `CpuWeights.from_model` takes it.
         threads: None = as many as the process may use.
         release: give up the Hugging Face model's own tensors while copying.
     Raises:
@@ -84,7 +83,7 @@ class CpuEngine(Session):
         given = isinstance(model, CpuWeights)
         options = EngineOptions(batch, context)
         # Planes of a second stage are made from the weights as the model has them, not from rounded ones.
-        late = release and stored == "int8" and hasattr(bundle, "cascades") and bool(bundle.cascades())
+        late = release and stored in ("int8", "int4") and hasattr(bundle, "cascades") and bool(bundle.cascades())
         self.weights = model if given else CpuWeights.from_model(model, stored, group, release and not late)
         self.shape = self.weights.shape
         if not self.shape.has_layers_of(getattr(bundle, "shape", self.shape)):
@@ -93,7 +92,7 @@ class CpuEngine(Session):
                 " this model"
             )
         self.threads = threads or usable_cores()
-        up = None if given or stored != "int8" else lambda i: blocks_of(model)[i].up.weight
+        up = None if given or self.weights.model.rows.itemsize > 1 else lambda i: blocks_of(model)[i].up.weight
         self.rules = bundle if isinstance(bundle, Rules) else read_rules(self.weights, bundle, up)
         self.selectors = self.rules.selectors
         self.plan = plan_step(self.shape, self.rules.facts(batch), self.weights.formats, options, Engine.CPU)
@@ -166,6 +165,11 @@ class CpuEngine(Session):
         self.prompted.clear()
         self.state.stops[: len(stops)] = list(stops)
 
+    def prompt_states(self, tokens: Sequence[int]) -> Tensor:
+        """The residual stream (T, d) fp32 behind the last layer of a prompt, run densely in row 0."""
+        self.state.tokens[0, : len(tokens)] = tokens
+        return self._prompts.run(0, len(tokens), 0, whole=True)
+
     def placing(self, b: int, row: Row, reused: int = 0) -> Generator[None, None, list[Score]]:
         """See `Session.placing`."""
         check_rows([row], self.batch, self.context, self.shape)
@@ -232,11 +236,12 @@ class CpuEngine(Session):
         state.row_state[b] = arrays.DENSE
 
     def pair(self, draft: Draft) -> CpuPair:
-        """See `Session.pair`. Weights in 8 bits are made here, once for all engines with these weights."""
+        """See `Session.pair`. Rounded weights are made here, once for all engines with these weights."""
         if draft.weights not in self._pairs:
-            if draft.weights not in (None, "int8"):
-                raise UserError(f"on a CPU draft_weights is int8 or left out, got {draft.weights}")
-            weights = self.weights if draft.weights is None else self.weights.rounded
+            if draft.weights not in (None, *DRAFT_WEIGHTS):
+                named = ", ".join(DRAFT_WEIGHTS)
+                raise UserError(f"on a CPU draft_weights is {named} or left out, got {draft.weights}")
+            weights = self.weights if draft.weights is None else self.weights.rounded(draft.weights)
             self._pairs[draft.weights] = CpuPair(
                 self.weights, weights, self.selectors, self.state, self.scratch, self.threads
             )

@@ -21,12 +21,12 @@ from dejavu_train.engine.cpu.arrays import (
     padded,
 )
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu_limits import CHUNK
+from dejavu_train.engine.cpu_limits import CHUNK, HALF
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation, Norm, Positions, QkNorm
 from dejavu_train.ground.errors import UserError
 
-STORED = {"float32": np.float32, "int8": np.int8, "codes": np.int8}
+STORED = {"float32": np.float32, "int8": np.int8, "int4": np.int8}  # of embedding, LM head and what is not packed
 SMALL = (
     "norms", "qkv_bias", "up_bias", "in_bias", "down_bias", "positions", "turns", "head_norms", "slopes",
 )  # fmt: skip
@@ -40,33 +40,40 @@ CENTRED = (Norm.LAYER_NORM, Norm.LAYER_NORM_1P)
 
 
 def new_model(
-    shape: ModelDims, stored: str, group: int | None, *, tied: bool, eps: float, head_eps: float, final_norm: bool
-) -> Model:
+    shape: ModelDims, stored: str, group: int | None, *, tied: bool, eps: float, head_eps: float, final_norm: bool,
+    coded: bool = False, wide: np.ndarray | None = None,
+) -> Model:  # fmt: skip
     """The arrays of a model of these sizes, and the numbers that say what its layers compute.
 
     Args:
-        stored: one of ``STORED``. group: columns that share a scale, None = CHUNK.
+        stored: one of ``STORED``. group: columns that share a scale, None = CHUNK, of 4 bits HALF.
+        coded: codes and scales of a 4-bit model. wide: (L, 5) bool, parts that 4 bits are not enough for, None = none.
         tied: the LM head is the embedding. eps, head_eps: of the norms, and of those of queries and keys.
         final_norm: there is one.
     Raises:
-        UserError: a format or a group that does not exist.
+        UserError: a group that does not exist.
     """
-    if stored not in STORED:
-        raise UserError(f"the CPU engine stores weights as {' or '.join(STORED)}, got {stored}")
-    if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % CHUNK):
+    least = HALF if stored == "int4" else CHUNK
+    if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % least):
         raise UserError(
-            f"group must be a multiple of {CHUNK} up to {WIDEST_GROUP}, of weights stored in int8; got {group} of"
-            f" {stored}"
+            f"group must be a multiple of {least} up to {WIDEST_GROUP}, of weights stored in int8 or int4; got {group}"
+            f" of {stored}"
         )
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
     h, e, columns = shape.n_heads, shape.head_dim, padded(d)
-    group = columns if stored == "float32" else min(group or CHUNK, columns)
-    qkv, per_layer = (h + 2 * shape.n_kv_heads) * e, shape.layer_weights // d
-    out, up = qkv + h * e, qkv + h * e + f
-    first = np.array([0, qkv, out, up, up + f if shape.gated else out]) + per_layer * np.arange(n_layers)[:, None]
+    pair_group = min(group or HALF, columns)
+    group = columns if stored == "float32" else CHUNK if stored == "int4" else min(group or CHUNK, columns)
+    qkv = (h + 2 * shape.n_kv_heads) * e
     assert (QKV, OUT, MLP_UP, MLP_DOWN, MLP_IN) == (0, 1, 2, 3, 4)
-    embedding = per_layer * n_layers
+    sizes = np.array([qkv, h * e, f, f, f if shape.gated else 0])
+    packed = np.full((n_layers, 5), stored == "int4") & (np.ones((n_layers, 5), bool) if wide is None else ~wide)
+    first, n_pairs = _place(np.where(packed, sizes, 0))
+    others, embedding = _place(np.where(packed, 0, sizes))
+    first = np.where(packed, first, others)
+    if not shape.gated:  # what is activated first is up
+        first[:, MLP_IN], packed[:, MLP_IN] = first[:, MLP_UP], packed[:, MLP_UP]
     n_rows = embedding + vocab * (1 if tied else 2)
+    pairs = (n_pairs, columns // 2), np.uint8
     learned = shape.max_positions if shape.positions is Positions.LEARNED else 0
     turned = shape.max_positions if shape.positions is Positions.ROTARY else 0
     half = int(shape.rotary_share * e) // 2 if turned else 0
@@ -74,7 +81,11 @@ def new_model(
     return Model(
         rows=np.empty((n_rows, columns), STORED[stored]),
         scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
-        out_scale=np.ones((n_layers if stored == "codes" else 0, shape.n_heads, columns), np.float32),
+        pairs=np.empty(*(pairs if stored == "int4" else ((0, columns), STORED[stored]))),
+        pair_scales=np.empty((n_pairs, math.ceil(columns / pair_group)), np.uint16 if stored == "int4" else np.float32),
+        pair_group=pair_group,
+        packed=packed.astype(np.int64),
+        out_scale=np.ones((n_layers if coded else 0, shape.n_heads, columns), np.float32),
         group=group,
         first=first.astype(np.int64),
         embedding=embedding,
@@ -107,3 +118,9 @@ def new_model(
         activates_up=int(shape.activation is Activation.DRELU),
         logit_cap=float(shape.logit_cap),
     )
+
+
+def _place(sizes: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where parts of these sizes (L, 5) begin, one behind the other, and where the last ends."""
+    ends = sizes.cumsum().reshape(sizes.shape)
+    return ends - sizes, int(sizes.sum())

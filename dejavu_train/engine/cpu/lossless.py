@@ -43,7 +43,7 @@ class CpuPair(Pair):
         self.dense, self.draft, self.rules = dense, draft, make_selectors(dense, [])
         shape, context = dense.shape, state.tokens.shape[1]
         self.draft_state, self.scratch = state, scratch
-        if draft.model.rows.itemsize == 1:  # a neuron's row of 8 bits takes no longer than its test
+        if draft.model.rows.itemsize == 1:  # a neuron's row of codes takes no longer than its test
             selectors = selectors.without_second_stage()
         if draft is not dense:
             kept = int((selectors.kept >= 0).sum())

@@ -20,7 +20,7 @@ from dejavu_train.engine.cpu.arrays import (
 )
 from dejavu_train.engine.cpu.attention import row_bytes
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import add_list, dot_list, exp_negative
+from dejavu_train.engine.cpu.vector_ops import add_stored, dot_list, dot_stored, exp_negative
 
 ROOT_HALF, ROOT_8_BY_PI = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(8 / math.pi))
 
@@ -56,7 +56,7 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
         whole, scale = selectors.whole, selectors.whole_scale
         dot_list(whole, scale, whole.shape[1], numbers, n, work.normed[thread], work.ones, live, results)
     else:
-        dot_list(model.rows, model.scales, model.group, numbers, n, operands, scales_of, live, results)
+        dot_stored(model, model.packed[layer, MLP_IN], numbers, n, operands, scales_of, live, results)
     active = 0
     for i in range(n):
         found: Any = False
@@ -69,16 +69,17 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
             found = found or value != np.float32(0)
         units[active] = unit
         active += found
-    of_in = 2 * selectors.whole.shape[1] + 4 if fine >= 0 else row_bytes(model)
+    of_in = 2 * selectors.whole.shape[1] + 4 if fine >= 0 else row_bytes(model, model.packed[layer, MLP_IN])
     work.bytes_read[thread, WEIGHTS] += n * of_in
     if model.gated:
-        work.bytes_read[thread, WEIGHTS] += active * row_bytes(model)
+        work.bytes_read[thread, WEIGHTS] += active * row_bytes(model, model.packed[layer, MLP_UP])
         active = times_up(model, work, layer, active, live, thread)
     for i in range(active):
         numbers[i] = model.first[layer, MLP_DOWN] + units[i]
     work.partial[1, thread] = 0
-    add_list(work.partial[1, thread], model.rows, model.scales, model.group, numbers, results, 0, active, live)
-    work.bytes_read[thread, WEIGHTS] += active * row_bytes(model)
+    packed = model.packed[layer, MLP_DOWN]
+    add_stored(model, packed, work.partial[1, thread], numbers, results, 0, active, live)
+    work.bytes_read[thread, WEIGHTS] += active * row_bytes(model, packed)
 
 
 @compiled()
@@ -89,7 +90,7 @@ def times_up(model, work, layer, n, live, thread):
     for i in range(n):
         numbers[i] = model.first[layer, MLP_UP] + units[i]
     operands, scales_of = work.operand[thread], work.operand_unit[thread]
-    dot_list(model.rows, model.scales, model.group, numbers, n, operands, scales_of, live, second)
+    dot_stored(model, model.packed[layer, MLP_UP], numbers, n, operands, scales_of, live, second)
     active = 0
     for i in range(n):
         found: Any = False

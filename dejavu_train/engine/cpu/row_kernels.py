@@ -16,11 +16,23 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dejavu_train.engine.cpu.level_products import (
+    LANES,
+    NONE,
+    add_products,
+    codes_of,
+    has_features,
+    levels_of,
+    load_vector,
+    loop,
+    pair_products,
+    raised,
+    signed_nibbles,
+)
 from dejavu_train.engine.cpu_limits import CHUNK
 
 ROWS = 4
 WIDEST_GROUP = 4096  # columns: a lane's sum of 4096 / LANES products of 127 and 32767 is the last below 2^31
-LANES = 8
 _FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
@@ -33,7 +45,10 @@ class Rows:
     def __init__(self, context: Any, builder: Any, kinds: Any, rows: Any, numbers: Any, first: Any, n: Any) -> None:
         self.context, self.builder = context, builder
         array = context.make_array(kinds[0])(context, builder, rows)
-        self.columns = builder.extract_value(array.shape, 1)
+        stored = builder.extract_value(array.shape, 1)
+        self.packed = kinds[0].dtype == types.uint8
+        self.element = _FLOAT if kinds[0].dtype == types.float32 else _I8
+        self.columns = builder.shl(stored, _I64(1)) if self.packed else stored
         listed = context.make_array(kinds[1])(context, builder, numbers).data
         last = builder.sub(n, _I64(1))
         self.indices = []
@@ -41,16 +56,27 @@ class Rows:
             wanted = builder.add(first, _I64(i))
             here = builder.select(builder.icmp_signed("<", wanted, last), wanted, last)
             self.indices.append(builder.sext(builder.load(builder.gep(listed, [here])), _I64))
-        self.data = [builder.gep(array.data, [builder.mul(index, self.columns)]) for index in self.indices]
+        self.data = [builder.gep(array.data, [builder.mul(index, stored)]) for index in self.indices]
+
+    def place(self, row: int, column: Any) -> Any:
+        """The address of a column, of two columns a byte that of the byte."""
+        at = self.builder.lshr(column, _I64(1)) if self.packed else column
+        return self.builder.gep(self.data[row], [at])
 
     def codes(self, row: int, column: Any, kind: Any, count: int) -> Any:
         """``count`` codes of a row from this column on, as they are stored."""
-        return load_vector(self.builder, self.builder.gep(self.data[row], [column]), ir.VectorType(kind, count))
+        return load_vector(self.builder, self.place(row, column), ir.VectorType(kind, count))
+
+    def scale(self, scales: Any, n_groups: Any, row: int, number: Any, lanes: int = LANES) -> Any:
+        """The scale of a group of a row in every lane."""
+        at = self.builder.add(self.builder.mul(self.indices[row], n_groups), number)
+        stored = self.builder.load(self.builder.gep(scales, [at]))
+        return half_splat(self.builder, stored, lanes) if self.packed else splat(self.builder, stored, lanes)
 
     def prefetch(self, column: Any) -> None:
         """Ask for this chunk of the next four rows: processors prefetch along a row, not along a list of them."""
         for row in range(ROWS, 2 * ROWS):
-            _prefetch(self.builder, self.builder.gep(self.data[row], [column]))
+            _prefetch(self.builder, self.place(row, column))
 
 
 def _prefetch(builder: Any, address: Any) -> None:
@@ -58,10 +84,6 @@ def _prefetch(builder: Any, address: Any) -> None:
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     line = builder.bitcast(address, _I8.as_pointer())
     builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into the second level, data
-
-
-def load_vector(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.bitcast(address, kind.as_pointer()), align=1)
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -75,47 +97,30 @@ def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
 
 
+def half_splat(builder: Any, bits: Any, lanes: int = LANES) -> Any:
+    """The fp16 number with these 16 bits, as fp32 in every lane."""
+    kind = ir.VectorType(_I16, lanes)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), bits, _I32(0))
+    every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    floats = ir.VectorType(_FLOAT, lanes)
+    if has_features("f16c"):
+        return builder.fpext(builder.bitcast(every, ir.VectorType(ir.HalfType(), lanes)), floats)
+    wide = ir.VectorType(_I32, lanes)
+    shifted = builder.shl(builder.zext(every, wide), ir.Constant(wide, [13] * lanes))
+    return builder.fmul(builder.bitcast(shifted, floats), ir.Constant(floats, [2.0**112] * lanes))
+
+
+def log2(builder: Any, value: Any) -> Any:
+    """The logarithm of a power of two."""
+    kind = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
+    zeros = cgutils.get_or_insert_function(builder.module, kind, "llvm.cttz.i64")
+    return builder.call(zeros, [value, ir.IntType(1)(1)])
+
+
 def sum_lanes(builder: Any, vector: Any) -> Any:
     kind = ir.FunctionType(vector.type.element, [vector.type.element, vector.type])
     reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
     return builder.call(reduce, [_FLOAT(0.0), vector], fastmath=("reassoc",))
-
-
-def loop(
-    builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any]:
-    """``carried = body(i, carried)`` for i from start to stop, at least once. Returns the last ``carried``."""
-    before = builder.basic_block
-    inside, after = builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.branch(inside)
-    builder.position_at_end(inside)
-    index = builder.phi(_I64)
-    index.add_incoming(start, before)
-    values = [builder.phi(value.type) for value in carried]
-    for value, initial in zip(values, carried, strict=True):
-        value.add_incoming(initial, before)
-    results = body(index, list(values))
-    following = builder.add(index, _I64(step))
-    index.add_incoming(following, builder.basic_block)
-    for value, result in zip(values, results, strict=True):
-        value.add_incoming(result, builder.basic_block)
-    builder.cbranch(builder.icmp_signed("<", following, stop), inside, after)
-    builder.position_at_end(after)
-    return results
-
-
-def pair_products(context: Any, builder: Any, a: Any, b: Any) -> Any:
-    """a (16) and b (16) int16 -> (8) int32, each the sum of two neighbouring products."""
-    half = ir.VectorType(_I32, LANES)
-    if "+avx2" in context.codegen().magic_tuple()[2]:
-        kind = ir.FunctionType(half, [a.type, b.type])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd"), [a, b])
-    sums = []
-    for parity in range(2):
-        lanes = ir.Constant(half, list(range(parity, 2 * LANES, 2)))
-        wide = [builder.sext(builder.shuffle_vector(v, v, lanes), half) for v in (a, b)]
-        sums.append(builder.mul(*wide))
-    return builder.add(*sums)
 
 
 def _dot_floats(rows: Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
@@ -139,49 +144,60 @@ def _dot_floats(rows: Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
     return [sum_lanes(builder, builder.fadd(sums[2 * row], sums[2 * row + 1])) for row in range(ROWS)]
 
 
-def _dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, levels: Any) -> list[Any]:
-    """Four sums of code * scale * level: exact in whole numbers over a group, in fp32 over groups."""
-    builder = rows.builder
-    integers, none = ir.VectorType(_I16, 2 * LANES), ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any]) -> list[list[Any]]:
+    """Sums of code * scale * level, of four rows and each of x: exact over a group, in fp32 over groups."""
+    builder, count = rows.builder, len(x)
 
-    def chunk(column: Any, totals: list[Any]) -> list[Any]:
-        rows.prefetch(column)
-        for start in range(0, CHUNK, 2 * LANES):
-            here = builder.add(column, _I64(start))
-            values = load_vector(builder, builder.gep(levels, [here]), integers)
-            for row in range(ROWS):
-                codes = builder.sext(rows.codes(row, here, _I8, 2 * LANES), integers)
-                totals[row] = builder.add(totals[row], pair_products(rows.context, builder, codes, values))
-        return totals
-
-    def add_scaled(number: Any, totals: list[Any], sums: list[Any]) -> list[Any]:
+    def add_scaled(number: Any, totals: list[Any], taken: list[Any], sums: list[Any]) -> list[Any]:
         for row in range(ROWS):
-            at = builder.add(builder.mul(rows.indices[row], n_groups), number)
-            scale = splat(builder, builder.load(builder.gep(scales, [at])))
-            sums[row] = fused(builder, builder.sitofp(totals[row], _FLOATS), scale, sums[row])
+            scale = rows.scale(scales, n_groups, row, number)
+            for b in range(count):
+                i = row * count + b
+                whole = builder.sub(totals[i], taken[b])
+                sums[i] = fused(builder, builder.sitofp(whole, _FLOATS), scale, sums[i])
         return sums
 
-    def one_chunk(number: Any, sums: list[Any]) -> list[Any]:
-        return add_scaled(number, chunk(builder.mul(number, _I64(CHUNK)), [none] * ROWS), sums)
+    def chunk(column: Any, carried: list[Any]) -> list[Any]:
+        rows.prefetch(column)
+        codes = [codes_of(builder, rows.place(row, column), False) for row in range(ROWS)]
+        for b in range(count):
+            levels = levels_of(builder, x[b], column)
+            for row in range(ROWS):
+                i = row * count + b
+                carried[i] = add_products(builder, carried[i], codes[row], levels)
+            carried[ROWS * count + b] = builder.add(carried[ROWS * count + b], raised(builder, levels, False))
+        return carried
 
     def one_group(number: Any, sums: list[Any]) -> list[Any]:
         start = builder.mul(number, group)
         stop = builder.add(start, group)
         stop = builder.select(builder.icmp_signed("<", stop, rows.columns), stop, rows.columns)
-        return add_scaled(number, loop(builder, start, stop, CHUNK, [none] * ROWS, chunk), sums)
+        totals = loop(builder, start, stop, CHUNK, [NONE] * ((ROWS + 1) * count), chunk)
+        return add_scaled(number, totals[: ROWS * count], totals[ROWS * count :], sums)
 
-    with builder.if_else(builder.icmp_signed("==", group, _I64(CHUNK))) as (then, otherwise):
-        with then:
-            narrow, narrow_end = loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_chunk), builder.basic_block
-        with otherwise:
-            wide, wide_end = loop(builder, _I64(0), n_groups, 1, [_ZERO] * ROWS, one_group), builder.basic_block
-    sums = []
-    for a, b in zip(narrow, wide, strict=True):
-        either = builder.phi(_FLOATS)
-        either.add_incoming(a, narrow_end)
-        either.add_incoming(b, wide_end)
-        sums.append(either)
-    return [sum_lanes(builder, part) for part in sums]
+    def packed_chunk(column: Any, sums: list[Any]) -> list[Any]:
+        rows.prefetch(column)
+        codes = [codes_of(builder, rows.place(row, column), True) for row in range(ROWS)]
+        levels = [levels_of(builder, each, column) for each in x]
+        for half in range(2):
+            taken = [raised(builder, [each[half]], True) for each in levels]
+            totals = [
+                add_products(builder, NONE, [codes[row][half]], [levels[b][half]])
+                for row in range(ROWS)
+                for b in range(count)
+            ]
+            number = builder.lshr(builder.add(column, _I64(half * CHUNK // 2)), shift)
+            sums = add_scaled(number, totals, taken, sums)
+        return sums
+
+    zero = [_ZERO] * (ROWS * count)
+    if rows.packed:
+        shift = log2(builder, group)
+        sums = loop(builder, _I64(0), rows.columns, CHUNK, zero, packed_chunk)
+    else:
+        sums = loop(builder, _I64(0), n_groups, 1, zero, one_group)
+    totals = [sum_lanes(builder, each) for each in sums]
+    return [totals[row * count : (row + 1) * count] for row in range(ROWS)]
 
 
 @intrinsic
@@ -199,9 +215,9 @@ def dot_four(
         read = Rows(context, builder, (kinds[0], kinds[3]), args[0], args[3], args[4], args[5])
         x_data = context.make_array(kinds[6])(context, builder, args[6]).data
         scale_array = context.make_array(kinds[1])(context, builder, args[1])
-        if kinds[0].dtype == types.int8:
+        if kinds[0].dtype in (types.int8, types.uint8):
             n_groups = builder.extract_value(scale_array.shape, 1)
-            sums = _dot_levels(read, scale_array.data, n_groups, args[2], x_data)
+            sums = [each[0] for each in dot_levels(read, scale_array.data, n_groups, args[2], [x_data])]
         elif kinds[0].dtype == types.int16:
             sums = _dot_floats(read, _I16, x_data, True)
             for row in range(ROWS):
@@ -217,6 +233,69 @@ def dot_four(
 
     one = types.int64
     return types.void(rows, scales, one, numbers, one, one, x, types.float32, out), generate
+
+
+def add_rows(
+    read: Rows, outs: list[Any], own: list[list[Any]], scales: Any, group: Any, lanes: int, fetch: Callable[..., None]
+) -> None:
+    """Add own[row][b] times each of four rows to the fp32 vectors outs[b]. fetch: asks for what comes of a chunk."""
+    builder, floats, whole = read.builder, ir.VectorType(_FLOAT, lanes), read.element == _FLOAT
+    n_groups = builder.extract_value(scales.shape, 1)
+
+    def add_to(b: int, column: Any, numbers: list[Any], factors: list[list[Any]]) -> None:
+        place = builder.bitcast(builder.gep(outs[b], [column]), floats.as_pointer())
+        total = builder.load(place, align=4)
+        for row in range(ROWS):
+            total = fused(builder, numbers[row], factors[row][b], total)
+        builder.store(total, place, align=4)
+
+    def scaled(number: Any) -> list[list[Any]]:
+        found = []
+        for row in range(ROWS):
+            scale = read.scale(scales.data, n_groups, row, number, lanes)
+            found.append([builder.fmul(splat(builder, factor, lanes), scale) for factor in own[row]])
+        return found
+
+    def chunk(factors: list[list[Any]], column: Any) -> list[Any]:
+        fetch(read, column)
+        for offset in range(0, CHUNK, lanes):
+            here = builder.add(column, _I64(offset))
+            numbers = [read.codes(row, here, read.element, lanes) for row in range(ROWS)]
+            numbers = numbers if whole else [builder.sitofp(each, floats) for each in numbers]
+            for b in range(len(outs)):
+                add_to(b, here, numbers, factors)
+        return []
+
+    def packed_chunk(column: Any, nothing: list[Any]) -> list[Any]:
+        fetch(read, column)
+        codes = [signed_nibbles(builder, read.codes(row, column, _I8, CHUNK // 2)) for row in range(ROWS)]
+        for half in range(2):
+            begin = builder.add(column, _I64(half * CHUNK // 2))
+            factors = scaled(builder.lshr(begin, shift))
+            for offset in range(0, CHUNK // 2, lanes):
+                part = ir.Constant(ir.VectorType(_I32, lanes), list(range(offset, offset + lanes)))
+                numbers = [builder.shuffle_vector(codes[row][half], codes[row][half], part) for row in range(ROWS)]
+                numbers = [builder.sitofp(each, floats) for each in numbers]
+                for b in range(len(outs)):
+                    add_to(b, builder.add(begin, _I64(offset)), numbers, factors)
+        return nothing
+
+    def one_group(number: Any, nothing: list[Any]) -> list[Any]:
+        start = builder.mul(number, group)
+        stop = builder.add(start, group)
+        stop = builder.select(builder.icmp_signed("<", stop, read.columns), stop, read.columns)
+        factors = scaled(number)
+        loop(builder, start, stop, CHUNK, [], lambda column, _: chunk(factors, column))
+        return nothing
+
+    if read.packed:
+        shift = log2(builder, group)
+        loop(builder, _I64(0), read.columns, CHUNK, [], packed_chunk)
+    elif whole:
+        factors = [[splat(builder, factor, lanes) for factor in each] for each in own]
+        loop(builder, _I64(0), read.columns, CHUNK, [], lambda column, _: chunk(factors, column))
+    else:
+        loop(builder, _I64(0), n_groups, 1, [], one_group)
 
 
 @intrinsic
@@ -239,44 +318,9 @@ def add_four(
             inside = builder.icmp_signed("<", at, args[7])
             factor = builder.load(builder.gep(factor_data, [builder.select(inside, at, args[6])]))
             own.append(builder.select(inside, factor, _FLOAT(0.0)))
-        whole = kinds[1].dtype == types.float32
         scale_array = context.make_array(kinds[2])(context, builder, args[2])
-
-        def add_columns(start: Any, stop: Any, factors: list[Any], element: Any) -> None:
-            vectors = [splat(builder, factor) for factor in factors]
-
-            def chunk(column: Any, nothing: list[Any]) -> list[Any]:
-                if not whole:
-                    read.prefetch(column)
-                for offset in range(0, CHUNK, LANES):
-                    here = builder.add(column, _I64(offset))
-                    place = builder.bitcast(builder.gep(out_data, [here]), _FLOATS.as_pointer())
-                    total = builder.load(place, align=4)
-                    for row in range(ROWS):
-                        codes = read.codes(row, here, element, LANES)
-                        codes = codes if whole else builder.sitofp(codes, _FLOATS)
-                        total = fused(builder, codes, vectors[row], total)
-                    builder.store(total, place, align=4)
-                return nothing
-
-            loop(builder, start, stop, CHUNK, [], chunk)
-
-        def one_group(number: Any, nothing: list[Any]) -> list[Any]:
-            start = builder.mul(number, args[3])
-            stop = builder.add(start, args[3])
-            stop = builder.select(builder.icmp_signed("<", stop, read.columns), stop, read.columns)
-            scaled = []
-            for row in range(ROWS):
-                at = builder.add(builder.mul(read.indices[row], n_groups), number)
-                scaled.append(builder.fmul(own[row], builder.load(builder.gep(scale_array.data, [at]))))
-            add_columns(start, stop, scaled, _I8)
-            return nothing
-
-        if whole:
-            add_columns(_I64(0), read.columns, own, _FLOAT)
-        else:
-            n_groups = builder.extract_value(scale_array.shape, 1)
-            loop(builder, _I64(0), n_groups, 1, [], one_group)
+        fetch = Rows.prefetch if read.element != _FLOAT else lambda read, column: None
+        add_rows(read, [out_data], [[factor] for factor in own], scale_array, args[3], LANES, fetch)
         return context.get_dummy_value()
 
     one = types.int64
@@ -311,7 +355,7 @@ def dot_nibbles(typingctx: Any, pairs: Any, number: Any, coming: Any, levels: An
                 )
                 for which, (four_bits, at) in enumerate(halves):
                     values = load_vector(builder, builder.gep(data, [at]), integers)
-                    products = pair_products(context, builder, four_bits, values)
+                    products = pair_products(builder, four_bits, values)
                     sums[which] = builder.add(sums[which], products)
             return sums
 

@@ -13,28 +13,18 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from dejavu_train.engine.cpu.row_kernels import (
-    LANES,
-    ROWS,
-    Rows,
-    fused,
-    load_vector,
-    loop,
-    pair_products,
-    splat,
-    sum_lanes,
-)
+from dejavu_train.engine.cpu.level_products import LANES, has_features, load_vector, loop
+from dejavu_train.engine.cpu.row_kernels import ROWS, Rows, add_rows, dot_levels, fused, sum_lanes
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu_limits import CHUNK
 
 WIDE = 2 * LANES  # the even and the odd vector of `row_kernels`, side by side
 _FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, WIDE), ir.VectorType(_I32, LANES)
-# Registers for a tile of four. Others spill, and take tiles of two. Numba's cache is for one kind of processor.
-HAS_AVX512 = all(f"+{name}" in cpu_target.target_context.codegen().magic_tuple()[2] for name in ("avx512f", "avx512vl"))
+# Registers for a tile of four. Others spill, and take tiles of two.
+HAS_AVX512 = has_features("avx512f", "avx512vl")
 
 
 class _Tile:
@@ -95,41 +85,6 @@ def _halves(builder: Any, wide: Any) -> list[Any]:
     return [builder.shuffle_vector(wide, wide, ir.Constant(_INTEGERS, list(range(s, s + LANES)))) for s in starts]
 
 
-def _dot_levels(read: Rows, tile: _Tile, scales: Any, n_groups: Any, group: Any, x: list[Any]) -> list[list[Any]]:
-    """Sums of code * scale * level: exact in whole numbers over a group, in fp32 over groups."""
-    builder, count = read.builder, len(x)
-    levels, none = ir.VectorType(_I16, WIDE), ir.Constant(_INTEGERS, [0] * LANES)
-    zero = ir.Constant(ir.VectorType(_FLOAT, LANES), [0.0] * LANES)
-
-    def chunk(column: Any, totals: list[Any]) -> list[Any]:
-        read.prefetch(column)
-        for start in range(0, CHUNK, WIDE):
-            here = builder.add(column, _I64(start))
-            codes = [builder.sext(read.codes(row, here, _I8, WIDE), levels) for row in range(ROWS)]
-            for b in range(count):
-                values = load_vector(builder, builder.gep(x[b], [here]), levels)
-                for row in range(ROWS):
-                    products = pair_products(read.context, builder, codes[row], values)
-                    totals[row * count + b] = builder.add(totals[row * count + b], products)
-        return totals
-
-    def one_group(number: Any, sums: list[Any]) -> list[Any]:
-        start = builder.mul(number, group)
-        stop = builder.add(start, group)
-        stop = builder.select(builder.icmp_signed("<", stop, read.columns), stop, read.columns)
-        totals = loop(builder, start, stop, CHUNK, [none] * (ROWS * count), chunk)
-        for row in range(ROWS):
-            at = builder.add(builder.mul(read.indices[row], n_groups), number)
-            scale = splat(builder, builder.load(builder.gep(scales, [at])))
-            for i in range(row * count, (row + 1) * count):
-                sums[i] = fused(builder, builder.sitofp(totals[i], zero.type), scale, sums[i])
-        return sums
-
-    sums = loop(builder, _I64(0), n_groups, 1, [zero] * (ROWS * count), one_group)
-    totals = [sum_lanes(builder, each) for each in sums]
-    return [totals[row * count : (row + 1) * count] for row in range(ROWS)]
-
-
 def _dot_tile(count: int) -> Any:
     @intrinsic
     def dot_tile(
@@ -144,9 +99,9 @@ def _dot_tile(count: int) -> Any:
             tile = _Tile(context, builder, args[8], count)
             x, units = tile.parts(kinds[6], args[6]), tile.values(kinds[7], args[7])
             scale_array = context.make_array(kinds[1])(context, builder, args[1])
-            if kinds[0].dtype == types.int8:
+            if kinds[0].dtype in (types.int8, types.uint8):
                 n_groups = builder.extract_value(scale_array.shape, 1)
-                sums = _dot_levels(read, tile, scale_array.data, n_groups, args[2], x)
+                sums = dot_levels(read, scale_array.data, n_groups, args[2], x)
             elif kinds[0].dtype == types.int16:
                 sums = _dot_floats(read, tile, _I16, x)
                 for row in range(ROWS):
@@ -179,7 +134,6 @@ def _add_tile(count: int) -> Any:
             read = Rows(context, builder, (kinds[1], kinds[4]), args[1], args[4], args[6], args[7])
             tile = _Tile(context, builder, args[8], count)
             outs, given = tile.parts(kinds[0], args[0]), tile.parts(kinds[5], args[5])
-            whole = kinds[1].dtype == types.float32
             own = []
             for row in range(ROWS):
                 at = builder.add(args[6], _I64(row))
@@ -188,48 +142,9 @@ def _add_tile(count: int) -> Any:
                 loaded = [builder.load(builder.gep(factors, [here])) for factors in given]
                 own.append([builder.select(inside, factor, _FLOAT(0.0)) for factor in loaded])
 
-            def add_columns(start: Any, stop: Any, factors: list[list[Any]]) -> None:
-                vectors = [[splat(builder, factor, WIDE) for factor in of_row] for of_row in factors]
-
-                def chunk(column: Any, nothing: list[Any]) -> list[Any]:
-                    if whole:
-                        tile.fetch_floats(read, column)
-                    else:
-                        read.prefetch(column)
-                    for offset in range(0, CHUNK, WIDE):
-                        here = builder.add(column, _I64(offset))
-                        weights = [read.codes(row, here, _FLOAT if whole else _I8, WIDE) for row in range(ROWS)]
-                        if not whole:
-                            weights = [builder.sitofp(codes, _FLOATS) for codes in weights]
-                        for b in range(count):
-                            place = builder.bitcast(builder.gep(outs[b], [here]), _FLOATS.as_pointer())
-                            total = builder.load(place, align=4)
-                            for row in range(ROWS):
-                                total = fused(builder, weights[row], vectors[row][b], total)
-                            builder.store(total, place, align=4)
-                    return nothing
-
-                loop(builder, start, stop, CHUNK, [], chunk)
-
             scale_array = context.make_array(kinds[2])(context, builder, args[2])
-
-            def one_group(number: Any, nothing: list[Any]) -> list[Any]:
-                start = builder.mul(number, args[3])
-                stop = builder.add(start, args[3])
-                stop = builder.select(builder.icmp_signed("<", stop, read.columns), stop, read.columns)
-                scaled = []
-                for row in range(ROWS):
-                    at = builder.add(builder.mul(read.indices[row], n_groups), number)
-                    scale = builder.load(builder.gep(scale_array.data, [at]))
-                    scaled.append([builder.fmul(factor, scale) for factor in own[row]])
-                add_columns(start, stop, scaled)
-                return nothing
-
-            if whole:
-                add_columns(_I64(0), read.columns, own)
-            else:
-                n_groups = builder.extract_value(scale_array.shape, 1)
-                loop(builder, _I64(0), n_groups, 1, [], one_group)
+            fetch = tile.fetch_floats if read.element == _FLOAT else Rows.prefetch
+            add_rows(read, outs, own, scale_array, args[3], WIDE, fetch)
             return context.get_dummy_value()
 
         one = types.int64

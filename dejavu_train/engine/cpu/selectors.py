@@ -193,7 +193,7 @@ def make_selectors(
         assert cascades is not None
         scale, steps, threshold = cascades[layer]
         rows = slice(number * f, (number + 1) * f)
-        weight = weights.rows(int(weights.model.first[layer, MLP_UP]), f) if up is None else up(layer)
+        weight = weights.part(layer, MLP_UP) if up is None else up(layer)
         planes = BitPlanes.of(weight.detach().float().cpu(), scale, steps)
         codes = torch.nn.functional.pad(planes.codes().to(torch.int8), (0, columns - d))
         upper[rows] = pack_nibbles(codes).numpy()

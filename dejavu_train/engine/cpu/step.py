@@ -169,7 +169,7 @@ def all_logits(model, state, work, live, start, stop, thread):
             bar_stops(state, b, start, results[b, :n])
             copy(work.logits[b, start:stop], results[b, :n])
             work.best_token[thread, b] = start + largest_of(results[b, :n])
-    work.bytes_read[thread, LM_HEAD] += n * row_bytes(model)
+    work.bytes_read[thread, LM_HEAD] += n * row_bytes(model, 0)
 
 
 @compiled()
@@ -208,7 +208,7 @@ def likeliest_tokens(model, state, work, live, start, stop, thread):
             count += results[b, i] + off >= reached
         count = max(count, 1)  # none where logits are not finite, or all are of stop tokens
         dot_list(model.rows, model.scales, model.group, numbers, count, work.operand[thread], units, 1 << b, results)
-        work.bytes_read[thread, LM_HEAD] += count * row_bytes(model)
+        work.bytes_read[thread, LM_HEAD] += count * row_bytes(model, 0)
         best = largest_of(results[b, :count])
         work.best_token[thread, b] = numbers[best] - model.lm_head
         work.logits[b, work.best_token[thread, b]] = results[b, best]

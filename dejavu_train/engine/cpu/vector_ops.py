@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
+from dejavu_train.engine.cpu.level_products import lay_planes
 from dejavu_train.engine.cpu.row_kernels import ROWS, add_four, dot_four
 from dejavu_train.engine.cpu.row_tiles import (
     HAS_AVX512,
@@ -85,8 +86,28 @@ def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
 
 
 @compiled()
+def dot_stored(model, packed, numbers, n, operands, units, live, out):
+    """`dot_list` of rows of a model, of 4 bits where ``packed``."""
+    if packed:
+        dot_list(model.pairs, model.pair_scales, model.pair_group, numbers, n, operands, units, live, out)
+    else:
+        dot_list(model.rows, model.scales, model.group, numbers, n, operands, units, live, out)
+
+
+@compiled()
+def add_stored(model, packed, out, numbers, factors, start, stop, live):
+    """`add_list` of rows of a model, of 4 bits where ``packed``."""
+    if packed:
+        add_list(out, model.pairs, model.pair_scales, model.pair_group, numbers, factors, start, stop, live)
+    else:
+        add_list(out, model.rows, model.scales, model.group, numbers, factors, start, stop, live)
+
+
+@compiled()
 def round_to_levels(x, most, levels):
     """x (D,) as whole numbers in -most..most into levels (D,) int16: x ~ level * unit. Returns the unit.
+
+    Levels lie as products of codes take them, see `level_products`.
 
     Off by at most half a unit a column, so a product with weights w by at most unit / 2 * sum |w|. NaN makes the unit
     NaN, and so all that is multiplied with it.
@@ -99,6 +120,7 @@ def round_to_levels(x, most, levels):
     factor = np.float32(most) / float_from_bits(largest)
     for j in range(x.shape[0]):
         levels[j] = np.int16(np.int32(np.rint(x[j] * factor)))
+    lay_planes(levels)
     return float_from_bits(largest) / np.float32(most)
 
 

@@ -1,15 +1,14 @@
-"""Reads a model, writes the arrays of the CPU engine: every unit's weights as rows of one array, fp32 or int8.
+"""Reads a model, writes the arrays of the CPU engine: every unit's weights as rows, in fp32, 8 bits or 4 bits.
 
-int8 weights have one fp32 scale for each row, or for each group of columns of a row. A row of down or of the output
-projection is a neuron's or a head's output, not an output dimension. So what is selected has scales of its own.
+Codes have a scale for each group of columns of a row. A row of down or of the output projection is a neuron's or a
+head's output, not an output dimension. So what is selected has scales of its own.
 
-A 4-bit model (``models.int4``) keeps its codes, a byte each, with their own scales: nothing of a layer is rounded
-again. Embeddings and an LM head that are no codes are rounded as ``int8`` rounds everything.
+A 4-bit model (``models.int4``) keeps its codes with their own scales: nothing of a layer is rounded again. With codes
+of 4 bits, the embedding and the LM head have 8.
 """
 
-import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from torch import Tensor
 from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV, Model, padded
 from dejavu_train.engine.cpu.layout import SMALL, new_model
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu_limits import CHUNK
-from dejavu_train.engine.cpu_plan import cpu_format
+from dejavu_train.engine.cpu_limits import CHUNK, HALF
+from dejavu_train.engine.cpu_plan import check_stored
 from dejavu_train.engine.planned import Formats
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
@@ -31,6 +30,7 @@ from dejavu_train.families.read import Ends, ReadNorm, check_read, read_ends, re
 from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.ground.machine import free_memory
 from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows, coded_rows
+from dejavu_train.quantize.rounding import QUICK_RANGES, round_nearest
 
 ROWS_AT_ONCE = 4096
 ROTARY_BASE = 10_000.0  # of random weights
@@ -46,26 +46,34 @@ class CpuWeights:
         model: the arrays, see ``arrays.Model``.
         out_bias: (L, d) fp32, biases of the output projections.
         note: what else is to be known about how they are stored, or nothing.
+        copies: of `rounded`, by format.
     """
 
     shape: ModelDims
     model: Model
     out_bias: np.ndarray
     note: str = ""
+    copies: dict[str, "CpuWeights"] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_model(
-        cls, model: Any, stored: str | None = None, group: int | None = None, release: bool = False
+        cls,
+        model: Any,
+        stored: str | None = None,
+        group: int | None = None,
+        release: bool = False,
+        wide: np.ndarray | None = None,
     ) -> "CpuWeights":
         """Copy the weights of a Hugging Face model on the CPU.
 
         Args:
             model: of any family, of any floating dtype.
-            stored: ``float32``. ``int8``: weights rounded to 8 bits. ``codes`` of a 4-bit model, exact but for
-                embeddings and LM head, unless the head is codes too. Norms, biases and positions are fp32. None =
-                codes where the model has them in groups of whole chunks, else fp32.
-            group: columns that share a scale, a multiple of CHUNK up to WIDEST_GROUP. For codes it divides the model's
-            group, whose scales then stand there more than once. None = CHUNK. Not of fp32.
+            stored: ``float32``, ``int8`` or ``int4``: weights are rounded. Those of a 4-bit model are its own codes,
+                exact but for embeddings and LM head, unless the head is codes too. Norms, biases and positions are
+                fp32. None = int4 for a 4-bit model whose groups fit, else fp32.
+            group: columns that share a scale, a multiple of CHUNK, of int4 HALF, up to WIDEST_GROUP. None = that
+                multiple, or the model's own. Not of fp32.
+            wide: (L, 5) bool, parts of layers that int4 keeps in 8 bits. None = none.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
             UserError: a format that does not exist, or not for this model. Weights that are not finite, by layer.
@@ -73,15 +81,16 @@ class CpuWeights:
         shape = check_read(model, RUNS)
         blocks, ends = blocks_of(model), read_ends(model)
         stored, note = how_stored(model, stored)
-        own = blocks[0].up.layout.sizes.group if stored == "codes" else 0
-        if group and own % group:
-            raise UserError(f"group must divide the model's groups of {own} columns, got {group}; or leave group out")
+        coded = stored == "int4" and isinstance(blocks[0].up, CodedLinear)
+        own = blocks[0].up.layout.sizes.group if coded else group
+        if group and own != group:
+            raise UserError(f"the model's codes have groups of {own} columns, got group {group}; leave group out")
         norms = [_norm(norm, shape) for each in blocks for norm in (each.norm_attn, each.norm_mlp)]
         norms += [each or ReadNorm(None, None, norms[0].eps) for each in (ends.final_norm, ends.embedding_norm)]
         head_norms = [_norm(norm, shape) for each in blocks for norm in (each.norm_q, each.norm_k) if norm is not None]
         empty = new_model(
-            shape, stored, group, tied=_tied(ends), eps=_one_eps(norms), head_eps=_one_eps(head_norms),
-            final_norm=ends.final_norm is not None,
+            shape, stored, own, tied=_tied(ends), eps=_one_eps(norms), head_eps=_one_eps(head_norms),
+            final_norm=ends.final_norm is not None, coded=coded, wide=wide,
         )  # fmt: skip
         weights = cls(shape, empty, np.zeros((shape.n_layers, shape.d_model), np.float32), note)
         for place, norm in zip(empty.norms, norms, strict=True):
@@ -93,42 +102,38 @@ class CpuWeights:
             empty.turns[:] = _array(turns)
         if blocks[0].slopes is not None:
             empty.slopes[:] = _array(blocks[0].slopes)
-        weights.put_ends(ends, stored)
+        weights.put_ends(ends)
         for i, whole in enumerate(blocks):
-            weights.put_layer(i, plain_block(whole), stored)
+            weights.put_layer(i, plain_block(whole))
             if release:
                 for tensor in (*whole.whole.parameters(), *whole.whole.buffers()):
                     tensor.data = torch.empty(0, dtype=tensor.dtype)
         return weights
 
-    def put_ends(self, ends: Ends, stored: str) -> None:
+    def put_ends(self, ends: Ends) -> None:
         """Store the tables. Maps between two widths are multiplied into them."""
         model = self.model
-        self.check_finite(model.lm_head, model.norms[-2:])
+        self.check_finite(None, model.norms[-2:])
         if ends.positions is not None:
             model.positions[:] = _array(ends.positions)
         into, out = ends.project_in, ends.project_out
         self.put(model.embedding, ends.tokens if into is None else (ends.tokens.float() @ into.weight.float().T))
-        if isinstance(ends.head, CodedLinear) and stored == "codes" and out is None:
+        if isinstance(ends.head, CodedLinear) and len(model.out_scale) and out is None:
             self.put_codes(model.lm_head, ends.head.rows)
         elif model.lm_head != model.embedding:
             head = ends.head.weight
             self.put(model.lm_head, head if out is None else head.float() @ out.weight.float())
         self.screen()
 
-    def put_layer(self, number: int, block: BlockParts, stored: str) -> None:
+    def put_layer(self, number: int, block: BlockParts) -> None:
         """Store a decoder layer."""
         model, g = self.model, self.shape.n_kv_heads
-        first, parts = model.first[number], (block.q, block.k, block.v)
-        if stored == "codes":
+        parts = (block.q, block.k, block.v)
+        if len(model.out_scale):
             self.put_coded_layer(number, block)
         else:
-            self.put(first[QKV], _by_unit([part.weight for part in parts], g))
-            self.put(first[OUT], block.out.weight.T)
-            self.put(first[MLP_UP], block.up.weight)
-            self.put(first[MLP_DOWN], block.down.weight.T)
-            if block.gate is not None:
-                self.put(first[MLP_IN], block.gate.weight)
+            for part, weight in matrices(block, g).items():
+                self.put(model.first[number, part], weight, number, bool(model.packed[number, part]))
         model.qkv_bias[number] = _by_unit([torch.from_numpy(_bias(part))[:, None] for part in parts], g)[:, 0]
         self.out_bias[number] = _bias(block.out)
         model.up_bias[number], model.down_bias[number] = _bias(block.up), _bias(block.down)
@@ -136,24 +141,25 @@ class CpuWeights:
             model.in_bias[number] = _bias(block.gate)
         biases = (model.qkv_bias, self.out_bias, model.up_bias, model.in_bias, model.down_bias)
         norms = model.norms[2 * number : 2 * number + 2], model.head_norms[number]
-        self.check_finite(int(first[QKV]), *(each[number] for each in biases), *norms)
+        self.check_finite(number, *(each[number] for each in biases), *norms)
 
     @staticmethod
-    def needed(model: Any) -> int:
-        """Bytes, to within a tenth, that `from_model` takes if asked for no format."""
+    def needed(model: Any, stored: str | None = None) -> int:
+        """Bytes, to within a tenth, that `from_model` takes in this format, None = the one it takes by itself."""
         shape, head = dims_of(model.config), model.get_output_embeddings()
         tied = not isinstance(head, CodedLinear) and bool(model.config.tie_word_embeddings)
         tied = tied and shape.embedding_dim == shape.d_model
-        rows = shape.n_layers * shape.layer_weights // shape.d_model + shape.vocab_size * (1 if tied else 2)
-        if how_stored(model, None)[0] == "codes":
-            return rows * padded(shape.d_model)
-        return (4 * rows + shape.vocab_size) * padded(shape.d_model)
+        layers, ends = shape.n_layers * shape.layer_weights // shape.d_model, shape.vocab_size * (1 if tied else 2)
+        stored = how_stored(model, stored)[0]
+        if stored == "float32":
+            return (4 * (layers + ends) + shape.vocab_size) * padded(shape.d_model)
+        return ((2 if stored == "int8" else 1) * layers // 2 + ends) * padded(shape.d_model)
 
     @classmethod
     def random(
         cls, shape: ModelDims, stored: str = "float32", group: int | None = None, seed: int = 0, std: float = 0.02
     ) -> "CpuWeights":
-        """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing. Codes have 8 bits."""
+        """Random weights of a true shape, for benchmarks: normal, biases 0, layers share nothing."""
         empty = new_model(shape, stored, group, tied=True, eps=1e-5, head_eps=1e-5, final_norm=not shape.post_norm)
         weights = cls(shape, empty, np.zeros((shape.n_layers, shape.d_model), np.float32))
         generator = torch.Generator().manual_seed(seed)
@@ -163,32 +169,41 @@ class CpuWeights:
         weights.model.turns[:] = np.stack([np.cos(angles), np.sin(angles)], axis=1)
         if shape.positions is Positions.ALIBI:
             weights.model.slopes[:] = alibi_slopes(shape.n_heads).numpy()
-        for start in range(0, len(weights.model.rows), ROWS_AT_ONCE):
-            n = min(ROWS_AT_ONCE, len(weights.model.rows) - start)
-            weights.put(start, torch.empty(n, shape.d_model, dtype=torch.float32).normal_(0, std, generator=generator))
+        for packed, rows in enumerate((weights.model.rows, weights.model.pairs)):
+            for start in range(0, len(rows), ROWS_AT_ONCE):
+                part = torch.empty(min(ROWS_AT_ONCE, len(rows) - start), shape.d_model, dtype=torch.float32)
+                weights.put(start, part.normal_(0, std, generator=generator), None, bool(packed))
         weights.screen()
         weights.model.positions[:] = (
             torch.empty(weights.model.positions.shape, dtype=torch.float32).normal_(0, std, generator=generator).numpy()
         )
         return weights
 
-    @functools.cached_property
-    def rounded(self) -> "CpuWeights":
-        """These weights in 8 bits, a quarter of fp32 ones, for drafts. What is no matrix is shared.
+    def rounded(self, stored: str) -> "CpuWeights":
+        """These weights in int8 or int4, for drafts, made once. What is no matrix is shared.
 
         Raises:
             UserError: weights that are not fp32.
         """
+        if stored in self.copies:
+            return self.copies[stored]
         if self.model.rows.dtype != np.float32:
-            raise UserError("draft_weights=int8 is for fp32 weights, and these are in 8 bits already; leave it out")
-        check_memory(self.model.rows.size, "weights of the draft in 8 bits")
+            raise UserError(
+                f"draft_weights={stored} is for fp32 weights, and these are {self.describe()} already; leave it out"
+            )
+        check_memory(self.model.rows.size // (1 if stored == "int8" else 2), f"weights of the draft in {stored}")
         tied = self.model.lm_head == self.model.embedding
         numbers = {name: getattr(self.model, name) for name in ("eps", "head_eps", "final_norm")}
-        copy = replace(self, model=new_model(self.shape, "int8", None, tied=tied, **numbers), note="")
+        copy = replace(self, model=new_model(self.shape, stored, None, tied=tied, **numbers), note="", copies={})
         for name in SMALL:
             getattr(copy.model, name)[:] = getattr(self.model, name)
-        for start in range(0, len(copy.model.rows), ROWS_AT_ONCE):
-            copy.put(start, self.rows(start, min(ROWS_AT_ONCE, len(copy.model.rows) - start)))
+        for layer in range(self.shape.n_layers):
+            for part in (QKV, OUT, MLP_UP, MLP_DOWN) + ((MLP_IN,) if self.shape.gated else ()):
+                packed = bool(copy.model.packed[layer, part])
+                copy.put(copy.model.first[layer, part], self.part(layer, part), layer, packed)
+        for own, start in ((self.model.embedding, copy.model.embedding), (self.model.lm_head, copy.model.lm_head)):
+            copy.put(start, self.rows(own, self.shape.vocab_size))
+        self.copies[stored] = copy
         return copy
 
     @property
@@ -196,12 +211,17 @@ class CpuWeights:
         """Type that rows are multiplied with: fp32, or int16 levels."""
         return np.float32 if self.model.rows.dtype == np.float32 else np.int16
 
-    def put(self, first: int, weight: Tensor) -> None:
-        """Store weight (n, d) as the rows from number ``first`` on."""
+    def put(self, first: int, weight: Tensor, layer: int | None = None, packed: bool = False) -> None:
+        """Store weight (n, d) as the rows from number ``first`` on. layer: that they belong to, for messages."""
         for start in range(0, len(weight), ROWS_AT_ONCE):
             part = weight[start : start + ROWS_AT_ONCE].detach().to("cpu", torch.float32)
-            self.check_finite(int(first) + start, part)
+            self.check_finite(layer, part)
             rows, d = slice(int(first) + start, int(first) + start + len(part)), self.shape.d_model
+            if packed:
+                whole = torch.nn.functional.pad(part, (0, -d % self.model.pair_group))
+                codes, scales = round_nearest(whole, self.model.pair_group, QUICK_RANGES)
+                self._put_pairs(rows, codes[:, :d], scales)
+                continue
             self.model.rows[rows, d:] = 0
             if self.model.rows.dtype == np.float32:
                 self.model.rows[rows, :d] = part.numpy()
@@ -209,42 +229,51 @@ class CpuWeights:
                 codes, scales = quantise_groups(part, self.model.group)
                 self.model.rows[rows, :d], self.model.scales[rows] = codes.numpy(), scales.numpy()
 
-    def put_codes(self, first: int, rows: Int4Rows | Int8Rows) -> None:
-        """Store codes and scales of rows (n, d) as they are, from number ``first`` on."""
+    def put_codes(self, first: int, rows: Int4Rows | Int8Rows, layer: int | None = None) -> None:
+        """Store codes and scales of rows (n, d) as they are, from number ``first`` on, those of a layer packed."""
         codes = rows.codes
         place, d = slice(int(first), int(first) + len(codes)), self.shape.d_model
-        self.check_finite(int(first), rows.scales)
+        self.check_finite(layer, rows.scales)
+        if layer is not None:
+            self._put_pairs(place, codes, rows.scales)
+            return
         scales = rows.scales.float().repeat_interleave(self.model.scales.shape[1] // rows.scales.shape[1], dim=1)
         self.model.rows[place, d:] = 0
         self.model.rows[place, :d], self.model.scales[place] = codes.numpy(), scales.numpy()
+
+    def _put_pairs(self, place: slice, codes: Tensor, scales: Tensor) -> None:
+        """Store codes (n, d) in -8..7 and their fp16 scales as packed rows."""
+        self.model.pairs[place] = pack_pairs(codes).numpy()
+        held = scales.to(torch.float16).view(torch.int16).numpy().view(np.uint16)
+        self.model.pair_scales[place] = 0
+        self.model.pair_scales[place, : held.shape[1]] = held
 
     def put_coded_layer(self, number: int, block: BlockParts) -> None:
         """Store a decoder layer of `CodedLinear`. The output projection is turned: a row is a column of a head."""
         h, g, d, e = self.shape.n_heads, self.shape.n_kv_heads, self.shape.d_model, self.shape.head_dim
         first, parts = self.model.first[number], [coded_rows(part) for part in (block.q, block.k, block.v)]
         words, scales = (_by_unit([getattr(part, name) for part in parts], g) for name in ("words", "scales"))
-        self.put_codes(first[QKV], Int4Rows(words, scales))
+        self.put_codes(first[QKV], Int4Rows(words, scales), number)
         if block.gate is not None:
-            self.put_codes(first[MLP_IN], block.gate.rows)
-        self.put_codes(first[MLP_UP], block.up.rows)
-        self.put_codes(first[MLP_DOWN], block.down.rows)
-        out, columns = block.out.rows, slice(int(first[OUT]), int(first[OUT]) + h * e)
-        self.check_finite(int(first[OUT]), out.scales)
-        self.model.rows[columns, :d] = out.codes.view(h, d, e).transpose(1, 2).reshape(h * e, d).numpy()
-        self.model.rows[columns, d:], self.model.scales[columns] = 0, 1
+            self.put_codes(first[MLP_IN], block.gate.rows, number)
+        self.put_codes(first[MLP_UP], block.up.rows, number)
+        self.put_codes(first[MLP_DOWN], block.down.rows, number)
+        out = block.out.rows
+        self.check_finite(number, out.scales)
+        turned = out.codes.view(h, d, e).transpose(1, 2).reshape(h * e, d)
+        one = torch.ones(h * e, self.model.pair_scales.shape[1], dtype=torch.float16)
+        self._put_pairs(slice(int(first[OUT]), int(first[OUT]) + h * e), turned, one)
         self.model.out_scale[number, :, :d] = out.scales.float().view(h, d).numpy()
 
-    def check_finite(self, row: int, *parts: Tensor | np.ndarray) -> None:
-        """Raise :class:`UserError` where weights that belong to what ``row`` belongs to are not finite.
+    def check_finite(self, layer: int | None, *parts: Tensor | np.ndarray) -> None:
+        """Raise :class:`UserError` where weights of a layer, or of none, are not finite.
 
         Positions are not looked at: a table may hold anything where no text reaches.
         """
         for part in parts:
             least, most = torch.as_tensor(part).aminmax()  # both NaN where anything is
             if not math.isfinite(float(least)) or not math.isfinite(float(most)):
-                where = "the embedding, the final LayerNorm or the LM head"
-                if row < self.model.embedding:
-                    where = f"layer {row // (self.model.embedding // self.shape.n_layers)}"
+                where = "the embedding, the final LayerNorm or the LM head" if layer is None else f"layer {layer}"
                 raise UserError(f"{where} has weights that are not finite; load the model again, or from another copy")
 
     def screen(self) -> None:
@@ -259,8 +288,19 @@ class CpuWeights:
             off = (part - rounded).norm(dim=1) + SUMMED * part.norm(dim=1)
             model.screen_error[rows] = torch.stack([off, rounded.abs().sum(dim=1) / 2], dim=1).numpy()
 
+    def part(self, layer: int, part: int) -> Tensor:
+        """All rows of a part of a layer as fp32 (n, d)."""
+        shape, e = self.shape, self.shape.head_dim
+        n = {QKV: (shape.n_heads + 2 * shape.n_kv_heads) * e, OUT: shape.n_heads * e}.get(part, shape.d_ffn)
+        first = int(self.model.first[layer, part])
+        if not self.model.packed[layer, part]:
+            return self.rows(first, n)
+        codes = unpack_pairs(torch.from_numpy(self.model.pairs[first : first + n]))[:, : shape.d_model]
+        scales = torch.from_numpy(self.model.pair_scales[first : first + n].view(np.float16)).float()
+        return codes.float().mul_(scales.repeat_interleave(self.model.pair_group, dim=1)[:, : shape.d_model])
+
     def rows(self, first: int, n: int) -> Tensor:
-        """n rows from number ``first`` on as fp32 (n, d): a view of fp32 weights, a copy of int8 ones."""
+        """n rows that are not packed, from number ``first`` on, as fp32 (n, d): a view of fp32, a copy of int8 ones."""
         part = torch.from_numpy(self.model.rows[first : first + n, : self.shape.d_model])
         if part.dtype == torch.float32:
             return part
@@ -269,8 +309,8 @@ class CpuWeights:
 
     def out_projection(self, layer: int) -> Tensor:
         """The output projection of a layer, (h e, d) fp32, in the heads' columns."""
-        h, e = self.shape.n_heads, self.shape.head_dim
-        rows = self.rows(int(self.model.first[layer, OUT]), h * e)
+        e = self.shape.head_dim
+        rows = self.part(layer, OUT)
         if not len(self.model.out_scale):
             return rows
         scale = torch.from_numpy(self.model.out_scale[layer, :, : self.shape.d_model])
@@ -278,38 +318,43 @@ class CpuWeights:
 
     def describe(self) -> str:
         """How weights are stored, in words."""
-        model = self.model
-        scales = "each row" if model.group >= self.shape.d_model else f"each {model.group} columns"
-        stored = "fp32" if model.rows.dtype == np.float32 else f"int8 with a scale for {scales}"
+        model, kept = self.model, self.formats.layers
+        group = model.pair_group if kept == "int4" else model.group
+        scales = "each row" if group >= self.shape.d_model else f"each {group} columns"
+        stored = "fp32" if kept == "float32" else f"{kept} with a scale for {scales}"
+        if kept == "int4" and (wide := int((model.packed == 0).sum())):
+            stored += f", {wide} of {model.packed.size} matrices in int8"
         return f"{stored} ({self.note})" if self.note else stored
 
     @property
     def formats(self) -> Formats:
         """As a plan names them: of the layers, of the LM head, and of what is no matrix."""
-        stored = "codes" if len(self.model.out_scale) else "int8" if self.model.rows.dtype == np.int8 else "float32"
+        stored = "int4" if len(self.model.pairs) else "int8" if self.model.rows.dtype == np.int8 else "float32"
         return Formats(stored, "float32" if stored == "float32" else "int8", "float32")
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows, scales included."""
-        scales = self.model.scales.nbytes + self.model.out_scale.nbytes
-        return self.model.rows.nbytes + (scales if self.model.rows.dtype == np.int8 else 0)
+        model = self.model
+        pairs = model.pairs.nbytes + model.pair_scales.nbytes if len(model.pairs) else 0
+        scales = model.scales.nbytes + model.out_scale.nbytes if model.rows.dtype == np.int8 else 0
+        return model.rows.nbytes + scales + pairs
 
 
 def how_stored(model: Any, asked: str | None) -> tuple[str, str]:
-    """Which of ``STORED`` a model's weights are kept as if asked for one or for none, and what to say about it.
+    """The format of a model's weights if asked for one or for none, and what to say about it.
+
+    None: int4 of a 4-bit model, else float32.
 
     Raises:
-        UserError: codes of a model that has none, or whose groups are not whole chunks.
+        UserError: an unknown format.
     """
-    up = blocks_of(model)[0].up
-    group = up.layout.sizes.group if isinstance(up, CodedLinear) else 0
-    stored = cpu_format(group, asked)
-    if stored == "codes":
+    check_stored(asked)
+    coded = isinstance(blocks_of(model)[0].up, CodedLinear)
+    if coded and asked in (None, "int4"):
         head = "embeddings" if isinstance(model.get_output_embeddings(), CodedLinear) else "embeddings and LM head"
-        return stored, f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
-    odd = f"of 4-bit codes, whose groups of {group} columns do not fit: {CHUNK} or 128 do" if group else ""
-    return stored, odd if asked is None else ""
+        return "int4", f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
+    return asked or "float32", ""
 
 
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -324,6 +369,30 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
     codes = (padded / scales).round_().to(torch.int8)
     return codes.flatten(1)[:, :d].contiguous(), scales[..., 0].contiguous()
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Codes (n, d) in -8..7 -> (n, D / 2) uint8, D = d in whole chunks: see `level_products.nibbles`."""
+    raised = torch.nn.functional.pad(codes + 8, (0, -codes.shape[1] % CHUNK), value=8).to(torch.uint8)
+    low, high = raised.view(len(codes), -1, 2, HALF).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack_pairs(pairs: Tensor) -> Tensor:
+    """(n, D / 2) uint8 -> codes (n, D) int8."""
+    halves = pairs.view(len(pairs), -1, HALF)
+    return torch.stack([halves & 15, halves >> 4], 2).flatten(1).to(torch.int8) - 8
+
+
+def matrices(block: BlockParts, g: int) -> dict[int, Tensor]:
+    """The matrices of a layer with g heads of K and V by part, as rows (n, d)."""
+    found = {
+        QKV: _by_unit([part.weight for part in (block.q, block.k, block.v)], g),
+        OUT: block.out.weight.T,
+        MLP_UP: block.up.weight,
+        MLP_DOWN: block.down.weight.T,
+    }
+    return found if block.gate is None else {**found, MLP_IN: block.gate.weight}
 
 
 def check_memory(needed: int, what: str) -> None:

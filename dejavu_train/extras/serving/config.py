@@ -32,6 +32,8 @@ class ServeConfig:
     """auto, cpu, cuda or cuda:N."""
     dtype: str | None = None
     """float32, float16 or bfloat16. null: float32 on a CPU, float16 on a GPU."""
+    stored: Literal["float32", "int8", "int4"] | None = None
+    """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else float32."""
     rows: int = 8
     """Texts that are written at once."""
     context: int | None = None

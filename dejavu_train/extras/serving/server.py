@@ -39,7 +39,7 @@ def load(config: ServeConfig) -> SparseCausalLM:
     dtype = config.dtype or ("float32" if device == "cpu" else "float16")
     model: SparseCausalLM = SparseCausalLM.from_pretrained(
         config.model, config.bundle or None, config.backend, "prompt",
-        dtype=dtype, device=device, revision=config.revision,
+        dtype=dtype, device=device, revision=config.revision, stored=config.stored,
     )  # fmt: skip
     return model
 
