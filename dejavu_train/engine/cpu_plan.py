@@ -34,7 +34,7 @@ def _check(formats: Formats, options: EngineOptions) -> None:
         raise Unsupported("the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it")
     if options.zeros == "read":
         raise Unsupported("the CPU engine never reads rows of silent neurons; leave zeros out")
-    if formats.dtype != "float32" and formats.layers == "float32":
+    if formats.dtype != "float32" and formats.layers not in ("int8", "int4"):
         raise Unsupported(
             f"the CPU engine keeps weights in float32 or rounded, and this model is in {formats.dtype}; pass"
             " dtype='float32' to stay on it, or stored='int8'"
