@@ -68,18 +68,10 @@ def guard_line(watched: Mapping[str, Any]) -> str:
 
 def _text_row(text: EvalText) -> dict[str, Any]:
     return {
-        "name": text.name,
-        "source": text.source,
-        "sha256": text.sha256,
-        "set": text.set_name,
-        "whole": text.whole,
-        "domain": text.domain,
-        "documents": len(text.held.document_tokens),
-        "tokens": text.held.tokens,
-        "bytes": text.held.bytes,
-        "window": text.window,
-        "pretrained_paragraphs": text.pretrained_paragraphs,
-    }
+        "name": text.name, "source": text.source, "sha256": text.sha256, "set": text.set_name, "whole": text.whole,
+        "domain": text.domain, "documents": len(text.held.document_tokens), "tokens": text.held.tokens,
+        "bytes": text.held.bytes, "window": text.window, "pretrained_paragraphs": text.pretrained_paragraphs,
+    }  # fmt: skip
 
 
 def _quality_rows(text: EvalText, qualities: Sequence[EvalResult]) -> list[dict[str, Any]]:

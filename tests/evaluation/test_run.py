@@ -254,14 +254,8 @@ def test_without_numba_what_else_there_is_is_measured(arguments, monkeypatch, tm
 def test_a_guard_reports_the_retained_mass_of_generation(arguments, capsys, tmp_path):
     path = tmp_path / "guard.yaml"
     path.write_text("guard: {every: 4, memory: 8}\n")
-    asked = {
-        "config": path,
-        "tokens": "0",
-        "timing": "false",
-        "generate": "the",
-        "new_tokens": "13",
-        "backend": "gather",
-    }
+    asked = {"config": path, "tokens": "0", "timing": "false", "generate": "the", "new_tokens": "13"}
+    asked["backend"] = "gather"
     assert run(arguments | {"prompt": None, "sparse_from": None}, **asked) == 0
     found = json.loads((tmp_path / "out" / "results.json").read_text())["guard"]
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("guard: "))
