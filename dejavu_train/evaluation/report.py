@@ -30,10 +30,7 @@ def results(
         timings: of decoding. read_gb_s: how fast this machine reads memory, where a CPU was timed.
     """
     return {
-        "schema": SCHEMA,
-        "model": model,
-        "bundle": bundle,
-        "versions": versions(),
+        **{"schema": SCHEMA, "model": model, "bundle": bundle, "versions": versions()},
         "texts": [_text_row(text) for text, _ in scored],
         "quality": [row for text, qualities in scored for row in _quality_rows(text, qualities)],
         "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities)],

@@ -95,8 +95,7 @@ def _exact_speed(found: Found) -> list[str]:
     others = [f"{times[name]:.3g} {words}" for name, words in beside.items() if name in times]
     line = f"A token takes {times[ours]:.3g} ms in our engine without predictors"
     lines = [", ".join([line, *others[:-1]]) + (f", and {others[-1]}." if others else ".")]
-    exact = found["exact"]
-    if "yardstick" in exact:
+    if "yardstick" in (exact := found["exact"]):
         equal, tokens = exact["equal_tokens"], exact["tokens"]
         first = f"All {tokens} greedy tokens" if equal == tokens else f"The first {equal} of {tokens} greedy tokens"
         rest = "" if equal == tokens else " Near ties of two tokens can fall otherwise."
