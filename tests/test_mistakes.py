@@ -82,6 +82,18 @@ def test_a_reader_that_has_left_is_named():
     assert said == "Broken pipe; who read what is printed has left; read all of it, or send it to a file"
 
 
+@pytest.mark.parametrize("said", ["DefaultCPUAllocator: can't allocate memory", "CUDA out of memory"])
+def test_memory_that_ends_is_a_line_and_other_faults_keep_their_traceback(said, capsys):
+    def fail(errors):
+        raise errors[0]
+
+    for error in (RuntimeError(said), MemoryError(said)):
+        assert exit_on_user_error(fail, [error]) == 2
+        assert capsys.readouterr().err == f"error: memory ends ({said}); ask for less at once, or free some\n"
+    with pytest.raises(RuntimeError, match="a bug"):
+        exit_on_user_error(fail, [RuntimeError("a bug")])
+
+
 def test_a_full_disk_is_known_before_any_work(tmp_path, monkeypatch, run, capsys):
     full = os.statvfs(tmp_path)
     values = type("Full", (), {name: getattr(full, name) for name in dir(full) if name[:2] == "f_"})()

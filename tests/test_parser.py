@@ -322,7 +322,7 @@ def test_names_that_stand_twice_agree():
     from dejavu_train.bundle.spec import PREDICTOR_DTYPES
     from dejavu_train.calibration.config import PredictorDtype
     from dejavu_train.data.text import SETS
-    from dejavu_train.evaluation.timing import DENSE_CPU, DENSE_ENGINE
+    from dejavu_train.evaluation.timing import ON_CPU, ON_GPU
     from dejavu_train.predictors import losses
     from dejavu_train.sparse.runtime import BACKENDS
 
@@ -330,8 +330,8 @@ def test_names_that_stand_twice_agree():
     assert tuple(losses.LOSSES) == LOSSES and typing.get_args(PredictorDtype) == PREDICTOR_DTYPES
     assert TEXT_SET in SETS
     known = typing.get_args(hints["backend"])
-    assert set(known) == {"dense", *BACKENDS, DENSE_ENGINE, DENSE_CPU}
-    assert set(typing.get_args(typing.get_args(hints["timing_backends"])[0])) == set(known) - {"auto"}
+    assert set(known) == {"dense", *BACKENDS, *ON_GPU[1:], *ON_CPU[1:]}
+    assert {*typing.get_args(typing.get_args(hints["timing_backends"])[0])} == {*known, *ON_GPU, *ON_CPU} - {"auto"}
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class Bundle:
         for target, density in ((Target.MLP, mlp_density), (Target.HEADS, head_density)):
             if density is None or (density == 1 and target not in self.targets):
                 continue
-            if not 0 < density <= 1:
+            if isinstance(density, str) or not 0 < density <= 1:
                 raise UserError(f"the {target} density must lie above 0 and at most at 1, got {density}")
             if target not in self.targets:
                 raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")

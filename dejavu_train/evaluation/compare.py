@@ -177,9 +177,7 @@ def compared_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     headings = ["run", "text", "densities", "selected", "heads", "mlp bytes", "recall", "mass", "increase", "+-", "ms"]
     cells = [
         [
-            row["run"],
-            row["text"],
-            row["densities"],
+            *(row[key] for key in ("run", "text", "densities")),
             *(_percent(row[key]) for key in ("mlp_selected", "head_selected", "mlp_bytes", "mlp_recall")),
             *(_percent(row[key]) for key in ("mlp_retained_mass", "increase", "increase_error")),
             _milliseconds(row),
@@ -282,9 +280,8 @@ def draw(rows: Sequence[Mapping[str, Any]], stem: Path, lines: Mapping[str, str]
                 panel.errorbar(x, y, bars, spread, label=name, **style)
         panel.axhline(0, color="0.6", linewidth=0.8)
         panel.set_title(text, loc="left", fontsize=10)
-        panel.set_xlabel(
-            "MLP bytes of a token, % of dense" if by == "mlp_bytes" else "ms a token, bars from p20 to p80"
-        )
+        words = {"mlp_bytes": "MLP bytes of a token, % of dense"}
+        panel.set_xlabel(words.get(by, "ms a token, bars from p20 to p80"))
         panel.set_ylabel("increase of perplexity, %")
         panel.grid(alpha=0.3)
     for panel in list(panels.flat)[len(axes) :]:
@@ -317,10 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = lines_by(runs, given.by)
     for line in warnings(runs):
         logger.warning("note: %s", line)
-    parts = [
-        f"{each.name}:\n{table(each.headings, each.cells)}"
-        for each in (differences(runs), compared_table(rows), times_table(runs))
-    ]
+    made = (differences(runs), compared_table(rows), times_table(runs))
+    parts = [f"{each.name}:\n{table(each.headings, each.cells)}" for each in made]
     print("\n\n".join(parts))
     if given.output is not None:
         buffer = io.StringIO()

@@ -13,7 +13,9 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.ranges import COUNT, NUMBER, SEED, SHARE, Range, check_ranges
 
 Selection = Literal["dense", "predicted", "oracle", "random", "static", "noncontextual"]
-Timed = Literal["dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"]
+Timed = Literal[
+    "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu", "dense-engine-read", "dense-cpu-read"
+]  # fmt: skip
 _FILE_SUFFIXES = (".txt", ".jsonl", ".gz", ".xz")
 
 

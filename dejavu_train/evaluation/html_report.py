@@ -91,12 +91,9 @@ def read_results(folder: str | Path) -> Results:
         return Results(folder, stored_results, curve, observed, observations, tasks, trend, generation)
     except UserError:
         raise
-    except (KeyError, OSError) as error:
-        raise UserError(f"a results file in {folder} lacks {error}; make it anew with infer.py") from None
-    except (TypeError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"a results file in {folder} is not as it was written ({error}); make it anew with infer.py"
-        ) from None
+    except (KeyError, OSError, TypeError, AttributeError, ValueError) as error:
+        wrong = f"lacks {error}" if isinstance(error, KeyError | OSError) else f"is not as it was written ({error})"
+        raise UserError(f"a results file in {folder} {wrong}; make it anew with infer.py") from None
 
 
 def _picture(path: Path) -> str | None:
@@ -138,11 +135,8 @@ def _generation(folder: Path) -> dict[str, Any] | None:
     if not (folder / "generation.json").is_file():
         return None
     stored = read_json(folder / "generation.json", "generation.json")
-    return {
-        **stored,
-        "picture": _picture(folder / "generation.png"),
-        "table": _rows_table("Generation", stored["rows"]),
-    }
+    picture, table = _picture(folder / "generation.png"), _rows_table("Generation", stored["rows"])
+    return {**stored, "picture": picture, "table": table}
 
 
 def _shown(value: Any) -> str:
@@ -156,23 +150,14 @@ def page(results: Results) -> str:
     about = {f"{name} hash": value for name, value in hashes.items() if value} | stored["versions"]
     about |= {f"text {text['name']}": f"sha256 {text['sha256']}" for text in stored["texts"]}
     layers = [report.layer_table(stored, text["name"]) for text in stored["texts"]]
-    room = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    room = jinja2.Environment(loader=loader, autoescape=True, **options)
     room.filters["anchor"] = _anchor
     return room.get_template("report.html.jinja").render(
-        results=results,
-        about=about,
-        layer_tables=[table for table in layers if table.cells],
-        report=report,
-        verdict=verdict(stored),
-        task_files=TASKS,
-        shown_rows=SHOWN_ROWS,
-    )
+        results=results, about=about, layer_tables=[table for table in layers if table.cells], report=report,
+        verdict=verdict(stored), task_files=TASKS, shown_rows=SHOWN_ROWS,
+    )  # fmt: skip
 
 
 def _anchor(name: str) -> str:

@@ -20,11 +20,7 @@ Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]
 
 
 def results(
-    model: str,
-    bundle: str,
-    scored: Scored,
-    timings: Sequence[Timing],
-    read_gb_s: float | None = None,
+    model: str, bundle: str, scored: Scored, timings: Sequence[Timing], read_gb_s: float | None = None
 ) -> dict[str, Any]:
     """Everything that was measured, as results.json (schema 3) holds it.
 
@@ -34,14 +30,11 @@ def results(
         timings: of decoding. read_gb_s: how fast this machine reads memory, where a CPU was timed.
     """
     return {
-        "schema": SCHEMA,
-        "model": model,
-        "bundle": bundle,
-        "versions": versions(),
+        **{"schema": SCHEMA, "model": model, "bundle": bundle, "versions": versions()},
         "texts": [_text_row(text) for text, _ in scored],
         "quality": [row for text, qualities in scored for row in _quality_rows(text, qualities)],
         "layers": [{"text": text.name} | row for text, qualities in scored for row in layer_rows(qualities)],
-        "timing": [dataclasses.asdict(timing) for timing in timings],
+        "timing": [{k: v for k, v in dataclasses.asdict(each).items() if k != "tokens"} for each in timings],
         "read_gb_s": None if read_gb_s is None else round(read_gb_s, 1),
     }
 
@@ -65,26 +58,17 @@ def guard_line(watched: Mapping[str, Any]) -> str:
     moved = "thresholds moved" if guard["control"] else "thresholds left alone"
     parts = [f"{name} {watched[name]['retained_mass']:.4f}" for name in TARGETS if name in watched]
     mlp_layers = [layer for layer in watched["layers"] if layer["target"] == Target.MLP]
-    promise = (
-        f", MLPs promised {sum(layer['promised'] for layer in mlp_layers) / len(mlp_layers):.4f}" if mlp_layers else ""
-    )
+    promised = sum(layer["promised"] for layer in mlp_layers) / max(len(mlp_layers), 1)
+    promise = f", MLPs promised {promised:.4f}" if mlp_layers else ""
     return f"guard: {tokens} tokens measured, {moved}; retained mass: {', '.join(parts)}{promise}"
 
 
 def _text_row(text: EvalText) -> dict[str, Any]:
     return {
-        "name": text.name,
-        "source": text.source,
-        "sha256": text.sha256,
-        "set": text.set_name,
-        "whole": text.whole,
-        "domain": text.domain,
-        "documents": len(text.held.document_tokens),
-        "tokens": text.held.tokens,
-        "bytes": text.held.bytes,
-        "window": text.window,
-        "pretrained_paragraphs": text.pretrained_paragraphs,
-    }
+        "name": text.name, "source": text.source, "sha256": text.sha256, "set": text.set_name, "whole": text.whole,
+        "domain": text.domain, "documents": len(text.held.document_tokens), "tokens": text.held.tokens,
+        "bytes": text.held.bytes, "window": text.window, "pretrained_paragraphs": text.pretrained_paragraphs,
+    }  # fmt: skip
 
 
 def _quality_rows(text: EvalText, qualities: Sequence[EvalResult]) -> list[dict[str, Any]]:
@@ -142,12 +126,8 @@ def layer_rows(scored: Sequence[EvalResult]) -> list[dict[str, Any]]:
             continue
         for (layer, name), sums in chosen.sums.items():
             if name == target:
-                metrics = {
-                    "selected": sums.density,
-                    "recall": sums.recall,
-                    "precision": sums.precision,
-                    "retained_mass": sums.retained_mass,
-                }
+                metrics = {name: getattr(sums, name) for name in ("recall", "precision", "retained_mass")}
+                metrics = {"selected": sums.density} | metrics
                 rows.append({"layer": layer, "target": target} | {k: _rounded(v) for k, v in metrics.items()})
     return sorted(rows, key=lambda row: (row["target"] != Target.MLP, row["layer"]))
 
@@ -266,9 +246,7 @@ def text_table(found: dict[str, Any]) -> Table:
             text["name"],
             text["domain"],
             "whole" if text["whole"] else f"set {text['set']}" if text["set"] else "a part",
-            f"{text['documents']:,}",
-            f"{text['tokens']:,}",
-            f"{text['bytes']:,}",
+            *(f"{text[name]:,}" for name in ("documents", "tokens", "bytes")),
             f"{dense[text['name']]['perplexity']:.5g}" if text["name"] in dense else "-",
             _number(dense[text["name"]]["bits_per_byte"], 4) if text["name"] in dense else "-",
         ]
@@ -282,11 +260,10 @@ def drift_table(found: dict[str, Any]) -> Table:
     """Predicted rows of all texts, with the yardsticks at the same counts beside them."""
     headings = ["increase of perplexity on", "densities", "candidates", "selected", "recall", "mass", "heads"]
     headings += ["head mass", "mlp bytes", "predicted", "+-"]
-    yardsticks = [
-        name
-        for name in ("oracle", "noncontextual", "static", "random")
-        if any(row["selection"] == name for row in found["quality"])
-    ]
+    measured = ["mlp_candidates", "mlp_selected", "mlp_recall", "mlp_retained_mass", "head_selected"]
+    measured += ["head_retained_mass", "mlp_bytes"]
+    scored = {row["selection"] for row in found["quality"]}
+    yardsticks = [name for name in ("oracle", "noncontextual", "static", "random") if name in scored]
     asked = ("text", "as_calibrated", "asked_mlp_density", "asked_head_density", "sparse_from")
     increases = {(*(row.get(k) for k in asked), row["selection"]): row["increase"] for row in found["quality"]}
     rows = [row for row in found["quality"] if row["selection"] == "predicted" and row["sparse_from"] == 0]
@@ -296,11 +273,8 @@ def drift_table(found: dict[str, Any]) -> Table:
         [
             row["text"],
             densities_of(row),
-            *(_number(row[name], 3) for name in ("mlp_candidates", "mlp_selected", "mlp_recall")),
-            *(_number(row[name], 3) for name in ("mlp_retained_mass", "head_selected", "head_retained_mass")),
-            _number(row["mlp_bytes"], 3),
-            _percent(row["increase"]),
-            _percent(row["increase_error"]),
+            *(_number(row[name], 3) for name in measured),
+            *(_percent(row[name]) for name in ("increase", "increase_error")),
             *(_percent(increases.get((*(row.get(k) for k in asked), name))) for name in yardsticks),
         ]
         for row in rows
@@ -326,17 +300,12 @@ def full_table(found: dict[str, Any], text: str) -> Table:
         [
             row["selection"],
             "-" if row["selection"] == "dense" else densities_of(row),
-            _number(row["mlp_selected"], 3),
-            _number(row["head_selected"], 3),
+            *(_number(row[name], 3) for name in ("mlp_selected", "head_selected")),
             str(row["sparse_from"]),
             f"{row['perplexity']:.5g}",
-            _percent(row["increase"]),
-            _percent(row["increase_error"]),
+            *(_percent(row[name]) for name in ("increase", "increase_error")),
             _number(row["bits_per_byte"], 4),
-            _number(row["mlp_recall"], 3),
-            _number(row["mlp_retained_mass"], 3),
-            _number(row["head_recall"], 3),
-            _number(row["mlp_bytes"], 3),
+            *(_number(row[name], 3) for name in ("mlp_recall", "mlp_retained_mass", "head_recall", "mlp_bytes")),
         ]
         for row in found["quality"]
         if row["text"] == text

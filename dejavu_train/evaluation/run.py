@@ -22,7 +22,7 @@ from dejavu_train.evaluation import report
 from dejavu_train.evaluation.attach import attach, numbers_of
 from dejavu_train.evaluation.calibrated import described, ignored, opening, timed, writing
 from dejavu_train.evaluation.check import check, planned_step
-from dejavu_train.evaluation.config import InferConfig, Timed, name_texts
+from dejavu_train.evaluation.config import InferConfig, name_texts
 from dejavu_train.evaluation.html_report import log_to_wandb, read_results, write_report
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalResult, EvalSetting, evaluate, passes
 from dejavu_train.evaluation.picture import plot_curves
@@ -31,9 +31,10 @@ from dejavu_train.evaluation.ranks import together
 from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import EvalText, behind_start, load_text, trained_text
 from dejavu_train.evaluation.timing import (
-    CPU,
     DENSE_CPU,
     DENSE_ENGINE,
+    ON_CPU,
+    ON_GPU,
     TRITON,
     WARM_UP,
     Clock,
@@ -42,8 +43,9 @@ from dejavu_train.evaluation.timing import (
     time_decoding,
     time_engine,
 )
-from dejavu_train.evaluation.verdict import exact_report, verdict
+from dejavu_train.evaluation.verdict import equal_tokens, exact_report, verdict
 from dejavu_train.families import TARGETS, Target, dims_of
+from dejavu_train.families.dims import SILENT
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.experiments import record_of, use_wandb_offline_without_key
 from dejavu_train.ground.progress import Progress
@@ -125,7 +127,8 @@ def _run(config: InferConfig, group: Group | None) -> None:
     results = report.results(config.model, config.bundle, scored, timings, _bandwidth(timings)) | about
     results["not_measured"] = not_measured
     if not bundle.specs:
-        results["exact"] = exact_report(results["quality"], bundle.shape, loaded_format(dense))
+        equal = equal_tokens({timing.backend: timing.tokens for timing in timings})
+        results["exact"] = exact_report(results["quality"], bundle.shape, loaded_format(dense)) | equal
     writes = group is None or group.rank == 0
     if timings and writes:  # kept, whatever comes after, as what was scored is
         report.write_results(results, config.output)
@@ -236,9 +239,9 @@ def _check_engines(config: InferConfig, bundle: Bundle, device: torch.device) ->
     """Let an engine that is asked for by name refuse this machine, or predictors of your own, before anything slow."""
     asked = [("--timing_backends", name) for name in (config.timing_backends if config.timing else ())]
     for flag, backend in asked + ([("--backend", config.backend)] if config.generate else []):
-        if backend in ("triton", DENSE_ENGINE) and not (runs_on(device) or launched()):
+        if backend in ON_GPU and not (runs_on(device) or launched()):
             raise UserError(f"{flag} {backend} needs a GPU, and this would run on {device}; use gather or cpu")
-        if backend in (CPU, DENSE_CPU):
+        if backend in ON_CPU:
             load_engine()
             if flag == "--timing_backends" and config.batch > cpu_limits.MAX_BATCH:
                 raise UserError(
@@ -329,7 +332,7 @@ def _generate(
 
 def _bandwidth(timings: Sequence[Timing]) -> float | None:
     """GB/s at which this machine reads memory: the yardstick of engines for CPUs, where one was timed."""
-    if not any(timing.backend in (CPU, DENSE_CPU) for timing in timings):
+    if not any(timing.backend in ON_CPU for timing in timings):
         return None
     from dejavu_train.engine.cpu.bandwidth import read_bandwidth  # imports numba
 
@@ -344,13 +347,15 @@ def _time(
     longest = max(held.windows, key=len)
     prompt = torch.tensor([longest[: config.prompt]]).repeat(config.batch, 1)
     timings = []
-    engines: tuple[Timed, ...] = ("dense-cpu", "cpu") if dense.device.type == "cpu" else ("dense-engine", "triton")
+    engines: tuple[str, ...] = ON_CPU if dense.device.type == "cpu" else ON_GPU
+    if bundle.shape.activation not in SILENT:
+        engines = engines[1:]  # which read all rows
     if config.device_map is not None:
         engines = ()  # the engines run on one device
-    every: tuple[Timed, ...] = ("dense", *engines) if ranks_of(dense) is None else ("dense-engine", "triton")
+    every: tuple[str, ...] = ("dense", *engines) if ranks_of(dense) is None else ON_GPU[1:]
     if not bundle.specs:
         every = tuple(name for name in every if name not in ENGINES)
-    waiting: list[Timed] = sorted(config.timing_backends or every, key=lambda name: name != "dense")
+    waiting: list[str] = sorted(config.timing_backends or every, key=lambda name: name != "dense")
     for backend in waiting:
         logger.info("timing %s", backend)
         try:
@@ -366,19 +371,15 @@ def _time(
 
 
 def _time_one(config: InferConfig, dense: Any, bundle: Bundle, backend: str, prompt: torch.Tensor) -> Timing:
-    used = None if backend in ("dense", DENSE_ENGINE, DENSE_CPU) else timed(config, bundle)
-    if backend in (DENSE_ENGINE, DENSE_CPU, *ENGINES):
+    used = None if backend.startswith("dense") else timed(config, bundle)
+    if backend in (*ON_CPU, *ON_GPU):
         timing = time_engine(dense, used, backend, prompt, config.new_tokens, config.stored)
     else:
         timing = time_decoding(_sparse(dense, timed(config, bundle), backend), backend, prompt, config.new_tokens)
-    densities = (1.0, 1.0) if used is None else (used.mean_density(Target.MLP), used.mean_density(Target.HEADS))
+    mlp, heads = (1.0 if used is None else used.mean_density(target) for target in TARGETS)
     staged = used is not None and any(spec.kind == "cascade" and not spec.dense for spec in used.specs.values())
-    return dataclasses.replace(
-        timing,
-        asked_mlp_density=densities[0],
-        asked_head_density=densities[1],
-        second_stage=backend != TRITON if staged else None,
-    )
+    second = backend != TRITON if staged else None
+    return dataclasses.replace(timing, asked_mlp_density=mlp, asked_head_density=heads, second_stage=second)
 
 
 def _check_room(config: InferConfig, dense: Any, held: EvalCorpus) -> None:

@@ -84,10 +84,5 @@ class TextConfig(TextOptions, ModelConfig):
 
     def source(self, text: str | dict[str, Any]) -> TextSource:
         """A text as the readers of text want it."""
-        return TextSource(
-            source=text,
-            config=self.text_config,
-            revision=self.text_revision,
-            field=self.text_field,
-            cache=self.text_cache,
-        )
+        named = {name: getattr(self, f"text_{name}") for name in ("config", "revision", "field", "cache")}
+        return TextSource(source=text, **named)

@@ -26,8 +26,11 @@ from dejavu_train.models.finite import check_logits
 logger = logging.getLogger(__name__)
 
 WARM_UP = 3
-# Engines without a bundle; with one the decode engine is named as the backend, triton, and the one for CPUs cpu.
+# Engines without a bundle, and the same that read rows of silent neurons too. With a bundle an engine is named as its
+# backend: triton, and cpu.
 DENSE_ENGINE, DENSE_CPU, CPU, TRITON = "dense-engine", "dense-cpu", "cpu", "triton"
+READ_ENGINE, READ_CPU = "dense-engine-read", "dense-cpu-read"
+ON_GPU, ON_CPU = (READ_ENGINE, DENSE_ENGINE, TRITON), (READ_CPU, DENSE_CPU, CPU)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Timing:
     """The same of the heads."""
     second_stage: bool | None = None
     """Whether a second stage tested the candidates. False: they were read whole. None: the bundle has none."""
+    tokens: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    """Greedy tokens of the first row, behind the prompt. Empty where the text is not the model's."""
 
 
 class Clock(BaseStreamer):
@@ -84,17 +89,18 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
     """
     assert prompt.shape[1] + new_tokens + WARM_UP <= dims_of(model.config).max_positions, "the prompt is too long"
     options: dict[str, Any] = {"use_cache": True}
-    out = model(prompt.to(model.device), logits_to_keep=1, **options)
+    out, written = model(prompt.to(model.device), logits_to_keep=1, **options), []
     check_logits(out.logits, model, prompt)
 
     def step() -> None:
         nonlocal out
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        written.append(token[0])
         out = model(token, past_key_values=out.past_key_values, **options)
 
     times = _per_step(step, model.device, new_tokens)
     check_logits(out.logits, model, prompt)
-    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times)
+    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times, tokens=tuple(map(int, written)))
 
 
 def build_engine(
@@ -105,23 +111,28 @@ def build_engine(
     tokens: int | None = None,
     stored: str | None = None,
 ) -> Any:
-    """A `CpuEngine` for "cpu" and "dense-cpu", else a `DecodeEngine`.
+    """A `CpuEngine` for `ON_CPU`, else a `DecodeEngine`.
 
     Args:
         tokens: of a row, None = the model's limit. stored: format of the weights on a CPU, None = the engine's choice.
     """
-    if backend in (CPU, DENSE_CPU):
+    if backend in ON_CPU:
         from dejavu_train.engine.cpu import CpuEngine, load_engine
 
         load_engine()  # numba
         from dejavu_train.engine.cpu.rounded import read_weights
 
-        return CpuEngine(read_weights(model, stored), bundle, batch=rows, context=tokens)
+        weights = read_weights(model, stored)
+        if backend == READ_CPU:  # this engine always skips: at such biases no neuron is silent, and the text is another
+            for biases in {id(each): each for each in (weights.model.in_bias, weights.model.up_bias)}.values():
+                biases += 1e4
+        return CpuEngine(weights, bundle, batch=rows, context=tokens)
     from dejavu_train.engine.decode import DecodeEngine, EngineOptions  # imports triton
 
     plain = ranks_of(model) is not None and model.device.type == "cpu"  # to try several processes out
+    zeros = "read" if backend == READ_ENGINE else "auto"
     return DecodeEngine(
-        model, bundle, EngineOptions(batch=rows, context=tokens, ops="reference" if plain else "triton")
+        model, bundle, EngineOptions(batch=rows, context=tokens, ops="reference" if plain else "triton", zeros=zeros)
     )
 
 
@@ -142,7 +153,7 @@ def time_engine(
     Raises:
         UserError: what the engine refuses, for instance a machine without a GPU.
     """
-    (batch, length), on_cpu = prompt.shape, backend in (CPU, DENSE_CPU)
+    (batch, length), on_cpu = prompt.shape, backend in ON_CPU
     engine = build_engine(backend, model, bundle, batch, length + new_tokens + WARM_UP, stored)
     logger.info("%s", engine.describe())
     engine.begin([Row.of_prompt(row, engine.context) for row in prompt.tolist()])
@@ -150,11 +161,13 @@ def time_engine(
     if on_cpu:
         engine.bytes_read()
     times = _per_step(engine.step, model.device, n)
-    engine.look(batch)
+    (held, *_), _ = engine.look(batch)
+    tokens = () if backend == READ_CPU else tuple(engine.state.tokens[0, length:held].tolist())
     if on_cpu:
         megabytes = round(sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6, 3)
         engine.close()
-    timing, ranks = Timing(backend, *_conditions(model.device, prompt, new_tokens), times, megabytes), ranks_of(model)
+    conditions, ranks = _conditions(model.device, prompt, new_tokens), ranks_of(model)
+    timing = Timing(backend, *conditions, times, megabytes, tokens=tokens)
     return timing if ranks is None else dataclasses.replace(timing, device=f"{ranks.shard.world} x {timing.device}")
 
 

@@ -1,6 +1,6 @@
 """Sentences about results: how much less likely a text became, and what a token takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dejavu_train.bundle.cost_model import exact_bytes, selected_bytes
@@ -19,6 +19,7 @@ ADVICE = (  # increase of perplexity up to which -> what it means
 )
 
 DENSE_ENGINES = {"cpu": "dense-cpu", "triton": "dense-engine"}  # backend -> the same engine without predictors
+THEIRS = {"dense-engine-read": "the same engine where it reads all rows", "dense": "transformers' dense model"}
 
 
 def verdict(found: Found) -> list[str]:
@@ -68,13 +69,38 @@ def _exact(found: Found) -> list[str]:
     ]
 
 
+def equal_tokens(written: Mapping[str, Sequence[int]]) -> Found:
+    """Count of an exact engine's greedy tokens before the first that is not the yardstick's. Empty without both.
+
+    written: tokens by backend.
+
+    >>> equal_tokens({"dense": [4, 7, 9], "dense-cpu": [4, 7, 8]})
+    {'equal_tokens': 2, 'tokens': 3, 'yardstick': 'dense'}
+    """
+    ours = next((written[name] for name in DENSE_ENGINES.values() if name in written), ())
+    theirs = next((name for name in THEIRS if written.get(name)), None)
+    if not ours or theirs is None:
+        return {}
+    pairs = list(zip(ours, written[theirs], strict=False))
+    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return {"equal_tokens": equal, "tokens": len(pairs), "yardstick": theirs}
+
+
 def _exact_speed(found: Found) -> list[str]:
     times = {row["backend"]: row["ms_per_token"]["p50"] for row in found["timing"]}
-    engines = [ms for name, ms in times.items() if name.startswith("dense-")]
-    if not engines:
+    ours = next((name for name in DENSE_ENGINES.values() if name in times), None)
+    if ours is None:
         return []
-    line = f"A token takes {min(engines):.3g} ms in our engine without predictors"
-    return [f"{line}, and {times['dense']:.3g} in transformers." if "dense" in times else f"{line}."]
+    beside = {f"{ours}-read": "where it reads all rows", "dense": "in transformers"}
+    others = [f"{times[name]:.3g} {words}" for name, words in beside.items() if name in times]
+    line = f"A token takes {times[ours]:.3g} ms in our engine without predictors"
+    lines = [", ".join([line, *others[:-1]]) + (f", and {others[-1]}." if others else ".")]
+    if "yardstick" in (exact := found["exact"]):
+        equal, tokens = exact["equal_tokens"], exact["tokens"]
+        first = f"All {tokens} greedy tokens" if equal == tokens else f"The first {equal} of {tokens} greedy tokens"
+        rest = "" if equal == tokens else " Near ties of two tokens can fall otherwise."
+        lines.append(f"{first} are those of {THEIRS[exact['yardstick']]}.{rest}")
+    return lines
 
 
 def _quality(found: Found) -> list[str]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -41,7 +42,9 @@ def exit_on_user_error(
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)
         return 2
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
+            raise
         print(f"error: {describe(error)}", file=sys.stderr)
         return 2
     except (Interrupted, KeyboardInterrupt) as error:
@@ -75,8 +78,10 @@ _REMEDIES = {
 }
 
 
-def describe(error: OSError) -> str:
-    """One line of what the operating system refused: the path, the reason, the remedy."""
+def describe(error: OSError | MemoryError | RuntimeError) -> str:
+    """One line of what the operating system refused: the path, the reason, the remedy. Others are without memory."""
+    if not isinstance(error, OSError):
+        return f"memory ends ({first_line(error)}); ask for less at once, or free some"
     reason = error.strerror or str(error) or type(error).__name__
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     remedy = _REMEDIES.get(error.errno or 0, "check the path and try again")

@@ -25,6 +25,7 @@ from dejavu_train.sparse.inputs import (
     READ,
     SparseFrom,
     as_rows,
+    check_ids,
     columns_of,
     has_gap,
     keep_columns,
@@ -206,12 +207,16 @@ def forwarded(model: Any, dense_forward: Callable[..., Any], given: ForwardArgum
         call: of ``generate()``, that the forward pass belongs to.
 
     Raises:
-        UserError: as ``SparseCausalLM.forward`` says.
+        UserError: as ``SparseCausalLM.forward`` says. Token ids outside the vocabulary, as in ``generate()``.
     """
     runtime = model._runtime if call is None else call.runtime
     start = model.sparse_from if call is None else call.start(given.past + given.tokens.shape[1])
     if call is None:  # generate() has looked at its own
         check_mask(given.attention_mask)
+        if given.input_ids is not None:
+            check_ids(given.input_ids, model)
+        if isinstance(given.attention_mask, Tensor) and given.attention_mask.dim() < 3:  # others are transformers' own
+            visible_columns(given.attention_mask, given.tokens.shape[:2], given.past, model.device)
     if runtime.backend != "mask":
         given.attention_mask = visible_columns(given.attention_mask, given.tokens.shape[:2], given.past, model.device)
     shape = dims_of(model.config)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dejavu_train.engine.draft import Draft, default_of
 from dejavu_train.engine.request import check_loop
-from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.sparse.cache import SparseCache
 from dejavu_train.sparse.call import Call, call_of, within
@@ -46,9 +45,7 @@ def generated(
     config, _ = model._prepare_generation_config(generation_config, **kwargs)
     check_numbers(config)
     cache = kwargs.get("past_key_values")
-    limit = dims_of(model.config).max_positions
-    table = getattr(model.get_input_embeddings(), "weight", None)  # of an adapter around an embedding as well
-    shown = read_prompt(inputs, kwargs, config, model.config.vocab_size if table is None else len(table), limit)
+    shown = read_prompt(inputs, kwargs, config, model)
     if config.cache_implementation == "paged":
         model.init_continuous_batching()
     if config.assistant_early_exit is not None:

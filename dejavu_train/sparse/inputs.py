@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from dejavu_train.engine.inputs import LAST
 from dejavu_train.engine.request import check_mask, padding_mask
+from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.ranges import COLDEST, WIDEST
 
@@ -124,6 +125,14 @@ def as_rows(input_ids: Any) -> Tensor:
     return input_ids.view(-1, input_ids.shape[-1])
 
 
+def check_ids(ids: Tensor, model: Any) -> None:
+    """Raise :class:`UserError` for token ids outside the vocabulary."""
+    table = getattr(model.get_input_embeddings(), "weight", None)  # of an adapter around an embedding as well
+    low, high, size = int(ids.min()), int(ids.max()), model.config.vocab_size if table is None else len(table)
+    if not 0 <= low <= high < size:
+        raise UserError(f"token ids must lie in 0 to {size - 1}, got {low} to {high}")
+
+
 def _kind(value: Any) -> str:
     return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
@@ -198,16 +207,13 @@ def visible_columns(attention_mask: Tensor | None, shape: torch.Size, past: int,
     return attention_mask.to(device, torch.bool)
 
 
-def read_prompt(
-    inputs: Tensor | None, kwargs: Mapping[str, Any], config: GenerationConfig, vocab_size: int, limit: int
-) -> Tensor:
+def read_prompt(inputs: Tensor | None, kwargs: Mapping[str, Any], config: GenerationConfig, model: Any) -> Tensor:
     """Where the prompt of ``generate`` has tokens, those already in the cache included. False = padding.
 
     What transformers would end with a traceback for, or continue wrongly, is refused.
 
     Args:
         inputs, kwargs: of ``generate``. config: with all defaults filled in. It says what padding is without a mask.
-        vocab_size: token ids lie below. limit: positions of the model.
     Returns:
         (B, S) bool.
     Raises:
@@ -232,9 +238,7 @@ def read_prompt(
     else:
         if as_rows(ids).shape != ids.shape:
             raise UserError(f"generate() takes input_ids (batch, tokens), got {tuple(ids.shape)}")
-        low, high = int(ids.min()), int(ids.max())
-        if not 0 <= low <= high < vocab_size:
-            raise UserError(f"token ids must lie in 0 to {vocab_size - 1}, got {low} to {high}")
+        check_ids(ids, model)
         rows, new = ids.shape
         mask = padding_mask(ids, None, config) if mask is None else mask
     whole, behind = (rows, new), (rows, past + new)
@@ -247,7 +251,7 @@ def read_prompt(
     if not counts.all():
         row = int(counts.argmin())
         raise UserError(f"row {row} of the prompts is padding everywhere; give it at least bos_token_id")
-    if (tokens := int(counts.max())) > limit:
+    if (tokens := int(counts.max())) > (limit := dims_of(model.config).max_positions):
         raise UserError(f"the prompt has {tokens} tokens and the model {limit} positions; shorten the prompt")
     if past and columns == new and new <= past:
         raise UserError(

@@ -55,7 +55,7 @@ def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, 
     assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0 < predicted["mlp_selected"] < 0.4
     mass = [predicted["mlp_retained_mass"], oracle["mlp_retained_mass"]]
     assert predicted["mlp_selected"] < mass[0] < mass[1] and 0 < predicted["mlp_bytes"] < 1
-    assert {timing["backend"] for timing in found["timing"]} == {"dense", "dense-cpu", "cpu"}
+    assert {timing["backend"] for timing in found["timing"]} == {"dense", "dense-cpu-read", "dense-cpu", "cpu"}
 
 
 def test_a_second_stage_of_a_gated_mlp_is_refused(tmp_path, text_file, capsys):

@@ -27,6 +27,16 @@ def each(one: Callable[[Any], bool]) -> Callable[[Case], dict[str, bool]]:
     return call
 
 
+def a_forward_pass_refuses_as_generate(case: Case) -> bool:
+    ids = [
+        refusal(lambda m=m, ids=ids: m(ids))
+        for m in (case.sparse(name, **given) for name, given in OPTIONS.items())
+        for ids in (IDS + 10**6, IDS - 1000)
+    ]
+    mask = refusal(lambda: case.sparse("mask")(IDS, attention_mask=torch.ones_like(IDS)[:, :-1]))
+    return "attention_mask must be" in str(mask) and all("token ids must lie" in str(line) for line in ids)
+
+
 def text(model: Any, **asked: Any) -> list[int]:
     torch.manual_seed(0)
     asked = {"max_new_tokens": 6, "do_sample": True, "attention_mask": torch.ones_like(IDS)} | asked
@@ -105,6 +115,7 @@ def whole_numbers(case: Case) -> bool:
 
 FLOATS = (1e-46, 1e-39, 1e39, 1e300, float("inf"), float("nan"))
 ROWS = (
+    Row("T8", "ids and masks of a forward pass", a_forward_pass_refuses_as_generate),
     Row("T1", "top_k beyond the vocabulary is all of it", each(more_than_the_vocabulary), EACH),
     Row("T1", "sparse_from beyond the text is dense", each(a_huge_start_is_dense), EACH),
     Row("T1", "a temperature that fp32 does not hold", each(cold_is_greedy_or_refused), EACH),
