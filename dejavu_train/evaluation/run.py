@@ -129,6 +129,8 @@ def _run(config: InferConfig, group: Group | None) -> None:
     if not bundle.specs:
         equal = equal_tokens({timing.backend: timing.tokens for timing in timings})
         results["exact"] = exact_report(results["quality"], bundle.shape, loaded_format(dense)) | equal
+    if config.stored:
+        results["stored"] = config.stored
     writes = group is None or group.rank == 0
     if timings and writes:  # kept, whatever comes after, as what was scored is
         report.write_results(results, config.output)

@@ -20,13 +20,17 @@ ADVICE = (  # increase of perplexity up to which -> what it means
 
 DENSE_ENGINES = {"cpu": "dense-cpu", "triton": "dense-engine"}  # backend -> the same engine without predictors
 THEIRS = {"dense-engine-read": "the same engine where it reads all rows", "dense": "transformers' dense model"}
+ROUNDED = (
+    "Scores are of the model's own weights, times and texts of weights kept as {}. The log says what a rounding costs."
+)
 
 
 def verdict(found: Found) -> list[str]:
     """Sentences about a results.json: quality as calibrated, or at the densities of most texts, and speed."""
+    rounded = [ROUNDED.format(found["stored"])] if found.get("stored") in ("int8", "int4") else []
     if "exact" in found:
-        return [*_exact_speed(found), *_exact(found["exact"])]
-    return [*_quality(found), *_speed(found)]
+        return [*_exact_speed(found), *_exact(found["exact"]), *rounded]
+    return [*_quality(found), *_speed(found), *rounded]
 
 
 def exact_report(rows: Sequence[Found], shape: ModelDims, weights: WeightFormat) -> Found:
@@ -58,7 +62,7 @@ def _exact(found: Found) -> list[str]:
     gain = layer["exact"] / layer["predicted"]
     lines = [
         f"{100 * found['active']:.2g} % of the neurons are active. Without predictors a layer reads"
-        f" {100 * layer['exact'] / layer['dense']:.3g} % of its bytes, and the text is the dense model's."
+        f" {100 * layer['exact'] / layer['dense']:.3g} % of its bytes, and its output is the same."
     ]
     if gain < 1.05:
         return [*lines, "Predictors could leave out hardly more."]
@@ -98,7 +102,12 @@ def _exact_speed(found: Found) -> list[str]:
     if "yardstick" in (exact := found["exact"]):
         equal, tokens = exact["equal_tokens"], exact["tokens"]
         first = f"All {tokens} greedy tokens" if equal == tokens else f"The first {equal} of {tokens} greedy tokens"
-        rest = "" if equal == tokens else " Near ties of two tokens can fall otherwise."
+        why = (
+            "Rounded weights choose otherwise."
+            if found.get("stored")
+            else "Near ties of two tokens can fall otherwise."
+        )
+        rest = "" if equal == tokens else f" {why}"
         lines.append(f"{first} are those of {THEIRS[exact['yardstick']]}.{rest}")
     return lines
 

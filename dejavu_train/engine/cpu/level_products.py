@@ -106,7 +106,7 @@ def levels_of(builder: Any, x: Any, column: Any) -> list[Half]:
 
 
 def nibbles(builder: Any, pairs: Any) -> list[Any]:
-    """Both halves of a chunk of 32 bytes, codes + 8: columns 0 to 31 lie in the lower halves of the bytes."""
+    """Codes + 8 of both halves of a chunk of 32 bytes. The lower four bits of a byte are of the columns 0 to 31."""
     low = builder.and_(pairs, _all_bytes(15))
     return [low, builder.lshr(pairs, _all_bytes(4))]
 
@@ -146,7 +146,7 @@ def add_products(builder: Any, total: Any, codes: list[Half], levels: list[Half]
 
 
 def raised(builder: Any, levels: list[Half], packed: bool) -> Any:
-    """What the codes' being raised adds to the product of these halves with any row."""
+    """The part of a product with these halves that comes from codes being raised, the same for every row."""
     if not PLANES:
         return NONE
     return add_products(builder, NONE, [[_all_bytes(8 if packed else 128)]] * len(levels), levels)
