@@ -195,7 +195,6 @@ _FAMILIES: dict[str, Family] = {}
 _MAMBA = "which has Mamba layers besides attention"
 _NEVER = {  # why a model_type cannot be a family
     "bitnet": "which needs kernels for ternary weights: in them the LM head in bf16 is over half of the bytes",
-    "nemotron_h": _MAMBA,
     "jamba": _MAMBA,
     "bamba": _MAMBA,
     "zamba": _MAMBA,
