@@ -147,6 +147,9 @@ class SparseCache(Cache):
         self.finished = None
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget columns as each layer does. Raises :class:`UserError` where a layer's state takes none back."""
+        if not all(layer.is_croppable for layer in self.layers):
+            raise UserError("a cache with states of Mamba layers takes no token back; begin with model.new_cache()")
         super().crop(tokens_to_remove)
         self.finished = None  # a taken-back token may have been the one that ended a row
 

@@ -7,6 +7,7 @@ from family_models import HYBRIDS, padded, save_family
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
+from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import TextSource
 from dejavu_train.extras.export import ExportConfig, export
 from dejavu_train.families import Target, UnitKey, blocks_of, dims_of, family_of
@@ -20,8 +21,10 @@ from dejavu_train.models.load import load_model
 from dejavu_train.models.stored import check_folder
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
+from dejavu_train.run import estimate
 from dejavu_train.run.command import main
 from dejavu_train.sparse.model import SparseCausalLM
+from dejavu_train.training.config import RunConfig
 
 IDS = torch.randint(3, 300, (2, 21), generator=torch.Generator().manual_seed(1))
 WRITTEN = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
@@ -124,6 +127,30 @@ def test_beams_and_a_guard_carry_the_states_along(folder, bundle):
     assert sorted((row["layer"], row["target"]) for row in guarded.guard_report()["layers"]) == KEYS
 
 
+def test_a_prompt_goes_on_in_a_cache_that_takes_no_token_back(folder, bundle):
+    model = sparse(folder, bundle.at(1.0, 1.0), "gather")
+    cache = model.new_cache()
+    with torch.no_grad():
+        parts = [model(ids, past_key_values=cache).logits for ids in IDS.split((9, 11, 1), 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(IDS).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="takes no token back"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 21
+
+
+@pytest.mark.parametrize(
+    "backend, layer, said",
+    [("mask", 0, "from layer 0 on"), ("mask", 5, "from layer 5 on"), ("gather", 0, "from layer 2 or an earlier layer"),
+     ("gather", 5, "from layer 7 or an earlier layer")],
+)  # fmt: skip
+def test_numbers_that_are_not_finite_are_placed(folder, backend, layer, said):
+    """As near as is known: gather keeps what attention reads, and no other layer's input."""
+    model = load_model(str(folder))
+    model.model.layers[layer].mixer.out_proj.weight.data.fill_(torch.nan)
+    with pytest.raises(UserError, match=said), torch.no_grad():
+        SparseCausalLM.from_model(model, None, backend)(IDS)
+
+
 def test_engines_refuse_in_a_line(folder, bundle):
     assert engine_refusal(read_dims(str(folder)), {}).count("layers without attention or an MLP") == 1
     for backend, options in (("cpu", {}), ("triton", {"ops": "reference"})):
@@ -208,5 +235,11 @@ def test_layers_that_are_asked_for_must_have_a_target(folder, tmp_path, capsys):
     assert said in capsys.readouterr().err
     assert exit_on_user_error(main, [*asked, "--mlp.lookahead=1"]) == 2
     assert "mlp.lookahead counts halves of layers" in capsys.readouterr().err
-    assert exit_on_user_error(main, [*asked, "--layers=0-3", "--text.source=self"]) == 0
-    assert capsys.readouterr().out.count("1 predictors of") == 2  # one of neurons, one of heads
+    assert RunConfig(layers="0-3").own_jobs(read_dims(str(folder))) == [(1, "mlp"), (3, "heads")]
+
+
+def test_an_estimate_times_a_layer_of_each_kind(folder, monkeypatch):
+    config = RunConfig(str(folder), collect=CollectConfig(window=16, batch_size=1, device="cpu", dtype="float32"))
+    monkeypatch.setattr(estimate, "timed", lambda work, _: [work(), 48.0][1])
+    made = estimate.Estimate.measure(config, read_dims(str(folder)))
+    assert (made.block, made.row) == (48 / 16 / 3, 48 / 32 / 3)  # of a Mamba, an attention and an MLP
