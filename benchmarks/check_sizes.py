@@ -38,7 +38,7 @@ SOURCES = ("dejavu_train.run.estimate", "dejavu_train.extras.hosts.forecast", "d
 def disk_bytes(config: RunConfig, shape: ModelDims, on_gpu: bool | None = None) -> tuple[int, int]:
     """Tokens and bytes of all activations where nothing is there yet. Of a text that must be read first, none."""
     tokens = sum(filter(None, expected_tokens(config, on_gpu).values()))
-    return tokens, tokens * row_bytes(config, shape) * shape.n_layers
+    return tokens, tokens * row_bytes(config, shape)
 
 
 def whole_run(config: RunConfig, shape: ModelDims) -> dict[str, float]:

@@ -38,7 +38,7 @@ def make_bundle(
     inputs = torch.randn(500, shape.d_model, generator=generator)
     specs, tensors = {}, {}
     for layer in range(shape.n_layers):
-        for target in ("mlp", "heads"):
+        for target in [each for each in ("mlp", "heads") if each in shape.targets_of(layer)]:
             n_out = shape.units(target)
             made = LowRankPredictor(shape.d_model, rank, n_out)
             for name, parameter in made.named_parameters():

@@ -12,6 +12,7 @@ from transformers import (
     MistralConfig,
     NanoChatConfig,
     NemotronConfig,
+    NemotronHConfig,
     OPTConfig,
     PersimmonConfig,
 )
@@ -56,10 +57,22 @@ CASES = {
     ),
 }  # fmt: skip
 
+# Least time steps near zero: transformers keeps them over a prompt alone, so that a text's tokens one by one differ.
+HYBRIDS = {
+    "nemotron_h": NemotronHConfig(
+        vocab_size=320, hidden_size=48, hybrid_override_pattern="M-M*-ME-", num_attention_heads=6,
+        num_key_value_heads=2, head_dim=8, intermediate_size=96, max_position_embeddings=256, ssm_state_size=16,
+        mamba_num_heads=8, mamba_head_dim=12, n_groups=2, chunk_size=16, n_routed_experts=4, moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=96, initializer_range=0.15, time_step_min=1e-7, time_step_floor=1e-7,
+        bos_token_id=2, eos_token_id=2, pad_token_id=1,
+    )
+}  # fmt: skip
+"""Families that have layers without a target. No engine runs them."""
+
 
 def random_family(name: str, **overrides):
-    """A model of a name of ``CASES``. overrides: of its configuration, those that it has."""
-    config = CASES[name]
+    """A model of a name of ``CASES`` or ``HYBRIDS``. overrides: of its configuration, those that it has."""
+    config = {**CASES, **HYBRIDS}[name]
     known = config.to_dict()
     config = type(config).from_dict({**known, **{key: value for key, value in overrides.items() if key in known}})
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.training.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
 from dejavu_train.training.stages import calibrate_stage
 
-SHAPE = ModelDims(48, 96, 6, 4, 320, 512)
+SHAPE, TWO = (ModelDims(48, 96, n_layers, 4, 320, 512) for n_layers in (6, 2))
 
 
 def test_layers():
@@ -45,9 +45,9 @@ def test_sites_by_half_blocks():
 
 def test_jobs():
     config = RunConfig(layers="1", targets="heads")
-    assert config.own_jobs(2) == [(1, "heads")]
-    assert config.all_jobs(2) == [(0, "mlp"), (1, "mlp"), (0, "heads"), (1, "heads")]
-    assert RunConfig(heads=PredictorConfig(enabled=False)).all_jobs(2) == [(0, "mlp"), (1, "mlp")]
+    assert config.own_jobs(TWO) == [(1, "heads")]
+    assert config.all_jobs(TWO) == [(0, "mlp"), (1, "mlp"), (0, "heads"), (1, "heads")]
+    assert RunConfig(heads=PredictorConfig(enabled=False)).all_jobs(TWO) == [(0, "mlp"), (1, "mlp")]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from bundles import make_bundle
 
-from dejavu_train.families import Target
+from dejavu_train.families import ModelDims, Target
 from dejavu_train.run.command import parse_config
 from dejavu_train.run.pipeline import bundle_summary, unused_heads
 
@@ -20,7 +20,7 @@ from dejavu_train.run.pipeline import bundle_summary, unused_heads
 )
 def test_a_run_says_before_it_starts_that_heads_will_not_be_used(flags, said):
     config = parse_config(["--model=folder", *flags])
-    notice = unused_heads(config, config.all_jobs(6))
+    notice = unused_heads(config, config.all_jobs(ModelDims(48, 96, 6, 4, 320, 512)))
     assert bool(notice) == said
     if said:
         assert notice.startswith(f"6 of {12 if not flags else 6} predictors are of heads")

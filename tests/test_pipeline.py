@@ -114,7 +114,7 @@ def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished,
 
 def test_a_density_that_cannot_hold_what_is_active_is_named(tiny_opt, text_file, caplog):
     folder = activations(tiny_opt, text_file)
-    active = sum(active_densities(folder)) / 2
+    active = sum(active_densities(folder).values()) / 2
     config = parse_config(flags(tiny_opt, text_file, folder.parent))
     for density, most in ((active / 2, "recall is at most 0.500"), (active + 0.01, None)):
         caplog.clear()

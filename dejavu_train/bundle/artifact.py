@@ -27,6 +27,7 @@ from dejavu_train.bundle.folder import METADATA, model_reference, published_name
 from dejavu_train.bundle.measured import measured_rows
 from dejavu_train.bundle.spec import CASCADE_PARTS, PredictorSpec, check_spec, tensor_name
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey, dims_of
+from dejavu_train.families.dims import listed
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import (
     json_digest,
@@ -64,7 +65,7 @@ class Bundle:
         It is shown, and ``weight_hash`` decides.
         weight_hash: of the model's stored tensors, see ``opt.weight_hash``.
         shape: sizes of the model.
-        specs: by (layer, target). A target is there for every layer or for none.
+        specs: by (layer, target). A target is there for every layer that has it, or for none.
         tensors: ``layers.{l}.{target}.down`` (rank, d_in), ``.up`` (n_out, rank) and ``.bias`` (n_out) in the spec's
             dtype. ``.frequency`` (n_out) fp32 is how often a neuron is active, and of heads the mean contribution. With
             the replacement ``mean`` also ``layers.{l}.heads.mean`` (n_heads, head_dim) fp16: each head's mean output.
@@ -170,9 +171,9 @@ class Bundle:
         specs = dict(self.specs)
         for key, density in densities.items():
             if key not in specs:
+                has = [f"{target} of layers {listed(self.shape.layers_of(target))}" for target in self.targets]
                 raise UserError(
-                    f"this bundle has no predictor for {key[1]} of layer {key[0]}; it has {', '.join(self.targets)} of"
-                    f" layers 0 to {self.shape.n_layers - 1}"
+                    f"this bundle has no predictor for {key[1]} of layer {key[0]}; it has {' and '.join(has)}"
                 )
             specs[key] = specs[key].at(density, self.selects_top_k(key[1]) if top_k is None else top_k)
         return dataclasses.replace(self, specs=specs)
@@ -206,7 +207,7 @@ class Bundle:
                 raise UserError(f"the {target} density must lie above 0 and at most at 1, got {density}")
             if target not in self.targets:
                 raise UserError(f"this bundle has no predictors for {target}; train them, or ask for density 1.0")
-            layers = {layer: self.specs[UnitKey(layer, target)] for layer in range(self.shape.n_layers)}
+            layers = {layer: self.specs[UnitKey(layer, target)] for layer in self.shape.layers_of(target)}
             densities |= {UnitKey(layer, target): share for layer, share in allocate(layers, density).items()}
         return self.with_densities(densities, top_k)
 
@@ -443,12 +444,11 @@ class Bundle:
 
 def _check_parts(bundle: Bundle, where: str) -> None:
     """Every predictor and every tensor that must be there is there, and nothing else."""
-    n_layers = bundle.shape.n_layers
     foreign = {target for _, target in bundle.specs} - set(TARGETS)
     if foreign or not bundle.targets:
         raise UserError(f"{where}: targets must be some of {', '.join(TARGETS)}, got {sorted(foreign)}; {MAKE_ANEW}")
     for target in bundle.targets:
-        for layer in range(n_layers):
+        for layer in bundle.shape.layers_of(target):
             if (layer, target) not in bundle.specs:
                 raise UserError(f"{where} lacks the {target} predictor of layer {layer}; train that layer")
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

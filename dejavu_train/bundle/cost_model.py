@@ -84,8 +84,8 @@ def mlp_share(bundle: Bundle, weights: WeightFormat) -> float:
     """Bytes of all MLPs with their predictors as calibrated, over those of the dense ones."""
     shape = bundle.shape
     one = weights.unit_bytes(shape).dense(shape, Target.MLP)
-    specs = [bundle.specs.get(UnitKey(layer, Target.MLP)) for layer in range(shape.n_layers)]
-    return sum(one if spec is None else spec_bytes(spec, shape, weights) for spec in specs) / (one * shape.n_layers)
+    specs = [bundle.specs.get(UnitKey(layer, Target.MLP)) for layer in shape.layers_of(Target.MLP)]
+    return sum(one if spec is None else spec_bytes(spec, shape, weights) for spec in specs) / (one * len(specs))
 
 
 def measured_mlp_share(
@@ -105,7 +105,8 @@ def measured_mlp_share(
     shape, unit = bundle.shape, weights.unit_bytes(bundle.shape)
     one = unit.dense(shape, Target.MLP)
     read = 0.0
-    for layer in range(shape.n_layers):
+    layers = shape.layers_of(Target.MLP)
+    for layer in layers:
         spec, counted = bundle.specs.get(UnitKey(layer, Target.MLP)), sums[UnitKey(layer, Target.MLP)]
         if spec is None or spec.dense or not int(counted.units):
             read += one
@@ -120,4 +121,4 @@ def measured_mlp_share(
         else:
             rows = mlp_bytes(selected, recall, active, shape.d_ffn, unit)
         read += predictor_bytes(spec) + rows
-    return read / (one * shape.n_layers)
+    return read / (one * len(layers))

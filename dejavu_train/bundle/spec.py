@@ -9,6 +9,7 @@ import torch
 
 from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.families import LayerInput, ModelDims, Site, Target, UnitKey
+from dejavu_train.families.dims import listed
 from dejavu_train.ground.errors import Unsupported, UserError
 from dejavu_train.models.load import DTYPES
 from dejavu_train.predictors.custom import described_dtype
@@ -160,8 +161,8 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
         raise UserError(f"{part}: the calibration curve must hold a list for each column")
     if not isinstance(spec.bias, bool) or not isinstance(spec.keep_dense, bool):
         raise UserError(f"{part}: bias and keep_dense must be true or false")
-    if not 0 <= spec.layer < shape.n_layers:
-        raise UserError(f"{part}: the model has layers 0 to {shape.n_layers - 1}")
+    if spec.layer not in shape.layers_of(spec.target):
+        raise UserError(f"{part}: the model has {spec.target} in layers {listed(shape.layers_of(spec.target))}")
     if spec.kind not in KINDS:
         raise UserError(f"{part} is of kind {spec.kind}; this version knows {', '.join(KINDS)}")
     if (spec.kind == "custom") != (spec.class_path is not None):
@@ -186,7 +187,7 @@ def check_spec(spec: PredictorSpec, shape: ModelDims, where: str) -> Layout:
         raise UserError(
             f"{part} has an unknown dtype {spec.dtype} or nonlinearity {spec.nonlinearity}, known are {known}"
         )
-    if spec.site not in tuple(LayerInput) or spec.reads > spec.key.site:
+    if spec.site not in tuple(LayerInput) or spec.reads > spec.key.site or spec.reads not in shape.sites:
         raise UserError(f"{part} reads {spec.site} of layer {spec.site_layer}, which is no site before its target")
     if spec.replacement not in (("none", "mean") if spec.target == Target.HEADS else ("none",)):
         raise UserError(f"{part} has an unknown replacement {spec.replacement}, known are none, and mean for heads")

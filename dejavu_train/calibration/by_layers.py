@@ -133,7 +133,7 @@ class ByLayers:
         def keep(site: Site, values: Tensor) -> None:
             run.sites[site] = values.reshape(*hidden.shape[:2], -1)
 
-        with hooked([at_place(block, site, partial(keep, Site(layer, site))) for site in LayerInput]):
+        with hooked([at_place(block, site, partial(keep, Site(layer, site))) for site in block.inputs]):
             return run_layer(self.walk.model, run, layer, hidden)
 
 
@@ -210,8 +210,8 @@ def _gradients_of_layers(model: ByLayers, states: States, plan: Plan) -> None:
         for w in [w for w in done if done[w] == layer + 1]:
             run = model.run(model.ids(plan.windows[w]), layer, states.read(f"{w}-input-{layer}", device))
             gradient = states.read(f"{w}-gradient", device)
-            gradient, losses = losses_of_layer(model.walk.model, run, layer, plan.means[layer], gradient)
-            if layer in chosen:
+            gradient, losses = losses_of_layer(model.walk.model, run, layer, plan.means.get(layer), gradient)
+            if layer in chosen and losses is not None:
                 check_finite(layer, losses)
                 states.write(f"{w}-losses-{layer}", layer, losses)
             done[w] = layer

@@ -63,7 +63,8 @@ def measure_curves(
     """Measure what all densities of all predictors in ``predictors_folder`` select, keep and cost, as a dense bundle.
 
     Args:
-        predictors_folder: ``layer_XX/<target>/`` as training writes them. A target for every layer or for none.
+        predictors_folder: ``layer_XX/<target>/`` as training writes them. A target for every layer that has it, or for
+            none.
         activations_folder: shards, of which those of the ``calibration`` set are read, and each layer's weights.
         config: what to aim at.
         windows: token ids of calibration documents, to measure sensitivities on. None shares out by true density.
@@ -88,8 +89,8 @@ def measure_curves(
     assert not isinstance(passes, str), "it is settled"
     folder = Path(predictors_folder)
     if targets is None:
-        layer_folders = [(folder / f"layer_{i:02d}") for i in range(shape.n_layers)]
-        targets = [target for target in TARGETS if any((layer / target).is_dir() for layer in layer_folders)]
+        there = {key.target for key in shape.keys if (folder / f"layer_{key.layer:02d}" / key.target).is_dir()}
+        targets = [target for target in TARGETS if target in there]
     if not targets:
         raise UserError(f"there is no predictor in {folder}; python train.py trains them")
     specs: dict[UnitKey, PredictorSpec] = {}
@@ -147,12 +148,14 @@ def measure_curves(
         for name, tensor in stored.items():
             tensors[tensor_name(layer, target, name)] = tensor
 
-    layers = range(shape.n_layers)
-    heads = {layer: read(layer, Target.HEADS) for layer in layers} if Target.HEADS in targets else {}
-    for layer in progress(layers, "setting thresholds", shape.n_layers, "layer"):
+    layers = shape.layers_of()
+    wanted = shape.layers_of(Target.HEADS) if Target.HEADS in targets else ()
+    heads = {layer: read(layer, Target.HEADS) for layer in wanted}
+    for layer in progress(layers, "setting thresholds", len(layers), "layer"):
         weights = RecordedWeights.load(activations_folder, layer, manifest.weight_hash)
-        head_means[layer] = weights.head_mean.clone()  # not a view of the whole file
-        if Target.MLP in targets:
+        if Target.HEADS in shape.targets_of(layer):
+            head_means[layer] = weights.head_mean.clone()  # not a view of the whole file
+        if Target.MLP in targets and Target.MLP in shape.targets_of(layer):
             pack(layer, Target.MLP, *read(layer, Target.MLP), weights.to(where))
     tokens = learnt = 0
     dense = load_model() if windows and config.sensitivity_tokens and load_model is not None else None
@@ -280,9 +283,9 @@ def _within_budget(bundle: Bundle, config: CalibrateConfig, weights: WeightForma
                     points.append(OperatingPoint(cost, spec.curve["loss_increase"][i], density))
         choices[key] = points
     for target in TARGETS:
-        if (0, target) not in bundle.specs:
+        if target not in bundle.targets:
             one = weights.unit_bytes(shape).dense(shape, target)
-            choices[UnitKey(-1, target)] = [OperatingPoint(one * shape.n_layers, 0.0, 1.0)]
+            choices[UnitKey(-1, target)] = [OperatingPoint(one * len(shape.layers_of(target)), 0.0, 1.0)]
     if budget.bytes_per_token is not None:
         chosen = spend(choices, budget.bytes_per_token)
     else:

@@ -27,11 +27,12 @@ def check_reachable(density: float, key: str, target: Target, dense_layers: tupl
     least = LEAST_DENSITY[target]
     if density < least:
         raise UserError(f"{key} must be at least {least:.3g}, where calibration curves begin, got {density:g}")
-    dense = len(set(dense_layers)) / shape.n_layers
+    layers = shape.layers_of(target)
+    dense = len(set(dense_layers) & set(layers)) / len(layers)
     if density < 1 and dense > density:
         raise UserError(
             f"{key} {density:g} cannot be met: the {len(set(dense_layers))} calibrate.dense_layers of"
-            f" {shape.n_layers} alone are {dense:.3g} in the mean; raise it, or keep fewer layers dense"
+            f" {len(layers)} alone are {dense:.3g} in the mean; raise it, or keep fewer layers dense"
         )
 
 

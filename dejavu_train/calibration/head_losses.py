@@ -60,7 +60,9 @@ def skip_losses(model: Any, run: DenseRun, means: Mapping[int, Tensor], labels: 
     gradient = gradient_of_labels(model, run.behind, labels)
     fitted = {}
     for layer in reversed(range(len(run.calls))):
-        gradient, fitted[layer] = losses_of_layer(model, run, layer, means[layer], gradient)
+        gradient, losses = losses_of_layer(model, run, layer, means.get(layer), gradient)
+        if losses is not None:
+            fitted[layer] = losses
     return fitted
 
 
@@ -75,12 +77,20 @@ def gradient_of_labels(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return made
 
 
-def losses_of_layer(model: Any, run: DenseRun, layer: int, mean: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient (1, T, d) at a layer's input, and nats (T - 1, n), for the gradient (1, T, d) at its output."""
+def losses_of_layer(
+    model: Any, run: DenseRun, layer: int, mean: Tensor | None, gradient: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient (1, T, d) at a layer's input, and nats (T - 1, n), for the gradient (1, T, d) at its output.
+
+    mean: None of a layer without heads, which has no nats.
+    """
     hidden = layer_input(run, layer).detach().requires_grad_()
     heads: list[Tensor] = []
-    with torch.enable_grad(), hooked([at_place(blocks_of(model)[layer], "head_out", heads.append)]):
+    places = [] if mean is None else [at_place(blocks_of(model)[layer], "head_out", heads.append)]
+    with torch.enable_grad(), hooked(places):
         output = run_layer(model, run, layer, hidden)
+    if mean is None:
+        return torch.autograd.grad(output, hidden, gradient.to(output.device))[0], None
     gradient, at_heads = torch.autograd.grad(output, (hidden, heads[0]), gradient.to(output.device))
     # Whatever leading shape the model gives it, positions come one after the other.
     difference = heads[0].detach().float().reshape(-1, *mean.shape) - mean.to(output.device).float()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, blocks_of, family_of
+from dejavu_train.families import BlockParts, Site, Target, UnitKey, blocks_of, family_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.ground.progress import progress
 from dejavu_train.models.hooks import at_place, hooked
@@ -126,7 +126,7 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
     handles: list[Any] = []
     for index, block in enumerate(blocks):
         handles.append(block.whole.register_forward_pre_hook(keep_call(index), with_kwargs=True))
-        handles += [at_place(block, site, partial(keep_site, Site(index, site))) for site in LayerInput]
+        handles += [at_place(block, site, partial(keep_site, Site(index, site))) for site in block.inputs]
     handles.append(blocks[-1].whole.register_forward_hook(lambda _, __, output: behind.append(_hidden(output))))
     with hooked(handles):
         model.base_model(input_ids=ids, use_cache=False)

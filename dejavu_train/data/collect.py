@@ -137,12 +137,13 @@ def _collect(
     missing = set(manifest.missing(activations))
     tokens = sum(entry.tokens for entry in missing)
     rows = round(shape.rows_of(Target.MLP) - 1) * shape.units(Target.MLP)  # of the maps into the neurons
-    weights_bytes = shape.n_layers * rows * shape.d_model * (4 if config.dtype == "float32" else 2)
-    need = tokens * manifest.row_bytes() * shape.n_layers + weights_bytes
+    weights_bytes = len(shape.layers_of(Target.MLP)) * rows * shape.d_model * (4 if config.dtype == "float32" else 2)
+    need = tokens * manifest.row_bytes() + weights_bytes
     if config.by_layers:
         need += stream_bytes(manifest, tokens, config)
-    logger.info("collecting %d tokens x %d layers: %.2f GB in %s", tokens, shape.n_layers, need / 1e9, activations)
-    require_disk(activations, need + SPARE_DISK, f"collecting {tokens} tokens of {shape.n_layers} layers")
+    layers = shape.layers_of()
+    logger.info("collecting %d tokens x %d layers: %.2f GB in %s", tokens, len(layers), need / 1e9, activations)
+    require_disk(activations, need + SPARE_DISK, f"collecting {tokens} tokens of {len(layers)} layers")
 
     for folder in activations.glob("layer_*"):
         remove_leftovers(folder)  # the lock says nobody else is writing
@@ -156,7 +157,7 @@ def _collect(
     shared = config.by_layers and share is not None
     model = None if shared else load_dense()
     known = file_digests(activations)
-    rewritten = [str(shard_path("", layer, entry.index)) for layer in range(shape.n_layers) for entry in missing]
+    rewritten = [str(shard_path("", layer, entry.index)) for layer in layers for entry in missing]
     known = {name: sha256 for name, sha256 in known.items() if name != MANIFEST and name not in rewritten}
     (activations / STATISTICS).unlink(missing_ok=True)
     manifest.save(activations)
@@ -229,15 +230,16 @@ def check_same_text(collected: Mapping[str, Any], text: TextSource, since: str) 
 def _collect_whole(model: Any, recording: Recording) -> None:
     """Record the missing shards of all layers, batch by batch, with the whole model in memory."""
     manifest, config, activations = recording.manifest, recording.config, recording.activations
-    last = layer_folder(activations, manifest.shape.n_layers - 1)
+    layers = manifest.shape.layers_of()
+    last = layer_folder(activations, layers[-1])
     if len(recording.missing) == len(recording.planned) or not (last / WEIGHTS).exists():
         planned = recording.windows
         warn_if_untrained(model, [window.ids for window in planned if len(window.ids) > 1])
         _save_layer_weights(model, manifest, activations, windows_of_means(planned))
-    heads = {}
-    for layer, block in enumerate(blocks_of(model)):
+    heads, blocks = {}, blocks_of(model)
+    for layer in layers:
         mean = RecordedWeights.load(activations, layer, manifest.weight_hash).head_mean
-        heads[layer] = HeadReference.of(block, mean)
+        heads[layer] = HeadReference.of(blocks[layer], mean)
     with Progress("collecting", sum(entry.tokens for entry in recording.missing), "token") as progress:
         for entry, windows in recording.open_shards:
             with ShardWriter(activations, manifest, entry) as writer, WriterThread(writer) as thread:
@@ -251,10 +253,7 @@ def _collect_whole(model: Any, recording: Recording) -> None:
 @torch.no_grad()
 def _save_layer_weights(model: Any, manifest: ActivationManifest, activations: Path, windows: Sequence[Window]) -> None:
     """Save what losses need of each layer, with its mean head outputs over ``windows``."""
-    means, device = (
-        MeanHeads(manifest.shape, range(manifest.shape.n_layers)),
-        model.get_input_embeddings().weight.device,
-    )
+    means, device = MeanHeads(manifest.shape, manifest.shape.layers_of()), model.get_input_embeddings().weight.device
     with means.watching(model):
         for batch in batches(windows, 1):
             model.base_model(input_ids=batch.ids.to(device), use_cache=False)

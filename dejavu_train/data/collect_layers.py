@@ -166,10 +166,12 @@ def _collect_layer(passes: StreamPass, recording: Recording, parts: _Batches, pr
                 pass_of(batch, start)(batch.ids.to(device), batch.real.long().to(device))
                 start += batch.rows
                 means.tokens += batch.rows
-        if not (layer_folder(activations, layer) / WEIGHTS).is_file():
-            save_layer_weights(activations, manifest, layer, block, means.means()[layer])
-        mean = RecordedWeights.load(activations, layer, manifest.weight_hash).head_mean
-        heads = {layer: HeadReference.of(block, mean)}
+        heads: dict[int, HeadReference | None] = {}
+        if block.targets:
+            if not (layer_folder(activations, layer) / WEIGHTS).is_file():
+                save_layer_weights(activations, manifest, layer, block, means.means()[layer])
+            mean = RecordedWeights.load(activations, layer, manifest.weight_hash).head_mean
+            heads[layer] = HeadReference.of(block, mean)
         for batch in parts.judged:
             pass_of(batch, start)(batch.ids.to(device), batch.real.long().to(device))
             start += batch.rows
@@ -177,7 +179,7 @@ def _collect_layer(passes: StreamPass, recording: Recording, parts: _Batches, pr
         for entry, batches_of in parts.of_shards:
             with contextlib.ExitStack() as stack:
                 thread = None
-                if not shard_path(activations, layer, entry.index).is_file():
+                if heads and not shard_path(activations, layer, entry.index).is_file():
                     writer = stack.enter_context(ShardWriter(activations, manifest, entry, [layer]))
                     thread = stack.enter_context(WriterThread(writer))
                 row = 0

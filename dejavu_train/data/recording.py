@@ -69,7 +69,10 @@ class HeadReference:
     gram: Tensor
 
     @classmethod
-    def of(cls, block: BlockParts, mean: Tensor) -> "HeadReference":
+    def of(cls, block: BlockParts, mean: Tensor) -> "HeadReference | None":
+        """Reference of a layer's own. None where it has no heads."""
+        if block.out is None:
+            return None
         weight = block.out.weight.detach()
         return cls(mean.to(weight.device), output_gram(weight, len(mean)))
 
@@ -123,7 +126,8 @@ class MeanHeads:
         """Within the context the layers' outputs are added, and ``tokens`` are counted by the caller."""
 
         def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
-            self._totals[layer] += tensors["head_out"].double().sum((0, 1)).cpu()
+            if "head_out" in tensors:
+                self._totals[layer] += tensors["head_out"].double().sum((0, 1)).cpu()
 
         with record(model, {"head_out"}, list(self._totals), on_layer):
             yield
@@ -178,7 +182,7 @@ def record_batch(
     model: Any,
     batch: WindowBatch,
     config: CollectConfig,
-    heads: Mapping[int, HeadReference],
+    heads: Mapping[int, HeadReference | None],
     writer: Any,
     start: int,
     run: Run | None = None,
@@ -186,7 +190,7 @@ def record_batch(
     """One forward pass, whose rows (tokens, without padding) go to ``writer.put``.
 
     Args:
-        heads: by layer that is recorded.
+        heads: by layer that is recorded, None of one without heads.
         start: row of the batch's first token.
         run: makes the pass for ids and mask (B, T). None runs the whole decoder.
     """
@@ -203,28 +207,30 @@ def record_batch(
             )
         return (rows if dtype is torch.float16 else rows.view(torch.uint16)).numpy()
 
-    def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
-        kept = real.to(tensors["mlp_in"].device)
-        activation = tensors["activation"][kept]
+    def neurons_of(layer: int, activation: Tensor) -> Tensor:
         if not bool(torch.isfinite(activation.sum(dtype=torch.float32))):  # a NaN would pass for an active neuron
             _refuse_not_finite("the MLP's activation", layer, config.dtype)
-        block, own = blocks[layer], heads[layer]
-        if kind in SMOOTH:
-            norms = torch.linalg.vector_norm(block.down.weight.float(), dim=0)
-            active = active_neurons(kind, activation, norms)
-        else:
-            active = activation != 0
-        given = head_contribution(tensors["head_out"][kept], block.out.weight, own.gram, own.mean)
+        if kind not in SMOOTH:
+            return activation != 0
+        return active_neurons(kind, activation, torch.linalg.vector_norm(blocks[layer].down.weight.float(), dim=0))
+
+    def heads_of(layer: int, head_out: Tensor, own: HeadReference) -> Tensor:
+        given = head_contribution(head_out, blocks[layer].out.weight, own.gram, own.mean)
         if not bool(torch.isfinite(given).all()):
             _refuse_not_finite("the heads' contribution", layer, config.dtype)
-        rows = {
-            **metadata,
-            "attn_in": hidden(tensors["attn_in"], kept, layer, "attn_in"),
-            "mlp_in": hidden(tensors["mlp_in"], kept, layer, "mlp_in"),
-            "mlp_active": pack_bits(active).cpu().numpy(),
-            "head_norm": given.clamp_max(65504).half().cpu().numpy(),
-        }
-        writer.put(layer, start, rows, int(active.sum()))
+        return given
+
+    def on_layer(layer: int, tensors: dict[str, Tensor]) -> None:
+        own, rows, count = heads[layer], dict(metadata), 0
+        kept = real.to(next(iter(tensors.values())).device)
+        if "activation" in tensors:
+            active = neurons_of(layer, tensors["activation"][kept])
+            rows["mlp_active"], count = pack_bits(active).cpu().numpy(), int(active.sum())
+        if own is not None:
+            given = heads_of(layer, tensors["head_out"][kept], own)
+            rows["head_norm"] = given.clamp_max(65504).half().cpu().numpy()
+        rows |= {name: hidden(tensors[name], kept, layer, name) for name in blocks[layer].inputs}
+        writer.put(layer, start, rows, count)
 
     with record(model, {"attn_in", "mlp_in", "activation", "head_out"}, list(heads), on_layer):
         device = model.get_input_embeddings().weight.device

@@ -23,12 +23,15 @@ from dejavu_train.data.shards import (
     bring,
     check_digests,
     chunk_rows,
+    datasets,
     layer_folder,
     open_shard,
     refuse_unreadable,
     shard_path,
     unpack_bits,
 )
+from dejavu_train.families import Target
+from dejavu_train.families.dims import listed
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_sealed, write_sealed
 
@@ -51,10 +54,9 @@ class ShardReader:
         self.manifest = ActivationManifest.load(activations)
         self.layer, self.set = layer, set_name
         shape = self.manifest.shape
-        if not 0 <= layer < shape.n_layers:
-            raise UserError(
-                f"layer {layer} is out of range: {self.manifest.model} has layers 0 to {shape.n_layers - 1}"
-            )
+        if layer not in shape.layers_of():
+            has = listed(shape.layers_of())
+            raise UserError(f"layer {layer} has no activations: those of {self.manifest.model} are of layers {has}")
         entries = self.manifest.of_set(set_name)
         if not entries:
             raise UserError(
@@ -176,6 +178,12 @@ class ShardReader:
         return {**self.__dict__, "_files": {}, "_owner": 0}
 
 
+def recorded_windows(activations: str | Path, set_name: str) -> list[list[int]]:
+    """The sequences of token ids of a set. Raises as :class:`ShardReader`."""
+    first = ActivationManifest.load(activations).shape.layers_of()[0]
+    return ShardReader(activations, first, set_name).windows()
+
+
 def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: ShardEntry) -> int:
     """Compare a shard with the manifest. Returns its count of active neurons, summed over its tokens.
 
@@ -187,7 +195,7 @@ def check_shard(path: Path, manifest: ActivationManifest, layer: int, entry: Sha
     try:
         with open_shard(path) as file:
             attributes = dict(file.attrs)
-            sizes = {name: len(file[name]) for name in ("attn_in", "mlp_in", "mlp_active", "head_norm", "document")}
+            sizes = {name: len(file[name]) for name in datasets(manifest, layer)}
     except (OSError, KeyError, RuntimeError) as error:
         refuse_unreadable(error, path, f"the shard {path} is truncated or damaged")
     if attributes.get("schema") != SCHEMA:
@@ -219,13 +227,15 @@ def write_statistics(
         UserError: a shard that does not fit the manifest, or a file that was changed.
     """
     shape = manifest.shape
-    total = sum(entry.tokens for entry in manifest.shards) * shape.d_ffn
-    densities = [
-        sum(check_shard(shard_path(activations, layer, e.index), manifest, layer, e) for e in manifest.shards) / total
-        for layer in range(shape.n_layers)
-    ]
-    names = [MANIFEST, *(f"{layer_folder('', layer)}/{WEIGHTS}" for layer in range(shape.n_layers))]
-    names += [str(shard_path("", layer, e.index)) for layer in range(shape.n_layers) for e in manifest.shards]
+    total, layers = sum(entry.tokens for entry in manifest.shards) * shape.d_ffn, shape.layers_of()
+    counts = {
+        layer: sum(check_shard(shard_path(activations, layer, e.index), manifest, layer, e) for e in manifest.shards)
+        for layer in layers
+    }
+    neurons = shape.layers_of(Target.MLP)
+    densities = [counts[layer] / total if layer in neurons else None for layer in range(shape.n_layers)]
+    names = [MANIFEST, *(f"{layer_folder('', layer)}/{WEIGHTS}" for layer in layers)]
+    names += [str(shard_path("", layer, e.index)) for layer in layers for e in manifest.shards]
     files = dict(zip(names, sha256_files(Path(activations) / name for name in names), strict=True))
     for name, digest in (known or {}).items():
         if files.get(name, digest) != digest:
@@ -233,11 +243,11 @@ def write_statistics(
     write_sealed(Path(activations) / STATISTICS, {"active_density": densities, "files": files})
 
 
-def active_densities(activations: str | Path) -> list[float]:
-    """Share of active neurons of every layer, over all collected tokens.
+def active_densities(activations: str | Path) -> dict[int, float]:
+    """Share of active neurons of every layer with an MLP, over all collected tokens.
 
     Raises:
         UserError: collecting is not over.
     """
     values = read_sealed(Path(activations) / STATISTICS, "the statistics of the activation shards")
-    return [float(value) for value in values["active_density"]]
+    return {layer: float(value) for layer, value in enumerate(values["active_density"]) if value is not None}

@@ -5,7 +5,7 @@
     activations/layer_07/weights.safetensors  what a loss needs of the layer: see RecordedWeights
     activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
 
-Datasets of a shard, a row for each token:
+Datasets of a shard, a row for each token. Those of a half that the layer does not have are not there:
 
 - ``attn_in``, ``mlp_in`` (tokens, d_model): float16, or bfloat16 stored as uint16.
 - ``mlp_active`` (tokens, ceil(d_ffn / 8)) uint8: bits as of ``numpy.packbits``, set where a neuron gives no zero.
@@ -35,7 +35,7 @@ from torch import Tensor
 from dejavu_train.cli.registry import extra
 from dejavu_train.data.bulk_read import sha256_files
 from dejavu_train.data.config import Storage
-from dejavu_train.families import BlockParts, ModelDims
+from dejavu_train.families import BlockParts, ModelDims, Target
 from dejavu_train.families.block import activate_
 from dejavu_train.families.dims import Activation
 from dejavu_train.ground.errors import UserError, first_line
@@ -115,20 +115,23 @@ class ActivationManifest:
         return [entry for entry in self.shards if entry.set == name]
 
     def missing(self, folder: str | Path) -> list[ShardEntry]:
-        """The shards that are not there in every layer. In a store all are."""
+        """The shards that are not there in every layer with a target. In a store all are."""
         return (
             []
             if is_marked(folder)
             else [
                 entry
                 for entry in self.shards
-                if not all(shard_path(folder, layer, entry.index).is_file() for layer in range(self.shape.n_layers))
+                if not all(shard_path(folder, layer, entry.index).is_file() for layer in self.shape.layers_of())
             ]
         )
 
     def row_bytes(self) -> int:
-        """Bytes of one token in one layer's shards."""
-        return 4 * self.shape.d_model + -(-self.shape.d_ffn // 8) + 2 * self.shape.n_kv_heads + 12
+        """Bytes of one token in the shards of all layers."""
+        shape = self.shape
+        of_target = {Target.MLP: -(-shape.d_ffn // 8), Target.HEADS: 2 * shape.n_kv_heads}
+        units = sum(2 * shape.d_model + of_target[key.target] for key in shape.keys)
+        return units + 12 * len(shape.layers_of())
 
 
 def file_digests(activations: str | Path) -> dict[str, str]:
@@ -261,11 +264,23 @@ def unpack_bits(packed: Tensor, n_units: int) -> Tensor:
     return ((packed[:, :, None] >> shifts) & 1).flatten(1)[:, :n_units].bool()
 
 
+def datasets(manifest: ActivationManifest, layer: int) -> dict[str, tuple[int | None, str]]:
+    """By name the width of each dataset of a layer's shard, None of a column, and its dtype."""
+    shape = manifest.shape
+    hidden = "f2" if manifest.storage == "float16" else "u2"
+    of_target: dict[Target, dict[str, tuple[int | None, str]]] = {
+        Target.HEADS: {"attn_in": (shape.d_model, hidden), "head_norm": (shape.n_kv_heads, "f2")},
+        Target.MLP: {"mlp_in": (shape.d_model, hidden), "mlp_active": (-(-shape.d_ffn // 8), "u1")},
+    }
+    made = {name: size for target in shape.targets_of(layer) for name, size in of_target[target].items()}
+    return made | dict.fromkeys(("token", "document", "position"), (None, "i4"))
+
+
 class ShardWriter:
     """Writes one shard of some layers at once. Leaving the context without an error completes it.
 
     Args:
-        layers: None means all.
+        layers: None means all that have a target.
     """
 
     def __init__(
@@ -275,7 +290,7 @@ class ShardWriter:
         self._stack = contextlib.ExitStack()
         self._files: dict[int, h5py.File] = {}
         self._stored: dict[int, _Recorded] = {}
-        layers = range(manifest.shape.n_layers) if layers is None else layers
+        layers = manifest.shape.layers_of() if layers is None else layers
         self._active = dict.fromkeys(layers, 0)
         self._rows = dict.fromkeys(self._active, 0)
 
@@ -286,7 +301,7 @@ class ShardWriter:
                 path = opening.enter_context(replacing(shard_path(self._folder, layer, entry.index)))
                 file, self._stored[layer] = opening.enter_context(new_shard(path))
                 file.attrs.update(self._attributes(layer))
-                for name, (width, dtype) in self._datasets().items():
+                for name, (width, dtype) in datasets(self._manifest, layer).items():
                     rows = min(chunk_rows(shape.d_model), entry.tokens)
                     tail = () if width is None else (width,)
                     file.create_dataset(name, (entry.tokens, *tail), dtype, chunks=(rows, *tail))
@@ -317,19 +332,6 @@ class ShardWriter:
             "tokens": entry.tokens,
         }
 
-    def _datasets(self) -> dict[str, tuple[int | None, str]]:
-        shape = self._manifest.shape
-        hidden = "f2" if self._manifest.storage == "float16" else "u2"
-        return {
-            "attn_in": (shape.d_model, hidden),
-            "mlp_in": (shape.d_model, hidden),
-            "mlp_active": (-(-shape.d_ffn // 8), "u1"),
-            "head_norm": (shape.n_kv_heads, "f2"),
-            "token": (None, "i4"),
-            "document": (None, "i4"),
-            "position": (None, "i4"),
-        }
-
     def write(self, layer: int, start: int, rows: Mapping[str, np.ndarray], active: int) -> None:
         """Write all datasets of rows ``start`` .. of one layer. ``active`` is the count of set bits among them."""
         stop = start + len(rows["document"])
@@ -347,7 +349,7 @@ _ABOUT, _LABELS, _THRESHOLD = "about", "activation", "threshold"
 
 @dataclasses.dataclass(frozen=True)
 class RecordedWeights:
-    """Weights that a loss needs of a layer, in float32.
+    """Weights that a loss needs of a layer, in float32. Tensors of a half that it does not have are empty.
 
     Attributes:
         up_weight, up_bias: (n, d) and (n,), the map into the neurons. gate_weight, gate_bias: the same of a gate.
@@ -369,12 +371,15 @@ class RecordedWeights:
     def of(cls, block: BlockParts, shape: ModelDims, head_mean: Tensor) -> "RecordedWeights":
         """Take a layer's modules, with maps in their own dtype."""
         parts: dict[str, Any] = {"activation": shape.activation, "threshold": shape.threshold}
+        if block.down is None:
+            empty = head_mean.new_empty(0)
+            return cls(empty, empty, empty, head_mean.float(), **parts)
         for name, linear in (("up", block.up), ("gate", block.gate)):
             if linear is not None:
                 bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
                 parts |= {f"{name}_weight": linear.weight.detach().cpu(), f"{name}_bias": bias.detach().float().cpu()}
         norms = torch.linalg.vector_norm(block.down.weight.detach().float(), dim=0).cpu()
-        return cls(**parts, down_norm=norms, head_mean=head_mean.float())
+        return cls(**parts, down_norm=norms, head_mean=head_mean.float() if block.out is not None else norms[:0])
 
     @property
     def tensors(self) -> dict[str, Tensor]:

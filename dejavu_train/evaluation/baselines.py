@@ -78,12 +78,12 @@ def noncontextual_contributions(
     Args:
         token_ids: (B, T). The columns are the positions.
         head_mean: (n_heads, head_dim) that stands in for skipped heads, see ``hooks.head_contribution``.
-    Returns: ``heads`` (B, T, n_heads) and ``mlp`` (B, T, d_ffn), fp32.
+    Returns: of the targets that the layer has, ``heads`` (B, T, n_heads) and ``mlp`` (B, T, d_ffn), fp32.
     """
     family = family_of(model)
     block = family.blocks(model)[layer]
     positions = positions_like(token_ids)
-    embedded = family.embed(model, token_ids, positions).to(block.up.weight.device)
+    embedded = family.embed(model, token_ids, positions).to(block.device)
     by_head: list[Tensor] = []
 
     def attend_to_itself(_attn_in: Tensor, q: Tensor, _k: Tensor, v: Tensor) -> Tensor:
@@ -92,5 +92,9 @@ def noncontextual_contributions(
         return values
 
     _, activation = forward_block(block, embedded, attend_to_itself, positions.to(embedded.device))
-    heads = head_contribution(by_head[0], block.out.weight, mean=head_mean)
-    return {Target.HEADS: heads, Target.MLP: neuron_contribution(activation, block.down.weight)}
+    made = {}
+    if block.out is not None:
+        made[Target.HEADS] = head_contribution(by_head[0], block.out.weight, mean=head_mean)
+    if block.down is not None:
+        made[Target.MLP] = neuron_contribution(activation, block.down.weight)
+    return made

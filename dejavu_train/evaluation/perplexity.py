@@ -31,7 +31,7 @@ from dejavu_train.evaluation.baselines import (
     random_ranks,
     ranks,
 )
-from dejavu_train.families import TARGETS, Target, UnitKey, blocks_of, dims_of
+from dejavu_train.families import Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.families.block import active_neurons
 from dejavu_train.families.dims import SMOOTH
@@ -309,13 +309,14 @@ class _Evaluation:
 
         def count_active(layer: int, got: dict[str, Tensor]) -> None:
             for row, quality in self.scored.items():
-                if row.selection == "dense":
+                if row.selection == "dense" and "activation" in got:
                     sums = quality.sums[UnitKey(layer, Target.MLP)]
                     self.meter.add(sums, layer, Target.MLP, None, got["activation"], batch.real)
 
         def rank_contributions(layer: int, got: dict[str, Tensor]) -> None:
-            orders["oracle"][UnitKey(layer, Target.MLP)] = ranks(self.meter.neurons(layer, got["activation"]))
-            orders["oracle"][UnitKey(layer, Target.HEADS)] = ranks(self.meter.heads(layer, got["head_out"]))
+            for target in self.bundle.shape.targets_of(layer):
+                values = got["activation" if target == Target.MLP else "head_out"]
+                orders["oracle"][UnitKey(layer, target)] = ranks(self.meter.contribution(layer, target, values))
 
         if "oracle" in self.selections:
             with record(self.model, {"activation", "head_out"}, on_layer=rank_contributions):
@@ -329,9 +330,10 @@ class _Evaluation:
             if row.selection == "dense":
                 np.add.at(quality.nats, batch.document, nats)
         for layer, target in self.bundle.specs:
-            if "noncontextual" in self.selections and target == self.bundle.targets[0]:
+            if "noncontextual" in self.selections and UnitKey(layer, target) not in orders["noncontextual"]:
                 alone = noncontextual_contributions(self.model, batch.ids, layer, self.means.get(layer))
-                orders["noncontextual"] |= {UnitKey(layer, name): ranks(alone[name]) for name in self.bundle.targets}
+                alone = {name: values for name, values in alone.items() if name in self.bundle.targets}
+                orders["noncontextual"] |= {UnitKey(layer, name): ranks(values) for name, values in alone.items()}
             if "static" in self.selections:
                 frequency = self.bundle.frequency(layer, target)
                 orders["static"][UnitKey(layer, target)] = ranks(frequency).to(batch.ids.device)
@@ -387,7 +389,7 @@ def window_nats(model: PreTrainedModel, batch: EvalBatch) -> np.ndarray:
 
 
 def _no_sums(model: PreTrainedModel) -> dict[UnitKey, SelectionSums]:
-    return {UnitKey(layer, target): SelectionSums() for layer in range(len(blocks_of(model))) for target in TARGETS}
+    return {key: SelectionSums() for key in dims_of(model.config).keys}
 
 
 class _Meter:
@@ -396,15 +398,20 @@ class _Meter:
     def __init__(self, model: PreTrainedModel, means: Mapping[int, Tensor]) -> None:
         self.means = means
         self.blocks, self.kind = blocks_of(model), dims_of(model.config).activation
-        self.norms = [torch.linalg.vector_norm(block.down.weight.float(), dim=0) for block in self.blocks]
-        self.grams = [output_gram(b.out.weight, b.n_groups) for b in self.blocks]
+        self.norms: dict[int, Tensor] = {}
+        self.grams: dict[int, Tensor] = {}
+        for layer, block in enumerate(self.blocks):
+            if block.down is not None:
+                self.norms[layer] = torch.linalg.vector_norm(block.down.weight.float(), dim=0)
+            if block.out is not None:
+                self.grams[layer] = output_gram(block.out.weight, block.n_groups)
 
-    def neurons(self, layer: int, activation: Tensor) -> Tensor:
-        return activation.float().abs() * self.norms[layer]
-
-    def heads(self, layer: int, head_out: Tensor) -> Tensor:
+    def contribution(self, layer: int, target: Target, values: Tensor) -> Tensor:
+        """Contribution of each unit, for what neurons or heads give."""
+        if target == Target.MLP:
+            return values.float().abs() * self.norms[layer]
         weight = self.blocks[layer].out.weight
-        return head_contribution(head_out, weight, self.grams[layer], self.means.get(layer))
+        return head_contribution(values, weight, self.grams[layer], self.means.get(layer))
 
     def add(
         self, sums: SelectionSums, layer: int, target: Target, keep: Tensor | None, values: Tensor, measured: Tensor
@@ -430,7 +437,7 @@ class _Meter:
                 active, hit = int(values.count_nonzero()), int(kept.count_nonzero())
             units = values.numel()
         else:
-            contribution = self.heads(layer, values).flatten(0, -2)
+            contribution = self.contribution(layer, target, values).flatten(0, -2)
             chosen = torch.ones_like(contribution, dtype=torch.bool) if keep is None else keep.flatten(0, -2)
             largest = keep_top(ranks(contribution), chosen.sum(-1))
             mass, held = float(contribution.double().sum()), float((contribution * chosen).double().sum())

@@ -79,6 +79,8 @@ def export(config: ExportConfig) -> dict[str, float]:
                 f"{config.model} has {columns} {what}, which GPTQ groups of {group} do not divide;"
                 " a GPTQ checkpoint of it cannot be written"
             )
+    if shape.pattern:
+        raise UserError(f"{config.model} has layers without an MLP; a GPTQ checkpoint of it cannot be written")
     errors: dict[str, list[float]] = {part: [] for part in layouts}
     with folder_aside(config.output) as folder, Progress("exporting", shape.n_layers, "layer") as progress:
         layers = in_layer(values)

@@ -14,6 +14,7 @@ from dejavu_train.families.jais2 import Jais2Family
 from dejavu_train.families.llama import LlamaFamily, MistralFamily
 from dejavu_train.families.nanochat import NanoChatFamily
 from dejavu_train.families.nemotron import NemotronFamily
+from dejavu_train.families.nemotron_h import NemotronHFamily
 from dejavu_train.families.opt import OPTFamily
 from dejavu_train.families.persimmon import PersimmonFamily
 from dejavu_train.families.published import FAMILIES as PUBLISHED
@@ -21,7 +22,7 @@ from dejavu_train.ground.errors import UserError
 
 _FAMILIES: tuple[Family, ...] = (
     OPTFamily(), LlamaFamily(), MistralFamily(), ArceeFamily(), NemotronFamily(), Jais2Family(), PersimmonFamily(),
-    NanoChatFamily(), BloomFamily(), *PUBLISHED,
+    NanoChatFamily(), BloomFamily(), NemotronHFamily(), *PUBLISHED,
 )  # fmt: skip
 for _family in _FAMILIES:
     register(_family)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from dejavu_train.families.dims import SILENT, SMOOTH, ModelDims
+from dejavu_train.families.dims import SILENT, SMOOTH, LayerInput, ModelDims, Target
 from dejavu_train.ground.errors import UserError
 
 if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
@@ -13,7 +14,7 @@ if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The modules of one decoder layer.
+    """The modules of one decoder layer. Of a half that it does not have the parts are None.
 
     Attributes:
         name: of the layer in the model, such as ``model.layers.3``.
@@ -26,32 +27,34 @@ class BlockParts:
         activates_up: where there is a gate, the output of ``up`` is activated too.
         norm_q, norm_k: of every head's queries and keys (B, h, T, e), or None. norms_first: before they are turned.
         post_norm: norms stand behind what a half adds to the residual stream, not before it.
+        beside: a module. What it gives for ``mlp_in`` is added with what the neurons add, or None.
         slopes: (h,) fp32, of ALiBi: what a score gains a position that the key stands later. None without.
         rotate: queries or keys (B, h, T, e) at positions (B, T) -> the same, turned. None where they stay.
     """
 
     name: str
     whole: Any
-    attention: Any
-    norm_attn: Any
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    norm_mlp: Any
-    up: Any
-    down: Any
-    activate: "Callable[[Tensor], Tensor]"
     kinds: tuple[type, type]
-    n_heads: int
-    head_dim: int
-    scaling: float
+    attention: Any = None
+    norm_attn: Any = None
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    out: Any = None
+    norm_mlp: Any = None
+    up: Any = None
+    down: Any = None
+    activate: Any = None
+    n_heads: int = 0
+    head_dim: int = 0
+    scaling: float = 1.0
     gate: Any | None = None
     activates_up: bool = False
     norm_q: Any | None = None
     norm_k: Any | None = None
     norms_first: bool = False
     post_norm: bool = False
+    beside: Any | None = None
     slopes: "Tensor | None" = None
     rotate: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
@@ -59,6 +62,23 @@ class BlockParts:
         from dejavu_train.families.squared import widened
 
         object.__setattr__(self, "activate", widened(self.activate))
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Targets that the layer has, in the order of a forward pass."""
+        halves = {Target.HEADS: self.out, Target.MLP: self.down}
+        return tuple(target for target, map_out in halves.items() if map_out is not None)
+
+    @property
+    def device(self) -> Any:
+        """Where the layer's weights lie."""
+        return next(tensor.device for tensor in chain(self.whole.parameters(), self.whole.buffers()))
+
+    @property
+    def inputs(self) -> tuple[LayerInput, ...]:
+        """Inputs of its halves, in the same order."""
+        named = {Target.HEADS: LayerInput.ATTN, Target.MLP: LayerInput.MLP}
+        return tuple(named[target] for target in self.targets)
 
     @property
     def n_groups(self) -> int:
@@ -93,6 +113,10 @@ class BlockParts:
             return self.activate(self.up(mlp_in))
         up = self.up(mlp_in)
         return self.activate(self.gate(mlp_in)) * (self.activate(up) if self.activates_up else up)
+
+    def with_beside(self, mlp_in: "Tensor", added: "Tensor") -> "Tensor":
+        """Sum of what the neurons add (..., d) and what the module beside them does, for mlp_in (..., d)."""
+        return added if self.beside is None else added + self.beside(mlp_in)
 
 
 class Family(Protocol):
@@ -171,7 +195,6 @@ _FAMILIES: dict[str, Family] = {}
 _MAMBA = "which has Mamba layers besides attention"
 _NEVER = {  # why a model_type cannot be a family
     "bitnet": "which needs kernels for ternary weights: in them the LM head in bf16 is over half of the bytes",
-    "nemotron_h": _MAMBA,
     "jamba": _MAMBA,
     "bamba": _MAMBA,
     "zamba": _MAMBA,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dejavu_train.families.base import BlockParts
 from dejavu_train.families.dims import CARRIED, SILENT, SMOOTH, Activation
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -15,19 +16,26 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Groups of h / g heads share K and V."""
 
 
-def forward_block(block: Any, hidden: Tensor, attend: Attend, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The residual stream behind a layer, and what its neurons gave.
+def forward_block(
+    block: BlockParts, hidden: Tensor, attend: Attend, positions: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """The residual stream behind a layer, and what its neurons gave: None where there are none.
 
     Args:
-        block: ``BlockParts``, or an object with the same names whose maps can be called.
+        block: whose maps are called. A layer without a target is called as a whole.
         hidden: (B, T, d). attend: gives the heads' outputs, and keeps K and V where somebody needs them.
         positions: (B, T) int64, of layers that turn queries and keys by them.
     Returns: (B, T, d), (B, T, n).
     """
-    mixed = block.out(mix_heads(block, before_half(block, block.norm_attn, hidden), attend, positions))
-    hidden = behind_half(block, block.norm_attn, hidden + mixed)
-    neurons = block.neurons(before_half(block, block.norm_mlp, hidden))
-    return behind_half(block, block.norm_mlp, hidden + out_of_neurons(block.down, neurons)), neurons
+    if block.out is not None:
+        mixed = block.out(mix_heads(block, before_half(block, block.norm_attn, hidden), attend, positions))
+        hidden = behind_half(block, block.norm_attn, hidden + mixed)
+    if block.down is None:
+        return hidden if block.out is not None else block.whole(hidden), None
+    mlp_in = before_half(block, block.norm_mlp, hidden)
+    neurons = block.neurons(mlp_in)
+    added = block.with_beside(mlp_in, out_of_neurons(block.down, neurons))
+    return behind_half(block, block.norm_mlp, hidden + added), neurons
 
 
 def before_half(block: Any, norm: Any, hidden: Tensor) -> Tensor:

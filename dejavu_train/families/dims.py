@@ -1,7 +1,7 @@
 """The sizes of a model of any family, and the names of what a predictor chooses from. Loads no torch."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,8 @@ class Target(StrEnum):
 
 
 TARGETS = tuple(Target)
+HALVES: Mapping[str, tuple[Target, ...]] = {"*": (Target.HEADS,), "-": (Target.MLP,), ".": ()}
+"""By a letter of a :attr:`ModelDims.pattern` the targets of such a layer."""
 
 
 class LayerInput(StrEnum):
@@ -74,6 +76,7 @@ class Positions(StrEnum):
     LEARNED = "learned"
     ROTARY = "rotary"
     ALIBI = "alibi"
+    NONE = "none"
 
 
 class Activation(StrEnum):
@@ -110,6 +113,8 @@ class ModelDims:
         qk_norm: whether queries and keys are normed. logit_cap: what logits are kept below by a tanh. 0: they are not.
         post_norm: norms stand behind what a half of a layer adds, not before it.
         embedding_dim: width of the embedding and of what the LM head reads. 0 = d_model.
+        pattern: for each layer a letter of :data:`HALVES`. "": each has attention and then an MLP.
+        other_weights: numbers in all layers' matrices that belong to no target.
         tied: the LM head is the embedding. It changes nothing that a predictor chooses, so it is neither compared nor
             stored.
     """
@@ -134,6 +139,8 @@ class ModelDims:
     logit_cap: float = 0.0
     post_norm: bool = False
     embedding_dim: int = 0
+    pattern: str = ""
+    other_weights: int = 0
     tied: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -166,6 +173,26 @@ class ModelDims:
         names = [each.name for each in fields(self) if each.compare and each.name not in free]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
+    def targets_of(self, layer: int) -> tuple[Target, ...]:
+        """Targets that a layer has, in the order of a forward pass."""
+        return HALVES[self.pattern[layer]] if self.pattern else (Target.HEADS, Target.MLP)
+
+    def layers_of(self, *targets: Target) -> Sequence[int]:
+        """Numbers of the layers that have one of these targets. Without an argument: any."""
+        wanted = set(targets or TARGETS)
+        every = range(self.n_layers)
+        return [layer for layer in every if wanted & set(self.targets_of(layer))] if self.pattern else every
+
+    @property
+    def keys(self) -> list[UnitKey]:
+        """Every target of every layer."""
+        return [UnitKey(layer, target) for layer in range(self.n_layers) for target in self.targets_of(layer)]
+
+    @property
+    def sites(self) -> set[Site]:
+        """Every input of a half of a layer."""
+        return {key.site for key in self.keys}
+
     @property
     def kv_group(self) -> int:
         """How many heads share one of K and V."""
@@ -197,7 +224,8 @@ class ModelDims:
     @property
     def weights(self) -> int:
         """Numbers in all layers' matrices and around the layers."""
-        return self.n_layers * self.layer_weights + self.outer_weights
+        own = sum(self.target_weights(key.target) for key in self.keys)
+        return own + self.other_weights + self.outer_weights
 
     @property
     def outer_weights(self) -> int:
@@ -213,8 +241,27 @@ class ModelDims:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all matrices of a layer."""
-        return self.d_model * sum(self.units(target) * self.rows_of(target) for target in TARGETS)
+        """Weights of all matrices of a layer that has every target."""
+        return sum(map(self.target_weights, TARGETS))
+
+    def target_weights(self, target: Target) -> int:
+        """Weights of a target's matrices in one layer."""
+        return self.d_model * self.units(target) * self.rows_of(target)
+
+
+def listed(layers: Sequence[int]) -> str:
+    """Rising layer numbers in words, as ``--layers`` takes them.
+
+    >>> listed([1, 4, 5, 6, 7])
+    '1,4-7'
+    """
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 Runs = Mapping[str, Collection[Any] | None]
@@ -228,7 +275,7 @@ def engine_refusal(dims: ModelDims, runs: Runs) -> str | None:
         allowed = runs.get(name, ())
         return allowed is not None and value not in allowed
 
-    free = (*SIZES, "head_dim", "biases")
+    free = (*SIZES, "head_dim", "biases", "other_weights")
     others = {name: value for name, value in dims.stored().items() if name not in free and lacks(name, value)}
     words = {
         "gated": "a gated MLP",
@@ -239,6 +286,7 @@ def engine_refusal(dims: ModelDims, runs: Runs) -> str | None:
         "logit_cap": "capped logits",
         "post_norm": "norms behind the halves of a layer",
         "n_kv_heads": f"{dims.n_kv_heads} K/V heads of {dims.n_heads} heads",
+        "pattern": "layers without attention or an MLP",
     }
     listed = ", ".join(words.get(name, f"{name} {value}") for name, value in others.items())
     return f"no kernels for {listed}" if others else None
@@ -248,6 +296,7 @@ SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions
 
 __all__ = [
     "CARRIED",
+    "HALVES",
     "SILENT",
     "SIZES",
     "SMOOTH",
@@ -263,4 +312,5 @@ __all__ = [
     "Target",
     "UnitKey",
     "engine_refusal",
+    "listed",
 ]

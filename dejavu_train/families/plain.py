@@ -103,9 +103,11 @@ def plain_block(block: BlockParts) -> BlockParts:
     for module, kind in zip((block.whole, block.attention), block.kinds, strict=True):
         if type(module) is not kind:
             raise NotPlain(block.name, f"has a {type(module).__name__} in the place of transformers' {kind.__name__}")
-    for norm in (block.norm_attn, block.norm_mlp):
+    for norm in filter(None, (block.norm_attn, block.norm_mlp)):
         if any(parameter.is_meta for parameter in norm.parameters()):
             raise NotPlain(block.name, "has a norm that is not in memory, device_map has put it on disk")
+    if not block.targets and any(parameter.is_meta for parameter in block.whole.parameters()):
+        raise NotPlain(block.name, "is not in memory, device_map has put it on disk")
     found = {part: getattr(block, part) for part in LINEAR}
     parts = {
         part: plain_linear(f"{block.name} ({part})", module) for part, module in found.items() if module is not None

@@ -154,8 +154,7 @@ def read_turns(block: BlockParts, dims: ModelDims, n: int) -> Tensor | None:
     if dims.positions is not Positions.ROTARY or block.rotate is None:
         return None
     half = int(dims.head_dim * dims.rotary_share) // 2
-    device = next(tensor.device for tensor in (*block.whole.parameters(), *block.whole.buffers()))
-    x = torch.zeros(1, 1, n, dims.head_dim, device=device, dtype=torch.float32)
+    x = torch.zeros(1, 1, n, dims.head_dim, device=block.device, dtype=torch.float32)
     x[..., :half] = 1  # becomes its cosine, and its sine where the other of its pair stands
-    turned = block.rotate(x, torch.arange(n, device=device)[None])[0, 0]
+    turned = block.rotate(x, torch.arange(n, device=block.device)[None])[0, 0]
     return turned[:, : 2 * half].unflatten(1, (2, half))

@@ -68,6 +68,12 @@ def refuse_unread(values: Mapping[str, Any], name: str) -> None:
         )
 
 
+def _number(found: dict[str, Any]) -> Any:
+    """The number that transformers writes as a mapping, such as infinity. Any other mapping stays one."""
+    named = found.get("__float__") if len(found) == 1 else None
+    return float(named) if named in ("Infinity", "-Infinity", "NaN") else found
+
+
 def config_values(folder: Path) -> dict[str, Any]:
     """Read the config.json of a folder.
 
@@ -75,7 +81,7 @@ def config_values(folder: Path) -> dict[str, Any]:
         UserError: it cannot be read, or is no mapping.
     """
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_number)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"cannot read the config of {folder} ({error}); fetch it again, or save the model again"

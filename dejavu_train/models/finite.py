@@ -41,19 +41,22 @@ def finite_positions(values: Tensor) -> Tensor:
     return values.detach().sum(-1, dtype=torch.float32).isfinite()
 
 
-def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Tensor]], n_layers: int) -> None:
+def check_finite(values: Tensor, shown: Tensor, inputs: Callable[[], Sequence[Tensor | None]], n_layers: int) -> None:
     """Raise :class:`UserError` where values (B, T, n) are not finite at positions that are shown, (B, T) bool.
 
     Args:
         inputs: gives (B, T) bool, where the input of each layer, then that of the final LayerNorm is finite. Nothing
-            where all of these are. Asked for after a fault alone.
+            where all of these are. None: nobody knows of this layer's. Asked for after a fault alone.
         n_layers: of the model.
     """
     if bool((finite_positions(values) | ~shown.to(values.device)).all()):
         return
-    parts = [bool((fine | ~shown.to(fine.device)).all()) for fine in inputs()]
+    parts = [None if fine is None else bool((fine | ~shown.to(fine.device)).all()) for fine in inputs()]
     names = ["the embeddings", *(f"layer {layer}" for layer in range(n_layers)), HEAD]
-    where = names[parts.index(False) if False in parts else len(parts)] if parts else HEAD
+    place = parts.index(False) if False in parts else len(parts)
+    where = names[place] if parts else HEAD
+    if parts and place and parts[place - 1] is None:
+        where += " or an earlier layer"
     narrow = None if values.dtype == torch.float32 else values.dtype
     raise not_finite(f"the model's numbers are not finite from {where} on", narrow)
 
@@ -83,6 +86,7 @@ def first_fault(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> str | Non
     parts: list[tuple[str, nn.Module]] = [("the embeddings", module) for module in family.embeddings(model)]
     for layer, block in enumerate(family.blocks(model)):
         parts += [(name_half(2 * layer), block.out), (name_half(2 * layer + 1), block.down)]
+        parts += [] if block.targets else [(f"layer {layer}", block.whole)]
     norm = family.final_norm(model)
     parts += [(f"the final {type(norm).__name__}", norm)]
     faulty: list[str] = []

@@ -29,6 +29,7 @@ _PARTS = {  # by name which part of a layer, and whether what it reads or what i
     "mlp_in": ("norm_mlp", "output"),
     "activation": ("down", "input"),
     "mlp_out": ("down", "output"),
+    "layer_in": ("whole", "input"),
     "layer_out": ("whole", "output"),
 }
 _POST_NORM = {  # where these places are when norms stand behind what a half adds
@@ -37,7 +38,7 @@ _POST_NORM = {  # where these places are when norms stand behind what a half add
     "middle": ("norm_attn", "output"),
     "mlp_in": ("norm_attn", "output"),
 }
-PLACES = tuple(place for place in _PARTS if place != "layer_out")
+PLACES = tuple(place for place, (part, _) in _PARTS.items() if part != "whole")
 Act = Callable[[Any], Tensor | None]
 """``act(values)``: is shown what stands at a place; what it returns, if that is no None, takes the place."""
 OnLayer = Callable[[int, dict[str, Tensor]], None]
@@ -45,7 +46,7 @@ Hook = Callable[..., Any]
 
 
 def at_place(block: BlockParts, place: str, act: Act, wrap: Callable[[Hook], Hook] = lambda hook: hook) -> Any:
-    """The handle of a new hook at one of ``PLACES`` of a layer, or at its ``layer_out``.
+    """The handle of a new hook at one of ``PLACES`` of a layer, or at its ``layer_in`` or ``layer_out``.
 
     The shape is what the model gives the module: leading dimensions may be (B, T) or (B * T).
     ``wrap`` makes of the hook what is registered.
@@ -69,6 +70,16 @@ def at_module(module: nn.Module, side: str, act: Act, wrap: Callable[[Hook], Hoo
     return module.register_forward_hook(wrap(after))
 
 
+def has_place(block: BlockParts, place: str) -> bool:
+    """Whether a layer has the half in which one of ``PLACES`` lies."""
+    return getattr(block, _PARTS[place][0]) is not None
+
+
+def first_place(block: BlockParts) -> str:
+    """Place of a layer where its input (B, T, d) passes."""
+    return next((place for place in ("residual", "middle") if has_place(block, place)), "layer_in")
+
+
 @contextmanager
 def hooked(handles: Iterable[Any]) -> Iterator[None]:
     """Remove the hooks of ``handles`` at the end of the context."""
@@ -89,12 +100,12 @@ def decoder_layers(model: Any) -> Any:
 def record(
     model: nn.Module, places: Iterable[str], layers: Iterable[int] | None = None, on_layer: OnLayer | None = None
 ) -> Iterator[dict[int, dict[str, Tensor]]]:
-    """Within the context every forward pass of ``model`` hands over ``places`` of ``layers``.
+    """Within the context every forward pass of ``model`` hands over those of ``places`` that each of ``layers`` has.
 
     Args:
         model: of a registered family.
         places: some of ``PLACES``.
-        layers: layer numbers. None means all.
+        layers: layer numbers. None means all that have a target.
         on_layer: called as ``on_layer(layer, tensors)`` when a layer has ended. Without it the tensors of the latest
             forward pass are kept in the dict that the context yields, by layer.
 
@@ -106,7 +117,7 @@ def record(
     assert recorded <= set(PLACES), f"unknown places {sorted(recorded - set(PLACES))}; known are {PLACES}"
     kept: dict[int, dict[str, Tensor]] = {}
     blocks = blocks_of(model)
-    chosen = range(len(blocks)) if layers is None else sorted(set(layers))
+    chosen = [layer for layer, block in enumerate(blocks) if block.targets and (layers is None or layer in set(layers))]
     handles = []
     for layer in chosen:
         handles += _record_layer(layer, blocks[layer], recorded, on_layer or kept.__setitem__)
@@ -117,24 +128,24 @@ def record(
 def _record_layer(layer: int, block: BlockParts, recorded: set[str], hand_over: OnLayer) -> list[Any]:
     """Hooks on one decoder block. Returns their handles."""
     got: dict[str, Tensor] = {}
+    places = [place for place in PLACES if place in recorded and has_place(block, place)]
 
-    def begin(residual: Tensor) -> None:
+    def begin(hidden: Tensor) -> None:
         got.clear()
-        got["residual"] = residual.detach()
+        got["layer_in"] = hidden.detach()
 
     def keep(place: str, values: Tensor) -> None:
-        rows = got["residual"].shape[:2]  # the MLP half of a block may see (B * T, d)
+        rows = got["layer_in"].shape[:2]  # the MLP half of a block may see (B * T, d)
         groups = (block.n_groups,) if place == "head_out" else ()
         got[place] = values.detach().view(*rows, *groups, -1)
 
     def end(_output: Any) -> None:
-        hand_over(layer, {place: got[place] for place in recorded})
+        hand_over(layer, {place: got[place] for place in places})
         got.clear()
 
-    acts: dict[str, Act] = {"residual": begin}  # before the others, one of which may stand at the same place
-    acts |= {place: partial(keep, place) for place in _PARTS if place in recorded and place not in acts}
-    acts["layer_out"] = end
-    return [at_place(block, place, act) for place, act in acts.items()]
+    begins = at_place(block, first_place(block), begin)  # before the others, one of which may stand at the same place
+    handles = [at_place(block, place, partial(keep, place)) for place in places]
+    return [begins, *handles, at_place(block, "layer_out", end)]
 
 
 def neuron_contribution(activation: Tensor, down_weight: Tensor) -> Tensor:

@@ -41,8 +41,7 @@ class Int4Quantizer(HfQuantizer):
         self._coded = [*layouts]
         blocks = [each for module in model.modules() if isinstance(module, nn.ModuleList) for each in module]
         for block in blocks:  # whatever the family calls their list
-            if layouts.keys() <= {name for name, _ in block.named_modules()}:
-                replace_matrices(block, layouts)
+            replace_matrices(block, own_layouts(block, layouts))
         head = head_sizes(shape, self._head())
         if head is not None and hasattr(model, "lm_head"):
             self._coded.append("lm_head")
@@ -63,6 +62,12 @@ class Int4Quantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def own_layouts(block: nn.Module, layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
+    """Layouts of the matrices that a layer has. One with a half alone has fewer than others."""
+    names = {name for name, _ in block.named_modules()}
+    return {part: layout for part, layout in layouts.items() if part in names}
 
 
 def replace_matrices(module: nn.Module, layouts: Mapping[str, RowLayout]) -> None:

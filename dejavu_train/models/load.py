@@ -243,7 +243,7 @@ def empty_model(values: Mapping[str, Any]) -> PreTrainedModel:
     with torch.device("meta"):
         model = random_model(values)
     for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+        if module._non_persistent_buffers_set:  # others are stored with the weights
             model.set_submodule(name, type(module)(module.config))
     return model.eval().requires_grad_(False)
 

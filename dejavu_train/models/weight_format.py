@@ -68,7 +68,7 @@ def loaded_format(model: Any) -> WeightFormat:
     """Format of a model in memory: that of its layers."""
     from dejavu_train.models.int4 import CodedLinear  # imports torch
 
-    up = blocks_of(model)[0].up
+    up = next(block.up for block in blocks_of(model) if block.up is not None)
     if isinstance(up, CodedLinear):
         return CODES4
     return _NUMBERS[str(up.weight.dtype).removeprefix("torch.")]

@@ -15,6 +15,7 @@ from dejavu_train.ground.machine import check_device_name
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4_sizes import head_sizes, part_sizes
 from dejavu_train.models.stored import HEAD, check_folder, embedding_name, loaded_files, own_name, read_header
+from dejavu_train.models.weight_format import CODES4
 from dejavu_train.quantize.config import QuantizeConfig
 
 
@@ -65,14 +66,14 @@ def check(config: QuantizeConfig) -> ModelDims:
 
 def plan(config: QuantizeConfig, shape: ModelDims) -> str:
     """Plan of the work, in a line or two: bytes on disk, tokens, and the memory of the largest layer's work."""
-    matrices = sum(sizes.nbytes for sizes in part_sizes(shape).values())
-    weights, disk = shape.layer_weights, written_bytes(config, shape)
+    coded, disk = coded_bytes(shape), written_bytes(config, shape)
+    weights = shape.weights - shape.other_weights - shape.outer_weights
     tokens = config.calibration_tokens(shape)
     states = 8 * tokens * shape.d_model if config.gptq else 0
     require_disk(config.output, disk + states, f"the quantised {config.model}")
     lines = [
-        f"{config.output}: {disk / 1e9:.2f} GB, of which layers {shape.n_layers * matrices / 1e9:.2f} GB"
-        f" ({8 * matrices / weights:.2f} bits a weight)"
+        f"{config.output}: {disk / 1e9:.2f} GB, of which layers {coded / 1e9:.2f} GB"
+        f" ({8 * coded / weights:.2f} bits a weight)"
     ]
     if config.gptq:
         held = gptq_bytes(config, shape)
@@ -90,10 +91,15 @@ def plan(config: QuantizeConfig, shape: ModelDims) -> str:
 
 def written_bytes(config: QuantizeConfig, shape: ModelDims) -> int:
     """Bytes of all matrices: of the layers in codes, of the rest as they are stored, and of the LM head in either."""
-    layer, head = sum(sizes.nbytes for sizes in part_sizes(shape).values()), head_sizes(shape, config.lm_head)
-    width = outer_width(config.model)
+    head, width = head_sizes(shape, config.lm_head), outer_width(config.model)
     rest = width * shape.outer_weights if head is None else width * shape.embedding_weights + head.nbytes
-    return shape.n_layers * layer + rest
+    return coded_bytes(shape) + width * shape.other_weights + rest
+
+
+def coded_bytes(shape: ModelDims) -> int:
+    """Bytes of the matrices of all layers in codes."""
+    unit = CODES4.unit_bytes(shape)
+    return round(sum(unit.dense(shape, key.target) for key in shape.keys))
 
 
 def outer_width(model: str) -> int:

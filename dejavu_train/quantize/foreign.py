@@ -31,7 +31,7 @@ from dejavu_train.families.base import family_named, map_shapes
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import quant_method
 from dejavu_train.models.int4 import Int4Rows, RowLayout
-from dejavu_train.models.stored import in_layer, layer_prefixes
+from dejavu_train.models.stored import in_layer
 from dejavu_train.quantize.check import check_readable
 from dejavu_train.quantize.source import StoredTensors
 
@@ -70,7 +70,12 @@ class MatrixReader:
         self.source, self.method = source, quant_method(values)
         family = family_named(values["model_type"], source.model)
         maps = map_shapes(dims_of(values, source.model), family.matrices)
-        self._sizes = {prefix + name: size for prefix in layer_prefixes(values) for name, size in maps.items()}
+        ends = {f".{name}.weight": size for name, size in maps.items()}
+        expected = (name for name in family.stored_tensors(values) if name.endswith(tuple(ends)))
+        self._sizes = {
+            name.removesuffix(".weight"): next(size for end, size in ends.items() if name.endswith(end))
+            for name in expected
+        }
         self._decode = None if self.method is None else DECODERS[self.method](values["quantization_config"])
         self._stored = STORED.get(self.method or "", (WEIGHT,))
         codes = {part for part in self._stored if part != WEIGHT}
@@ -82,9 +87,11 @@ class MatrixReader:
                     " codes; quantise it with the others left out"
                 )
         self._held: dict[str, dict[str, str]] = {}
+        self._parts: set[str] = set()
         for prefix in self._sizes:
             held = {name.removeprefix(f"{prefix}."): name for name in source if name.startswith(f"{prefix}.")}
             held.pop("bias", None)
+            self._parts |= {*held.values()}
             alone = WEIGHT in held and not codes & held.keys()  # left out of the quantisation
             missing = [] if alone else [part for part in self._stored if part not in held]
             if missing:
@@ -97,7 +104,7 @@ class MatrixReader:
 
     def is_part(self, name: str) -> bool:
         """Whether a tensor of a layer belongs to one of its matrices."""
-        return "norm" not in name and not name.endswith(".bias")
+        return name in self._parts
 
     def read(self, prefix: str, layout: RowLayout) -> tuple[Tensor, Int4Rows | None]:
         """The matrix (n, m) of the module ``prefix``, and its rows where the checkpoint holds them exactly.

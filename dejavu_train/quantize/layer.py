@@ -18,6 +18,7 @@ from dejavu_train.data.stream import Stream
 from dejavu_train.families import BlockParts
 from dejavu_train.families.block import before_half, behind_half, causal, mix_heads, positions_like
 from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.models.layer_exchange import first
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.gptq import InputGroups, OutputGroups, quantise_columns
 from dejavu_train.quantize.rounding import round_nearest
@@ -111,7 +112,18 @@ class LayerQuantizer:
             for part in self.layouts:
                 self._quantise([part], None)
             return self.results
-        moments = Moments()
+        if not self.layouts:
+            for batch in batches:
+                batch.put(first(self.block(batch.hidden)))
+            return self.results
+        if parts.out is not None:
+            self._attention(batches)
+        if parts.down is not None:
+            self._mlp(batches)
+        return self.results
+
+    def _attention(self, batches: list[StreamBatch]) -> None:
+        parts, moments = self.parts, Moments()
         for batch in batches:
             moments.add(before_half(parts, parts.norm_attn, batch.hidden), batch.real)
         self._quantise(self._qkv, moments)
@@ -120,11 +132,13 @@ class LayerQuantizer:
         for batch in batches:
             moments.add(self._mixed(batch), batch.real)
         self._quantise(self._out, moments)
-
-        moments = Moments()
         for batch in batches:
             batch.put(behind_half(parts, parts.norm_attn, batch.hidden + parts.out(self._mixed(batch))))
-            moments.add(before_half(parts, parts.norm_mlp, batch.made), batch.real)
+
+    def _mlp(self, batches: list[StreamBatch]) -> None:
+        parts, moments = self.parts, Moments()
+        for batch in batches:
+            moments.add(self._mlp_in(batch), batch.real)
         self._quantise(self._up, moments)
 
         moments = Moments()
@@ -132,8 +146,8 @@ class LayerQuantizer:
             moments.add(self._neurons(batch), batch.real)
         self._quantise(self._down, moments)
         for batch in batches:
-            batch.put(behind_half(parts, parts.norm_mlp, batch.made + parts.down(self._neurons(batch))))
-        return self.results
+            added = parts.down(self._neurons(batch))
+            batch.put(behind_half(parts, parts.norm_mlp, self._before_mlp(batch) + added))
 
     def _mixed(self, batch: StreamBatch) -> Tensor:
         """(B, T, h * e), of what stands before the layer. It is made twice: it may be wider than the stream."""
@@ -142,7 +156,13 @@ class LayerQuantizer:
 
     def _neurons(self, batch: StreamBatch) -> Tensor:
         """(B, T, n), of what stands before the MLP."""
-        return self.parts.neurons(before_half(self.parts, self.parts.norm_mlp, batch.made))
+        return self.parts.neurons(self._mlp_in(batch))
+
+    def _mlp_in(self, batch: StreamBatch) -> Tensor:
+        return before_half(self.parts, self.parts.norm_mlp, self._before_mlp(batch))
+
+    def _before_mlp(self, batch: StreamBatch) -> Tensor:
+        return batch.hidden if self.parts.out is None else batch.made
 
     def _quantise(self, parts: list[str], moments: "Moments | None") -> None:
         """Round matrices that read the same inputs, and put what their codes say in their places."""

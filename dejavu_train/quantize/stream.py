@@ -13,6 +13,7 @@ from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.block import positions_like
 from dejavu_train.families.published import is_extra
 from dejavu_train.models.int4 import Int4Rows, RowLayout
+from dejavu_train.models.int4_quantizer import own_layouts
 from dejavu_train.models.load import empty_model
 from dejavu_train.models.stored import own_name
 from dejavu_train.quantize.config import QuantizeConfig
@@ -36,7 +37,8 @@ class Skeleton:
         self.source, self.device = source, device
         self.model = empty_model({name: value for name, value in values.items() if name != "quantization_config"})
         for buffer in self.model.buffers():
-            buffer.data = buffer.data.to(device)
+            if not buffer.is_meta:
+                buffer.data = buffer.data.to(device)
         self.family = family_of(self.model)
         self.blocks = self.family.blocks(self.model)
         self._names = {id(module): name for name, module in self.model.named_modules()}
@@ -104,8 +106,8 @@ def quantised_layers(
     source, device, kind = skeleton.source, skeleton.device, skeleton.model.config.model_type
     for block in skeleton.blocks[first:]:
         prefix = own_name(f"{block.name}.")
-        others, given, weights = {}, {}, {}
-        for part in layouts:
+        others, given, weights, own = {}, {}, {}, own_layouts(block.whole, layouts)
+        for part in own:
             weights[f"{part}.weight"], rows = reader.read(prefix + part, layouts[part])
             if rows is not None:
                 given[part] = Int4Rows(rows.words.to(device), rows.scales.to(device))
@@ -114,10 +116,11 @@ def quantised_layers(
                 others[name.removeprefix(prefix)] = source[name]
         held = {name: each for name, each in others.items() if not is_extra(kind, prefix + name)}
         tensors = {name: tensor.to(device).float() for name, tensor in {**weights, **held}.items()}
+        tensors = getattr(skeleton.family, "assembled", dict)(tensors)
         block.whole.load_state_dict(tensors, assign=True)
         block.whole.requires_grad_(False)
-        made = LayerQuantizer(block, skeleton.family.matrices, layouts, config, given).run(batches)
-        biases = {f"{part}.bias": block.whole.get_submodule(part).bias for part in layouts}
+        made = LayerQuantizer(block, skeleton.family.matrices, own, config, given).run(batches)
+        biases = {f"{part}.bias": block.whole.get_submodule(part).bias for part in own}
         changed = {name: bias.to(others[name]) for name, bias in biases.items() if name in others}
         block.whole.to("meta")
         yield prefix, {**others, **changed}, made

@@ -19,6 +19,7 @@ from dejavu_train.data.recording import HeadReference, WindowBatch, record_batch
 from dejavu_train.data.shards import RecordedWeights, pack_bits
 from dejavu_train.data.windows import Window
 from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
+from dejavu_train.families.base import family_named
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.load import random_model, resolve_device, torch_dtype
 from dejavu_train.run.footprint import probed_rows
@@ -66,16 +67,13 @@ class Estimate:
         tokens = int(TRIAL_FLOPS[device.type] / (2 * block))
         length = max(16, min(run.window, tokens))
         rows = max(1, min(run.batch_size, tokens // length))
-        model = _one_block(config, device)
-        heads = {
-            0: HeadReference.of(
-                blocks_of(model)[0], torch.zeros(shape.n_kv_heads, shape.group_dim, dtype=torch.float32)
-            )
-        }
-        record = _recorded(model, heads, config, rows, length)
-        write = _recorded(model, heads, config, 32, 1)
+        model, mean = _one_block(config, device), torch.zeros(shape.n_kv_heads, shape.group_dim, dtype=torch.float32)
+        blocks = blocks_of(model)
+        heads = {number: HeadReference.of(each, mean) for number, each in enumerate(blocks) if each.targets}
+        record = timed(_recorded(model, heads, config, rows, length), device) / (rows * length)
+        write = timed(_recorded(model, heads, config, 32, 1), device) / 32
         steps = functools.partial(seconds_of_steps, config, shape)
-        return cls(config, shape, timed(record, device) / (rows * length), timed(write, device) / 32, steps)
+        return cls(config, shape, record / len(blocks), write / len(blocks), steps)
 
     @property
     def token(self) -> float:
@@ -121,10 +119,10 @@ class Estimate:
         """Seconds of curves over ``rows`` rows, heads' losses and sensitivities: layers behind a probe run again."""
         config, shape = self.config.calibrate, self.shape
         stages = 1 if config.cascade is None else 2
-        seconds = min(rows, config.rows) * shape.n_layers * shape.d_ffn * UNIT_SECONDS * stages
+        seconds = min(rows, config.rows) * len(shape.layers_of(Target.MLP)) * shape.d_ffn * UNIT_SECONDS * stages
         if not config.sensitivity_tokens:
             return seconds
-        layers = probed_rows(self.config) * shape.n_layers * (shape.n_layers / 2 + self.head)
+        layers = probed_rows(self.config, shape) * (shape.n_layers / 2 + self.head)
         seconds += min(rows, config.sensitivity_tokens) * layers * self.block * SPARSE_PASS
         if self.config.heads.enabled:
             seconds += min(rows, config.head_loss_tokens) * self.token * (1 + BACKWARD)
@@ -145,8 +143,12 @@ class _Nowhere:
 
 
 def _one_block(config: RunConfig, device: torch.device) -> PreTrainedModel:
-    """A model of one block of the run's shape. All weights are one number: a draw takes longer than what is timed."""
+    """A model of one block of the run's shape, or of one of each kind.
+
+    All weights are one number: a draw takes longer than what is timed.
+    """
     values = {**read_values(config.model, config.revision), "num_hidden_layers": 1, "vocab_size": 16}
+    values |= getattr(family_named(values["model_type"], config.model), "shortest", dict)()
     values.pop("quantization_config", None)
     with torch.device(device), no_init_weights():
         model = random_model(values).to(torch_dtype(config.collect.dtype)).eval()
@@ -156,7 +158,7 @@ def _one_block(config: RunConfig, device: torch.device) -> PreTrainedModel:
 
 
 def _recorded(
-    model: PreTrainedModel, heads: dict[int, HeadReference], config: RunConfig, rows: int, length: int
+    model: PreTrainedModel, heads: dict[int, HeadReference | None], config: RunConfig, rows: int, length: int
 ) -> Callable[[], object]:
     """A pass of ``rows`` windows through a model of one block, as collecting makes it."""
     batch = WindowBatch.of([Window(0, np.full(length, 3)) for _ in range(rows)])

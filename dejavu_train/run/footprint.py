@@ -10,7 +10,7 @@ from dejavu_train.calibration.curves import CASCADE_PROBES, HEAD_PROBES, MLP_PRO
 from dejavu_train.calibration.sensitivity import block_positions
 from dejavu_train.data.config import MEAN_TOKENS
 from dejavu_train.data.untrained import TOKENS
-from dejavu_train.families import ModelDims
+from dejavu_train.families import ModelDims, Target
 from dejavu_train.families.dims import SMOOTH
 from dejavu_train.training.config import RunConfig
 
@@ -76,7 +76,7 @@ def tuning_work(config: RunConfig, shape: ModelDims) -> int:
     neurons = (10 if shape.gated else 7) * size + 32
     layer = rows * (neurons * shape.d_ffn + 12 * size * shape.d_model)
     logits = rows * shape.vocab_size * (2 * size + 28)
-    largest = max(config.mlp.rank_of(number) for number in range(shape.n_layers))
+    largest = max(config.mlp.rank_of(number) for number in shape.layers_of(Target.MLP))
     planes = 8 * shape.d_model * shape.d_ffn if config.calibrate.cascade is not None else 0
     predictor = 20 * largest * (shape.d_model + shape.d_ffn)
     return max(layer + planes, logits) + predictor + 4 * tokens * size * shape.d_model
@@ -87,7 +87,7 @@ def tuning_host(config: RunConfig, shape: ModelDims) -> int:
     _, tokens = _tokens_of_step(config)
     per_layer = 2 if max(config.mlp.lookahead, config.heads.lookahead) else 1  # and what later layers read of it
     inputs = tokens * per_layer * _itemsize(config) * shape.d_model * shape.n_layers
-    ranks = sum(config.mlp.rank_of(number) for number in range(shape.n_layers))
+    ranks = sum(config.mlp.rank_of(number) for number in shape.layers_of(Target.MLP))
     return inputs + 4 * TUNED_COPIES * ranks * (shape.d_model + shape.d_ffn)
 
 
@@ -97,16 +97,17 @@ def _tokens_of_step(config: RunConfig) -> tuple[int, int]:
     return windows * config.collect.window, passes * windows * config.collect.window
 
 
-def probed_rows(config: RunConfig) -> int:
-    """How many densities of a layer are tried for sensitivities."""
+def probed_rows(config: RunConfig, shape: ModelDims) -> int:
+    """How many densities of all layers are tried for sensitivities."""
     neurons = MLP_PROBES if config.calibrate.cascade is None else CASCADE_PROBES
-    return (len(neurons) if config.mlp.enabled else 0) + (len(HEAD_PROBES) if config.heads.enabled else 0)
+    tried = {Target.MLP: len(neurons), Target.HEADS: len(HEAD_PROBES)}
+    return sum(tried[job.target] for job in config.all_jobs(shape))
 
 
 def _states(config: RunConfig, shape: ModelDims, tokens: int) -> int:
     """Bytes of collecting, or of calibrating where it is more."""
     calibrate, row = config.calibrate, shape.d_model * _itemsize(config)
-    probed = probed_rows(config) * calibrate.sensitivity_tokens * shape.n_layers
+    probed = probed_rows(config, shape) * calibrate.sensitivity_tokens
     learnt = calibrate.head_loss_tokens * shape.n_layers if config.heads.enabled else 0
     return row * max(2 * (tokens + MEAN_TOKENS), probed + learnt)
 

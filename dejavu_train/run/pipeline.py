@@ -24,8 +24,9 @@ from dejavu_train.calibration.by_layers import ByLayers, Sharing
 from dejavu_train.calibration.calibrate import choose, measure_curves
 from dejavu_train.cli.registry import extra
 from dejavu_train.data.collect import check_same_text, collect
-from dejavu_train.data.shard_reader import ShardReader, active_densities
+from dejavu_train.data.shard_reader import active_densities, recorded_windows
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
+from dejavu_train.families.dims import listed
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_json, read_sealed, remove_leftovers, replacing, sha256_file, write_sealed
 from dejavu_train.ground.locks import locked
@@ -38,7 +39,7 @@ from dejavu_train.run.crew import COLLECT, REST, calibrate_together, collect_tog
 from dejavu_train.run.folder import claimed_folder
 from dejavu_train.run.own_text import sampled, tokens_to_sample
 from dejavu_train.training.build import check_classes, predictor_classes
-from dejavu_train.training.config import RunConfig
+from dejavu_train.training.config import RunConfig, parse_layers
 from dejavu_train.training.experiment import Experiment
 from dejavu_train.training.finetune import finetune
 from dejavu_train.training.job import (
@@ -70,7 +71,9 @@ def run(config: RunConfig) -> None:
     # The stages are those of the configuration as it was given; where it leaves a density open, predictors that were
     # trained before keep theirs.
     stages: dict[str, Stage] = {target: train_stage(config, target) for target in TARGETS}
-    jobs, own = config.all_jobs(shape.n_layers), config.own_jobs(shape.n_layers)
+    jobs, own = config.all_jobs(shape), config.own_jobs(shape)
+    if bare := [layer for layer in parse_layers(config.layers, shape.n_layers) if not shape.targets_of(layer)]:
+        logger.info("layers %s have no target: nothing of them is recorded, and they run as they are", listed(bare))
     mirrored(config, "pull")
     if not Path(config.output).exists():
         tokens_to_sample(config)  # what cannot be written by layers is refused before there is a folder
@@ -97,7 +100,7 @@ def checked(config: RunConfig, only_plan: bool = False) -> tuple[RunConfig, Mode
     config = config.settled(shape)
     check_classes(config, shape)
     config = dataclasses.replace(config, trainer=resolved_arguments(config.trainer))
-    check_trainer(config, config.all_jobs(shape.n_layers)[0])
+    check_trainer(config, config.all_jobs(shape)[0])
     return config, shape
 
 
@@ -166,7 +169,7 @@ def work(config: RunConfig, part: str) -> None:
         if part == COLLECT:
             _collect(config, resolved)
             return
-        _train(resolved, stages, config.own_jobs(shape.n_layers), _forget)
+        _train(resolved, stages, config.own_jobs(shape), _forget)
 
 
 def _collect(config: RunConfig, resolved: RunConfig) -> None:
@@ -223,7 +226,7 @@ def _bundle_folder(config: RunConfig) -> Path:
 def say_what_density_holds(config: RunConfig, activations: Path) -> None:
     """Warn where fewer neurons will be selected than are active in the mean: not even a perfect predictor finds all."""
     density, active = config.mlp.density, active_densities(activations)
-    mean = sum(active) / len(active)
+    mean = sum(active.values()) / len(active)
     if config.mlp.enabled and density is not None and density < mean:
         logger.warning(
             "%.1f %% of the neurons are active, more than mlp.density %g can hold: recall is at most %.3f in the mean;"
@@ -274,7 +277,7 @@ def measured_before(config: RunConfig, curves: Stage) -> Bundle | None:
 def finish(config: RunConfig, output: Path, jobs: Sequence[UnitKey], stage: Stage) -> Bundle:
     """Calibrate, write the bundle, and show what it has. ``summary.csv`` has what training had."""
     activations = output / "activations"
-    windows = ShardReader(activations, 0, "calibration").windows() if config.calibrate.sensitivity_tokens else None
+    windows = recorded_windows(activations, "calibration") if config.calibrate.sensitivity_tokens else None
 
     def load_dense() -> Any:
         run, device = config.collect, resolve_device(config.collect.device)
@@ -338,7 +341,7 @@ def finetune_all(
         model = LayerWalk(config.model, device, dtype, config.revision)
     else:
         model = load_model(config.model, dtype, device, run.device_map, config.revision)
-    windows = ShardReader(output / "activations", 0, "train").windows()
+    windows = recorded_windows(output / "activations", "train")
     state = output / "tuning.ckpt"
     tuned, metrics = finetune(model, bundle, windows, config.tune, weights, config.seed, state)
     folder = output / ".tmp-tuned"

@@ -57,16 +57,16 @@ def print_plan(config: RunConfig) -> None:
         state = "to do" if missing is None or manifest is None else f"{len(missing)} of {len(manifest.shards)} shards"
         to_do = sum(filter(None, sets.values())) if missing is None else sum(entry.tokens for entry in missing)
         seconds["text"] = estimate.sampling(tokens_to_sample(config))
-        seconds["collecting"] = estimate.collecting(to_do, to_do * row_bytes(config, shape) * shape.n_layers)
+        seconds["collecting"] = estimate.collecting(to_do, to_do * row_bytes(config, shape))
     rows.append(("collect", state, _size(config, shape, tokens)))
     recorded = {name: sets.get(name) or 0 for name in SETS}
 
     for target in TARGETS:
         stage = train_stage(config, target)
-        jobs = [job for job in config.all_jobs(shape.n_layers) if job[1] == target]
+        jobs = [job for job in config.all_jobs(shape) if job[1] == target]
         before = {job: stored_stage(job_folder(output, job)) for job in jobs if has_predictor(output, job)}
         done = [job for job in before if stage.matches(before[job])]
-        own = [job for job in config.own_jobs(shape.n_layers) if job[1] == target and job not in done]
+        own = [job for job in config.own_jobs(shape) if job[1] == target and job not in done]
         if jobs:
             steps = config.predictor(target).steps
             other = [stage.difference(stored) for job, stored in before.items() if job not in done]
@@ -92,7 +92,7 @@ def print_plan(config: RunConfig) -> None:
         f"minutes: about {sum(seconds.values()) / 60:.1f}{f' ({parts})' if parts else ''}, from a block and training"
         f" steps that were timed just now on {_device_name(start_device(config.trainer))}; early stopping saves some"
     )
-    if not made and (notice := unused_heads(config, config.all_jobs(shape.n_layers))):
+    if not made and (notice := unused_heads(config, config.all_jobs(shape))):
         print(notice)
     print("no mistake was found; the same command without --check begins")
 
@@ -106,11 +106,11 @@ def stage_seconds(estimate: Estimate, rows: Mapping[str, int], sampled: int) -> 
     """
     config, shape = estimate.config, estimate.shape
     tokens = sum(rows.values())
-    jobs = config.all_jobs(shape.n_layers)
+    jobs = config.all_jobs(shape)
     numbers = {target: sum(job.target == target for job in jobs) for target in TARGETS}
     return {
         "text": estimate.sampling(sampled),
-        "collecting": estimate.collecting(tokens, tokens * row_bytes(config, shape) * shape.n_layers),
+        "collecting": estimate.collecting(tokens, tokens * row_bytes(config, shape)),
         "training": sum(estimate.training(target, count, rows) for target, count in numbers.items() if count),
         "tuning": estimate.tuning(),
         "calibrating": estimate.calibrating(rows["calibration"]),
@@ -146,14 +146,14 @@ def _recorded(manifest: ActivationManifest) -> dict[str, int | None]:
 
 
 def row_bytes(config: RunConfig, shape: ModelDims) -> int:
-    """Bytes of one token in the shards of one layer."""
+    """Bytes of one token in the shards of all layers."""
     return ActivationManifest(config.model, "", shape, config.collect.storage, {}, {}, ()).row_bytes()
 
 
 def _size(config: RunConfig, shape: ModelDims, tokens: int | None) -> str:
     if tokens is None:
         return "all tokens of the text"
-    gigabytes = tokens * row_bytes(config, shape) * shape.n_layers / 1e9
+    gigabytes = tokens * row_bytes(config, shape) / 1e9
     return f"{tokens:,} tokens, {gigabytes:.2f} GB of activations"
 
 

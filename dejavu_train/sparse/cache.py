@@ -9,10 +9,15 @@ and V would give.
 Letters: B batch rows, S columns of the padded batch, d model width, h heads of K and V, e head width.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from dejavu_train.families import Target, dims_of
 from dejavu_train.ground.errors import UserError
 
 GROWTH = 128  # columns added at a time, so that a step does not copy the whole cache
@@ -110,26 +115,41 @@ class SparseCache(Cache):
 
     Reorders, crops, repeats, selects and resets as any cache does, so beam search and assisted generation stay right.
 
+    Args:
+        own: by number layers of another kind, of those that have no attention.
     Attributes:
         finished: (B,) bool or None: rows that ``generate`` has ended. They leave the union of the batch.
     """
 
-    layers: list[SparseLayer]
+    layers: list[Any]
     max_cache_len = -1  # unbounded, as peft asks of a cache in whose place it puts its own
 
-    def __init__(self, n_layers: int) -> None:
-        super().__init__(layers=[SparseLayer() for _ in range(n_layers)])
+    def __init__(self, n_layers: int, own: Mapping[int, Any] = MappingProxyType({})) -> None:
+        super().__init__(layers=[own.get(layer) or SparseLayer() for layer in range(n_layers)])
         self.finished: Tensor | None = None
 
-    def inputs(self, first: int) -> list[Tensor]:
-        """``attn_in`` of every layer from column ``first`` on, (B, T, d) each."""
-        return [layer.attn_in[:, first : layer.length] for layer in self.layers if layer.attn_in is not None]
+    @classmethod
+    def of(cls, model: Any) -> "SparseCache":
+        """An empty one for a model. Layers without attention have what transformers gives them, a state or nothing."""
+        n_layers, attending = model.config.num_hidden_layers, dims_of(model.config).layers_of(Target.HEADS)
+        if len(attending) == n_layers:
+            return cls(n_layers)
+        layers = enumerate(DynamicCache(config=model.config).layers)
+        return cls(n_layers, {number: layer for number, layer in layers if number not in attending})
+
+    def inputs(self, first: int) -> list[Tensor | None]:
+        """``attn_in`` of every layer from column ``first`` on, (B, T, d) each. None of one without attention."""
+        kept = [getattr(layer, "attn_in", None) for layer in self.layers]
+        return [None if each is None else each[:, first : self.get_seq_length()] for each in kept]
 
     def reset(self) -> None:
         super().reset()
         self.finished = None
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget columns as each layer does. Raises :class:`UserError` where a layer's state takes none back."""
+        if not all(layer.is_croppable for layer in self.layers):
+            raise UserError("a cache with states of Mamba layers takes no token back; begin with model.new_cache()")
         super().crop(tokens_to_remove)
         self.finished = None  # a taken-back token may have been the one that ended a row
 

@@ -174,7 +174,7 @@ def through_gather(
     kept = given.past_key_values is not None or asked
     cache: Any = given.past_key_values
     if cache is None:
-        cache = SparseCache(model.config.num_hidden_layers)
+        cache = SparseCache.of(model)
     live = _note_ended_rows(call, given.input_ids, cache)
     hidden = family_of(model).embed(model, given.tokens, positions)
     assert given.attention_mask is not None

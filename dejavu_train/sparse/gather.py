@@ -12,7 +12,7 @@ and u units in the union.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,36 @@ from transformers import PreTrainedModel
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.selector import Predicted
-from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
+from dejavu_train.families import BlockParts, Site, Target, UnitKey, family_of
 from dejavu_train.families.block import alibi, before_half, behind_half, forward_block, repeat_groups, split_heads
 from dejavu_train.families.fused import FusedPart
 from dejavu_train.families.plain import check_calls, plain_blocks
 from dejavu_train.models.finite import check_finite, finite_positions
 from dejavu_train.models.hooks import head_contribution, neuron_contribution
+from dejavu_train.models.layer_exchange import first
 from dejavu_train.predictors.bit_planes import SecondStage
 from dejavu_train.sparse.cache import SparseCache, SparseLayer
 
 OnSelect = Callable[[int, Target, int, Tensor], None]
+
+
+@dataclass
+class _Column:
+    """One column on its way through the layers.
+
+    Attributes:
+        positions: (B, 1). visible: (B, S + 1) bool.
+        alive, dense_rows, judged: (B,) bool: rows that go on, that select everything, that a guard measures.
+        guard: where it measures this column. sites: what predictors read.
+    """
+
+    positions: Tensor
+    visible: Tensor
+    alive: Tensor
+    dense_rows: Tensor
+    judged: Tensor
+    guard: GuardState | None = None
+    sites: dict[Site, Tensor] = field(default_factory=dict)
 
 
 class GatherDecoder:
@@ -52,10 +72,13 @@ class GatherDecoder:
         family = family_of(model)
         self.blocks = plain_blocks(model)
         self.final_norm = family.final_norm(model)
-        called = [norm for block in self.blocks for norm in (block.norm_attn, block.norm_mlp)]
+        called: list[Any] = [part for block in self.blocks for part in (block.norm_attn, block.norm_mlp, block.beside)]
+        called += [block.whole for block in self.blocks if not block.targets]
         called += [*family.embeddings(model), model.get_output_embeddings()]
-        check_calls(model, called if self.final_norm is None else [*called, self.final_norm], itself=True)
-        self.selector = Predicted(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
+        called = [part for part in (*called, self.final_norm) if part is not None]
+        check_calls(model, called, itself=True)
+        self.devices = [block.device for block in self.blocks]
+        self.selector = Predicted(bundle, self.devices[0])  # of a cascade: the candidates
         self.second_stages = {
             layer: second_stage
             for layer, second_stage in bundle.second_stages([block.up for block in self.blocks]).items()
@@ -64,7 +87,7 @@ class GatherDecoder:
         self.on_select: OnSelect | None = None
         """Called as ``on_select(layer, target, column, keep)`` with ``keep`` (B, n) bool at every sparse step."""
         for block in self.blocks:
-            for linear in (block.down, block.out):
+            for linear in filter(None, (block.down, block.out)):
                 if not linear.weight.t().is_contiguous():
                     with torch.inference_mode(linear.weight.is_inference()):  # tensors of that mode take no others
                         linear.weight.data = linear.weight.data.t().contiguous().t()
@@ -72,14 +95,10 @@ class GatherDecoder:
         if guard is not None:
             self.selector.thresholds = {key: guard.threshold(key) for key in guard.rows}
         # A mean that stands in for skipped heads is read with the bias: W (keep ? o - mean : 0) + (b + W mean).
-        self.head_means: list[Tensor | None] = []
-        self.out_biases: list[Tensor | None] = []
         means = bundle.head_means()
-        for number, block in enumerate(self.blocks):
-            projection = block.out
-            mean = means[number].to(projection.weight) if number in means else None
-            self.head_means.append(mean)
-            self.out_biases.append(_folded_bias(projection, mean))
+        outs = {number: block.out for number, block in enumerate(self.blocks) if block.out is not None}
+        self.head_means = {number: means[number].to(out.weight) for number, out in outs.items() if number in means}
+        self.out_biases = {number: _folded_bias(out, self.head_means.get(number)) for number, out in outs.items()}
 
     @torch.no_grad()
     def forward(
@@ -104,32 +123,47 @@ class GatherDecoder:
         real = visible[:, past:]
         sparse = sparse & real
         sparse_columns = sparse.any(dim=0).nonzero()
-        first = int(sparse_columns[0]) if len(sparse_columns) else hidden.shape[1]
+        begin = int(sparse_columns[0]) if len(sparse_columns) else hidden.shape[1]
         parts = []
-        if first:
-            parts.append(self._chunk(hidden[:, :first], positions[:, :first], cache, visible[:, : past + first]))
-        for column in range(first, hidden.shape[1]):
+        if begin:
+            parts.append(self._chunk(hidden[:, :begin], positions[:, :begin], cache, visible[:, : past + begin]))
+        for column in range(begin, hidden.shape[1]):
             alive = real[:, column] if live is None else real[:, column] & live
             dense_rows = alive & ~sparse[:, column]
             at, seen = positions[:, column, None], visible[:, : past + column + 1]
-            parts.append(self._step(hidden[:, column], at, cache, seen, alive, dense_rows)[:, None])
+            now = _Column(at, seen, alive, dense_rows, alive & ~dense_rows)
+            parts.append(self._step(hidden[:, column], now, cache)[:, None])
         last = torch.cat(parts, dim=1)
         out = last if self.final_norm is None else self.final_norm(last)
         shown = real if live is None else real & live[:, None]
         inputs = [*cache.inputs(past), last]
-        check_finite(out, shown, lambda: [finite_positions(each) for each in inputs], len(self.blocks))
+
+        def finite() -> list[Tensor | None]:
+            return [None if each is None else finite_positions(each) for each in inputs]
+
+        check_finite(out, shown, finite, len(self.blocks))
         return out
 
     def _chunk(self, hidden: Tensor, positions: Tensor, cache: SparseCache, visible: Tensor) -> Tensor:
         """Dense columns, all at once: hidden (B, T, d), positions (B, T), visible (B, S + T)."""
         for number, layer in enumerate(cache.layers):
-            block = self._whole(number)
-            device = block.down.weight.device
+            block, device = self._whole(number), self.devices[number]
+            if not block.targets:
+                block = replace(block, whole=partial(self._call, number, cache, visible))
             at = positions.to(device)
             hidden, _ = forward_block(
                 block, hidden.to(device), partial(self._attend_at_once, block, layer, at, visible), at
             )
         return hidden
+
+    def _call(self, number: int, cache: SparseCache, visible: Tensor, hidden: Tensor) -> Tensor:
+        """(B, T, d) behind a layer without a target, as transformers runs it. ``cache`` holds its state.
+
+        Args:
+            visible: (B, S + T) bool. hidden: (B, T, d).
+        """
+        real = visible[:, -hidden.shape[1] :].to(hidden.device)
+        return first(self.blocks[number].whole(hidden, past_key_values=cache, attention_mask=real))
 
     def _attend_at_once(
         self,
@@ -174,68 +208,61 @@ class GatherDecoder:
         planes = self.second_stages[number].planes
         return replace(block, up=lambda mlp_in: F.linear(mlp_in, planes.weight().to(mlp_in), block.up.bias))
 
-    def _step(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        cache: SparseCache,
-        visible: Tensor,
-        alive: Tensor,
-        dense_rows: Tensor,
-    ) -> Tensor:
-        """One column: hidden (B, d), positions (B, 1), visible (B, S + 1), alive and dense_rows (B,) bool."""
-        sites: dict[Site, Tensor] = {}
-        column = visible.shape[1] - 1
-        judged = alive & ~dense_rows
-        guard = self.guard if self.guard is not None and self.guard.due() else None
-        if guard is not None:
-            dense_rows = alive
-
-        def selection(number: int, target: Target, n_units: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-            """Choice of the predictor, None where there is none, and what is computed."""
-            chosen = self.selector(number, target, sites)
-            keep = torch.ones(hidden.shape[0], n_units, dtype=torch.bool, device=device) if chosen is None else chosen
-            return chosen, (keep.to(device) | dense_rows.to(device)[:, None]) & alive.to(device)[:, None]
-
-        def measure_heads(number: int, chosen: Tensor | None, mixed: Tensor) -> None:
-            if guard is not None and chosen is not None:
-                weight = self.blocks[number].out.weight
-                guard.measure(UnitKey(number, Target.HEADS), judged, chosen, chosen, head_contribution(mixed, weight))
-
-        def measure_neurons(number: int, chosen: Tensor | None, mlp_in: Tensor) -> None:
-            if guard is not None and chosen is not None:
-                stage = self.second_stages.get(number)
-                passed = chosen if stage is None else chosen & stage.passed(mlp_in).to(chosen.device)
-                neurons = self._whole(number).neurons(mlp_in)
-                contribution = neuron_contribution(neurons, self.blocks[number].down.weight)
-                guard.measure(UnitKey(number, Target.MLP), judged, chosen, passed, contribution)
-
-        def report_selection(number: int, target: Target, keep: Tensor) -> None:
-            if self.on_select is not None:
-                self.on_select(number, target, column, keep)
-
+    def _step(self, hidden: Tensor, column: "_Column", cache: SparseCache) -> Tensor:
+        """One column: hidden (B, d)."""
+        if self.guard is not None and self.guard.due():
+            column.guard, column.dense_rows = self.guard, column.alive
         for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=True)):
-            device = block.up.weight.device
-            hidden = hidden.to(device)
-            sites[Site(number, LayerInput.ATTN)] = attn_in = before_half(block, block.norm_attn, hidden)
-            layer.extend(attn_in[:, None], positions.to(device), block.n_groups, block.head_dim)
-            chosen, keep = selection(number, Target.HEADS, block.n_groups, device)
-            report_selection(number, Target.HEADS, keep)
-            see = partial(measure_heads, number, chosen)
-            hidden = hidden + self._attention(number, layer, attn_in, keep, visible.to(device), see)
-            hidden = behind_half(block, block.norm_attn, hidden)
-            sites[Site(number, LayerInput.MLP)] = mlp_in = before_half(block, block.norm_mlp, hidden)
-            chosen, keep = selection(number, Target.MLP, block.up.out_features, device)
-            measure_neurons(number, chosen, mlp_in)
-            if number in self.second_stages:
-                out, keep = _cascade(block, self.second_stages[number], mlp_in, keep, dense_rows.to(device))
-            else:
-                out = _mlp(block, mlp_in, keep)
-            report_selection(number, Target.MLP, keep)
-            hidden = behind_half(block, block.norm_mlp, hidden + out)
-        if guard is not None:
-            guard.move(judged)
+            hidden = hidden.to(self.devices[number])
+            for target in block.targets:
+                half = self._heads_half if target == Target.HEADS else self._neurons_half
+                hidden = half(number, layer, hidden, column)
+            if not block.targets:
+                hidden = self._call(number, cache, column.visible, hidden[:, None])[:, 0]
+        if column.guard is not None:
+            column.guard.move(column.judged)
         return hidden
+
+    def _select(self, key: UnitKey, n_units: int, column: "_Column", device: torch.device) -> tuple[Any, Tensor]:
+        """Choice (B, n) of the predictor, None where there is none, and what is computed."""
+        chosen = self.selector(*key, column.sites)
+        rows = column.alive.to(device)[:, None]
+        keep = rows.expand(-1, n_units) if chosen is None else chosen.to(device) & rows
+        return chosen, keep | (column.dense_rows & column.alive).to(device)[:, None]
+
+    def _report(self, key: UnitKey, column: "_Column", keep: Tensor) -> None:
+        if self.on_select is not None:
+            self.on_select(*key, column.visible.shape[1] - 1, keep)
+
+    def _heads_half(self, number: int, layer: SparseLayer, hidden: Tensor, column: "_Column") -> Tensor:
+        block, key = self.blocks[number], UnitKey(number, Target.HEADS)
+        column.sites[key.site] = attn_in = before_half(block, block.norm_attn, hidden)
+        layer.extend(attn_in[:, None], column.positions.to(hidden.device), block.n_groups, block.head_dim)
+        chosen, keep = self._select(key, block.n_groups, column, hidden.device)
+        self._report(key, column, keep)
+
+        def measure(mixed: Tensor) -> None:
+            if column.guard is not None and chosen is not None:
+                contribution = head_contribution(mixed, block.out.weight)
+                column.guard.measure(key, column.judged, chosen, chosen, contribution)
+
+        out = self._attention(number, layer, attn_in, keep, column.visible.to(hidden.device), measure)
+        return behind_half(block, block.norm_attn, hidden + out)
+
+    def _neurons_half(self, number: int, _layer: Any, hidden: Tensor, column: "_Column") -> Tensor:
+        block, key, stage = self.blocks[number], UnitKey(number, Target.MLP), self.second_stages.get(number)
+        column.sites[key.site] = mlp_in = before_half(block, block.norm_mlp, hidden)
+        chosen, keep = self._select(key, block.up.out_features, column, hidden.device)
+        if column.guard is not None and chosen is not None:
+            passed = chosen if stage is None else chosen & stage.passed(mlp_in).to(chosen.device)
+            contribution = neuron_contribution(self._whole(number).neurons(mlp_in), block.down.weight)
+            column.guard.measure(key, column.judged, chosen, passed, contribution)
+        if stage is None:
+            out = _mlp(block, mlp_in, keep)
+        else:
+            out, keep = _cascade(block, stage, mlp_in, keep, column.dense_rows.to(hidden.device))
+        self._report(key, column, keep)
+        return behind_half(block, block.norm_mlp, hidden + block.with_beside(mlp_in, out))
 
     def _attention(
         self,
@@ -251,7 +278,7 @@ class GatherDecoder:
         see: is shown the outputs of these groups (B, u, h / g * e), less the means that stand in for skipped ones.
         """
         assert layer.keys is not None and layer.values is not None and layer.positions is not None
-        block, mean, bias = self.blocks[number], self.head_means[number], self.out_biases[number]
+        block, mean, bias = self.blocks[number], self.head_means.get(number), self.out_biases[number]
         self._compute_kv(block, layer, keep, visible)
         groups = keep.any(dim=0).nonzero().flatten()
         if len(groups) == 0:

@@ -63,7 +63,7 @@ def generated(
     caches = config.use_cache is not False or kwargs.get("inputs_embeds") is not None  # as transformers decides
     own = cache is None and not mask and caches
     if own:
-        cache = kwargs["past_key_values"] = SparseCache(model.config.num_hidden_layers)  # of `runtime`, as it is
+        cache = kwargs["past_key_values"] = SparseCache.of(model)  # of `runtime`, as it is
     if mask:
         refuse_compiled(model)
     else:

@@ -22,7 +22,7 @@ from dejavu_train.bundle.selector import Sites
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, blocks_of, family_of
 from dejavu_train.families.plain import BlockHook
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.hooks import Act, at_module, at_place, hooked
+from dejavu_train.models.hooks import Act, at_module, at_place, first_place, has_place, hooked
 
 
 class Select(Protocol):
@@ -105,6 +105,7 @@ def masking(
     handles: list[Any] = []
     call = _Call()
     blocks = blocks_of(model)
+    first = next(layer for layer, block in enumerate(blocks) if block.targets)
 
     def keep_finite(values: Tensor) -> None:
         if finite is not None:
@@ -112,9 +113,10 @@ def masking(
 
     for layer, block in enumerate(blocks):
         mean = (means or {}).get(layer)
-        handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean)
+        clears = layer == first
+        handles += _hook_layer(layer, block, call, selector, needed, sites, sparse, observe, mean, clears)
         if finite is not None:
-            handles.append(at_place(block, "residual", keep_finite, partial(_Hook, call, layer)))
+            handles.append(at_place(block, first_place(block), keep_finite, partial(_Hook, call, layer)))
     final = family_of(model).final_norm(model)
     if finite is not None and final is not None:
         handles.append(at_module(final, "input", keep_finite, partial(_Hook, call, len(blocks) - 1)))
@@ -148,14 +150,17 @@ def _hook_layer(
     sparse: Tensor | None,
     observe: Observe | None,
     mean: Tensor | None,
+    clears: bool,
 ) -> list[Any]:
+    """Hooks of a layer. clears: it is the first to have sites, so that those of an earlier pass go."""
     rows: list[tuple[int, int]] = [(0, 0)]  # (B, T): the MLP half of a block may see (B*T, d)
 
+    def begin(hidden: Tensor) -> None:
+        rows[0] = (hidden.shape[0], hidden.shape[1])
+        if clears:
+            sites.clear()
+
     def keep_site(name: LayerInput, output: Tensor) -> None:
-        if name == LayerInput.ATTN:
-            rows[0] = (output.shape[0], output.shape[1])
-            if layer == 0:
-                sites.clear()
         site = Site(layer, name)
         if site in needed:
             sites[site] = output.reshape(*rows[0], -1)
@@ -180,7 +185,8 @@ def _hook_layer(
         "activation": partial(zero_skipped, Target.MLP),
     }
     handles = [block.whole.register_forward_pre_hook(_Enter(call, layer))]
-    handles += [at_place(block, place, act, own) for place, act in acts.items()]
+    handles.append(at_place(block, first_place(block), begin, own))
+    handles += [at_place(block, place, act, own) for place, act in acts.items() if has_place(block, place)]
     instead = selector.up(layer)
     return handles if instead is None else handles + _multiply_with(block.up, own, *instead)
 

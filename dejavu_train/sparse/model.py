@@ -345,7 +345,7 @@ class SparseCausalLM(_Dense):
 
     def new_cache(self) -> SparseCache | None:
         """An empty cache for this backend. None where transformers makes its own."""
-        return None if self._runtime.backend == "mask" else SparseCache(self.config.num_hidden_layers)
+        return None if self._runtime.backend == "mask" else SparseCache.of(self)
 
     def forward(  # type: ignore[override]
         self,

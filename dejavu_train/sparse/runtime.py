@@ -196,7 +196,7 @@ def check_bundle_of(model: Any, bundle: Any) -> None:
             f"a bundle must be a Bundle, got a {type(bundle).__name__}; Bundle.from_pretrained(FOLDER) reads one"
         )
     shape = dims_of(model.config)
-    for name in ("n_layers", "d_model", "n_heads", "d_ffn"):
+    for name in ("n_layers", "d_model", "n_heads", "d_ffn", "pattern"):
         ours, theirs = getattr(bundle.shape, name), getattr(shape, name)
         if ours != theirs:
             raise UserError(

@@ -9,6 +9,7 @@ from dejavu_train.calibration.config import CalibrateConfig, check_reachable
 from dejavu_train.data.config import CONSTANTS, POOL_BLOCKS, CollectConfig, DataConfig
 from dejavu_train.data.text import SELF, TextSource
 from dejavu_train.families import TARGETS, ModelDims, Site, Target, UnitKey
+from dejavu_train.families.dims import listed
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.ranges import COUNT, NUMBER, RATE, SEED, SHARE, Range, check_ranges
 from dejavu_train.models.config_values import read_values
@@ -72,6 +73,11 @@ class PredictorConfig:
             "learning_rate": RATE, "weight_decay": Range(0, 100), "lookahead": Range(0, 2 * shape.n_layers),
         }  # fmt: skip
         check_ranges(self, f"{section}.", ranges)
+        if self.lookahead and shape.pattern:
+            raise UserError(
+                f"{section}.lookahead counts halves of layers, and this model has layers without attention or an MLP;"
+                " set it to 0"
+            )
         for rank in self.ranks.values():
             if rank < 1:
                 raise UserError(f"{section}.ranks must be at least 1, got {rank}")
@@ -261,8 +267,11 @@ class RunConfig:
         for target in TARGETS:
             if self.predictor(target).enabled:
                 self.predictor(target).check(target, shape)
-        for job in self.own_jobs(shape.n_layers):
+        for job in self.own_jobs(shape):
             self.predictor(job.target).site(job)
+        if not self.own_jobs(shape) and any(self.predictor(target).enabled for target in parse_targets(self.targets)):
+            has = [f"{target} in layers {listed(shape.layers_of(target))}" for target in parse_targets(self.targets)]
+            raise UserError(f"--layers {self.layers} names no layer with a target; the model has {' and '.join(has)}")
         if not any(self.predictor(target).enabled for target in TARGETS):
             raise UserError("mlp.enabled and heads.enabled are both false: there is nothing to train")
         if not self.heads.enabled and self.calibrate.head_density < 1 and self.calibrate.budget is None:
@@ -312,7 +321,7 @@ class RunConfig:
             check_reachable(self.tune.density, "tune.density", Target.MLP, self.calibrate.dense_layers, shape)
         open_density = self.tune.density is None and (self.calibrate.budget or self.calibrate.retained_mass)
         dense = not open_density and (self.tune.density or self.calibrate.mlp_density) == 1
-        if dense or len(set(self.calibrate.dense_layers)) == shape.n_layers:
+        if dense or set(self.calibrate.dense_layers) >= set(shape.layers_of(Target.MLP)):
             raise UserError(
                 "tune.steps has nothing to tune where every MLP is dense; ask for a density below 1, or set tune.steps"
                 " to 0"
@@ -328,8 +337,8 @@ class RunConfig:
 
         weights = stored_format(read_values(self.model, self.revision))
         dense = weights.unit_bytes(shape).dense
-        least = 0.0 if self.heads.enabled else dense(shape, Target.HEADS) * shape.n_layers
-        for job in self.all_jobs(shape.n_layers):
+        least = 0.0 if self.heads.enabled else dense(shape, Target.HEADS) * len(shape.layers_of(Target.HEADS))
+        for job in self.all_jobs(shape):
             section, n_out = self.predictor(job.target), shape.units(job.target)
             site, rank, dtype = section.site(job), section.rank_of(job.layer), self.calibrate.dtype_of(job.target)
             kind = section.describe(job.layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
@@ -354,14 +363,14 @@ class RunConfig:
                 " leave out one of the two"
             )
 
-    def all_jobs(self, n_layers: int) -> list[UnitKey]:
+    def all_jobs(self, shape: ModelDims) -> list[UnitKey]:
         """Every (layer, target) that the bundle needs."""
-        return [UnitKey(layer, t) for t in TARGETS if self.predictor(t).enabled for layer in range(n_layers)]
+        return [UnitKey(layer, t) for t in TARGETS if self.predictor(t).enabled for layer in shape.layers_of(t)]
 
-    def own_jobs(self, n_layers: int) -> list[UnitKey]:
+    def own_jobs(self, shape: ModelDims) -> list[UnitKey]:
         """Jobs of them that this invocation was asked for."""
-        layers, targets = parse_layers(self.layers, n_layers), parse_targets(self.targets)
-        return [job for job in self.all_jobs(n_layers) if job.layer in layers and job.target in targets]
+        layers, targets = parse_layers(self.layers, shape.n_layers), parse_targets(self.targets)
+        return [job for job in self.all_jobs(shape) if job.layer in layers and job.target in targets]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that JSON and YAML can hold. ``parse_config`` reads them again."""

@@ -173,9 +173,10 @@ class _Ledger:
         shape = bundle.shape
         self.shape, self.sparse, self.weights = shape, sparse, weights
         one = weights.unit_bytes(shape).dense(shape, Target.MLP)
-        self.dense = one * shape.n_layers
+        layers = len(shape.layers_of(Target.MLP))
+        self.dense = one * layers
         self.fixed = sum(predictor_bytes(spec) for spec in sparse.values())
-        self.fixed += one * (shape.n_layers - len(sparse))
+        self.fixed += one * (layers - len(sparse))
         self.budget = mlp_share(bundle, weights)
 
     def first_price(self) -> float:

@@ -15,7 +15,7 @@ from dejavu_train.bundle.allocation import plane_bytes
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.selector import select
 from dejavu_train.bundle.spec import PredictorSpec
-from dejavu_train.families import LayerInput, Site, Target, UnitKey, blocks_of
+from dejavu_train.families import Site, Target, UnitKey, blocks_of
 from dejavu_train.models.hooks import at_place, hooked
 from dejavu_train.models.layer_exchange import placed
 from dejavu_train.models.weight_format import WeightFormat
@@ -149,7 +149,7 @@ class Gates:
         handles: list[Any] = []
         for layer in layers:
             block = self.blocks[layer]
-            handles += [at_place(block, name, partial(keep, Site(layer, name))) for name in LayerInput]
+            handles += [at_place(block, name, partial(keep, Site(layer, name))) for name in block.inputs]
             for target, place in ((Target.HEADS, "head_out"), (Target.MLP, "activation")):
                 if UnitKey(layer, target) in self.predictors:
                     handles.append(at_place(block, place, partial(gated, layer, target)))

@@ -152,7 +152,7 @@ def deployed_density(config: RunConfig, job: UnitKey, activations: Path) -> floa
     if target == Target.HEADS or density == 1.0:
         return density
     active = active_densities(activations)
-    return min(1.0, density * active[layer] * len(active) / max(sum(active), 1e-12))
+    return min(1.0, density * active[layer] * len(active) / max(sum(active.values()), 1e-12))
 
 
 def second_moments(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family_models import CASES, save_family
+from family_models import CASES, HYBRIDS, save_family
 
 from dejavu_train.calibration import by_layers
 from dejavu_train.calibration.by_layers import (
@@ -32,19 +32,20 @@ def problem(shape):
     """Predictors of every layer and target, that of the last layer's neurons reads the layer below."""
     torch.manual_seed(3)
     probes, chosen, means = {}, {}, {}
-    for layer in range(shape.n_layers):
+    for layer in shape.layers_of("heads"):
         means[layer] = torch.randn(shape.n_kv_heads, shape.group_dim) / 10
         heads = LowRankPredictor(shape.d_model, 8, shape.n_kv_heads)
         site = UnitKey(layer, "heads").site
         probes[UnitKey(layer, "heads")] = SensitivityProbe(heads, site, [0.3, -0.2], means[layer])
         chosen[layer] = {"site_layer": site.layer, "site": site.input}, heads
+    for layer in shape.layers_of("mlp"):
         neurons = LowRankPredictor(shape.d_model, 8, shape.d_ffn)
         site = UnitKey(layer, "mlp").site if layer < shape.n_layers - 1 else Site(layer - 1, "mlp_in")
         probes[UnitKey(layer, "mlp")] = SensitivityProbe(neurons, site, [0.2, 0.0, -1.0])
     return probes, chosen, means
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "galactica"])
+@pytest.mark.parametrize("name", [name for name in (*CASES, *HYBRIDS) if name != "galactica"])
 def test_numbers_are_those_of_a_model_in_memory(name, tmp_path):
     path = save_family(name, tmp_path / "model")
     model = load_model(str(path))

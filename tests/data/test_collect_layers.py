@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from family_models import CASES, save_family
+from family_models import CASES, HYBRIDS, save_family
 from safetensors.torch import load_file, save_file
 from small_runs import COLLECT
 
@@ -124,7 +124,7 @@ def test_a_device_map_is_another_way():
         CollectConfig(by_layers=True, device_map="auto")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "galactica"])
+@pytest.mark.parametrize("name", [name for name in (*CASES, *HYBRIDS) if name != "galactica"])
 def test_every_family_runs_by_layers(name, text_file, tmp_path):
     """With an own dtype, and fewer tokens: two shards of two layers."""
     model = save_family(name, tmp_path / "model")

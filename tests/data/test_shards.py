@@ -71,7 +71,7 @@ def test_density_statistics(tiny_opt, text_file):
     for layer in (0, 1):
         readers = [ShardReader(folder, layer, name) for name in ("train", "val", "calibration")]
         counted.append(torch.cat([r.read("mlp_active", 0, r.rows) for r in readers]).float().mean().item())
-    assert active_densities(folder) == pytest.approx(counted, abs=1e-6)
+    assert active_densities(folder) == pytest.approx(dict(enumerate(counted)), abs=1e-6)
 
 
 def test_bfloat16_is_stored_as_uint16(tmp_path):
@@ -181,7 +181,7 @@ def test_not_a_number(copied):
 def test_missing_shard_and_layer_out_of_range(copied):
     shard_path(copied, 0, 2).unlink()
     refuse(copied, "shard_0002.h5", "missing")
-    refuse(copied, "layer 2", "0 to 1", layer=2)
+    refuse(copied, "layer 2", "0-1", layer=2)
 
 
 def test_missing_and_damaged_manifest(copied):

@@ -221,6 +221,23 @@ def test_a_gate_of_the_heads_is_not_the_map_out_of_them():
     assert (found.out, found.down, found.width, found.gated) == ("attn.o_proj", "down", 48, False)
 
 
+def test_layers_without_a_target_are_run_as_they_are(tmp_path, held):
+    """Of Nemotron-H: its needs are those of layers with neurons, and a step reads a token's experts of a mixture."""
+    folder = save_family("nemotron_h", tmp_path / "model")
+    selections = [Selection(), Selection(Target.MLP, 0.25), Selection(Target.HEADS, 0.5)]
+    survey, model, parts = surveyed(str(folder), held, tmp_path / "state", selections)
+    found = survey.run()
+    with torch.no_grad():
+        expected = sum(window_nats(model, each).sum() for each in eval_batches(held, 1, torch.device("cpu")))
+    assert found.nats[0].sum() == pytest.approx(float(expected), rel=1e-5)
+    assert list(found.layers) == parts.layers_of(Target.MLP) == [1, 4, 6, 7] and parts.layers_of(Target.HEADS) == [3]
+    assert all(0 < each.nonzero < 1 for each in found.layers.values()) and len(set(found.nats.sum(1))) == 3
+    experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    whole = sum(each.numel() for each in model.parameters() if each.dim() > 1)
+    outer = model.model.embeddings.weight.numel()
+    assert speed.step_bytes(parts, Selection(), 1.0, 1) == whole - outer - experts / 2  # two of four are chosen
+
+
 def test_what_reads_ahead_is_refused(tmp_path, held):
     """A Bert that was saved as a decoder, and says that it is none."""
     save_tiny_tokenizer(tmp_path)

@@ -299,7 +299,7 @@ def test_what_a_family_does_not_run_is_said(changes, said):
         dims_of(values)
 
 
-@pytest.mark.parametrize("kind, said", [("bitnet", "kernels for ternary weights"), ("nemotron_h", "has Mamba layers")])
+@pytest.mark.parametrize("kind, said", [("bitnet", "kernels for ternary weights"), ("jamba", "has Mamba layers")])
 def test_what_can_have_no_sparse_form_is_named(kind, said):
     with pytest.raises(UserError, match=said):
         dims_of({"model_type": kind})

@@ -61,6 +61,17 @@ def test_logits_are_those_of_the_published_code(name, folder, bundle, backend, w
     torch.testing.assert_close(logits(model), published_logits(name, IDS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend, options", [("mask", {}), ("gather", {}), ("triton", {"ops": "reference"})])
+def test_fp16_is_near_its_twin(name, folder, bundle, backend, options):
+    """The published code in fp32, of the weights that fp16 holds: 0.5 % of the logits' norm is for the arithmetic."""
+    twin = {part: each.half().float() for part, each in published_tensors(name).items()}
+    expected = published_logits(name, IDS, twin)
+    dense = load_model(str(folder), "float16")
+    model = SparseCausalLM.from_model(dense, bundle.at(1.0, 1.0), backend, **options)
+    assert model.dtype == torch.float16
+    assert 0 < (logits(model).float() - expected).norm() < 0.005 * expected.norm()
+
+
 @pytest.mark.parametrize("with_bundle", [True, False])
 def test_the_gpu_engine_computes_it_too(name, folder, bundle, with_bundle):
     predictors = bundle.at(1.0, 1.0) if with_bundle else None

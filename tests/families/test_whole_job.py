@@ -5,7 +5,8 @@ import logging
 
 import pytest
 from conftest import REPOSITORY
-from family_models import CASES, save_family
+from family_models import CASES, HYBRIDS, save_family
+from published_models import CONFIGS, save_published
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import bandwidth
@@ -29,23 +30,26 @@ def flags(values):
     return [f"--{key}={value}" for key, value in values.items()]
 
 
-QUICK = ("llama", "bloom", "350m", "nanochat")  # gated, GELU and ALiBi, norms behind halves, squares; the others: long
+# Gated, ALiBi, norms behind halves, squares, layers without a target, a checkpoint as it is published. Others: long.
+QUICK = ("llama", "bloom", "350m", "nanochat", "nemotron_h", "prosparse")
+LONG = [name for name in dict.fromkeys((*CASES, *HYBRIDS, "sparselm")) if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.long) for n in CASES if n not in QUICK)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, no_pictures):
     monkeypatch.setattr(bandwidth.read_bandwidth, "__defaults__", (None, 8, 0.01))  # a look at memory takes seconds
-    model, output = save_family(name, tmp_path / "model"), tmp_path / "run"
+    model, output = (save_published if name in CONFIGS else save_family)(name, tmp_path / "model"), tmp_path / "run"
     caplog.set_level(logging.INFO, "dejavu_train")
     own = {"model": model, "output": output, "text.cache": tmp_path}
     own |= {"tune.steps": 2, "tune.tokens": 128} if name == "llama" else {}
     assert exit_on_user_error(main, flags(SMALL | own)) == 0
     bundle = Bundle.from_pretrained(output / "bundle")
-    gated = bundle.shape.gated
-    assert {bundle.specs[layer, "mlp"].kind for layer in range(2)} == {"low_rank" if gated else "cascade"}
+    gated, neurons = bundle.shape.gated, [spec for key, spec in bundle.specs.items() if key.target == "mlp"]
+    assert sorted(bundle.specs) == sorted(bundle.shape.keys)
+    assert {spec.kind for spec in neurons} == {"low_rank" if gated else "cascade"}
     assert caplog.text.count("calibrating without a second stage") == gated
     assert all("loss_increase" in spec.curve for spec in bundle.specs.values())
-    assert all(0.2 < bundle.specs[layer, "mlp"].active_density < 0.8 for layer in range(2))
+    assert all(0.2 < spec.active_density < 0.8 for spec in neurons)
     assert bundle.metadata["text"]["source"] == "self" and bundle.metadata["head_loss_tokens"] > 0
     own = {"bundle": output / "bundle", "output": tmp_path / "results", "text": text_file}
     assert exit_on_user_error(infer, flags(SCORED | own)) == 0
@@ -55,7 +59,8 @@ def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, 
     assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0 < predicted["mlp_selected"] < 0.4
     mass = [predicted["mlp_retained_mass"], oracle["mlp_retained_mass"]]
     assert predicted["mlp_selected"] < mass[0] < mass[1] and 0 < predicted["mlp_bytes"] < 1
-    assert {timing["backend"] for timing in found["timing"]} == {"dense", "dense-cpu-read", "dense-cpu", "cpu"}
+    timed = {"dense", "gather"} if name in HYBRIDS else {"dense", "dense-cpu-read", "dense-cpu", "cpu"}
+    assert {timing["backend"] for timing in found["timing"]} == timed
 
 
 def test_a_second_stage_of_a_gated_mlp_is_refused(tmp_path, text_file, capsys):

@@ -92,14 +92,14 @@ def forecast(
     estimate = stated(config, shape, gpu, plan.disk_gb_s * 1e9)
     seconds = stage_seconds(estimate, rows, round(fraction * tokens_to_sample(config, on_gpu=True)))
     tokens = sum(rows.values())
-    shards = tokens * row_bytes(config, shape) * shape.n_layers
+    shards = tokens * row_bytes(config, shape)
     if stream:
         passes = model_passes(config, rows["train"])
         estimate = dataclasses.replace(estimate, disk=float("inf"))
         read = stage_seconds(estimate, rows, 0)
         seconds |= {"collecting": tokens * estimate.token * passes, "training": read["training"]}
         shards = 0
-    jobs = len(config.all_jobs(shape.n_layers))
+    jobs = len(config.all_jobs(shape))
     gpus = dict.fromkeys(seconds, 1) | {"training": min(plan.gpus, jobs)}
     rounds = math.ceil(jobs / gpus["training"])
     # However many GPUs train, their shards come from one disk.
@@ -117,7 +117,7 @@ def model_passes(config: RunConfig, rows: int) -> float:
 def predictor_memory(config: RunConfig, shape: ModelDims) -> int:
     """Bytes of all low-rank predictors while all of them train."""
     weights = 0
-    for layer, target in config.all_jobs(shape.n_layers):
+    for layer, target in config.all_jobs(shape):
         weights += config.predictor(target).rank_of(layer) * (shape.d_model + shape.units(Target(target)))
     return ADAM_BYTES * weights
 

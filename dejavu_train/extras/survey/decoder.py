@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from dejavu_train.families import TARGETS, BlockParts, Target
+from dejavu_train.families.base import families
 from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.ground.machine import require_package
 from dejavu_train.models.hub import looks_local
@@ -32,10 +34,11 @@ class DecoderParts:
 
     Attributes:
         layers: name of the list of layers in the model.
-        out, down: by layer the names of the maps that read the heads and the neurons.
+        out, down: by layer the names of the maps that read the heads and the neurons. "": the layer has none.
         groups: of heads that share K and V. heads: of the queries.
         attention_weights, mlp_weights: of the matrices of all layers together.
         gated: two maps lead into the neurons.
+        other_weights: that a step reads of all layers besides.
     """
 
     layers: str
@@ -49,10 +52,15 @@ class DecoderParts:
     mlp_weights: int
     head_weights: int
     gated: bool
+    other_weights: int = 0
 
     @property
     def n_layers(self) -> int:
         return len(self.out)
+
+    def layers_of(self, target: Target) -> list[int]:
+        """Numbers of the layers that have heads, or neurons."""
+        return [number for number, each in enumerate(self.down if target == Target.MLP else self.out) if each]
 
 
 def read_config(name: str, revision: str | None) -> PreTrainedConfig:
@@ -129,6 +137,9 @@ def find_parts(name: str, config: PreTrainedConfig) -> DecoderParts:
     layers: Any = next((each for each in within if isinstance(each, nn.ModuleList) and len(each) == n_layers), None)
     if layers is None:
         raise UserError(f"{name} ({type(model).__name__}) has no list of {n_layers} layers; {_CLASS}")
+    blocks = families()[config.model_type].blocks(model) if config.model_type in families() else []
+    if any(len(block.targets) < len(TARGETS) for block in blocks):
+        return _parts_of_blocks(blocks, paths[id(layers)], config, model)
     experts = _experts(config)
     found = [_layer_parts(name, layer, d_model, heads, experts) for layer in layers]
     if len({(each.width, each.gated) for each in found}) > 1:
@@ -142,6 +153,28 @@ def find_parts(name: str, config: PreTrainedConfig) -> DecoderParts:
         attention_weights=sum(each.attention_weights for each in found),
         mlp_weights=sum(each.mlp_weights for each in found),
         head_weights=model.get_output_embeddings().weight.numel(), gated=found[0].gated,
+    )  # fmt: skip
+
+
+def _parts_of_blocks(blocks: list[BlockParts], layers: str, config: PreTrainedConfig, model: Any) -> DecoderParts:
+    """Parts of a model of a family that has layers without a target. A step reads a token's share of routed experts."""
+    inside = {id(module): path for block in blocks for path, module in block.whole.named_modules()}
+    head = next(block for block in blocks if block.out is not None)
+    up = next(block.up for block in blocks if block.up is not None)
+    named = {Target.HEADS: ("q", "k", "v", "out"), Target.MLP: ("up", "down")}
+    weights = {}
+    for target, names in named.items():
+        maps = (getattr(block, name) for block in blocks if target in block.targets for name in names)
+        weights[target] = sum(each.weight.numel() for each in maps)
+    routed = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_local_experts", None) or 1)
+    every = [each for block in blocks for each in block.whole.named_parameters()]
+    read = sum(each.numel() * (routed if ".experts." in path else 1) for path, each in every if each.dim() > 1)
+    return DecoderParts(
+        layers=layers, out=tuple(inside.get(id(block.out), "") for block in blocks),
+        down=tuple(inside.get(id(block.down), "") for block in blocks), d_model=up.in_features, d_ffn=up.out_features,
+        heads=head.n_heads, groups=head.n_groups, attention_weights=weights[Target.HEADS],
+        mlp_weights=weights[Target.MLP], head_weights=model.get_output_embeddings().weight.numel(), gated=False,
+        other_weights=round(read) - sum(weights.values()),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Letters: W windows, S selections, T positions, d model width, n neurons, h heads
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,10 @@ class LayerNeeds:
 
 @dataclass
 class Surveyed:
-    """``nats`` (S, D): summed per selection and document."""
+    """``nats`` (S, D): summed per selection and document. layers: by number those with neurons."""
 
     selections: list[Selection]
-    layers: list[LayerNeeds]
+    layers: dict[int, LayerNeeds]
     nats: np.ndarray
 
 
@@ -123,31 +124,35 @@ class Survey:
             bar.describe("scoring")
             nats = self._score(hidden, bar.update)
         self.state.unlink(missing_ok=True)
-        return Surveyed(self.selections, done, nats)
+        layers = self.parts.layers_of(Target.MLP)
+        return Surveyed(self.selections, {number: done[number] for number in layers}, nats)
 
     def _layer(self, number: int, hidden: Tensor, update: Callable[[int], object]) -> LayerNeeds:
         """Send (W, S, T, d) through one layer, in place."""
         counts = _Counts({each.share: 0.0 for each in self.selections if each.target == Target.MLP})
+        real = torch.empty(0, dtype=torch.bool)
+
+        def keep_heads(weight: Tensor, gram: Tensor, mean: Tensor, values: Tensor) -> Tensor:
+            grouped = values.view(len(self.selections), -1, *mean.shape)
+            kept = self._kept(head_contribution(grouped, weight, gram, mean), Target.HEADS)
+            return torch.where(kept.unsqueeze(-1), grouped, mean).reshape(values.shape)
+
+        def keep_neurons(norms: Tensor, values: Tensor) -> Tensor:
+            rows = values.view(len(self.selections), -1, self.parts.d_ffn)
+            contribution = rows.abs() * norms
+            counts.add(rows[0][real], contribution[0][real])
+            return (rows * self._kept(contribution, Target.MLP)).view_as(values)
+
         with self.runner.layer(number) as (layer, call):
-            out = layer.get_submodule(self.parts.out[number])
-            down = layer.get_submodule(self.parts.down[number])
-            norms = torch.linalg.vector_norm(rows_in(down).float(), dim=0)
-            gram = output_gram(rows_in(out), self.parts.groups)
-            weight, real = rows_in(out), torch.empty(0, dtype=torch.bool)
-            mean = self._head_means(hidden, out, call)
-
-            def keep_heads(values: Tensor) -> Tensor:
-                grouped = values.view(len(self.selections), -1, *mean.shape)
-                kept = self._kept(head_contribution(grouped, weight, gram, mean), Target.HEADS)
-                return torch.where(kept.unsqueeze(-1), grouped, mean).reshape(values.shape)
-
-            def keep_neurons(values: Tensor) -> Tensor:
-                rows = values.view(len(self.selections), -1, self.parts.d_ffn)
-                contribution = rows.abs() * norms
-                counts.add(rows[0][real], contribution[0][real])
-                return (rows * self._kept(contribution, Target.MLP)).view_as(values)
-
-            with hooked([at_module(out, "input", keep_heads), at_module(down, "input", keep_neurons)]):
+            acts: list[tuple[Any, Any]] = []
+            if self.parts.out[number]:
+                out = layer.get_submodule(self.parts.out[number])
+                gram, mean = output_gram(rows_in(out), self.parts.groups), self._head_means(hidden, out, call)
+                acts.append((out, partial(keep_heads, rows_in(out), gram, mean)))
+            if self.parts.down[number]:
+                down = layer.get_submodule(self.parts.down[number])
+                acts.append((down, partial(keep_neurons, torch.linalg.vector_norm(rows_in(down).float(), dim=0))))
+            with hooked([at_module(module, "input", act) for module, act in acts]):
                 for window in range(len(hidden)):
                     real = self.real[window].to(hidden.device)
                     hidden[window] = call(hidden[window])
@@ -236,5 +241,6 @@ class _Counts:
             self.mass[share] += float((running[:, last : last + 1] / whole).double().sum())
 
     def means(self) -> LayerNeeds:
-        mass = {share: each / self.tokens for share, each in self.mass.items()}
-        return LayerNeeds(self.nonzero / self.tokens, self.needed / self.tokens, mass)
+        tokens = max(self.tokens, 1)  # none of a layer without neurons
+        mass = {share: each / tokens for share, each in self.mass.items()}
+        return LayerNeeds(self.nonzero / tokens, self.needed / tokens, mass)

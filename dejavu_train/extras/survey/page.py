@@ -13,7 +13,7 @@ from dejavu_train.extras.survey.decoder import DecoderParts
 from dejavu_train.extras.survey.measure import Selection, Surveyed
 from dejavu_train.extras.survey.speed import GPUS, Machine, step_bytes
 from dejavu_train.families import Target
-from dejavu_train.families.dims import CARRIED
+from dejavu_train.families.dims import CARRIED, listed
 from dejavu_train.ground.files import replacing, write_text
 
 LOSS = 0.03
@@ -44,12 +44,12 @@ class Found:
 
     @property
     def nonzero(self) -> float:
-        layers = self.surveyed.layers
+        layers = self.surveyed.layers.values()
         return sum(each.nonzero for each in layers) / len(layers)
 
     @property
     def needed(self) -> float:
-        layers = self.surveyed.layers
+        layers = self.surveyed.layers.values()
         return sum(each.needed for each in layers) / len(layers)
 
     @property
@@ -130,7 +130,7 @@ def layer_rows(found: Found) -> list[dict[str, Any]]:
     return [
         {"layer": number, "nonzero": each.nonzero, "needed": each.needed}
         | {f"mass_at_{share:g}": mass for share, mass in each.mass.items()}
-        for number, each in enumerate(found.surveyed.layers)
+        for number, each in found.surveyed.layers.items()
     ]
 
 
@@ -152,9 +152,12 @@ def page(found: Found, rows: Sequence[Mapping[str, Any]], drawn: bool) -> str:
     if drawn:
         lines += ["![perplexity and neurons](survey.png)", ""]
     mlp = "gate, up and down" if parts.gated else "up and down"
+    layers = {target: parts.layers_of(target) for target in (Target.MLP, Target.HEADS)}
+    own = f" Neurons are in layers {listed(layers[Target.MLP])}, heads in {listed(layers[Target.HEADS])}."
+    own = "" if all(len(each) == parts.n_layers for each in layers.values()) else own
     lines += [
         f"- {parts.n_layers} layers of width {parts.d_model}: {parts.d_ffn:,} neurons ({mlp}), {parts.heads} heads in"
-        f" {parts.groups} groups.",
+        f" {parts.groups} groups.{own}",
         f"- A token has {100 * found.nonzero:.3g} % of the neurons other than zero."
         f" {100 * found.needed:.3g} % carry {100 * CARRIED:.0f} % of what all contribute.",
         f"- {tokens:,} tokens of {', '.join(found.texts)} were scored. Nothing was trained.",
@@ -227,9 +230,9 @@ def _draw(found: Found, rows: Sequence[Mapping[str, Any]], stem: Path) -> bool:
     left.set_xlim(0, 100)
     left.set_ylim(0, None)
     left.legend(frameon=False)
-    numbers = range(len(found.surveyed.layers))
-    right.plot(numbers, [100 * each.nonzero for each in found.surveyed.layers], color=GREEN, label="other than zero")
-    needed = [100 * each.needed for each in found.surveyed.layers]
+    numbers, layers = list(found.surveyed.layers), found.surveyed.layers.values()
+    right.plot(numbers, [100 * each.nonzero for each in layers], color=GREEN, label="other than zero")
+    needed = [100 * each.needed for each in layers]
     right.plot(numbers, needed, color=BLUE, label=f"carry {100 * CARRIED:.0f} % of what all contribute")
     right.set_xlabel("layer")
     right.set_ylabel("neurons of a token, % of all")

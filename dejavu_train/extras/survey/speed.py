@@ -79,15 +79,16 @@ def step_bytes(parts: DecoderParts, selection: Selection, nonzero: float, weight
         weight: bytes of one weight.
     """
     attention, predictors = float(parts.attention_weights), 0.0
-    out = parts.d_ffn * parts.d_model * parts.n_layers
+    layers = 0 if selection.target is None else len(parts.layers_of(selection.target))
+    out = parts.d_ffn * parts.d_model * len(parts.layers_of(Target.MLP))
     kept = selection.kept(parts) if selection.target == Target.MLP else 1.0
     mlp = (parts.mlp_weights - out) * kept + out * min(kept, nonzero)
     if selection.target == Target.MLP:
-        predictors = parts.n_layers * PREDICTOR_RANK * (parts.d_model + parts.d_ffn) * PREDICTOR_BYTES
+        predictors = layers * PREDICTOR_RANK * (parts.d_model + parts.d_ffn) * PREDICTOR_BYTES
     elif selection.target == Target.HEADS:
         attention *= selection.kept(parts)
-        predictors = parts.n_layers * parts.groups * (parts.d_model + parts.groups) * PREDICTOR_BYTES
-    return (mlp + attention + parts.head_weights) * weight + predictors
+        predictors = layers * parts.groups * (parts.d_model + parts.groups) * PREDICTOR_BYTES
+    return (mlp + attention + parts.head_weights + parts.other_weights) * weight + predictors
 
 
 def this_machine(device: torch.device) -> Machine:
