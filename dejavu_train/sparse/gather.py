@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.families import BlockParts, LayerInput, Site, Target, UnitKey, family_of
 from dejavu_train.families.block import alibi, before_half, behind_half, forward_block, repeat_groups, split_heads
 from dejavu_train.families.fused import FusedPart
@@ -55,7 +55,7 @@ class GatherDecoder:
         called = [norm for block in self.blocks for norm in (block.norm_attn, block.norm_mlp)]
         called += [*family.embeddings(model), model.get_output_embeddings()]
         check_calls(model, called if self.final_norm is None else [*called, self.final_norm], itself=True)
-        self.selector = Predicted(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
+        self.selector = PredictorSelector(bundle, self.blocks[0].up.weight.device)  # of a cascade: the candidates
         self.second_stages = {
             layer: second_stage
             for layer, second_stage in bundle.second_stages([block.up for block in self.blocks]).items()

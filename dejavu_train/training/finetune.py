@@ -42,7 +42,7 @@ from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.config import TuneConfig
 from dejavu_train.training.gates import Gates
-from dejavu_train.training.passes import LayerPasses, Passes, Unfinished, WholePasses
+from dejavu_train.training.passes import LayerPasses, Passes, UnfinishedStep, WholePasses
 from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def finetune(
             optimiser.zero_grad(set_to_none=True)
             try:
                 made = passes.gradients(list(itertools.islice(batches, count)), loss)
-            except Unfinished:
+            except UnfinishedStep:
                 save(step)
                 signals.stop_if_pending()
                 raise

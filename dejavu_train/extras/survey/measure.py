@@ -66,7 +66,7 @@ class LayerNeeds:
 
 
 @dataclass
-class Surveyed:
+class SurveyResult:
     """``nats`` (S, D): summed per selection and document."""
 
     selections: list[Selection]
@@ -105,7 +105,7 @@ class Survey:
             self.real[row, : len(window) - 1] = True
 
     @torch.no_grad()
-    def run(self) -> Surveyed:
+    def run(self) -> SurveyResult:
         """All layers, then the logits. Raises :class:`UserError` for logits that are not finite."""
         hidden = self.runner.embed(self.ids, len(self.selections))
         done, stored = self._load()
@@ -123,7 +123,7 @@ class Survey:
             bar.describe("scoring")
             nats = self._score(hidden, bar.update)
         self.state.unlink(missing_ok=True)
-        return Surveyed(self.selections, done, nats)
+        return SurveyResult(self.selections, done, nats)
 
     def _layer(self, number: int, hidden: Tensor, update: Callable[[int], object]) -> LayerNeeds:
         """Send (W, S, T, d) through one layer, in place."""
