@@ -13,8 +13,8 @@ from dejavu_train.models.config_values import INT4, quant_method, read_values
 
 UNITS = {Target.MLP: "neurons", Target.HEADS: "heads"}
 KEYS = {
-    Target.MLP: ("densities", "curve_densities", "timing_mlp_density"),
-    Target.HEADS: ("head_densities", "timing_head_density"),
+    Target.MLP: ("mlp_density", "curve_mlp_density", "timing_mlp_density"),
+    Target.HEADS: ("head_density", "timing_head_density"),
 }
 
 
@@ -56,8 +56,8 @@ def _names_timed(config: InferConfig) -> bool:
 
 def _listed(config: InferConfig, bundle: Bundle) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Densities of the neurons and of the heads that are asked for beside those as calibrated."""
-    mlp = config.densities if Target.MLP in bundle.targets else ()
-    return mlp, config.head_densities if Target.HEADS in bundle.targets else ()
+    mlp = config.mlp_density if Target.MLP in bundle.targets else ()
+    return mlp, config.head_density if Target.HEADS in bundle.targets else ()
 
 
 def described(bundle: Bundle) -> str:
@@ -96,7 +96,7 @@ def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
     backend = _backend(config, device, coded)
     line += f"; backend {backend}{'' if device.type == 'cpu' else f' on {device}'}, {weights}"
     if bundle.targets and not any(_asked(config, target) for target in TARGETS):
-        line += "; others are asked for, such as --densities 0.1,0.2 or --timing_mlp_density 0.2"
+        line += "; others are asked for, such as --mlp_density 0.1,0.2 or --timing_mlp_density 0.2"
     return line
 
 

@@ -14,7 +14,7 @@ SELECTED_OF_ACTIVE = 1.7  # neurons selected for each active one: 10 % of the ne
 ADVICE = (  # increase of perplexity up to which -> what it means
     (0.01, "The sparse model writes almost as the dense one."),
     (0.05, "The sparse model is close to the dense one."),
-    (0.3, "The sparse model is clearly worse: a higher density loses less (--densities)."),
+    (0.3, "The sparse model is clearly worse: a higher density loses less (--mlp_density)."),
     (float("inf"), "The predictors do not fit: raise the density, or train them on text like this (--text)."),
 )
 

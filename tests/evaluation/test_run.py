@@ -140,14 +140,14 @@ def test_without_scores_and_times_no_text_is_read(arguments, monkeypatch, capsys
 
 def test_one_density_writes_the_text(arguments, caplog):
     caplog.set_level("INFO")
-    alone = {"tokens": 0, "timing": "false", "generate": "the model", "backend": "gather", "head_densities": "[]"}
-    assert run(arguments, densities="0.5", **alone) == 0
+    alone = {"tokens": 0, "timing": "false", "generate": "the model", "backend": "gather", "head_density": "[]"}
+    assert run(arguments, mlp_density="0.5", **alone) == 0
     assert "gather, at 50 % of the neurons and all heads, generated" in caplog.text
 
 
 def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    values = arguments | {"densities": "0.3", "curve_densities": "", "selections": "predicted", "timing": "false"}
+    values = arguments | {"mlp_density": "0.3", "curve_mlp_density": "", "selections": "predicted", "timing": "false"}
     command = [sys.executable, "infer.py", *flags(values)]
     environment = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
@@ -169,12 +169,9 @@ def error_line(capsys) -> str:
         ({"model": "./nowhere"}, "no model folder ./nowhere"),
         ({"bundle": "./nowhere"}, "no bundle folder ./nowhere"),
         ({"text": "./nowhere.txt"}, "no text file ./nowhere.txt"),
-        ({"config": "./nowhere.yaml"}, "no config file nowhere.yaml"),
-        ({"densty": "0.1"}, "--densty"),
-        ({"mlp_density": "0.1"}, "unknown option --mlp_density; did you mean densities?"),
+        ({"densities": "0.1"}, "unknown option --densities, which is no longer there; its name is --mlp_density"),
         ({"curve_selections": "oracle"}, "--curve_selections, which is no longer there; give --selections"),
-        ({"densities": "0.1,2"}, "--densities"),
-        ({"densities": "much"}, "a number"),
+        ({"mlp_density": "0.1,2"}, "--mlp_density"),
         ({"selections": "predicted,magic"}, "magic"),
         ({"tokens": "-3"}, "--tokens"),
         ({"tokens": "1.5"}, "whole number"),
@@ -347,7 +344,7 @@ def test_text_that_was_trained_on_is_named(arguments, tiny_opt, short_text, tmp_
     object.__setattr__(seen, "metadata", {"text": {"train_sha256": known[:1]}})
     seen.save_pretrained(tmp_path / "seen")
     with caplog.at_level("WARNING"):
-        asked = {"tokens": 40, "timing": "false", "densities": "0.1", "curve_densities": "[]"}
+        asked = {"tokens": 40, "timing": "false", "mlp_density": "0.1", "curve_mlp_density": "[]"}
         assert run(arguments, bundle=str(tmp_path / "seen"), **asked) == 0
     assert "documents of short trained the predictors" in caplog.text
 
@@ -356,7 +353,7 @@ def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_te
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": make_text(33, seed=i)}) + "\n" for i in range(3)))
     texts = [str(short_text), f"stories={other}"]
-    changes = {"text": texts, "timing": "false", "densities": "0.1,0.3", "curve_densities": "0.5"}
+    changes = {"text": texts, "timing": "false", "mlp_density": "0.1,0.3", "curve_mlp_density": "0.5"}
     assert run(arguments, **changes) == 0
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "out/results.json").read_text())

@@ -133,7 +133,7 @@ def variants(config: GenerationConfig, bundle: Bundle) -> list[Variant]:
     A bundle without predictors of neurons has no densities of them. A guard watches what is sparse, and moves no
     thresholds where the largest logits are selected.
     """
-    densities: list[float | None] = [*(config.densities if Target.MLP in bundle.targets else ())] or [None]
+    densities: list[float | None] = [*(config.mlp_density if Target.MLP in bundle.targets else ())] or [None]
     made = [Variant(d, str(start), 0, "still") for d in densities for start in config.sparse_from]
     controls = [control for control in config.control if not (control and bundle.selects_top_k(Target.MLP))]
     guards = [(every, control) for control in controls for every in config.every]
