@@ -5,14 +5,12 @@
     activations/layer_07/weights.safetensors  what a loss needs of the layer: see RecordedWeights
     activations/layer_07/shard_0003.h5        datasets below; shard 3 holds the same tokens in every layer
 
-Datasets of a shard, a row for each token:
+Datasets of a shard, a row for each token, in chunks of whole rows:
 
 - ``attn_in``, ``mlp_in`` (tokens, d_model): float16, or bfloat16 stored as uint16.
 - ``mlp_active`` (tokens, ceil(d_ffn / 8)) uint8: bits as of ``numpy.packbits``, set where a neuron gives no zero.
 - ``head_norm`` (tokens, n_heads) float16: what each head contributes.
 - ``token``, ``document``, ``position`` (tokens) int32.
-
-Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Reads the matrices of a layer however a checkpoint stores them: in floating point, or quantised by another package.
+"""Reads the matrices (n outputs, m inputs) of a layer however a checkpoint stores them: in floating point, or quantised
+by another package.
 
     gptq                 qweight (m / 8, n) and qzeros int32, scales (groups, n), g_idx (m); format gptq (v1) holds a
                          zero point less one, gptq_v2 the zero point itself; of a symmetric matrix it is 8 either way
@@ -7,14 +8,11 @@
     bitsandbytes         NF4: weight uint8 in blocks of 64, or the same bytes as numbers of 16 or 32 bits; absmax in 8
                          bits with scales of its own or in fp32
 
-A group is as wide as the config says, so the last one may be shorter. Parts that contradict the config, or each other,
-are refused.
+Parts that contradict the config, or each other, are refused.
 
 Codes are taken over as they are where their groups are such as our rows can have. They lie around a zero point of 8, or
-mirrored around 7. Every other matrix is dequantised, to be quantised anew. A matrix that was left out of the
-quantisation is a weight alone, and is read as it is. Nothing of these packages is imported.
-
-Letters: n outputs, m inputs.
+mirrored around 7. Every other matrix is dequantised, to be quantised anew.  A matrix that was left out is read as it
+is. Nothing of these packages is imported.
 """
 
 import json

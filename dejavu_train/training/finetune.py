@@ -6,8 +6,6 @@ costs what it does to the output, and every layer sees the errors of earlier one
 so that they stay what the bundle reads. How they are shared over layers and tokens is learned with the rest. Head
 predictors select as they are calibrated and are not changed. Calibrate again afterwards.
 
-It takes a GPU to be worth it: on a CPU the minutes are better spent on more steps of training.
-
 Interrupted, it goes on from the last state: predictors, optimiser, schedule, price and step. No random numbers are
 drawn but the windows' order, which follows from seed and step. On a CPU the result is that of an undisturbed tuning,
 bit for bit. On a GPU as nearly as its sums over atomics repeat.

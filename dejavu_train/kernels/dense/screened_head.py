@@ -9,13 +9,11 @@ is off by no more than
 
     |e| |n'| + |scale c| |f|,    | | the Euclidean norm,
 
-and what fp32 sums and the rounding of n add. So each logit has a lower and an upper bound. A token whose upper bound
-is below another's lower bound is not the largest. The rows of all others, a few dozen of 50,000, are multiplied as in
-`dense_rows`, with the same sums in the same order. The token is the one that all logits would have given, bit for bit.
-A greedy step reads half the LM head's bytes. Where logits hardly differ more rows are read, at worst all.
+and what fp32 sums and the rounding of n add. So each logit has a lower and an upper bound. A token whose upper bound is
+below another's lower bound is not the largest. The rows of all others are multiplied as in `dense_rows`, with the same
+sums in the same order. The token is that of all logits, bit for bit, and half the LM head's bytes are read.
 
-Tokens of `stops` may be barred (before position `least`, see `kernels/sample/sampling.py`), so no bound is taken from
-those rows.
+No bound is taken from rows of `stops`, which may be barred.
 """
 
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ list entry that is zero in every batch row gets the id -1, and its row of down i
 
 In the second kernel STRIPE columns are M, the batch is N, and list entries are K. Programs share the entries. The last
 one of a stripe to arrive adds the partial sums in their order.
-
-One token has a kernel of its own, where a program sums all d columns: sums of several tokens have no room in registers.
 """
 
 from dataclasses import dataclass
