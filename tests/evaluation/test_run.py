@@ -174,8 +174,6 @@ def error_line(capsys) -> str:
         ({"mlp_density": "0.1,2"}, "--mlp_density"),
         ({"selections": "predicted,magic"}, "magic"),
         ({"tokens": "-3"}, "--tokens"),
-        ({"tokens": "1.5"}, "whole number"),
-        ({"timing": "perhaps"}, "true or false"),
         ({"window": "2000"}, "positions"),
         ({"window": "1"}, "--window"),
         ({"prompt": "500"}, "--prompt"),
@@ -196,7 +194,6 @@ def error_line(capsys) -> str:
         ({"observe.tokens": "3"}, "--observe.tokens, which is no longer there; type python -m papers.deja_vu.observe"),
         ({"paper": "{}"}, "--paper, which is no longer there; type python -m papers.deja_vu.tables"),
         ({"guard.every": "1", "generate": "the"}, "guard.every must be at least 2"),
-        ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),
         ({"guard.every": "4", "generate": "the", "backend": "mask"}, "auto, gather or triton, got mask"),
         ({"lossless": "true"}, "give a prompt with --generate"),
         (
@@ -281,55 +278,6 @@ def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path,
             assert line in (tmp_path / "out" / "report.html").read_text()
         texts.append(lines[0])
     assert found.get("lossless") is None and len(set(texts)) == 1
-
-
-def test_unknown_key_in_the_config(arguments, tmp_path, capsys):
-    path = tmp_path / "config.yaml"
-    for text, message in [
-        ("densty: 0.1", "densty"),
-        ("- 1", "keys and values"),
-        ("a: [", "YAML"),
-        ("tokens: [1]", "whole"),
-    ]:
-        path.write_text(text)
-        assert run(arguments, config=str(path), tokens=None) == 2
-        assert message in error_line(capsys)
-
-
-@pytest.mark.parametrize(("content", "message"), [(b"", "empty"), (b"\xff\xfe\x00", "UTF-8"), (b"few words", "tokens")])
-def test_bad_text_files(arguments, tmp_path, capsys, content, message):
-    path = tmp_path / "bad.txt"
-    path.write_bytes(content)
-    assert run(arguments, text=str(path)) == 2
-    assert message in error_line(capsys)
-
-
-def test_damaged_bundles(arguments, bundle_folder, tmp_path, capsys):
-    for name, damage in [
-        ("bundle.json", lambda raw: raw[: len(raw) // 2]),
-        ("predictors.safetensors", lambda raw: raw[:-7]),
-        ("predictors.safetensors", lambda raw: raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:]),
-    ]:
-        folder = tmp_path / "damaged"
-        folder.mkdir(exist_ok=True)
-        for part in bundle_folder.iterdir():
-            raw = part.read_bytes()
-            (folder / part.name).write_bytes(damage(raw) if part.name == name else raw)
-        assert run(arguments, bundle=str(folder)) == 2
-        assert name in error_line(capsys)
-
-
-def test_bundle_of_another_model(arguments, tmp_path, capsys):
-    from conftest import save_tiny_opt
-
-    other = save_tiny_opt(tmp_path / "other", init_std=0.1)
-    capsys.readouterr()
-    assert run(arguments, model=str(other)) == 2
-    assert "other weights" in error_line(capsys)
-    wider = save_tiny_opt(tmp_path / "wider", ffn_dim=64)
-    capsys.readouterr()
-    assert run(arguments, model=str(wider)) == 2
-    assert "another model" in error_line(capsys)
 
 
 def test_output_is_a_file(arguments, tmp_path, capsys):
