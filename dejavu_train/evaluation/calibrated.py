@@ -43,15 +43,12 @@ def writing(config: InferConfig, bundle: Bundle) -> Bundle:
         UserError: as :meth:`Bundle.at`.
     """
     mlp, heads = _listed(config, bundle)
-    if _names_timed(config) or len(mlp) > 1 or len(heads) > 1:
+    named = (config.timing_mlp_density, config.timing_head_density) != (None, None)
+    if named or len(mlp) > 1 or len(heads) > 1:
         return timed(config, bundle)
     if mlp:
         return moved(bundle, mlp[0], heads[0] if heads else 1.0)
     return moved(bundle, None, heads[0] if heads else None)
-
-
-def _names_timed(config: InferConfig) -> bool:
-    return config.timing_mlp_density is not None or config.timing_head_density is not None
 
 
 def _listed(config: InferConfig, bundle: Bundle) -> tuple[tuple[float, ...], tuple[float, ...]]:
