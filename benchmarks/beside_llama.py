@@ -8,7 +8,7 @@ The model is random and of an architecture that llama.cpp has: Llama's where MLP
 ReLU. It has OPT's matrices, and neither its biases nor its table of positions. Files are made once, in ``--folder``, by
 llama.cpp's own quantisation.
 
-    PYTHON benchmarks/beside_llama.py FILE THREADS CONTEXT    the child. It answers `prompt N` and `step` with a line each
+    PYTHON benchmarks/beside_llama.py FILE THREADS CONTEXT    the child, which answers `prompt N` and `step` with a line
     PYTHON benchmarks/beside_llama.py FILE FORMAT SIZES       writes FILE
 """
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from benchmarks.rows import SCORE, append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.data.text import TextSource, load_documents
 from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
 from dejavu_train.families import ModelDims, dims_of
@@ -64,7 +64,7 @@ def score(
 ) -> Scored:
     """Every batch through the model, its weights as they are and, with a bundle, only what that selects."""
     total = Scored(np.zeros(documents), np.zeros(documents))
-    selector = None if bundle is None else Predicted(bundle, model.device)
+    selector = None if bundle is None else PredictorSelector(bundle, model.device)
     selected: dict[tuple[int, str], Tensor] = {}  # counts on the model's device, which is not waited for
     hit: dict[int, Tensor] = {}
     for batch, reference in zip(batches, dense, strict=True):

@@ -155,6 +155,14 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def run(tiny_opt, text_file, tmp_path):
+    """Makes the flags of a small run of train.py in a folder of the test's own."""
+    from small_runs import flags
+
+    return lambda *more: flags(tiny_opt, text_file, tmp_path / "run", *more)
+
+
 LONG = (  # files that take some ten seconds and more
     "test_cpu_engine.py",
     "test_decode.py",

@@ -218,13 +218,3 @@ def masked_nll(model, bundle, tokens, sparse_from=0, margins=None):
     """-log p of tokens[1:], (T - 1,)."""
     logits, _ = masked_logits(model, bundle, tokens, sparse_from, margins)
     return F.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
-
-
-def assert_filled_in(model):
-    """What an engine scores whose heads are skipped is what the masked model scores."""
-    bundle = random_bundle(model, threshold=0.8, targets=("heads",))
-    row = rows_of(30)[0]
-    _, masks = masked_logits(model, bundle, row)
-    assert 0.1 < masks[0, "heads"].float().mean() < 0.9, "the case must skip some heads"
-    nll = reference_engine(model, bundle).score([row])[0]
-    torch.testing.assert_close(nll, masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)

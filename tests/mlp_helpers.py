@@ -1,15 +1,19 @@
-"""What tests of MLPs share."""
+"""What tests of kernels share: weights of a norm, poisoned rows, and an MLP in plain torch."""
 
 from dataclasses import replace
 
 import torch
 
-from dejavu_train.kernels.common.layer_norm import layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Rows
 from dejavu_train.kernels.stages.mlp import hidden_reference
 
 NAN = float("nan")
+
+
+def norm(d, device):
+    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
 
 
 def poisoned(weights, unread, names=("up", "down", "gate")):

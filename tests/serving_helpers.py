@@ -10,7 +10,7 @@ import torch
 
 from dejavu_train.extras.serving.config import ServeConfig
 from dejavu_train.extras.serving.log import LogFile
-from dejavu_train.extras.serving.server import Served, run
+from dejavu_train.extras.serving.server import ServedModel, run
 
 NAME = "tiny"
 
@@ -21,7 +21,7 @@ class Running:
     def __init__(self, model, bundle, **options) -> None:
         key, log, drain = options.pop("key", None), options.pop("log", None), options.pop("drain", 5)
         torch.set_num_threads(1)
-        self.served = Served(ServeConfig(str(model), bundle=str(bundle), name=NAME, backend="cpu", **options), key)
+        self.served = ServedModel(ServeConfig(str(model), bundle=str(bundle), name=NAME, backend="cpu", **options), key)
         self.listening = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
         file = None if log is None else LogFile(log)

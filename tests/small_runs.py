@@ -52,6 +52,19 @@ def flags(tiny_opt: Path, text_file: Path, output: Path, *more: str) -> list[str
     return [f"--{name}={value}" for name, value in values.items()] + list(more)
 
 
+def one_line(capsys, argv: list[str], *words: str) -> str:
+    """The mistake that train.py tells with exit code 2: one line on stderr, the last one, that has all the words."""
+    from dejavu_train.ground.errors import exit_on_user_error
+    from dejavu_train.run.command import main
+
+    capsys.readouterr()
+    assert exit_on_user_error(main, argv) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Loading weights")]
+    errors = [line for line in lines if line.startswith("error:")]
+    assert len(errors) == 1 and lines[-1] == errors[0] and all(word in errors[0] for word in words), lines
+    return errors[0]
+
+
 def run_main(argv: list[str], log: str, module: str) -> None:
     """The main of a module, in this process, which ends. What it prints goes to the log."""
     import importlib

@@ -57,7 +57,7 @@ def test_a_bug_in_a_phase_of_training_keeps_its_traceback(trained, monkeypatch, 
 def test_a_bug_in_a_phase_of_infer_keeps_its_traceback(trained, monkeypatch, tiny_opt, text_file, tmp_path, function):
     given = {
         "model": tiny_opt, "bundle": trained[0] / "bundle", "output": tmp_path, "text": text_file, "tokens": 60,
-        "window": 32, "densities": 0.3, "curve_densities": "[]", "head_densities": "[]", "sparse_from": "[0]",
+        "window": 32, "mlp_density": 0.3, "curve_mlp_density": "[]", "head_density": "[]", "sparse_from": "[0]",
         "selections": "predicted", "timing_backends": "dense", "prompt": 4, "new_tokens": 2, "generate": "the",
         "device": "cpu", "backend": "gather",
     }  # fmt: skip

@@ -92,8 +92,8 @@ def test_the_page_trains_calibrates_and_bundles(place):
 
 def test_the_page_evaluates(place, capsys, no_pictures):
     _, infer = commands()
-    few = ["--tokens=300", "--window=64", "--selections=dense,predicted", "--densities=0.4", "--curve_densities="]
-    few += ["--head_densities=", "--sparse_from=0", "--timing=false", "--device=cpu"]
+    few = ["--tokens=300", "--window=64", "--selections=dense,predicted", "--mlp_density=0.4", "--curve_mlp_density="]
+    few += ["--head_density=", "--sparse_from=0", "--timing=false", "--device=cpu"]
     infer[infer.index("installed-readmes")] = str(place / "notes" / "1.txt")
     assert exit_on_user_error(infer_main, [*infer, *few]) == 0
     found = json.loads((place / "checkpoints" / "mine" / "results.json").read_text())

@@ -12,8 +12,6 @@ from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.bundle.card import card
 from dejavu_train.bundle.folder import beside
 from dejavu_train.cli import commands
-from dejavu_train.evaluation import verdict
-from dejavu_train.extras.survey import page
 from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import EXTRAS, UserError
 from dejavu_train.ground.experiments import offline_folder
@@ -131,21 +129,6 @@ def test_a_forward_pass_with_labels_is_no_alarm(dense, bundle, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize(
-    ("times", "compared"),
-    [
-        ({"cpu": 1.0, "dense-cpu": 2.0}, "2 times faster than the same engine"),
-        ({"triton": 1.0, "dense-engine": 3.0}, "3 times faster than the same engine"),
-        ({"gather": 9.0, "dense-cpu": 1.0}, None),
-        ({"gather": 1.0, "cpu": 5.0, "dense-cpu": 2.0}, None),
-    ],
-)
-def test_a_verdict_compares_an_engine_with_itself(times, compared):
-    found = {"quality": [], "timing": [{"backend": key, "ms_per_token": {"p50": ms}} for key, ms in times.items()]}
-    said = " ".join(verdict.verdict(found))
-    assert (compared in said) if compared else ("the same engine" not in said)
-
-
 def test_an_offline_run_says_where_it_lies(tmp_path):
     class Run:
         offline, dir = True, str(tmp_path / "wandb" / "offline-run-1" / "files")
@@ -153,12 +136,3 @@ def test_an_offline_run_says_where_it_lies(tmp_path):
     assert offline_folder(Run()) == tmp_path / "wandb" / "offline-run-1"
     Run.offline = False
     assert offline_folder(Run()) is None and offline_folder(object()) is None
-
-
-def test_a_survey_says_first_that_a_model_is_random(monkeypatch):
-    class Found:
-        nats, vocabulary = 5.9, 400
-
-    assert page.untrained(Found()) and "little better than a draw" in page.verdict(Found(), [])
-    Found.nats = 2.0
-    assert not page.untrained(Found())

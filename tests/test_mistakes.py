@@ -13,7 +13,7 @@ import typing
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_runs import activations, flags
+from small_runs import activations, one_line
 
 from dejavu_train.evaluation.config import InferConfig
 from dejavu_train.ground import files, machine
@@ -26,23 +26,6 @@ from dejavu_train.models.tokenizer_hash import tokenizer_hash
 from dejavu_train.run.check import check_output
 from dejavu_train.run.command import main, parse_config
 from dejavu_train.training.config import RunConfig
-
-
-def one_line(capsys, argv, *words):
-    """Exit code 2 and one line on stderr that has all the words."""
-    capsys.readouterr()
-    assert exit_on_user_error(main, argv) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and all(word in errors[0] for word in words), errors
-    return errors[0]
-
-
-@pytest.fixture
-def run(tiny_opt, text_file, tmp_path):
-    def argv(*more):
-        return flags(tiny_opt, text_file, tmp_path / "run", *more)
-
-    return argv
 
 
 def folders(tmp_path):

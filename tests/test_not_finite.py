@@ -12,13 +12,12 @@ from small_runs import activations, flags
 
 from dejavu_train.bundle.spec import check_spec
 from dejavu_train.data.collect import collect
-from dejavu_train.data.text import Document, TextSource
+from dejavu_train.data.text import TextSource
 from dejavu_train.data.windows import CollectConfig
 from dejavu_train.engine.cpu.engine import CpuEngine
-from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.families import UnitKey
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.load import load_model, load_tokenizer
+from dejavu_train.models.load import load_model
 from dejavu_train.run.command import parse_config
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 from dejavu_train.training.job import fit
@@ -54,13 +53,6 @@ def test_training(tiny_opt, text_file, tmp_path):
     config = parse_config(flags(tiny_opt, text_file, tmp_path, *more))
     with pytest.raises(UserError, match="predictor of the target mlp is not finite after 8 steps; lower mlp.learning"):
         fit(config, UnitKey(0, "mlp"), "layer 0 mlp")
-
-
-def test_scoring_one_text(tiny_opt):
-    model, bundle = broken(tiny_opt, "final_layer_norm.bias"), make_bundle(tiny_opt)
-    held = hold_out([Document("a", "the model reads a token")], load_tokenizer(str(tiny_opt)), 16, None)
-    with pytest.raises(UserError, match="logits of the model in float32 are not finite"):
-        evaluate(model, bundle, held, [EvalSetting("dense")])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -54,15 +54,6 @@ def test_triton(hide, tiny_opt, bundle, caplog):
     assert model.backend == "gather" and caplog.text.count("the backend gather runs instead") == 1
 
 
-def test_numba(hide, tiny_opt, bundle, caplog):
-    hide("numba", "dejavu_train.engine.cpu.")
-    with pytest.raises(UserError, match="pip install numba"):
-        SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle, "cpu")
-    with caplog.at_level(logging.WARNING, "dejavu_train"):
-        model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), bundle)
-    assert model.backend == "gather" and "pip install numba" in caplog.text
-
-
 def test_accelerate(hide, tiny_opt):
     hide("accelerate")
     with pytest.raises(UserError, match=r"device_map needs accelerate: pip install 'dejavu-train\[large\]'"):

@@ -9,6 +9,7 @@ from conftest import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 STEP = (DOCS / "concepts" / "decoding-step.md").read_text(encoding="utf-8")
+WALKS = (DOCS / "notes" / "walks.md").read_text(encoding="utf-8")
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "notes")  # notes name what was tried, too
 CODE = ("dejavu_train", "kernels", "papers", "benchmarks")
 
@@ -43,11 +44,12 @@ def test_kernels_of_the_step_are_those_that_are_queued():
     assert screened < set(queued["a screen"].split())
 
 
-def test_names_of_the_step_stand_in_the_code(code):
+def test_names_of_the_step_and_of_the_walks_stand_in_the_code(code):
     named = set(re.findall(r"`([a-z_]\w*)`", STEP))
     assert {name for name in named if not re.search(rf"\b_?{name}(_kernel)?\b", code)} == set()
     files = re.findall(r"`([\w/]+\.(?:py|json))`", STEP)
-    assert files and [file for file in files if not (REPOSITORY / file).exists()] == []
+    files += [f"dejavu_train/{file}" for file in re.findall(r"`([\w/]+\.py)`", WALKS)]
+    assert len(files) > 60 and [file for file in files if not (REPOSITORY / file).exists()] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))

@@ -164,9 +164,9 @@ def test_an_option_that_is_a_constant_now_may_name_its_value(write):
 
 
 def test_lists_come_with_commas_and_files_one_by_one():
-    config = read_config(["--densities", "0.1,0.3", "--timing_backends=triton", "--curve_densities", ""])
-    assert config.densities == (0.1, 0.3) and config.timing_backends == ("triton",) and config.curve_densities == ()
-    assert read_config(["--densities=[0.2]", "--text", "a,b.txt", "c.txt", "--text=d.txt"]).text == (
+    config = read_config(["--mlp_density", "0.1,0.3", "--timing_backends=triton", "--curve_mlp_density", ""])
+    assert config.mlp_density == (0.1, 0.3) and config.timing_backends == ("triton",) and config.curve_mlp_density == ()
+    assert read_config(["--mlp_density=[0.2]", "--text", "a,b.txt", "c.txt", "--text=d.txt"]).text == (
         "a,b.txt", "c.txt", "d.txt"
     )  # fmt: skip
     assert parse_config(["--calibrate.dense_layers", "0,3"]).calibrate.dense_layers == (0, 3)

@@ -12,13 +12,12 @@ import time
 import pytest
 import torch
 from bundles import make_bundle
-from conftest import REPOSITORY, save_tiny_opt
+from conftest import REPOSITORY
 from small_runs import activations, flags, start_main
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.data.shard_reader import active_densities
 from dejavu_train.data.text import TextSource, load_sets
-from dejavu_train.evaluation.command import main as infer_main
 from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.ground.files import write_sealed
@@ -330,29 +329,6 @@ def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, 
     assert ours["steps"] == theirs["steps"]
     own = json.loads((output / "predictors/layer_01/heads/predictor.json").read_text())
     assert own["kind"] == "custom" and own["metrics"]["steps"] == 8
-
-
-@pytest.mark.parametrize("width, n_heads", [(128, 2), (256, 2)], ids=["head-64", "head-128"])
-@pytest.mark.long
-def test_other_real_sizes_from_text_to_results(text_file, tmp_path, width, n_heads):
-    """Head sizes and the vocabulary of the real models, through collect, train, calibrate and infer."""
-    folder = save_tiny_opt(
-        tmp_path / "opt", hidden_size=width, word_embed_proj_dim=width, num_attention_heads=n_heads, vocab_size=50272
-    )
-    output = tmp_path / "run"
-    few = ["--collect.train_tokens=3000", "--mlp.steps=20", "--heads.steps=20", "--heads.rank=2", "--verify=full"]
-    few += ["--calibrate.sensitivity_tokens=100", "--calibrate.head_density=0.6"]
-    assert exit_on_user_error(main, flags(folder, text_file, output, *few)) == 0
-    assert Bundle.from_pretrained(output / "bundle").weight_hash.startswith("full:")
-    config = tmp_path / "infer.yaml"
-    config.write_text(
-        f"{{model: {folder}, bundle: {output}/bundle, output: {output}, text: {text_file}, tokens: 500, window: 64,"
-        " verify: full, densities: [0.4], head_densities: [0.6], sparse_from: [0], curve_densities: [],"
-        " selections: [dense, predicted], timing: false}"
-    )
-    assert exit_on_user_error(infer_main, ["--config", str(config)]) == 0
-    rows = json.loads((output / "results.json").read_text())["quality"]
-    assert {row["selection"] for row in rows} == {"dense", "predicted"}
 
 
 def test_table_aligns():

@@ -18,14 +18,6 @@ def test_a_row_keeps_its_bits_at_any_place(shift, columns):
     assert np.array_equal(np.roll(moved, -shift, 0), ordered_product(a, b, np.float32))
 
 
-def test_a_sum_begins_with_the_first_column():
-    a, b = operands()
-    total = np.zeros((16, 16), np.float32)
-    for k in range(a.shape[1]):
-        total = total + a[:, k, None] * b[None, k]
-    assert np.array_equal(ordered_product(a, b, np.float32), total)
-
-
 @pytest.mark.parametrize("shift", [1, 2])
 def test_a_row_of_the_double_has_other_bits_at_another_place(shift):
     a, b = operands()

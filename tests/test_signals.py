@@ -136,8 +136,8 @@ def first_text_is_scored(output, log):
 COMMANDS = {  # module, flags, when it is interrupted, the files that may be there then and after it
     "infer": (
         "dejavu_train.evaluation.command",
-        "bundle window=64 batch_tokens=64 densities=0.3 curve_densities=[] selections=predicted"
-        " head_densities=[] sparse_from=[0] tokens=1500 timing=false text={text} text=more={long}",
+        "bundle window=64 batch_tokens=64 mlp_density=0.3 curve_mlp_density=[] selections=predicted"
+        " head_density=[] sparse_from=[0] tokens=1500 timing=false text={text} text=more={long}",
         first_text_is_scored, "results.json",
     ),
     "pretrain": (

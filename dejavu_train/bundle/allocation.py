@@ -143,7 +143,7 @@ def in_proportion(active: Mapping[int, float], mean_density: float, floors: Mapp
     return at(high)
 
 
-class Calibrated(Protocol):
+class LayerFacts(Protocol):
     """Facts that a spec of a bundle knows about its layer."""
 
     @property
@@ -156,7 +156,7 @@ class Calibrated(Protocol):
     def keep_dense(self) -> bool: ...
 
 
-def allocate(specs: Mapping[int, Calibrated], mean_density: float) -> dict[int, float]:
+def allocate(specs: Mapping[int, LayerFacts], mean_density: float) -> dict[int, float]:
     """Share a mean density over the layers of one target.
 
     With ``loss_increase`` in every curve the summed loss is minimised. Without it, densities follow the layers' true

@@ -36,7 +36,7 @@ def select(logits: Tensor, spec: PredictorSpec, threshold: Tensor | None = None)
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, picked, True) & ~logits.isnan()
 
 
-class Predicted:
+class PredictorSelector:
     """The bundle's predictors, ready to run: weights rounded as deployed, inputs and sums in fp32.
 
     Args:

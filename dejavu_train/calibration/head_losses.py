@@ -1,20 +1,18 @@
 """Reads calibration windows, returns head predictors whose logits are the logarithm of the loss that a skip costs.
 
-Training teaches a head's predictor how far its output lies from its mean. Heads of the same distance differ in what
-they do to the next token. So one threshold for a layer keeps some that do little, and skips some that matter. Here
-``up`` and ``bias`` are fitted anew, so that a logit is the logarithm of the expected loss in nats.
+Heads whose outputs lie equally far from their means differ in what they do to the next token. So ``up`` and ``bias``
+are fitted anew: a logit is the logarithm of the expected loss in nats.
 
-The loss of putting its mean in the place of one head at one position is taken to second order. It is half the variance
-of the change of log p(y), over tokens y that the model draws: the Fisher information along that change. One backward
-pass with one drawn token a position gives it for all heads and positions, with what it does to all later positions:
+The loss of a head's mean in its place at one position is taken to second order. It is half the variance of the change
+of log p(y) over tokens y that the model draws. One backward pass with one drawn token a position gives it for all heads
+and positions, with what it does to all later positions:
 
     loss = (gradient of the summed log p(y) at the head's output . (output - mean))^2 / 2
 
-It scatters as a squared normal variable does, and the fit averages. With z, which ``down`` gives, eta = up z + bias
-minimises loss exp(-eta) + eta. This is a gamma regression with a logarithmic link. Its minimum is at exp(eta) = the
-mean loss given z.
+With z, which ``down`` gives, eta = up z + bias minimises loss exp(-eta) + eta. Its minimum is at exp(eta) = the mean
+loss given z, a gamma regression with a logarithmic link.
 
-Letters: T positions, N positions of all windows, d model width, n heads, e head width, r rank.
+Letters: T positions, N of all windows, d width, n heads, e head width, r rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,11 +122,11 @@ def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     return weights.float(), (offset.detach() - weights @ mean).float()
 
 
-Chosen = Mapping[int, tuple[Mapping[str, Any], LowRankPredictor]]
+TokenCandidates = Mapping[int, tuple[Mapping[str, Any], LowRankPredictor]]
 """By layer what training wrote of a predictor, and the predictor."""
 Measured = tuple[dict[int, Tensor], dict[int, Tensor]]
 """By layer features (N, r) and nats (N, n), both fp32."""
-Measure = Callable[[Any, Chosen, Mapping[int, Tensor], Sequence[Sequence[int]]], Measured]
+Measure = Callable[[Any, TokenCandidates, Mapping[int, Tensor], Sequence[Sequence[int]]], Measured]
 
 
 class Draw:
@@ -162,7 +160,7 @@ def check_finite(layer: int, losses: Tensor) -> None:
 
 
 def measure_whole(
-    model: Any, chosen: Chosen, means: Mapping[int, Tensor], windows: Sequence[Sequence[int]]
+    model: Any, chosen: TokenCandidates, means: Mapping[int, Tensor], windows: Sequence[Sequence[int]]
 ) -> Measured:
     """Features and losses of a model that is in memory, window after window."""
     features: dict[int, list[Tensor]] = {layer: [] for layer in chosen}

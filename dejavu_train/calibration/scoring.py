@@ -31,7 +31,7 @@ class RowBlock(NamedTuple):
     mlp_in: Tensor | None
 
 
-class Scored(NamedTuple):
+class PredictorScore(NamedTuple):
     """curve: see ``allocate``. active_density: None for heads, all of which contribute something. frequency (n,): how
     often a neuron is active, or a head's mean contribution. logits (N, n): a sample of them, where asked, or none."""
 
@@ -102,7 +102,7 @@ def score_predictor(
     blocks: Iterator[RowBlock],
     keep_logits: bool = False,
     second_stage: SecondStage | None = None,
-) -> Scored:
+) -> PredictorScore:
     """Curve and true density of one predictor, with ``second_stage`` those of a cascade, over the density of its
     candidates."""
     counts = _Counts()
@@ -127,9 +127,9 @@ def score_predictor(
     all_logits = torch.cat(kept) if kept else torch.empty(0, dtype=torch.float32)
     frequency = torch.as_tensor(frequency) / rows
     if target == Target.HEADS:
-        return Scored(head_curve(all_logits, torch.cat(contributions), HEAD_GRID), None, frequency, all_logits)
+        return PredictorScore(head_curve(all_logits, torch.cat(contributions), HEAD_GRID), None, frequency, all_logits)
     active = float(frequency.mean())
-    return Scored(
+    return PredictorScore(
         counts.curve() if second_stage is None else counts.two_stage_curve(active), active, frequency, all_logits
     )
 

@@ -3,7 +3,7 @@
     --config base.yaml --config mine.yaml    later files win, flags win over all files, wherever they stand
     base: base.yaml                          in a YAML file: that file, beside it, is read first
     --mlp.rank 32                            every field is a flag, fields of a section with a dot
-    --densities 0.1,0.2                      a list, with commas or repeated; a list of texts: --text a.txt b.txt
+    --mlp_density 0.1,0.2                    a list, with commas or repeated; a list of texts: --text a.txt b.txt
     --trainer.max_time 00:01:00:00           a field that is a mapping takes any key, at any depth
     --plan                                   a section that may be null: with its defaults
     --api-key K                              dashes within a name are underscores

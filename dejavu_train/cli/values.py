@@ -24,8 +24,7 @@ class Fields:
     """The fields of a dataclass by their dotted names: ``sections`` and the ``types`` of all others.
 
     ``optional`` are sections that may be null. A dataclass's ``GONE`` names keys of earlier versions and what to give
-    instead, its ``CONSTANTS`` such keys and the value that they always have. Its ``MEANT`` names keys of other commands
-    and this one's.
+    instead, its ``CONSTANTS`` such keys and the value that they always have.
     """
 
     def __init__(self, kind: type[Any]) -> None:
@@ -62,7 +61,7 @@ class Fields:
             return f" without a value; write --{name} FILE"
         if name in self.sections:
             return f" with a value; its keys are options, such as --{next(k for k in self.types if k.startswith(name))}"
-        known = getattr(self.kind, "MEANT", {}).get(name, name.rpartition(".")[2])
+        known = name.rpartition(".")[2]
         close = [known] if known in self.types else difflib.get_close_matches(name, self.types, 1)
         return f"; did you mean {close[0]}?" if close else "; --help lists the known ones"
 

@@ -11,8 +11,6 @@ Datasets of a shard, a row for each token. Those of a half that the layer does n
 - ``mlp_active`` (tokens, ceil(d_ffn / 8)) uint8: bits as of ``numpy.packbits``, set where a neuron gives no zero.
 - ``head_norm`` (tokens, n_heads) float16: what each head contributes.
 - ``token``, ``document``, ``position`` (tokens) int32.
-
-Chunks are whole rows, about 1 MB of a hidden state, the same rows in every dataset.
 """
 
 import contextlib
@@ -188,7 +186,7 @@ def open_shard(path: str | Path) -> h5py.File:
         ) from None
 
 
-class _Recorded(io.FileIO):
+class _CheckedFile(io.FileIO):
     """A file that keeps the first error of writing and takes what comes after it without writing.
 
     HDF5 cannot close a file that it cannot write, and ends the process with a segmentation fault when it tries again at
@@ -222,9 +220,9 @@ class _Recorded(io.FileIO):
 
 
 @contextlib.contextmanager
-def new_shard(path: Path) -> Iterator[tuple[h5py.File, _Recorded]]:
+def new_shard(path: Path) -> Iterator[tuple[h5py.File, _CheckedFile]]:
     """A new shard's file, and what says whether it could be written. Raises ``OSError`` at the end if it could not."""
-    with _Recorded(path, "w+") as stored:
+    with _CheckedFile(path, "w+") as stored:
         with h5py.File(stored, "w") as file:
             yield file, stored
         stored.check()
@@ -289,7 +287,7 @@ class ShardWriter:
         self._folder, self._manifest, self._entry = Path(folder), manifest, entry
         self._stack = contextlib.ExitStack()
         self._files: dict[int, h5py.File] = {}
-        self._stored: dict[int, _Recorded] = {}
+        self._stored: dict[int, _CheckedFile] = {}
         layers = manifest.shape.layers_of() if layers is None else layers
         self._active = dict.fromkeys(layers, 0)
         self._rows = dict.fromkeys(self._active, 0)

@@ -386,11 +386,6 @@ def places_of(documents: Sequence[Document], source_key: str) -> list[str]:
     return [chosen.setdefault(_folded(document.text), split_of(source_key, document.name)) for document in documents]
 
 
-def count_copies(documents: Sequence[Document]) -> int:
-    """How many documents have a text that another one before them has."""
-    return len(documents) - len({_folded(document.text) for document in documents})
-
-
 def _folded(text: str) -> str:
     return sha256_text(" ".join(text.split()))
 
@@ -442,7 +437,7 @@ def load_sets(source: TextSource, model: str) -> tuple[dict[str, list[Document]]
     """
     documents, versions = load_documents(source)
     sets, skipped = split_documents(documents, source.key, read_paragraph_hashes(model))
-    copies = count_copies(documents)
+    copies = len(documents) - len({_folded(document.text) for document in documents})
     if copies:
         logger.warning(
             "%d of %d documents are copies of others; all copies of a text are in one set, so none is held out that"

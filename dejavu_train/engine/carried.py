@@ -14,7 +14,7 @@ from dejavu_train.kernels.mlp.pack import PackedSelection
 from dejavu_train.kernels.stages.predictor import HeadSite
 
 
-class Carried:
+class CarriedBuffers:
     """Buffers that carry one half of a layer over to another. All but `factors` are written and read within a step.
 
     | buffer | shape | written by | read by | begun anew by |

@@ -17,28 +17,28 @@ from dejavu_train.families import Target, UnitKey
 class GuardedAttention:
     """All heads of every row. K and V that were skipped before are filled in."""
 
-    def __init__(self, body: Attention, guard: GuardState, layer: int) -> None:
-        self.body, self.guard, self.key = body, guard, UnitKey(layer, Target.HEADS)
-        self.units = body.cache.k.shape[1]  # heads, or groups of them that share K and V
-        slices = body.weights.whole_out(torch.float32).unflatten(1, (self.units, -1)).transpose(0, 1)
+    def __init__(self, attention: Attention, guard: GuardState, layer: int) -> None:
+        self.attention, self.guard, self.key = attention, guard, UnitKey(layer, Target.HEADS)
+        self.units = attention.cache.k.shape[1]  # heads, or groups of them that share K and V
+        slices = attention.weights.whole_out(torch.float32).unflatten(1, (self.units, -1)).transpose(0, 1)
         self.gram = slices.transpose(1, 2) @ slices  # (g, e, e): |W_g o|^2 = o' G o
 
     def select(self, x: Tensor) -> None:
-        self.body.select(x)
-        selection, row_state = self.body.selection, self.body.work.state.row_state
+        self.attention.select(x)
+        selection, row_state = self.attention.selection, self.attention.work.state.row_state
         assert selection is not None
         self.keep = selection.to_mask(len(x))
         selection.set_mask((row_state > 0)[:, None].expand_as(self.keep))
 
     def project_in(self, x: Tensor) -> None:
-        self.body.project_in(x)
+        self.attention.project_in(x)
 
     def attend(self) -> None:
-        self.body.attend()
+        self.attention.attend()
 
     def project_out(self, x: Tensor, out: Tensor) -> None:
-        self.body.project_out(x, out)
-        work = self.body.work
+        self.attention.project_out(x, out)
+        work = self.attention.work
         # What attention leaves is each head's output, less the mean that stands in for it.
         outputs = work.heads_out.float().view(len(x), self.units, -1).transpose(0, 1)
         contribution = ((outputs @ self.gram) * outputs).sum(-1).clamp_min(0).sqrt().T
@@ -48,19 +48,19 @@ class GuardedAttention:
 class GuardedMlp:
     """All neurons of every row."""
 
-    def __init__(self, body: Mlp, guard: GuardState, layer: int) -> None:
-        self.body, self.guard, self.key = body, guard, UnitKey(layer, Target.MLP)
+    def __init__(self, mlp: Mlp, guard: GuardState, layer: int) -> None:
+        self.mlp, self.guard, self.key = mlp, guard, UnitKey(layer, Target.MLP)
         # Rows of down are neurons here.
-        self.norms = torch.linalg.vector_norm(body.weights.down.weight.dense(), dim=1)
+        self.norms = torch.linalg.vector_norm(mlp.weights.down.weight.dense(), dim=1)
 
     def select(self, x: Tensor) -> None:
-        neurons = self.body.neurons
+        neurons = self.mlp.neurons
         assert neurons is not None
         neurons.join()
         self.selected = neurons.selection.to_mask(len(x))
 
     def multiply(self, x: Tensor, out: Tensor) -> None:
-        hidden = self.body.up(x)
-        self.body.down(hidden, x, out)
-        rows = self.body.work.state.row_state == 1
+        hidden = self.mlp.up(x)
+        self.mlp.down(hidden, x, out)
+        rows = self.mlp.work.state.row_state == 1
         self.guard.measure(self.key, rows, self.selected, self.selected, hidden.float() * self.norms)

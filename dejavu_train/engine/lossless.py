@@ -266,18 +266,18 @@ class Pair(ABC):
             current.pace.note(verified, seconds)
             current = ahead
 
-    def _start(self, given: Sequence[int], length: int | None, most: int, mode: str) -> "_Started":
+    def _start(self, given: Sequence[int], length: int | None, most: int, mode: str) -> "_Cycle":
         """Begin a cycle, of tokens that were copied or of at most ``most`` that are drafted."""
         started = self.clock()
         if given and self.copied is not None:
             found = self.verify(given, mode)
-            return _Started(lambda: found, len(given), self.copied, started)
+            return _Cycle(lambda: found, len(given), self.copied, started)
         drafted = min(self.pace.next() if length is None else length, most)
-        return _Started(self.queue(drafted, mode), drafted, self.pace, started)
+        return _Cycle(self.queue(drafted, mode), drafted, self.pace, started)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Started:
+class _Cycle:
     """A cycle that was begun: what waits for it, its tokens at most, who learns from it, and when."""
 
     look: Callable[[], Verified]

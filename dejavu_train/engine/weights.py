@@ -5,11 +5,11 @@
   as stored (d, ffn), so that every output row has one owner.
 - q, k, v: grouped by head of K and V, (g, r + 2, head_dim, d), so that a head is one contiguous range. r heads of q
   share it. Where positions are rotary, the rows of q and k lie in pairs that turn together (`common.positions`).
-- output projection: as stored (d, h * head_dim). A head's columns of a row are contiguous. Every output
-  row has one owner.
+- output projection: as stored (d, h * head_dim). A head's columns of a row are contiguous. Every output row has one
+  owner.
 
-Matrices of 4 bits are `Int4Rows`, code for code those of the model. q, k and v have the same order, down is transposed
-always, the output projection lies head by head (h, d, head_dim).
+Matrices of 4 bits are `Int4Rows`, code for code those of the model.  Down is transposed always, the output projection
+lies head by head (h, d, head_dim).
 
 A set of weights is never changed: every engine arranges a list of layers for itself, and what has the right layout
 already is shared.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.carried import Carried
+from dejavu_train.engine.carried import CarriedBuffers
 from dejavu_train.engine.ops import StepOps
 from dejavu_train.engine.planned import HalfPlan, Place, StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
@@ -34,7 +34,7 @@ class Workspace:
     ops: StepOps
     pdl: bool
     state: TokenState
-    carried: Carried
+    carried: CarriedBuffers
     ahead: torch.cuda.Stream | None
     q: Tensor
     heads_out: Tensor
@@ -67,7 +67,7 @@ class Workspace:
             pdl=pdl,
             # A column more than the context: scoring the last token of a full context chooses one beyond it.
             state=TokenState.empty(batch, plan.context + 1, device, vocab=dims.vocab_size) if state is None else state,
-            carried=Carried(plan, dtype, device),
+            carried=CarriedBuffers(plan, dtype, device),
             ahead=torch.cuda.Stream(device) if plan.streams else None,
             q=torch.zeros(batch, h, hd, device=device, dtype=torch.float32),
             heads_out=torch.zeros(batch, h * hd, dtype=mixed, device=device),

@@ -13,8 +13,8 @@ from dejavu_train.models.config_values import INT4, quant_method, read_values
 
 UNITS = {Target.MLP: "neurons", Target.HEADS: "heads"}
 KEYS = {
-    Target.MLP: ("densities", "curve_densities", "timing_mlp_density"),
-    Target.HEADS: ("head_densities", "timing_head_density"),
+    Target.MLP: ("mlp_density", "curve_mlp_density", "timing_mlp_density"),
+    Target.HEADS: ("head_density", "timing_head_density"),
 }
 
 
@@ -43,21 +43,18 @@ def writing(config: InferConfig, bundle: Bundle) -> Bundle:
         UserError: as :meth:`Bundle.at`.
     """
     mlp, heads = _listed(config, bundle)
-    if _names_timed(config) or len(mlp) > 1 or len(heads) > 1:
+    named = (config.timing_mlp_density, config.timing_head_density) != (None, None)
+    if named or len(mlp) > 1 or len(heads) > 1:
         return timed(config, bundle)
     if mlp:
         return moved(bundle, mlp[0], heads[0] if heads else 1.0)
     return moved(bundle, None, heads[0] if heads else None)
 
 
-def _names_timed(config: InferConfig) -> bool:
-    return config.timing_mlp_density is not None or config.timing_head_density is not None
-
-
 def _listed(config: InferConfig, bundle: Bundle) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Densities of the neurons and of the heads that are asked for beside those as calibrated."""
-    mlp = config.densities if Target.MLP in bundle.targets else ()
-    return mlp, config.head_densities if Target.HEADS in bundle.targets else ()
+    mlp = config.mlp_density if Target.MLP in bundle.targets else ()
+    return mlp, config.head_density if Target.HEADS in bundle.targets else ()
 
 
 def described(bundle: Bundle) -> str:
@@ -96,7 +93,7 @@ def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
     backend = _backend(config, device, coded)
     line += f"; backend {backend}{'' if device.type == 'cpu' else f' on {device}'}, {weights}"
     if bundle.targets and not any(_asked(config, target) for target in TARGETS):
-        line += "; others are asked for, such as --densities 0.1,0.2 or --timing_mlp_density 0.2"
+        line += "; others are asked for, such as --mlp_density 0.1,0.2 or --timing_mlp_density 0.2"
     return line
 
 

@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = read_runs(given.runs)
     rows = compared_rows(runs)
     if not rows:
-        raise UserError("no run scored what its predictors select; run dejavu infer with --text and --densities")
+        raise UserError("no run scored what its predictors select; run dejavu infer with --text and --mlp_density")
     lines = lines_by(runs, given.by)
     for line in warnings(runs):
         logger.warning("note: %s", line)

@@ -36,7 +36,7 @@ class InferConfig(TextConfig):
         'python infer.py --bundle checkpoints/mine/bundle --tokens 0 --timing false --generate "Once"    only text',
     )
     COMMON = (
-        "bundle", "model", "output", "text", "tokens", "densities", "timing", "generate", "new_tokens",
+        "bundle", "model", "output", "text", "tokens", "mlp_density", "timing", "generate", "new_tokens",
         "backend", "device", "dtype",
     )  # fmt: skip
     GROUPS = {
@@ -46,7 +46,7 @@ class InferConfig(TextConfig):
         ),
         "quality": (
             "What is scored",
-            ("selections", "curve_densities", "head_densities", "yardstick_texts", "sparse_from", "batch_tokens"),
+            ("selections", "head_density", "curve_mlp_density", "yardstick_texts", "sparse_from", "batch_tokens"),
         ),
         "speed": (
             "What is timed",
@@ -58,13 +58,15 @@ class InferConfig(TextConfig):
         ),
     }
     GONE = {
-        "curve_selections": "give --selections, whose rows but noncontextual stand at curve_densities",
+        "densities": "its name is --mlp_density",
+        "head_densities": "its name is --head_density",
+        "curve_densities": "its name is --curve_mlp_density",
+        "curve_selections": "give --selections, whose rows but noncontextual stand at curve_mlp_density",
         "observe": "type python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml",
         "generation": "type dejavu generation, with the same --output",
         "tasks": "type dejavu tasks, with --output FOLDER/tasks",
         "paper": "type python -m papers.deja_vu.tables --config papers/deja_vu/configs/tables.yaml",
     }
-    MEANT = {"mlp_density": "densities", "head_density": "head_densities"}
 
     predictor: dict[str, Any] | None = None
     """class_path (PACKAGE.CLASS, several with commas) of your own predictors in the bundle: docs/guides/extend.md."""
@@ -77,16 +79,16 @@ class InferConfig(TextConfig):
     window: int = 512
     """Tokens of a sequence, the leading </s> included."""
     selections: tuple[Selection, ...] = get_args(Selection)
-    """Rows of the bundle as calibrated, and at every one of densities."""
-    densities: tuple[float, ...] = ()
+    """Rows of the bundle as calibrated, and at every mlp_density."""
+    mlp_density: tuple[float, ...] = ()
     """Other densities of the MLPs, with all heads. One alone also writes the text of generate."""
-    curve_densities: tuple[float, ...] = ()
+    curve_mlp_density: tuple[float, ...] = ()
     """More densities of the MLPs, for the picture, on the first text, and without the yardstick that knows the token
     alone."""
     yardstick_texts: Literal["first", "all"] = "first"
-    """all: the same rows for all texts. first: later texts have predicted and oracle rows, none at curve_densities."""
-    head_densities: tuple[float, ...] = ()
-    """Other densities of the heads, with every one of densities or the MLPs as calibrated, predicted only."""
+    """all: the same rows for all texts. first: later texts have predicted and oracle rows, not of the curve."""
+    head_density: tuple[float, ...] = ()
+    """Other densities of the heads, with every mlp_density or the MLPs as calibrated, predicted only."""
     sparse_from: tuple[int, ...] = (0, 128)
     """From which position on the model is sparse. Starts above 0 are scored predicted only."""
     batch_tokens: int = 4096
@@ -99,7 +101,7 @@ class InferConfig(TextConfig):
     """Backends to time. None named: dense and the engines of this device."""
     timing_mlp_density: float | None = None
     """Density of the MLPs while timing and generating, of candidates where there is a second stage. null: as
-    calibrated, and text of generate at the one of densities, if it is one."""
+    calibrated, and text of generate at the mlp_density, if it is one."""
     timing_head_density: float | None = None
     """Density of the heads while timing and generating. null: as with timing_mlp_density."""
     batch: int = 1
@@ -134,7 +136,7 @@ class InferConfig(TextConfig):
 
     def check(self) -> None:
         """Raise :class:`UserError` for a value that cannot be meant."""
-        densities = ("densities", "curve_densities", "head_densities", "timing_mlp_density", "timing_head_density")
+        densities = ("mlp_density", "curve_mlp_density", "head_density", "timing_mlp_density", "timing_head_density")
         counts = ("batch_tokens", "batch", "prompt", "new_tokens")
         others = {"tokens": NUMBER, "window": Range(2, COUNT.most), "sparse_from": NUMBER, "seed": SEED}
         check_ranges(self, "--", dict.fromkeys(densities, SHARE) | dict.fromkeys(counts, COUNT) | others)

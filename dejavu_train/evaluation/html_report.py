@@ -153,15 +153,11 @@ def page(results: Results) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     room = jinja2.Environment(loader=loader, autoescape=True, **options)
-    room.filters["anchor"] = _anchor
+    room.filters["anchor"] = lambda name: re.sub(r"[^a-z0-9]+", "-", name.lower())
     return room.get_template("report.html.jinja").render(
         results=results, about=about, layer_tables=[table for table in layers if table.cells], report=report,
         verdict=verdict(stored), task_files=TASKS, shown_rows=SHOWN_ROWS,
     )  # fmt: skip
-
-
-def _anchor(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())
 
 
 def write_report(folder: str | Path) -> Path:

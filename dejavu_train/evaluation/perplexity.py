@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import measured_mlp_share
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.data.text import Document
 from dejavu_train.data.tokens import windows
 from dejavu_train.evaluation.baselines import (
@@ -266,7 +266,7 @@ class _Evaluation:
                 key = (row.mlp_density, row.head_density, row.sparse_from)
                 self.groups.setdefault(key, {})[row.selection] = row
         self.bundles = {key[:2]: bundle.at(*key[:2]) for key in self.groups}
-        self.predicted = Predicted(bundle, model.device, model)
+        self.predicted = PredictorSelector(bundle, model.device, model)
         self.means = bundle.head_means(model.device)
         self.meter = _Meter(model, self.means)
         self.generator = torch.Generator().manual_seed(seed)
@@ -361,7 +361,7 @@ class _Evaluation:
             if quality is None:
                 return
             self.meter.add(quality.sums[UnitKey(layer, target)], layer, target, keep, values, measured)
-            if target == Target.MLP and isinstance(selector, Predicted) and layer in selector.candidates:
+            if target == Target.MLP and isinstance(selector, PredictorSelector) and layer in selector.candidates:
                 passed = int(selector.candidates[layer][measured.to(selector.candidates[layer].device)].sum())
                 quality.candidates[layer] = quality.candidates.get(layer, 0) + passed
 

@@ -67,15 +67,15 @@ def quality_rows(config: InferConfig, targets: Sequence[str] = TARGETS, first: b
     Args:
         targets: of the bundle. No row stands at densities of others.
         first: of the first text. Later ones take predicted and oracle rows only, because each row is a pass. They take
-            the heads' densities at the largest of ``densities``. With ``yardstick_texts`` ``all`` they have every row.
+            the heads' densities at the largest ``mlp_density``. With ``yardstick_texts`` ``all`` they have every row.
     """
     if not targets:
         return [EvalSetting("dense")]
     whole = first or config.yardstick_texts == "all"
     names = [name for name in config.selections if name in ("predicted", "oracle") or (whole and name != "dense")]
-    densities = sorted(config.densities) if Target.MLP in targets else []
-    curve = set(config.curve_densities if Target.MLP in targets and whole else ()) - set(densities)
-    heads = config.head_densities if Target.HEADS in targets else ()
+    densities = sorted(config.mlp_density) if Target.MLP in targets else []
+    curve = set(config.curve_mlp_density if Target.MLP in targets and whole else ()) - set(densities)
+    heads = config.head_density if Target.HEADS in targets else ()
     rows = [EvalSetting("dense"), *(EvalSetting(name, None, None) for name in names)]
     for density in sorted({*densities, *curve}):
         kept = [name for name in names if density in densities or name != "noncontextual"]
@@ -129,8 +129,6 @@ def _run(config: InferConfig, group: Group | None) -> None:
     if not bundle.specs:
         equal = equal_tokens({timing.backend: timing.tokens for timing in timings})
         results["exact"] = exact_report(results["quality"], bundle.shape, loaded_format(dense)) | equal
-    if config.stored:
-        results["stored"] = config.stored
     writes = group is None or group.rank == 0
     if timings and writes:  # kept, whatever comes after, as what was scored is
         report.write_results(results, config.output)

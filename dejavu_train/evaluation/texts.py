@@ -94,7 +94,7 @@ def load_text(
     """
     documents, _ = load_documents(source)
     digest = sha256_text("".join(sha256_text(document.text) for document in documents))
-    is_file = _is_file(source)
+    is_file = isinstance(source.source, str) and Path(source.source).is_file()
     # Two files may have one name; an installed source of other versions stays the same domain and keeps its split.
     same = trained.get("source") == source.key and (not is_file or trained.get("sha256") == digest)
     seen_by_predictors = 0
@@ -149,10 +149,6 @@ def behind_start(tokenizer: Any, text: str, flag: str) -> list[int]:
         return [start, *ids]
     logger.info("%s begins with %s: no other is put before it", flag, tokenizer.convert_ids_to_tokens(start))
     return ids
-
-
-def _is_file(source: TextSource) -> bool:
-    return isinstance(source.source, str) and Path(source.source).is_file()
 
 
 def _trained_on(name: str, documents: Sequence[Document], trained: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ SELECTED_OF_ACTIVE = 1.7  # neurons selected for each active one: 10 % of the ne
 ADVICE = (  # increase of perplexity up to which -> what it means
     (0.01, "The sparse model writes almost as the dense one."),
     (0.05, "The sparse model is close to the dense one."),
-    (0.3, "The sparse model is clearly worse: a higher density loses less (--densities)."),
+    (0.3, "The sparse model is clearly worse: a higher density loses less (--mlp_density)."),
     (float("inf"), "The predictors do not fit: raise the density, or train them on text like this (--text)."),
 )
 
@@ -27,7 +27,8 @@ ROUNDED = (
 
 def verdict(found: Found) -> list[str]:
     """Sentences about a results.json: quality as calibrated, or at the densities of most texts, and speed."""
-    rounded = [ROUNDED.format(found["stored"])] if found.get("stored") in ("int8", "int4") else []
+    stored = found.get("config", {}).get("stored")
+    rounded = [ROUNDED.format(stored)] if stored in ("int8", "int4") else []
     if "exact" in found:
         return [*_exact_speed(found), *_exact(found["exact"]), *rounded]
     return [*_quality(found), *_speed(found), *rounded]
@@ -102,11 +103,8 @@ def _exact_speed(found: Found) -> list[str]:
     if "yardstick" in (exact := found["exact"]):
         equal, tokens = exact["equal_tokens"], exact["tokens"]
         first = f"All {tokens} greedy tokens" if equal == tokens else f"The first {equal} of {tokens} greedy tokens"
-        why = (
-            "Rounded weights choose otherwise."
-            if found.get("stored")
-            else "Near ties of two tokens can fall otherwise."
-        )
+        rounded = found.get("config", {}).get("stored") in ("int8", "int4")
+        why = "Rounded weights choose otherwise." if rounded else "Near ties of two tokens can fall otherwise."
         rest = "" if equal == tokens else f" {why}"
         lines.append(f"{first} are those of {THEIRS[exact['yardstick']]}.{rest}")
     return lines

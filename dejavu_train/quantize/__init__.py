@@ -7,16 +7,10 @@
     calibration text ──►are             those before                             renamed
     (run.py)                            (stream.py)
 
-A layer is read from disk, quantised and written before the next one is read. The calibration text's hidden states lie
-on the disk, two a token (``data/stream.py``). So a model is never in memory as a whole, in any dtype. What is needed at
-once is one layer in fp32, a batch, and some copies of the second moments of neurons. A run that was stopped goes on
-with the layer in which it was.
+A layer is read, quantised and written before the next one. The text's hidden states lie on the disk. So a model is
+never in memory as a whole, in any dtype. A run that was stopped goes on with the layer in which it was.
 
-Which rows the six matrices are made of stands in ``models/int4.py``. Units of the sparse model are rows, so that what
-is skipped takes its codes and scales with it. That is why the quantisers are our own. The libraries that quantise for
-transformers (gptqmodel, llm-compressor with compressed-tensors, torchao) put groups along a matrix's inputs only. Here
-the groups of the map out of the neurons lie along its outputs. A column's scales are chosen as GPTQ reaches it. Scales
-may be negative. The output projection's group is a head. Their checkpoints are read, see ``foreign.py``.
-
-Loading is transformers' own work: ``models/int4_quantizer.py`` tells it how.
+Rows stand in ``models/int4.py``. Units are rows, so that what is skipped takes its codes along. Other libraries put
+groups along a matrix's inputs only, so the quantisers are our own. Loading is transformers' own work:
+``models/int4_quantizer.py`` tells it how.
 """

@@ -1,4 +1,5 @@
-"""Reads the matrices of a layer however a checkpoint stores them: in floating point, or quantised by another package.
+"""Reads the matrices (n outputs, m inputs) of a layer however a checkpoint stores them: in floating point, or quantised
+by another package.
 
     gptq                 qweight (m / 8, n) and qzeros int32, scales (groups, n), g_idx (m); format gptq (v1) holds a
                          zero point less one, gptq_v2 the zero point itself; of a symmetric matrix it is 8 either way
@@ -7,14 +8,11 @@
     bitsandbytes         NF4: weight uint8 in blocks of 64, or the same bytes as numbers of 16 or 32 bits; absmax in 8
                          bits with scales of its own or in fp32
 
-A group is as wide as the config says, so the last one may be shorter. Parts that contradict the config, or each other,
-are refused.
+Parts that contradict the config, or each other, are refused.
 
 Codes are taken over as they are where their groups are such as our rows can have. They lie around a zero point of 8, or
-mirrored around 7. Every other matrix is dequantised, to be quantised anew. A matrix that was left out of the
-quantisation is a weight alone, and is read as it is. Nothing of these packages is imported.
-
-Letters: n outputs, m inputs.
+mirrored around 7. Every other matrix is dequantised, to be quantised anew.  A matrix that was left out is read as it
+is. Nothing of these packages is imported.
 """
 
 import json
@@ -47,7 +45,7 @@ Parts = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedMatrix:
     """A matrix (n, m) fp32, and where it is symmetric its codes int8 in -8..7 and a scale for each weight."""
 
     weight: Tensor
@@ -115,7 +113,7 @@ class MatrixReader:
         parts = {part: self.source[name] for part, name in self._held[prefix].items()}
         alone = parts.keys() == {WEIGHT}
         try:
-            decoded = Decoded(parts[WEIGHT]) if self._decode is None or alone else self._decode(parts)
+            decoded = DecodedMatrix(parts[WEIGHT]) if self._decode is None or alone else self._decode(parts)
         except UserError as error:
             raise UserError(f"{prefix} of {self.source.model}: {error}") from None
         size = self._sizes[prefix]
@@ -128,7 +126,7 @@ class MatrixReader:
         return decoded.weight, exact_rows(decoded, layout)
 
 
-def exact_rows(decoded: Decoded, layout: RowLayout) -> Int4Rows | None:
+def exact_rows(decoded: DecodedMatrix, layout: RowLayout) -> Int4Rows | None:
     """The same weights as our rows, where every group of ours has one scale, an fp16 number, else None."""
     if decoded.codes is None or decoded.scales is None:
         return None
@@ -146,12 +144,12 @@ def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     return (words.long()[..., None] >> shifts & 15).flatten(-2)
 
 
-def _around_zero(stored: Tensor, zeros: Tensor, scales: Tensor) -> Decoded:
+def _around_zero(stored: Tensor, zeros: Tensor, scales: Tensor) -> DecodedMatrix:
     """(stored - zeros) * scales, all (n, m). Around a zero of 7 lie our codes mirrored, with a negative scale."""
     codes, scales = stored - zeros, scales.float()
     symmetric = bool(((zeros == 8) | (zeros == 7)).all())
     codes, scales = torch.where(zeros == 7, -codes, codes), torch.where(zeros == 7, -scales, scales)
-    return Decoded(codes * scales, *((codes.to(torch.int8), scales) if symmetric else ()))
+    return DecodedMatrix(codes * scales, *((codes.to(torch.int8), scales) if symmetric else ()))
 
 
 def _require(condition: bool, method: str, what: str) -> None:
@@ -215,13 +213,13 @@ def _gptq_zeros(stored: Tensor, config: Mapping[str, Any]) -> Tensor:
     return stored + (0 if config.get("checkpoint_format") == "gptq_v2" else 1) & 15
 
 
-def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], DecodedMatrix]:
     _require(config.get("bits") == 4, "gptq", f"{config.get('bits')} bits a weight")
     form = config.get("checkpoint_format") or "gptq"
     form = "marlin" if config.get("is_marlin_format") else form
     _require(form in ("gptq", "gptq_v2"), "gptq", f"the format {form}")
 
-    def decode(parts: Parts) -> Decoded:
+    def decode(parts: Parts) -> DecodedMatrix:
         stored = _nibbles(parts["qweight"].T)  # packed along inputs
         zeros = _nibbles(parts["qzeros"])
         (n, m), groups = stored.shape, len(parts["scales"])
@@ -235,12 +233,12 @@ def _gptq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     return decode
 
 
-def _awq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+def _awq(config: Mapping[str, Any]) -> Callable[[Parts], DecodedMatrix]:
     _require(config.get("bits", config.get("w_bit")) == 4, "awq", "another width than 4 bits")
     version = str(config.get("version") or "gemm").lower()
     _require(version == "gemm", "awq", f"the version {version}")
 
-    def decode(parts: Parts) -> Decoded:
+    def decode(parts: Parts) -> DecodedMatrix:
         stored, zeros = (_nibbles(parts[name], AWQ_ORDER) for name in ("qweight", "qzeros"))
         (m, n), groups = stored.shape, len(zeros)
         _check_scales(parts["scales"], (groups, n))
@@ -251,7 +249,7 @@ def _awq(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
     return decode
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], DecodedMatrix]:
     name = "compressed-tensors"
     _require(config.get("format") == "pack-quantized", name, f"the format {config.get('format')}")
     sizes: set[Any] = set()
@@ -266,7 +264,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]
         _require(strategy in ("group", "channel", "tensor"), name, f"the strategy {strategy}")
         sizes.add(weights.get("group_size") if strategy == "group" else -1)
 
-    def decode(parts: Parts) -> Decoded:
+    def decode(parts: Parts) -> DecodedMatrix:
         stored, shape = _nibbles(parts["weight_packed"]), parts["weight_shape"].tolist()
         n, width = stored.shape
         _fit(len(shape) == 2 and shape[0] == n and 0 <= width - shape[1] < 8, f"codes of {n} x {width}, shape {shape}")
@@ -289,11 +287,11 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]
     return decode
 
 
-def _nf4(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
+def _nf4(config: Mapping[str, Any]) -> Callable[[Parts], DecodedMatrix]:
     four = bool(config.get("load_in_4bit")) and config.get("bnb_4bit_quant_type") == "nf4"
     _require(four, "bitsandbytes", "anything but NF4")
 
-    def decode(parts: Parts) -> Decoded:
+    def decode(parts: Parts) -> DecodedMatrix:
         try:
             state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
             n, m = (int(length) for length in state["shape"])
@@ -318,7 +316,7 @@ def _nf4(config: Mapping[str, Any]) -> Callable[[Parts], Decoded]:
             absmax = codes.float()[absmax.long()] * nested.float().repeat_interleave(sizes[1])[:blocks] + offset
         _check_scales(absmax, (blocks,))
         values = table.float()[torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()][: n * m]
-        return Decoded((values * absmax.float().repeat_interleave(sizes[0])[: n * m]).view(n, m))
+        return DecodedMatrix((values * absmax.float().repeat_interleave(sizes[0])[: n * m]).view(n, m))
 
     return decode
 
@@ -328,7 +326,7 @@ def _nested(parts: Parts) -> bool:
     return "weight.nested_absmax" in parts
 
 
-DECODERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Parts], Decoded]]] = {
+DECODERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Parts], DecodedMatrix]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,

@@ -1,23 +1,18 @@
 """Rounds a matrix so that its outputs on calibration text change least: GPTQ (Frantar et al., ICLR 2023, arXiv
 2210.17323).
 
-Columns of W (n, m), each the weights of one input, are rounded one after the other. What rounding a column changes in
-the outputs is undone by the columns that are still to come, as far as inputs correlate. Over the inputs X (tokens, m),
-H = X' X and H^-1 = U' U, with U upper triangular. Rounding column i by the error r moves the columns j > i by -r U[i,
-j] / U[i, i]. This is the paper's step 3, for all rows at once because they share H. U comes from one Cholesky
-factorisation: with J that reverses the order, J H J = L L', so that U = J L^-1 J.
+Columns of W (n outputs, m inputs), each the weights of one input, are rounded one after the other. What rounding a
+column changes in the outputs is undone by the columns that are still to come, as far as inputs correlate. Over inputs X
+(tokens, m), H = X' X and H^-1 = U' U, with U upper triangular. Rounding column i by the error r moves the columns j > i
+by -r U[i, j] / U[i, i]. This is the paper's step 3, for all rows at once, which share one H here. One Cholesky
+factorisation J H J = L L' gives U = J L^-1 J, where J reverses the order.
 
-Two grids, one for each way in which groups lie on a matrix:
+Two grids, by how groups of g lie on a matrix:
 
-- ``InputGroups``: a row's scale for g inputs that follow one another. It is chosen on reaching them, from weights that
-have taken over the errors of those before. The order is the inputs' own.
-- ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. Any order, too, because a column's
-  grid is its own. It is what the map out of the neurons has, whose rows of 4 bits are its columns here.
+- ``InputGroups``: a row's scale for g inputs that follow one another. It is chosen on reaching them.
+- ``OutputGroups``: a column's scale for g outputs, chosen on reaching the column. The map out of the neurons has them.
 
-An input that never was anything but zero is coupled with nothing. Its column keeps the nearest codes, because other
-texts may use it. The paper's code sets it to zero.
-
-Letters: n outputs, m inputs, g outputs or inputs of a group.
+Columns of inputs that were always zero keep the nearest codes, because other texts may use them.
 """
 
 from typing import Protocol

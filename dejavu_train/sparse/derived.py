@@ -78,11 +78,6 @@ class Sources:
         )
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """Edits in place so far, as autograd counts them. None for a tensor of inference mode, which has no count."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     numbers = [(name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))]
     adapter: Any = ()
@@ -99,7 +94,8 @@ def _hooks(module: nn.Module) -> list[int]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype, tensor.device
+    version = None if tensor.is_inference() else tensor._version  # no edits are counted in inference mode
+    return tensor.data_ptr(), version, tensor.shape, tensor.dtype, tensor.device
 
 
 def _bytes(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.engine.request import check_mask
 from dejavu_train.families import dims_of, family_of
 from dejavu_train.families.base import logits_of
@@ -152,7 +152,7 @@ def find_fault(model: Any, dense: Callable[..., Any], runtime: Runtime, tokens: 
     finite: list[Tensor] = []
     ids = torch.tensor([tokens], device=model.device)
     staged = None if runtime.backend == "triton" else model  # it selects all candidates
-    selector, means = Predicted(runtime.bundle, model.device, staged), runtime.bundle.head_means(model.device)
+    selector, means = PredictorSelector(runtime.bundle, model.device, staged), runtime.bundle.head_means(model.device)
     with torch.no_grad(), masking(model, selector, means=means, finite=finite):
         logits = dense(input_ids=ids, use_cache=False).logits
     check_finite(logits, torch.ones_like(ids, dtype=torch.bool), lambda: finite, model.config.num_hidden_layers)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.families import BlockParts, Site, Target, UnitKey, family_of
 from dejavu_train.families.block import alibi, before_half, behind_half, forward_block, repeat_groups, split_heads
 from dejavu_train.families.fused import FusedPart
@@ -78,7 +78,7 @@ class GatherDecoder:
         called = [part for part in (*called, self.final_norm) if part is not None]
         check_calls(model, called, itself=True)
         self.devices = [block.device for block in self.blocks]
-        self.selector = Predicted(bundle, self.devices[0])  # of a cascade: the candidates
+        self.selector = PredictorSelector(bundle, self.devices[0])  # of a cascade: the candidates
         self.second_stages = {
             layer: second_stage
             for layer, second_stage in bundle.second_stages([block.up for block in self.blocks]).items()

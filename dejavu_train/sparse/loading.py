@@ -34,7 +34,7 @@ Classes = PredictorClass | Mapping[str, PredictorClass] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedParts:
     """The dense model, its bundle, and what transformers says of the loading."""
 
     dense: PreTrainedModel
@@ -52,7 +52,7 @@ def load_together(
     classes: Classes,
     keywords: Mapping[str, Any],
     caller: str,
-) -> Loaded:
+) -> LoadedParts:
     """As ``SparseCausalLM.from_pretrained``, which has the parameters' meaning.
 
     Args:
@@ -84,7 +84,7 @@ def load_together(
     else:
         dense, info = load_with_info(str(folder), dtype, device, device_map, None, asked.attributes, **asked.options)
     dense.config.name_or_path = name
-    return Loaded(dense, bundle, info)
+    return LoadedParts(dense, bundle, info)
 
 
 def _find_bundle(

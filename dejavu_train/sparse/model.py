@@ -7,9 +7,6 @@ Four backends select the same units, but that ``triton`` has no second stage and
 - ``triton``: the decode engine, one CUDA graph a token, on a GPU. What it cannot do is refused and names ``gather``.
 - ``cpu``: the compiled engine for CPUs, for ``generate()`` of up to 8 rows.
 
-``torch.compile`` leaves a sparse model as it is, because what runs follows from the tokens. ``torch.export`` is
-refused.
-
 ``auto`` takes the engine where it runs here, else ``gather``. A call that the engine refuses then runs through
 ``gather``, and one logged line says so. ``sparse_from`` is the position from which on a row is sparse: an integer, or
 one for each row. ``"prompt"`` is a dense prompt and sparse generation, as in the paper.

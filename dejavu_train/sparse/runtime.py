@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.engine.cpu_plan import check_stored
 from dejavu_train.engine.options import ZEROS, check_zeros
 from dejavu_train.engine.ranks.part import ranks_of
@@ -114,7 +114,7 @@ class Runtime:
                     raise
                 self.backend, self.refusal = "gather", refusal
         if self.backend == "mask":
-            self.selector, self.means = Predicted(bundle, model.device, model), bundle.head_means(model.device)
+            self.selector, self.means = PredictorSelector(bundle, model.device, model), bundle.head_means(model.device)
         elif self.backend == "gather":
             self.gather(model)
         self._sources = self._read_sources(model)

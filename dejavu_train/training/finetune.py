@@ -6,8 +6,6 @@ costs what it does to the output, and every layer sees the errors of earlier one
 so that they stay what the bundle reads. How they are shared over layers and tokens is learned with the rest. Head
 predictors select as they are calibrated and are not changed. Calibrate again afterwards.
 
-It takes a GPU to be worth it: on a CPU the minutes are better spent on more steps of training.
-
 Interrupted, it goes on from the last state: predictors, optimiser, schedule, price and step. No random numbers are
 drawn but the windows' order, which follows from seed and step. On a CPU the result is that of an undisturbed tuning,
 bit for bit. On a GPU as nearly as its sums over atomics repeat.
@@ -42,7 +40,7 @@ from dejavu_train.models.weight_format import WeightFormat
 from dejavu_train.predictors.low_rank import LowRankPredictor
 from dejavu_train.training.config import TuneConfig
 from dejavu_train.training.gates import Gates
-from dejavu_train.training.passes import LayerPasses, Passes, Unfinished, WholePasses
+from dejavu_train.training.passes import LayerPasses, Passes, UnfinishedStep, WholePasses
 from dejavu_train.training.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -137,7 +135,7 @@ def finetune(
             optimiser.zero_grad(set_to_none=True)
             try:
                 made = passes.gradients(list(itertools.islice(batches, count)), loss)
-            except Unfinished:
+            except UnfinishedStep:
                 save(step)
                 signals.stop_if_pending()
                 raise

@@ -27,7 +27,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Loss to minimise, of the divergence and the bytes that a pass spent."""
 
 
-class Unfinished(Exception):
+class UnfinishedStep(Exception):
     """A signal came within a step, which is given up."""
 
 
@@ -38,7 +38,7 @@ class Passes(Protocol):
         """Add those of ``loss`` over all batches of (B, T) token ids to the predictors. Divergence and bytes of each.
 
         Raises:
-            Unfinished: a signal waits.
+            UnfinishedStep: a signal waits.
         """
 
 
@@ -121,7 +121,7 @@ class LayerPasses:
             for work in works:
                 for each in passes:
                     if signals.pending():
-                        raise Unfinished
+                        raise UnfinishedStep
                     work(layer, each)
 
     @torch.no_grad()

@@ -1,10 +1,9 @@
-"""``python -m tests.asked --seeds 0-499 --out FILE``: ask, and print each finding with its request."""
+"""``python -m tests.asked --seeds 0-499``: ask, and print each finding with its request."""
 
 import argparse
 import collections
 import contextlib
 import io
-import json
 import logging
 import os
 import sys
@@ -15,10 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # helpers that tests share
 
 import torch
-import transformers
 from conftest import save_tiny_opt
-
-from benchmarks.rows import SERVER, made_now
+from programs.program import seeds_of
 
 from .bodies import draw
 from .world import World
@@ -27,30 +24,20 @@ from .world import World
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.asked", description=__doc__)
     parser.add_argument("--seeds", default="0-499", help="first-last, or one")
-    parser.add_argument("--out", help="a JSON file for counts and findings")
-    options = parser.parse_args()
-    first, _, last = options.seeds.partition("-")
-    kinds, findings, said = collections.Counter(), [], io.StringIO()
+    kinds, findings, said = collections.Counter(), 0, io.StringIO()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(said):
         world = World(save_tiny_opt(Path(folder) / "model"))
-        for seed in range(int(first), int(last or first) + 1):
+        for seed in seeds_of(parser.parse_args().seeds):
             outcome = world.ask(seed)
             kinds[outcome.kind] += 1
             if outcome.finding is not None:
-                findings.append({"seed": seed, "finding": outcome.finding})
+                findings += 1
                 print(f"seed {seed}: {outcome.finding}\n  {draw(seed, 'tiny')}"[:2000], flush=True)
         alive = world.alive
     tracebacks = said.getvalue().count("Traceback")
-    print(
-        f"{dict(kinds)}, {len(findings)} findings, {tracebacks} tracebacks, the server {'goes on' * alive or 'is lost'}"
-    )
-    if options.out:
-        rows = {"seeds": options.seeds, **made_now(*SERVER)}
-        rows |= {"torch": torch.__version__, "transformers": transformers.__version__, **kinds}
-        rows |= {"tracebacks": tracebacks, "alive": alive, "findings": findings}
-        Path(options.out).write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"{dict(kinds)}, {findings} findings, {tracebacks} tracebacks, the server {'goes on' * alive or 'is lost'}")
     return 1 if findings or tracebacks or not alive else 0
 
 

@@ -1,7 +1,6 @@
 """The decoding benchmark without a GPU: its cells, and thresholds that hit densities of a batch's union."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from benchmarks.decode_cells import FAMILIES, Cell, read_cells, required_cells
 from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import (
     SHAPES,
-    UNION,
     measured,
     random_predictors,
     random_weights,
@@ -36,20 +34,6 @@ def test_cells_are_read_from_words():
     ):
         with pytest.raises(SystemExit, match=part):
             read_cells(text)
-
-
-def test_the_required_cells_are_there():
-    for model in ("6.7b", "66b"):
-        cells = required_cells(model)
-        found = {(cell.engine, cell.weights, cell.prompt) for cell in cells if cell.batch == 1}
-        kinds = itertools.product(("dense", "sparse"), ("float16", "int4"), (128, 1024))
-        assert found >= set(kinds)
-        batches = {cell.batch: cell.mlp_density for cell in cells if cell.engine == "sparse"}
-        assert {batch: batches[batch] for batch in UNION[model]} == UNION[model]
-    for model in ("1.3b", "13b"):
-        assert {cell.engine for cell in required_cells(model)} >= {"dense", "sparse"}
-    for model in ("1.3b", "6.7b"):
-        assert {cell.engine for cell in required_cells(model)} >= {"hf", "hf-compile"}
 
 
 def test_bytes_of_a_cell():

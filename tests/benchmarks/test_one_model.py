@@ -20,13 +20,6 @@ def run(tmp_path):
     ))  # fmt: skip
 
 
-def test_pretraining_takes_all_gpus(run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(run, "step", lambda name, command: asked.append(command) or 0)
-    run.pretrain()
-    assert asked[0][:5] == run.together(4) and "--nproc-per-node=4" in asked[0] and "--seconds=540.0" in asked[0]
-
-
 def test_measurements_wait_for_what_they_need_and_failures_leave_others_alone(run, tmp_path, monkeypatch):
     jobs = measurements(run)
     assert jobs[0].name == "texts-0" and jobs[-1].name == "tasks-int4-0.1-0.85", "tasks are what may be missing"
@@ -44,12 +37,6 @@ def test_measurements_wait_for_what_they_need_and_failures_leave_others_alone(ru
     run.options.only = ""
     run.measure()
     assert sorted(taken) == ["a", "c", "c"] and not run.done(jobs[0]).exists()
-
-
-def test_a_process_leaves_its_time_and_its_last_line(run, capsys):
-    assert run.step("fails", ["python3", "-c", "print('the reason'); raise SystemExit(3)"], [0]) == 3
-    assert "the reason" in capsys.readouterr().out
-    assert (run.rows / "times.csv").read_text().startswith("1.3b,fails,3,")
 
 
 def _write(path, rows):

@@ -320,12 +320,6 @@ def hub(monkeypatch):
     return Api.calls
 
 
-def test_push_to_hub_uploads_the_folder(bundle, hub):
-    assert bundle.push_to_hub("someone/bundle") == "https://example.org/commit"
-    assert hub[0] == ("someone/bundle", True)
-    assert hub[1][0] == [CARD, METADATA, TENSORS] and hub[1][1].specs == bundle.specs
-
-
 def test_a_dry_run_of_push_to_hub_shows_what_would_be_sent(bundle, folder, hub):
     first, *files = bundle.push_to_hub("someone/bundle", dry_run=True).splitlines()
     assert first.startswith("someone/bundle (private")

@@ -140,7 +140,7 @@ def cases_of(d: int) -> Iterator[Case]:
     state = TokenState.empty(1, 64, "cpu")
     yield f"advance {d}", partial(sampling.advance, torch.empty(1, 50272), state, pdl=True)
     n_sms = launch.n_sms(x.device)
-    best, codes = screened_head.Chosen.empty(2 * n_sms, "cpu"), torch.empty(n, d // 4, dtype=torch.int32)
+    best, codes = screened_head.TokenCandidates.empty(2 * n_sms, "cpu"), torch.empty(n, d // 4, dtype=torch.int32)
     screen, stops = (torch.empty(n, 2), 0.1, 0.1, torch.empty(n)), (state.position, state.least, state.stops)
 
     def screened() -> None:  # settings of a head are looked up when it is made
@@ -326,7 +326,7 @@ def screened_slot_case(own: Layer) -> Case:
         empty = torch.empty(n)
         head = ScreenedHead(
             rows, own.ln, own.x, own.x, codes, torch.empty(n, 2), 0.1, 0.1, empty, empty,
-            screened_head.Chosen.empty(2, "cpu"), found,
+            screened_head.TokenCandidates.empty(2, "cpu"), found,
         )  # fmt: skip
         screened_slots.screened_slots(
             *given, head, stops, logits, screened_slots.ScreenScratch.empty(n, d, "cpu"), True

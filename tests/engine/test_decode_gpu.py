@@ -163,15 +163,6 @@ def test_the_class_generates_and_scores_through_the_engine(tmp_path, options):
             torch.testing.assert_close(got.loss, expected.loss, atol=1e-3, rtol=1e-3)
 
 
-def test_keys_of_skipped_heads_are_filled_in():
-    model = random_opt(d_model=256, n_heads=4, positions=256)
-    bundle = random_bundle(model, threshold=1.5, targets=("heads",))
-    row = rows_of(200)[0]
-    engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", crossover=False))
-    nll = engine.score([row])[0]
-    torch.testing.assert_close(nll, masked_nll(model, bundle, row), atol=2e-3, rtol=1e-3)
-
-
 @pytest.mark.parametrize(("batch", "lookahead", "how"), REPLAYS)
 def test_replay_equals_eager_bitwise(batch, lookahead, how):
     model = random_opt(d_model=256, n_heads=4, n_layers=3, positions=640)
@@ -249,25 +240,3 @@ def test_sampling_modes_run_and_repeat():
     for sampler in (Sampling(0.8), Sampling(0.8, 0.5), Sampling(0.8, 0.5, seed=4), Sampling(0.8, 0.5, top_k=7)):
         first = engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
         assert first == engine.generate(rows_of(5, 9), 50, sampling=sampler, stop_tokens=())
-
-
-if __name__ == "__main__":
-    import itertools
-    import time
-    import traceback
-
-    failed = 0
-    cases = [(test_dense_engine_follows_hugging_face, ()), (test_sampling_modes_run_and_repeat, ())]
-    cases += [(test_keys_of_skipped_heads_are_filled_in, ())]
-    cases += [(test_replay_equals_eager_bitwise, c) for c in REPLAYS]
-    cases += [(test_kernels_equal_the_masked_forward_pass, c) for c in itertools.product((64, 80, 128, 32), (1, 3))]
-    for case, arguments in cases:
-        began = time.monotonic()
-        try:
-            case(*arguments)
-            print(f"passed {case.__name__} {arguments} {time.monotonic() - began:.1f} s", flush=True)
-        except Exception as error:
-            failed += 1
-            print(f"FAILED {case.__name__} {arguments}: {type(error).__name__} {str(error)[:600]}", flush=True)
-            traceback.print_exc(limit=-4)
-    raise SystemExit(failed > 0)

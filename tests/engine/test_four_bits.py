@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decode_helpers import assert_filled_in, masked_logits, masked_nll, random_bundle, random_opt, rows_of
+from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt, rows_of
 from decode_helpers import reference_engine as engine
 from family_models import random_family
 from four_bit_models import four_bits
@@ -18,7 +18,7 @@ from dejavu_train.engine.model_weights import weights_of_model
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
-from dejavu_train.engine.planned import HalfPlan, Kernels, Place, Run
+from dejavu_train.engine.planned import HalfPlan, Kernels, Run
 from dejavu_train.families import Target
 from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.limits import takes_down
@@ -127,10 +127,6 @@ def test_a_head_of_four_bits(lengths):
     assert [t.shape for t in random.tensors()] == [t.shape for t in shared.tensors()]
 
 
-def test_keys_of_skipped_heads_are_filled_in(model):
-    assert_filled_in(model)
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_greedy_tokens_after_a_prompt(model, late):
     bundle, prompts = random_bundle(model), rows_of(6, 11)
@@ -220,16 +216,6 @@ def test_layers_of_all_heads_share_the_inputs_that_a_fused_predictor_reads(model
     assert not any(half.kernels is Kernels.QKV_WITH_PREDICTOR for half in streams.plan.halves)
 
 
-def test_which_layers_are_fused(model):
-    def fused(own, batch=1, **options):
-        halves = engine(own, random_bundle(own, lookahead=1, **options), batch=batch).plan.halves[1::2]
-        return [layer for layer, half in enumerate(halves) if half.place is Place.GRIDS]
-
-    assert fused(model, targets=("mlp",)) == [0, 1]
-    assert fused(random_opt(), targets=("mlp",)) == fused(model, batch=2, targets=("mlp",)) == []
-    assert fused(model) == fused(random_opt()) == [0], "heads of layer 1 read an earlier site"
-
-
 def test_layers_whose_input_the_mlp_before_makes(model):
     def late(batch=1, **options):
         halves = engine(model, random_bundle(model, lookahead=1, **options), batch=batch).plan.halves[::2]
@@ -263,15 +249,6 @@ def test_layers_of_all_kinds_beside_each_other():
         made.plan.half(3, "heads").run is Run.ALL and made.plan.half(3, "heads").kernels is Kernels.QKV_WITH_PREDICTOR
     )
     torch.testing.assert_close(made.score([row])[0], masked_nll(own, bundle, row), atol=2e-5, rtol=1e-5)
-
-
-def test_a_guarded_engine_makes_no_input_ahead(model):
-    """Its dense steps are measured, and an MLP that is computed whole leaves nothing for the next layer."""
-    bundle, row = random_bundle(model, lookahead=1, int4=True), rows_of(30)[0]
-    never = SimpleNamespace(threshold=lambda key: torch.full((1,), 0.3), due=lambda: False, tensors=lambda: [])
-    guarded = engine(model, bundle, guard=never)
-    assert guarded.core.layers[0].mlp.ahead is None
-    torch.testing.assert_close(guarded.score([row])[0], masked_nll(model, bundle, row), atol=2e-5, rtol=1e-5)
 
 
 def test_memory_is_counted_before_it_is_taken(model):

@@ -9,7 +9,7 @@ from sparse_helpers import tokens
 from torch.nn import functional as F
 
 from dejavu_train import Guard, SparseOPTForCausalLM
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.engine import plan
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
@@ -80,7 +80,7 @@ def test_the_n_th_token_is_dense_and_the_others_are_the_bundles(folder, options)
             kept[layer] = (contribution * selected[layer][:, ~positions]).sum()
             mass[layer] = contribution.sum()
 
-    class Watched(Predicted):
+    class Watched(PredictorSelector):
         def __call__(self, layer, target, sites):
             keep = super().__call__(layer, target, sites)
             if target == "mlp":

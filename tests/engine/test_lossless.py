@@ -167,15 +167,6 @@ def test_a_folder_in_four_bits_drafts_as_rounding_does(tmp_path):
         reference_engine(load_model(folder)).generate(prompts, 20, lossless=Draft(3, "int4"))
 
 
-def test_a_bundle_of_other_weights_costs_speed_alone(model):
-    (prompt,) = rows_of(9)
-    other = random_bundle(random_opt(seed=9), means=True, seed=9)
-    expected = reference_engine(model).generate([prompt], 30, stop_tokens=())
-    engine = reference_engine(model, other)
-    assert engine.generate([prompt], 30, stop_tokens=(), lossless=Draft(4)) == expected
-    assert engine.acceptance.drafted > 0
-
-
 def test_a_draft_that_is_not_finite_costs_speed_alone(model):
     (prompt,), engine = rows_of(9), reference_engine(model, random_bundle(model))
     expected = engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(0))

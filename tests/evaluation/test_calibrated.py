@@ -48,12 +48,16 @@ def test_nothing_moves_a_bundle_unless_it_is_asked_for(tiny_opt, bundle):
 @pytest.mark.parametrize(
     ("asked", "densities", "line"),
     [
-        ({"densities": (0.1,)}, (0.1, 1.0), "; generated at 10 % of the neurons (candidates of a second stage)"),
-        ({"densities": (0.1,), "head_densities": (0.75,)}, (0.1, 0.75), " and 75 % of the heads"),
-        ({"head_densities": (0.75,)}, (0.05, 0.75), " and 75 % of the heads"),
-        ({"densities": (0.1, 0.2)}, (0.05, 0.5), ", as several densities are asked for: --timing_mlp_density takes"),
-        ({"densities": (0.1,), "head_densities": (0.75, 0.5)}, (0.05, 0.5), ", as several densities are asked for"),
-        ({"densities": (0.1,), "timing_mlp_density": 0.2}, (0.2, 0.5), "; timed and generated at 20 % of the neurons"),
+        ({"mlp_density": (0.1,)}, (0.1, 1.0), "; generated at 10 % of the neurons (candidates of a second stage)"),
+        ({"mlp_density": (0.1,), "head_density": (0.75,)}, (0.1, 0.75), " and 75 % of the heads"),
+        ({"head_density": (0.75,)}, (0.05, 0.75), " and 75 % of the heads"),
+        ({"mlp_density": (0.1, 0.2)}, (0.05, 0.5), ", as several densities are asked for: --timing_mlp_density takes"),
+        ({"mlp_density": (0.1,), "head_density": (0.75, 0.5)}, (0.05, 0.5), ", as several densities are asked for"),
+        (
+            {"mlp_density": (0.1,), "timing_mlp_density": 0.2},
+            (0.2, 0.5),
+            "timed and generated at 20 % of the neurons",
+        ),
         ({}, (0.05, 0.5), "as calibrated"),
     ],
 )
@@ -64,12 +68,12 @@ def test_one_density_that_is_asked_for_writes_the_text(tiny_opt, bundle, asked, 
     assert found == pytest.approx(densities, abs=0.006)
     said = opening(asked, bundle, CPU)
     assert line in said and ("several" in line) == ("several" in said)
-    assert "generated at" not in opening(config(tiny_opt, densities=(0.1,)), bundle, CPU)
+    assert "generated at" not in opening(config(tiny_opt, mlp_density=(0.1,)), bundle, CPU)
 
 
 def test_a_density_of_neurons_without_predictors_leaves_the_heads(tiny_opt, bundle):
     heads = only(bundle, "heads")
-    assert writing(config(tiny_opt, generate="the", densities=(0.1,)), heads) is heads
+    assert writing(config(tiny_opt, generate="the", mlp_density=(0.1,)), heads) is heads
 
 
 def test_a_bundle_moves_within_its_own_way_of_selecting(bundle):
@@ -93,12 +97,12 @@ def test_top_k_is_said_as_what_it_selects(bundle):
 @pytest.mark.parametrize(("target", "lacks"), [("mlp", "heads"), ("heads", "mlp")])
 def test_a_target_without_predictors_stays_dense_and_is_named(tiny_opt, bundle, target, lacks):
     one = only(bundle, target)
-    asked = config(tiny_opt, densities=(0.1,), timing_mlp_density=0.2, head_densities=(0.5,), timing_head_density=0.8)
+    asked = config(tiny_opt, mlp_density=(0.1,), timing_mlp_density=0.2, head_density=(0.5,), timing_head_density=0.8)
     used = timed(asked, one)
     assert used.mean_density(lacks) == 1.0
     assert used.mean_density(target) == pytest.approx({"mlp": 0.2, "heads": 0.8}[target])
     (line,) = ignored(asked, one)
-    flags = {"mlp": "--densities, --timing_mlp_density", "heads": "--head_densities, --timing_head_density"}[lacks]
+    flags = {"mlp": "--mlp_density, --timing_mlp_density", "heads": "--head_density, --timing_head_density"}[lacks]
     assert line.startswith(f"mine has no predictors for {lacks}: {flags} change nothing")
     assert not ignored(config(tiny_opt), one) and moved(one, None, None) is one
     rows = quality_rows(asked, one.targets)
@@ -112,13 +116,13 @@ def test_rows_are_as_calibrated_unless_others_are_asked_for(tiny_opt):
     own = [EvalSetting(name, None, None) for name in names]
     assert rows == [EvalSetting("dense"), *own, EvalSetting("predicted", None, None, 128)]
     assert quality_rows(config(tiny_opt), first=False) == [EvalSetting("dense"), *own[:2]]
-    asked = quality_rows(config(tiny_opt, densities=(0.2, 0.1), head_densities=(0.85,), sparse_from=(0,)))
+    asked = quality_rows(config(tiny_opt, mlp_density=(0.2, 0.1), head_density=(0.85,), sparse_from=(0,)))
     assert asked[:6] == rows[:6]
     assert asked[6:] == [
         *(EvalSetting(name, density) for density in (0.1, 0.2) for name in names),
         *(EvalSetting("predicted", density, 0.85) for density in (0.1, 0.2)),
     ]
-    heads = quality_rows(config(tiny_opt, head_densities=(0.85,), sparse_from=(0,)))
+    heads = quality_rows(config(tiny_opt, head_density=(0.85,), sparse_from=(0,)))
     assert heads[6:] == [EvalSetting("predicted", None, 0.85)]
 
 

@@ -30,8 +30,8 @@ def test_texts_in_yaml_are_one_or_a_list(value, expected, tmp_path):
 
 def test_defaults_are_those_of_the_shipped_config_but_for_other_densities():
     shipped = read_config(["--config", str(REPOSITORY / "configs/infer/opt-mini.yaml")])
-    curve = {name: getattr(shipped, name) for name in ("densities", "curve_densities", "head_densities")}
-    assert curve == {"densities": (0.1, 0.2), "curve_densities": (0.05, 0.4), "head_densities": (0.85,)}
+    curve = {name: getattr(shipped, name) for name in ("mlp_density", "curve_mlp_density", "head_density")}
+    assert curve == {"mlp_density": (0.1, 0.2), "curve_mlp_density": (0.05, 0.4), "head_density": (0.85,)}
     assert dataclasses.replace(read_config([]), **curve) == shipped
     assert read_config(["--tokens", "null"]).tokens is None
     assert read_config(["--timing"]).timing is True

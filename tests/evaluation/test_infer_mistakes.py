@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from dejavu_train.evaluation.check import check
 from dejavu_train.evaluation.command import main as infer
 from dejavu_train.evaluation.config import InferConfig
-from dejavu_train.extras.generation.config import GenerationConfig
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 
 
@@ -91,11 +90,3 @@ def test_infer_refuses_before_it_measures(tiny_opt, text_file, tmp_path, capsys,
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
         assert len(lines) == 1 and re.search(words, lines[0]), lines
     assert not (tmp_path / "out").exists()
-
-
-def test_results_of_a_bundle_lie_beside_it(tmp_path):
-    (tmp_path / "bundle").mkdir()
-    bundle = str(tmp_path / "bundle")
-    assert GenerationConfig(bundle=bundle).output == InferConfig(bundle=bundle).output == str(tmp_path)
-    assert GenerationConfig(bundle="owner/mine").output == "checkpoints/mine"
-    assert GenerationConfig(bundle=bundle, output="there").output == "there"

@@ -102,7 +102,7 @@ def test_generation_keeps_its_models(shared, given, tmp_path, monkeypatch, how):
         "prompts": 2,
         "prompt": 8,
         "new_tokens": 8,
-        "densities": "[0.4]",
+        "mlp_density": "[0.4]",
         "every": "[]",
     }
     ends(generating.main, shared | asked, how)

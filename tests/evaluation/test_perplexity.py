@@ -10,7 +10,7 @@ from conftest import make_text
 from torch.nn import functional as F
 
 from dejavu_train.bundle.cost_model import predictor_bytes
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.data.text import Document
 from dejavu_train.evaluation.baselines import FixedSelections, keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, hold_out, increase, passes
@@ -132,7 +132,7 @@ def sums_by_hand(model, selector, held, sparse_from=0):
 def test_sums_equal_their_definitions(model, bundle, held):
     moved = bundle.at(0.3, 0.6)
     quality = evaluate(model, bundle, held, [EvalSetting("predicted", 0.3, 0.6)], batch_tokens=150)[0]
-    for key, (hit, selected, active, units, kept, mass) in sums_by_hand(model, Predicted(moved), held).items():
+    for key, (hit, selected, active, units, kept, mass) in sums_by_hand(model, PredictorSelector(moved), held).items():
         got = quality.sums[key]
         assert (int(got.tp), int(got.tp + got.fp), int(got.tp + got.fn), int(got.units)) == (
             hit,
@@ -148,7 +148,10 @@ def test_bytes_are_counted_on_the_scored_tokens(model, tiny_opt, held):
     tested = make_bundle(tiny_opt, cascade=True)
     moved = tested.at(0.4)
     first_stage, selected, active = ({0: 0, 1: 0} for _ in range(3))
-    selector, alone = Predicted(moved, model=model), Predicted(moved)  # without the model there is no second stage
+    selector, alone = (
+        PredictorSelector(moved, model=model),
+        PredictorSelector(moved),
+    )  # without the model there is no second stage
 
     def observe(layer, target, keep, values):
         if target == "mlp":
@@ -210,7 +213,7 @@ def test_oracle_takes_the_largest_of_the_dense_pass(model, bundle, held):
     counts, masks = {}, {}
     with (
         torch.no_grad(),
-        masking(model, Predicted(bundle.at(0.2)), observe=lambda la, t, k, v: counts.__setitem__((la, t), k)),
+        masking(model, PredictorSelector(bundle.at(0.2)), observe=lambda la, t, k, v: counts.__setitem__((la, t), k)),
     ):
         model(ids)
     for layer in range(2):

@@ -140,14 +140,14 @@ def test_without_scores_and_times_no_text_is_read(arguments, monkeypatch, capsys
 
 def test_one_density_writes_the_text(arguments, caplog):
     caplog.set_level("INFO")
-    alone = {"tokens": 0, "timing": "false", "generate": "the model", "backend": "gather", "head_densities": "[]"}
-    assert run(arguments, densities="0.5", **alone) == 0
+    alone = {"tokens": 0, "timing": "false", "generate": "the model", "backend": "gather", "head_density": "[]"}
+    assert run(arguments, mlp_density="0.5", **alone) == 0
     assert "gather, at 50 % of the neurons and all heads, generated" in caplog.text
 
 
 def test_a_process_of_its_own_and_no_matplotlib(arguments, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
-    values = arguments | {"densities": "0.3", "curve_densities": "", "selections": "predicted", "timing": "false"}
+    values = arguments | {"mlp_density": "0.3", "curve_mlp_density": "", "selections": "predicted", "timing": "false"}
     command = [sys.executable, "infer.py", *flags(values)]
     environment = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
@@ -169,16 +169,11 @@ def error_line(capsys) -> str:
         ({"model": "./nowhere"}, "no model folder ./nowhere"),
         ({"bundle": "./nowhere"}, "no bundle folder ./nowhere"),
         ({"text": "./nowhere.txt"}, "no text file ./nowhere.txt"),
-        ({"config": "./nowhere.yaml"}, "no config file nowhere.yaml"),
-        ({"densty": "0.1"}, "--densty"),
-        ({"mlp_density": "0.1"}, "unknown option --mlp_density; did you mean densities?"),
+        ({"densities": "0.1"}, "unknown option --densities, which is no longer there; its name is --mlp_density"),
         ({"curve_selections": "oracle"}, "--curve_selections, which is no longer there; give --selections"),
-        ({"densities": "0.1,2"}, "--densities"),
-        ({"densities": "much"}, "a number"),
+        ({"mlp_density": "0.1,2"}, "--mlp_density"),
         ({"selections": "predicted,magic"}, "magic"),
         ({"tokens": "-3"}, "--tokens"),
-        ({"tokens": "1.5"}, "whole number"),
-        ({"timing": "perhaps"}, "true or false"),
         ({"window": "2000"}, "positions"),
         ({"window": "1"}, "--window"),
         ({"prompt": "500"}, "--prompt"),
@@ -199,7 +194,6 @@ def error_line(capsys) -> str:
         ({"observe.tokens": "3"}, "--observe.tokens, which is no longer there; type python -m papers.deja_vu.observe"),
         ({"paper": "{}"}, "--paper, which is no longer there; type python -m papers.deja_vu.tables"),
         ({"guard.every": "1", "generate": "the"}, "guard.every must be at least 2"),
-        ({"guard.every": "often", "generate": "the"}, "--guard.every must be a whole number"),
         ({"guard.every": "4", "generate": "the", "backend": "mask"}, "auto, gather or triton, got mask"),
         ({"lossless": "true"}, "give a prompt with --generate"),
         (
@@ -286,55 +280,6 @@ def test_lossless_text_comes_with_what_was_accepted(arguments, capsys, tmp_path,
     assert found.get("lossless") is None and len(set(texts)) == 1
 
 
-def test_unknown_key_in_the_config(arguments, tmp_path, capsys):
-    path = tmp_path / "config.yaml"
-    for text, message in [
-        ("densty: 0.1", "densty"),
-        ("- 1", "keys and values"),
-        ("a: [", "YAML"),
-        ("tokens: [1]", "whole"),
-    ]:
-        path.write_text(text)
-        assert run(arguments, config=str(path), tokens=None) == 2
-        assert message in error_line(capsys)
-
-
-@pytest.mark.parametrize(("content", "message"), [(b"", "empty"), (b"\xff\xfe\x00", "UTF-8"), (b"few words", "tokens")])
-def test_bad_text_files(arguments, tmp_path, capsys, content, message):
-    path = tmp_path / "bad.txt"
-    path.write_bytes(content)
-    assert run(arguments, text=str(path)) == 2
-    assert message in error_line(capsys)
-
-
-def test_damaged_bundles(arguments, bundle_folder, tmp_path, capsys):
-    for name, damage in [
-        ("bundle.json", lambda raw: raw[: len(raw) // 2]),
-        ("predictors.safetensors", lambda raw: raw[:-7]),
-        ("predictors.safetensors", lambda raw: raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:]),
-    ]:
-        folder = tmp_path / "damaged"
-        folder.mkdir(exist_ok=True)
-        for part in bundle_folder.iterdir():
-            raw = part.read_bytes()
-            (folder / part.name).write_bytes(damage(raw) if part.name == name else raw)
-        assert run(arguments, bundle=str(folder)) == 2
-        assert name in error_line(capsys)
-
-
-def test_bundle_of_another_model(arguments, tmp_path, capsys):
-    from conftest import save_tiny_opt
-
-    other = save_tiny_opt(tmp_path / "other", init_std=0.1)
-    capsys.readouterr()
-    assert run(arguments, model=str(other)) == 2
-    assert "other weights" in error_line(capsys)
-    wider = save_tiny_opt(tmp_path / "wider", ffn_dim=64)
-    capsys.readouterr()
-    assert run(arguments, model=str(wider)) == 2
-    assert "another model" in error_line(capsys)
-
-
 def test_output_is_a_file(arguments, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run(arguments, output=str(tmp_path / "file")) == 2
@@ -347,7 +292,7 @@ def test_text_that_was_trained_on_is_named(arguments, tiny_opt, short_text, tmp_
     object.__setattr__(seen, "metadata", {"text": {"train_sha256": known[:1]}})
     seen.save_pretrained(tmp_path / "seen")
     with caplog.at_level("WARNING"):
-        asked = {"tokens": 40, "timing": "false", "densities": "0.1", "curve_densities": "[]"}
+        asked = {"tokens": 40, "timing": "false", "mlp_density": "0.1", "curve_mlp_density": "[]"}
         assert run(arguments, bundle=str(tmp_path / "seen"), **asked) == 0
     assert "documents of short trained the predictors" in caplog.text
 
@@ -356,7 +301,7 @@ def test_many_texts_have_rows_tables_and_panels_of_their_own(arguments, short_te
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": make_text(33, seed=i)}) + "\n" for i in range(3)))
     texts = [str(short_text), f"stories={other}"]
-    changes = {"text": texts, "timing": "false", "densities": "0.1,0.3", "curve_densities": "0.5"}
+    changes = {"text": texts, "timing": "false", "mlp_density": "0.1,0.3", "curve_mlp_density": "0.5"}
     assert run(arguments, **changes) == 0
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "out/results.json").read_text())

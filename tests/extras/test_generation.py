@@ -89,7 +89,7 @@ def test_rows_against_transformers_own_loop(settings, bundle_folder):
     """Density 1 makes the dense text. What is sparse is made by the model that a user has, and scored as such."""
     from dejavu_train import Bundle, SparseOPTForCausalLM
 
-    config = GenerationConfig(**settings, densities=(0.1, 1.0), sparse_from=("prompt",), every=())
+    config = GenerationConfig(**settings, mlp_density=(0.1, 1.0), sparse_from=("prompt",), every=())
     bundle, dense = Bundle.from_pretrained(bundle_folder), load_model(settings["model"])
     _, prompts = load_prompts(config, load_tokenizer(settings["model"]), bundle)
     dense.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=2)  # as a folder may say
@@ -127,7 +127,7 @@ def test_the_command_writes_rows_pictures_and_a_section(settings, tmp_path, caps
     from dejavu_train.ground.files import write_json
 
     flags = [f"--{name}={value}" for name, value in settings.items()]
-    assert exit_on_user_error(main, [*flags, "--densities", "0.1", "--every", "3", "--control", "false"]) == 0
+    assert exit_on_user_error(main, [*flags, "--mlp_density", "0.1", "--every", "3", "--control", "false"]) == 0
     found = json.loads((tmp_path / "generation/generation.json").read_text())
     asked = [(row["sparse_from"], row["guard_every"]) for row in found["rows"][::2]]
     assert asked == [("prompt", 0), ("0", 0), ("prompt", 3)]
@@ -157,7 +157,7 @@ def test_what_is_compared(bundle_folder):
     from dejavu_train import Bundle
 
     bundle = Bundle.from_pretrained(bundle_folder)
-    asked = variants(GenerationConfig(densities=(0.1,), every=(8, 16)), bundle)
+    asked = variants(GenerationConfig(mlp_density=(0.1,), every=(8, 16)), bundle)
     assert [(v.sparse_from, v.guard_every, v.thresholds) for v in asked] == [
         ("prompt", 0, "still"), ("0", 0, "still"), ("prompt", 8, "still"), ("prompt", 16, "still"),
         ("prompt", 8, "moved"), ("prompt", 16, "moved"),
@@ -167,7 +167,7 @@ def test_what_is_compared(bundle_folder):
     fixed = variants(as_it_is, bundle.at(0.1, top_k=True))
     assert [(v.guard_every, v.thresholds) for v in fixed] == [(0, "still"), (0, "still"), (8, "still")]
     heads = dataclasses.replace(bundle, specs={k: v for k, v in bundle.specs.items() if k[1] == "heads"})
-    assert {v.asked_mlp_density for v in variants(GenerationConfig(densities=(0.1,)), heads)} == {None}
+    assert {v.asked_mlp_density for v in variants(GenerationConfig(mlp_density=(0.1,)), heads)} == {None}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_what_is_compared(bundle_folder):
     [
         ({"every": "1"}, "guard.every must be at least 2"),
         ({"every": "0"}, "--every must be at least 2, got 0"),
-        ({"densities": "0"}, "must lie above 0"),
+        ({"mlp_density": "0"}, "must lie above 0"),
         ({"decodings": "beam"}, "decodings is no option any more, it is always [greedy, sampled], got beam"),
         ({"new_tokens": "600"}, "exceed the model's 512 positions"),
         ({"prompts": "500"}, "prompts of 12 tokens, not 500"),

@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from dejavu_train import SparseForCausalLM
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.extras.tasks import run as run_module
 from dejavu_train.extras.tasks.config import TASKS, TasksConfig
 from dejavu_train.extras.tasks.model import DejavuLM, ModelSpec
@@ -79,7 +79,7 @@ def plain_scores(tiny_opt, bundle, sparse_from):
         else:
             start = len(known) if sparse_from == "prompt" else sparse_from
             sparse = torch.arange(ids.shape[1])[None] >= start
-            with masking(model, Predicted(bundle, "cpu", model), sparse):
+            with masking(model, PredictorSelector(bundle, "cpu", model), sparse):
                 logits = model(ids).logits[0]
         nats = 0.0
         for place in range(len(known), ids.shape[1]):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from bundles import make_bundle
 
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.families import ModelDims
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.load import load_model
@@ -107,11 +107,15 @@ def test_the_oracle_takes_the_largest_of_the_dense_pass_as_many_as_predicted(dee
     bundle, ids = make_bundle(deep_opt).at(0.15, 0.5), tokens(9)
     predicted, activations = {}, {}
     with masking(
-        dense, Predicted(bundle, "cpu", dense), observe=lambda i, t, keep, v: predicted.__setitem__((i, t), keep)
+        dense,
+        PredictorSelector(bundle, "cpu", dense),
+        observe=lambda *seen: predicted.__setitem__(seen[:2], seen[2]),
     ):
         dense(ids)
     with masking(
-        dense, Predicted(bundle.at(1.0, 1.0), "cpu"), observe=lambda i, t, _, v: activations.__setitem__((i, t), v)
+        dense,
+        PredictorSelector(bundle.at(1.0, 1.0), "cpu"),
+        observe=lambda *seen: activations.__setitem__(seen[:2], seen[3]),
     ):
         dense(ids)
 

@@ -52,62 +52,14 @@ SMALL = ModelDims(d_model=64, d_ffn=64, n_layers=1, n_heads=4, vocab_size=9, max
 LAYOUT = row_layouts("opt", SMALL)["fc1"]
 
 
-@pytest.mark.parametrize("v2", [False, True])
-def test_gptq(v2):
+def test_rows_of_ours_hold_what_has_one_scale_for_a_group_and_no_zero_point():
+    """Other codes come as numbers. What each form stores is read in tests/files, by a second reader."""
     stored, scales, expected = weights()
-    decode = foreign.DECODERS["gptq"]({"bits": 4, "checkpoint_format": "gptq_v2" if v2 else "gptq"})
-    decoded = decode(gptq(stored, scales, v2=v2))
-    torch.testing.assert_close(decoded.weight, expected, rtol=0, atol=0)
-    rows = foreign.exact_rows(decoded, LAYOUT)
-    torch.testing.assert_close(rows.dense(), expected, rtol=0, atol=0)
-    order = torch.randperm(M) // GROUP  # activation order: no group of ours has one scale
-    decoded = decode(gptq(stored, scales, v2=v2, g_idx=order))
-    torch.testing.assert_close(decoded.weight, (stored - 8) * scales.float()[:, order], rtol=0, atol=0)
-    assert foreign.exact_rows(decoded, LAYOUT) is None
-    asymmetric = decode(gptq(stored, scales, zero=5, v2=v2))
-    torch.testing.assert_close(asymmetric.weight, (stored - 5) * scales.float().repeat_interleave(GROUP, 1))
-    assert foreign.exact_rows(asymmetric, LAYOUT) is None
-
-
-def test_awq():
-    stored, scales, expected = weights(zero=3)
-    parts = {"qweight": packed(stored.T.contiguous(), foreign.AWQ_ORDER), "scales": scales.T.contiguous()}
-    parts["qzeros"] = packed(torch.full((2, N), 3), foreign.AWQ_ORDER)
-    decoded = foreign.DECODERS["awq"]({"bits": 4, "version": "gemm", "group_size": GROUP})(parts)
-    torch.testing.assert_close(decoded.weight, expected, rtol=0, atol=0)
-    assert decoded.codes is None
-
-
-def test_compressed_tensors():
-    stored, scales, expected = weights()
-    parts = {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": torch.tensor([N, M])}
-    grouped = {"group_0": {"weights": {"num_bits": 4, "group_size": GROUP}}}
-    config = {"format": "pack-quantized", "config_groups": grouped}
-    decoded = foreign.DECODERS["compressed-tensors"](config)(parts)
-    torch.testing.assert_close(foreign.exact_rows(decoded, LAYOUT).dense(), expected, rtol=0, atol=0)
-    with pytest.raises(UserError, match="symmetric integers"):
-        groups = {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}}
-        foreign.DECODERS["compressed-tensors"]({"format": "pack-quantized", "config_groups": groups})
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_nf4(nested):
-    table = torch.linspace(-1, 1, 16) ** 3
-    indices = torch.randint(0, 16, (N * M,), generator=torch.Generator().manual_seed(0))
-    absmax = torch.rand(N * M // 64) + 0.1
-    state = {"blocksize": 64, "shape": [N, M], "dtype": "float16", "quant_type": "nf4"}
-    parts = {"weight": (indices[::2] << 4 | indices[1::2]).to(torch.uint8)[:, None], "weight.quant_map": table}
-    parts["weight.absmax"] = absmax
-    if nested:
-        codes, more = torch.randint(0, 256, absmax.shape), torch.rand(256)
-        state |= {"nested_blocksize": 256, "nested_offset": 0.3}
-        parts |= {"weight.absmax": codes.to(torch.uint8), "weight.nested_quant_map": more}
-        parts["weight.nested_absmax"] = torch.tensor([0.7])
-        absmax = more[codes] * 0.7 + 0.3
-    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    decoded = foreign.DECODERS["bitsandbytes"]({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})(parts)
-    torch.testing.assert_close(decoded.weight, (table[indices] * absmax.repeat_interleave(64)).view(N, M))
-    assert decoded.codes is None
+    decode = foreign.DECODERS["gptq"]({"bits": 4})
+    torch.testing.assert_close(foreign.exact_rows(decode(gptq(stored, scales)), LAYOUT).dense(), expected)
+    order = torch.randperm(M) // GROUP  # activation order
+    for other in (gptq(stored, scales, g_idx=order), gptq(stored, scales, zero=5)):
+        assert foreign.exact_rows(decode(other), LAYOUT) is None
 
 
 @pytest.mark.parametrize(("method", "config", "message"), [
@@ -128,69 +80,6 @@ def test_nf4(nested):
 def test_what_is_not_read_is_named(method, config, message):
     with pytest.raises(UserError, match=message):
         foreign.DECODERS[method](config)
-
-
-@pytest.mark.parametrize(("form", "sym", "stored_zero"), [
-    ("gptq", True, 8), ("gptq_v2", True, 7), (None, None, 8), ("gptq", None, 8), ("gptq_v2", None, 7),
-])  # fmt: skip
-def test_a_symmetric_zero_point_is_8_under_either_name(form, sym, stored_zero):
-    stored, scales, expected = weights()
-    parts = gptq(stored, scales, zero=stored_zero, v2=True)
-    config = {"bits": 4, "checkpoint_format": form, "sym": sym, "group_size": GROUP}
-    torch.testing.assert_close(foreign.DECODERS["gptq"](config)(parts).weight, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("form", "less"), [("gptq", 1), ("gptq_v2", 0), (None, 1)])
-def test_zero_points_that_differ_are_read_by_the_format(form, less):
-    stored, scales, _ = weights()
-    zeros = torch.randint(1, 16, (2, N), generator=torch.Generator().manual_seed(1))
-    parts = gptq(stored, scales) | {"qzeros": packed(zeros - less)}
-    got = foreign.DECODERS["gptq"]({"bits": 4, "checkpoint_format": form, "sym": False})(parts).weight
-    each = torch.arange(M) // GROUP
-    torch.testing.assert_close(got, (stored - zeros[each].T) * scales.float()[:, each], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("size", [48, -1, 128, 1000])
-def test_the_last_group_may_be_shorter(size):
-    group = M if size == -1 else size
-    stored, each = weights()[0], torch.arange(M) // group
-    scales = torch.rand(N, -(-M // group), generator=torch.Generator().manual_seed(2)).half() + 0.1
-    expected = (stored - 8) * scales.float()[:, each]
-    parts = gptq(stored, scales, g_idx=each)
-    for kept in (parts, {name: part for name, part in parts.items() if name != "g_idx"}):
-        got = foreign.DECODERS["gptq"]({"bits": 4, "group_size": size})(kept).weight
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    parts = {"weight_packed": packed(stored), "weight_scale": scales, "weight_shape": torch.tensor([N, M])}
-    for grouping in ({"strategy": "group", "group_size": size}, *([{"strategy": "channel"}] if size == -1 else [])):
-        config = {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 4, **grouping}}}}
-        torch.testing.assert_close(foreign.DECODERS["compressed-tensors"](config)(parts).weight, expected)
-    parts = {"qweight": packed(stored.T.contiguous(), foreign.AWQ_ORDER), "scales": scales.T.contiguous()}
-    parts["qzeros"] = packed(torch.full((scales.shape[1], N), 8), foreign.AWQ_ORDER)
-    torch.testing.assert_close(foreign.DECODERS["awq"]({"bits": 4, "group_size": size})(parts).weight, expected)
-
-
-def test_one_scale_of_a_whole_matrix():
-    stored, _, _ = weights()
-    config = {"format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "tensor"}}}}
-    parts = {"weight_packed": packed(stored), "weight_shape": torch.tensor([N, M])}
-    for scale in (torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([[0.5]])):
-        got = foreign.DECODERS["compressed-tensors"](config)(parts | {"weight_scale": scale}).weight
-        torch.testing.assert_close(got, (stored - 8) * 0.5)
-
-
-@pytest.mark.parametrize("storage", [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32])
-def test_nf4_in_the_bytes_of_other_numbers(storage):
-    table, indices = torch.linspace(-1, 1, 16), torch.arange(N * M) * 7 % 16
-    state = {"blocksize": 64, "shape": [N, M], "dtype": "float16", "quant_type": "nf4"}
-    absmax = torch.rand(N * M // 64) + 0.1
-    parts = {
-        "weight": (indices[::2] << 4 | indices[1::2]).to(torch.uint8).view(storage)[:, None],
-        "weight.quant_map": table,
-        "weight.absmax": absmax,
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-    }
-    decoded = foreign.DECODERS["bitsandbytes"]({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})(parts)
-    torch.testing.assert_close(decoded.weight, (table[indices] * absmax.repeat_interleave(64)).view(N, M))
 
 
 @pytest.mark.parametrize(("method", "config", "changed", "message"), [

@@ -77,13 +77,6 @@ def test_the_folder_is_a_model_for_everyone(quantised, wide_opt):
     assert logits(AutoModelForCausalLM.from_pretrained(quantised, dtype="bfloat16")).isfinite().all()
 
 
-def test_saving_writes_the_same_bits(quantised, tmp_path):
-    AutoModelForCausalLM.from_pretrained(quantised).save_pretrained(tmp_path / "again")
-    assert weight_hash(str(tmp_path / "again"), full=True) == weight_hash(str(quantised), full=True)
-    config, again = (json.loads((folder / "config.json").read_text()) for folder in (quantised, tmp_path / "again"))
-    assert config["quantization_config"] == again["quantization_config"]
-
-
 def test_without_the_package_transformers_refuses_and_knows_it_afterwards(quantised, tiny_opt, bundle, tmp_path):
     """Both folders that need it: a sparse model with its bundle, and a model in 4 bits."""
     SparseOPTForCausalLM.from_pretrained(str(tiny_opt), bundle, "gather").save_pretrained(tmp_path)
@@ -106,26 +99,6 @@ except RuntimeError:
     assert found == "CodedLinear" and "dejavu_int4" in done.stderr, done.stderr
 
 
-def test_mask_and_gather_agree(quantised):
-    bundle = make_bundle(quantised, means=True, cascade=True).at(0.3, 0.75)
-    bundle.check_model(str(quantised))
-    made = [
-        SparseOPTForCausalLM.from_model(load_model(str(quantised)), bundle, backend) for backend in ("mask", "gather")
-    ]
-    mask, gather = map(logits, made)
-    torch.testing.assert_close(mask, gather, rtol=1e-3, atol=1e-3)
-    assert (mask - logits(load_model(str(quantised)))).abs().max() > 0.01
-
-
-def test_a_sparse_model_is_saved_in_4_bits(quantised, tmp_path):
-    make_bundle(quantised).save_pretrained(tmp_path / "bundle")
-    model = SparseOPTForCausalLM.from_pretrained(quantised, tmp_path / "bundle", backend="mask")
-    model.save_pretrained(tmp_path / "both")
-    again = SparseOPTForCausalLM.from_pretrained(tmp_path / "both", backend="mask")
-    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
-    assert isinstance(again.model.decoder.layers[0].fc1, CodedLinear)
-
-
 def test_a_bundle_of_another_quantisation_is_refused(quantised, wide_opt, settings, tmp_path):
     quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "rtn")))
     make_bundle(tmp_path / "rtn").save_pretrained(tmp_path / "bundle")
@@ -142,18 +115,6 @@ def test_the_record_says_how_it_was_made(quantised, wide_opt, settings):
     assert made["settings"]["seed"] == 0 and made["minutes"] >= 0 and made["peak_memory_gb"]["main"] > 0
     errors = json.loads((quantised / "quantization.json").read_text())["layers"]
     assert len(errors) == 2 and 0 < errors[1]["fc2"]["output_error"] < 0.1
-
-
-def test_gptq_errs_less_than_rounding_on_text(quantised, wide_opt, settings, tmp_path):
-    quantise(dataclasses.replace(settings, quantizer="rtn", output=str(tmp_path / "rtn")))
-    dense = load_model(str(wide_opt))
-    windows, _ = calibration_windows(settings, read_dims(str(wide_opt)), "")
-    ids = torch.stack([torch.from_numpy(window) for window in windows if len(window) == 64][:8]).long()
-    lost = {}
-    for name, folder in (("gptq", quantised), ("rtn", tmp_path / "rtn")):
-        with torch.no_grad():
-            lost[name] = float((load_model(str(folder))(ids).logits - dense(ids).logits).square().sum())
-    assert lost["gptq"] < 0.67 * lost["rtn"]
 
 
 def test_layers_see_what_the_quantised_model_computes(settings, tmp_path):
@@ -269,18 +230,6 @@ def test_mistakes_are_one_line_and_leave_nothing(wide_opt, tiny_opt, text_file, 
     message = error_of([*base, f"--text.source={short}", "--tokens=960"], capsys)
     assert "needs 960" in message or "none falls" in message
     assert not output.exists() and not list(tmp_path.glob(".tmp-*"))
-
-
-def test_mistakes_are_told_before_torch_is_loaded(wide_opt, tmp_path):
-    """Its import takes seconds."""
-    code = (
-        "import sys\nfrom dejavu_train.ground.errors import UserError\nfrom dejavu_train.quantize.command import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept UserError as error:\n    print(error)\nprint('torch' in sys.modules)"
-    )
-    for model, said in ((tmp_path / "no", "no model folder"), (wide_opt, "exists")):
-        command = [sys.executable, "-c", code, f"--model={model}", f"--output={wide_opt}", "--quantizer=rtn"]
-        told, loaded = subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()
-        assert said in told and loaded == "False"
 
 
 def test_own_text_needs_room_for_the_whole_model(wide_opt, tmp_path, capsys, monkeypatch):

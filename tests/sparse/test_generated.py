@@ -7,7 +7,7 @@ import torch
 from sparse_helpers import close, gather_sets, padded, sparse, tokens
 from transformers import DynamicCache, GenerationConfig
 
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.ground.errors import UserError
 from dejavu_train.sparse import generation as generation_module
 from dejavu_train.sparse import inputs as inputs_module
@@ -225,7 +225,7 @@ def test_chunks_of_any_length_agree(dense, bundle):
         got = model(ids[:, 9:], past_key_values=cache).logits
         starts = torch.zeros(2, 20, dtype=torch.bool)
         starts[:, :9] = True
-        with masking(dense, Predicted(bundle), starts):
+        with masking(dense, PredictorSelector(bundle), starts):
             close(got, dense(ids).logits[:, 9:])
 
 

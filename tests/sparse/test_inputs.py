@@ -71,16 +71,6 @@ def test_a_prompt_of_all_positions(dense, models):
             models[backend].generate(FULL, do_sample=False)
 
 
-def test_a_streamer_is_given_every_row_of_the_prompt(dense, models):
-    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "top_p": 1e-6, "num_return_sequences": 2}
-    seen = []
-    for model in (dense, *models.values()):
-        streamer = Recorder()
-        model.generate(IDS, streamer=streamer, **options)
-        seen.append(streamer.seen)
-    assert seen[0][0] == IDS.repeat(2, 1).tolist() and all(each == seen[0] for each in seen)
-
-
 def test_a_typing_mistake_is_not_taken_for_a_setting_that_is_off(models):
     for model in models.values():
         with pytest.raises(ValueError, match="retrun_dict"):

@@ -10,7 +10,6 @@ from transformers import OPTForCausalLM
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.load import load_model
 
 BACKENDS = ("mask", "gather", "auto", "triton")  # auto is the CPU engine here
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -187,36 +186,6 @@ def test_a_shallow_copy_has_a_bundle_of_its_own(dense, bundle, backend):
     copied = copy.copy(model)
     copied.set_bundle(bundle.at(0.1, 0.25))
     assert given(copied)[1] != before and given(model)[1] == before
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_made_in_inference_mode_runs(dense, bundle, backend):
-    some = bundle.at(0.4, 0.5)
-    expected = given(sparse(copy.deepcopy(dense), some, backend))[1]
-    with torch.inference_mode():
-        made = copy.deepcopy(dense)
-    model = sparse(made, some, backend)
-    assert given(model)[1] == expected
-    with torch.inference_mode():
-        layer(model).self_attn.out_proj.bias.add_(2.0)
-        layer(model).fc1.weight.mul_(-1.5)
-    changed = load_model(dense.config._name_or_path)
-    changed.load_state_dict(model.state_dict())
-    read = some.one_stage() if backend == "triton" else some
-    assert given(model)[1] == given(sparse(changed, read, "mask"))[1] != expected
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_other_layers_in_place_of_the_models_are_what_runs(dense, bundle, backend):
-    some, other = bundle.at(0.4, 0.5), copy.deepcopy(dense)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.2)
-    expected = given(sparse(copy.deepcopy(other), some, "mask"))[1]
-    model = sparse(copy.deepcopy(dense), some, backend)
-    assert given(model)[1] != expected
-    model.model, model.lm_head = other.model, other.lm_head
-    assert given(model)[1] == expected
 
 
 def test_an_engine_that_cannot_run_a_dtype_refuses_calls_and_no_move(dense, bundle):

@@ -145,7 +145,7 @@ def test_infer_adds_perplexities_to_the_experiment(tiny_opt, text_file, output, 
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     train(tiny_opt, text_file, output, "--trainer.logger.project=test", logger="lightning.pytorch.loggers.WandbLogger")
     argv = ["--bundle", output / "bundle", "--output", tmp_path / "infer", "--text", text_file, "--tokens=200"]
-    argv += ["--window=32", "--timing=false", "--selections=predicted", "--densities=0.2"]
+    argv += ["--window=32", "--timing=false", "--selections=predicted", "--mlp_density=0.2"]
     assert exit_on_user_error(infer, [str(each) for each in argv]) == 0
     monkeypatch.delenv("WANDB_MODE")
     runs = [path.name.split("-", 3)[3] for path in (output / "wandb").glob("offline-run-*")]

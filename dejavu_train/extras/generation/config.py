@@ -15,6 +15,7 @@ DECODINGS = ("greedy", "sampled")  # a bundle is judged by both
 class GenerationConfig(TextConfig):
     """Continuations of held-out prompts, dense and sparse, side by side."""
 
+    GONE = {"densities": "its name is --mlp_density"}
     CONSTANTS = TextConfig.CONSTANTS | {"decodings": [*DECODINGS]}
 
     text: str = "installed-docs"
@@ -29,7 +30,7 @@ class GenerationConfig(TextConfig):
     """Temperature of sampling, which draws the same random numbers for every model."""
     top_p: float = 1.0
     """Nucleus that sampling draws from."""
-    densities: tuple[float, ...] = ()
+    mlp_density: tuple[float, ...] = ()
     """Densities of the MLPs' candidates, means over the layers. None named: as the bundle was calibrated."""
     head_density: float | None = None
     """Density of the heads. null: as calibrated."""
@@ -51,7 +52,7 @@ class GenerationConfig(TextConfig):
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
         if not self.sparse_from:
             raise UserError("--sparse_from is empty; name one")
-        check_ranges(self, "--", {"densities": SHARE, "head_density": SHARE})
+        check_ranges(self, "--", {"mlp_density": SHARE, "head_density": SHARE})
         if not COLDEST <= self.temperature <= WIDEST:
             raise UserError(f"--temperature must lie in {COLDEST:g} to {WIDEST:g}, got {self.temperature}")
         if not 0 < self.top_p <= 1:

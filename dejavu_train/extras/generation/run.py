@@ -60,7 +60,7 @@ class Variant:
 
 
 @dataclasses.dataclass(frozen=True)
-class Continued:
+class Continuations:
     """Continuations of all prompts: tokens (P, N), their nats and greedy choices under the dense model (P, N)."""
 
     tokens: Tensor
@@ -133,7 +133,7 @@ def variants(config: GenerationConfig, bundle: Bundle) -> list[Variant]:
     A bundle without predictors of neurons has no densities of them. A guard watches what is sparse, and moves no
     thresholds where the largest logits are selected.
     """
-    densities: list[float | None] = [*(config.densities if Target.MLP in bundle.targets else ())] or [None]
+    densities: list[float | None] = [*(config.mlp_density if Target.MLP in bundle.targets else ())] or [None]
     made = [Variant(d, str(start), 0, "still") for d in densities for start in config.sparse_from]
     controls = [control for control in config.control if not (control and bundle.selects_top_k(Target.MLP))]
     guards = [(every, control) for control in controls for every in config.every]
@@ -239,7 +239,7 @@ def _continue(
     prompts: Tensor,
     decoding: str,
     shown: Progress,
-) -> Continued:
+) -> Continuations:
     torch.manual_seed(config.seed)  # the same draws for every model
     settings: dict[str, Any] = {"do_sample": False}
     if decoding == "sampled":
@@ -253,15 +253,15 @@ def _continue(
         made.append(out[:, ids.shape[1] :].cpu())
         shown.update(len(ids))
     tokens = torch.cat(made)
-    return Continued(tokens, *measures.score(dense, prompts, tokens))
+    return Continuations(tokens, *measures.score(dense, prompts, tokens))
 
 
 def _row(
     about: dict[str, Any],
     head_density: float,
     decoding: str,
-    made: Continued,
-    dense: Continued,
+    made: Continuations,
+    dense: Continuations,
     watched: dict[str, Any] | None,
 ) -> GenerationRow:
     tokens, reference = made.tokens, dense.tokens
@@ -292,7 +292,7 @@ def _row(
     )
 
 
-def _positions(about: dict[str, Any], decoding: str, made: Continued, dense: Continued) -> list[PositionRow]:
+def _positions(about: dict[str, Any], decoding: str, made: Continuations, dense: Continuations) -> list[PositionRow]:
     columns = {
         "agreement": measures.agreement(made.tokens, dense.tokens),
         "same_so_far": measures.same_so_far(made.tokens, dense.tokens),

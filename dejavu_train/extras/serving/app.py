@@ -11,8 +11,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from dejavu_train.extras.serving.line import BUG, Ended, Event, Full, Line, Ticket
-from dejavu_train.extras.serving.logprobs import Scored, TokenTexts
+from dejavu_train.extras.serving.line import BUG, Event, Full, Line, LineEnd, Ticket
+from dejavu_train.extras.serving.logprobs import ChoiceScores, TokenTexts
 from dejavu_train.extras.serving.replies import Choice, Refusal, Reply, error_body, event
 from dejavu_train.extras.serving.requests import SHOWN, CallFields, Chat, Completion, Reader, TextOrder
 from dejavu_train.extras.serving.text import Decoder, Text
@@ -21,7 +21,7 @@ LISTEN_SECONDS = 0.2  # between two looks whether a client is still there
 MOST_BYTES = 8 * 2**20  # of a request's body
 
 
-class Guarded:
+class RequestGuard:
     """Refuses bodies that are too large, and clients without the key, before anything is read."""
 
     def __init__(self, app: Any, key: str | None) -> None:
@@ -59,7 +59,7 @@ def make_app(
 ) -> FastAPI:
     """The application of a line that was started. name: of the model. origins: of web pages that may ask."""
     app = FastAPI(title="dejavu serve", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guarded, key=key)
+    app.add_middleware(RequestGuard, key=key)
     if origins:  # around the other: a page reads refusals too, and asks without a key whether it may ask
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.state.reader = reader
@@ -108,7 +108,7 @@ def make_app(
             line.look(n)
         except Full:
             raise no_room(n) from None
-        except Ended as error:
+        except LineEnd as error:
             raise Refusal(503, str(error)) from None
 
     def no_room(n: int) -> Refusal:
@@ -156,14 +156,16 @@ def make_app(
             line.submit(tickets)
         except Full:
             raise no_room(len(tickets)) from None
-        except Ended as error:
+        except LineEnd as error:
             raise Refusal(503, str(error)) from None
         prompts = sum(len(each.row.tokens) for each in wanted if each.row.number == 0)
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         exchange = Exchange(line, tickets, heard, Reply(name, prompts, density, is_chat, usage))
         if asked.top is not None:
             for choice, each in zip(exchange.choices, wanted, strict=True):
-                choice.keep(Scored(texts, before(each), is_chat), each.row.tokens[0] if each.echo is not None else None)
+                choice.keep(
+                    ChoiceScores(texts, before(each), is_chat), each.row.tokens[0] if each.echo is not None else None
+                )
         if asked.stream:
             return StreamingResponse(exchange.stream(), media_type="text/event-stream")
         return await exchange.whole(request)

@@ -23,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_package(package, "dejavu serve", "'dejavu-train[serve]'")
     listening = listen(config.host, config.port)
     log = None if config.log is None else LogFile(config.log)
-    from dejavu_train.extras.serving.server import Served, run
+    from dejavu_train.extras.serving.server import ServedModel, run
 
-    served = Served(config, key)
+    served = ServedModel(config, key)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if listening.family == socket.AF_INET6 else host
     print(f"serving {served.name} at http://{shown}:{port}/v1, {served.about}", file=sys.stderr, flush=True)

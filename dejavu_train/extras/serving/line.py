@@ -27,7 +27,7 @@ class Full(Exception):
     """No more texts may wait."""
 
 
-class Ended(Exception):
+class LineEnd(Exception):
     """No texts are written any longer."""
 
 
@@ -120,7 +120,7 @@ class Line:
         """Queue tickets, all or none.
 
         Raises:
-            Full: they would not all have a row or a place. Ended: the line is closed.
+            Full: they would not all have a row or a place. LineEnd: the line is closed.
         """
         with self._changed:
             self.look(len(tickets))
@@ -133,7 +133,7 @@ class Line:
             full = n > self.most + self.rows.free - len(self._waiting)
             if self._closed or full:
                 self.metrics.add("requests_total", n, 'outcome="refused"')
-                raise Ended(self._why) if self._closed else Full
+                raise LineEnd(self._why) if self._closed else Full
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Nobody wants these any longer. Their rows are free before the next step."""

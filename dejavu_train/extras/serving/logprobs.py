@@ -61,7 +61,7 @@ class TokenTexts:
         return text, text.encode("utf-8", "replace")
 
 
-class Scored:
+class ChoiceScores:
     """The log-probabilities of one choice, a part at a time.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dejavu_train.engine.scores import Score
-from dejavu_train.extras.serving.logprobs import Scored
+from dejavu_train.extras.serving.logprobs import ChoiceScores
 
 SEPARATORS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}  # that some clients end lines at
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
@@ -45,12 +45,12 @@ class Choice:
     finish: str | None = None
     logprobs: dict[str, Any] | None = None
     scores: list[Score] = field(default_factory=list)
-    scored: Scored | None = None
+    scored: ChoiceScores | None = None
     first: int | None = None
     cached: int = 0
 
-    def keep(self, scored: Scored, first: int | None) -> None:
-        """Its log-probabilities are asked for. first: a token in front of them, see `Scored.part`."""
+    def keep(self, scored: ChoiceScores, first: int | None) -> None:
+        """Its log-probabilities are asked for. first: a token in front of them, see `ChoiceScores.part`."""
         self.scored, self.first = scored, first
 
     async def told(self) -> dict[str, Any] | None:

@@ -44,7 +44,7 @@ def load(config: ServeConfig) -> SparseCausalLM:
     return model
 
 
-class Served:
+class ServedModel:
     """Served model, its line started.
 
     Args:
@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
             print(f"requests were still running after {self._drain} seconds; give --drain more", file=sys.stderr)
 
 
-def run(served: Served, listening: socket.socket, drain: int, log: LogFile | None = None) -> None:
+def run(served: ServedModel, listening: socket.socket, drain: int, log: LogFile | None = None) -> None:
     """Answer until SIGTERM, SIGINT or SIGHUP, or until the engine fails.
 
     Args:

@@ -67,7 +67,7 @@ class LayerNeeds:
 
 
 @dataclass
-class Surveyed:
+class SurveyResult:
     """``nats`` (S, D): summed per selection and document. layers: by number those with neurons."""
 
     selections: list[Selection]
@@ -106,7 +106,7 @@ class Survey:
             self.real[row, : len(window) - 1] = True
 
     @torch.no_grad()
-    def run(self) -> Surveyed:
+    def run(self) -> SurveyResult:
         """All layers, then the logits. Raises :class:`UserError` for logits that are not finite."""
         hidden = self.runner.embed(self.ids, len(self.selections))
         done, stored = self._load()
@@ -125,7 +125,7 @@ class Survey:
             nats = self._score(hidden, bar.update)
         self.state.unlink(missing_ok=True)
         layers = self.parts.layers_of(Target.MLP)
-        return Surveyed(self.selections, {number: done[number] for number in layers}, nats)
+        return SurveyResult(self.selections, {number: done[number] for number in layers}, nats)
 
     def _layer(self, number: int, hidden: Tensor, update: Callable[[int], object]) -> LayerNeeds:
         """Send (W, S, T, d) through one layer, in place."""

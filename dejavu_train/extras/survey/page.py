@@ -10,7 +10,7 @@ from typing import Any
 from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, pyplot, save
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.extras.survey.decoder import DecoderParts
-from dejavu_train.extras.survey.measure import Selection, Surveyed
+from dejavu_train.extras.survey.measure import Selection, SurveyResult
 from dejavu_train.extras.survey.speed import GPUS, Machine, step_bytes
 from dejavu_train.families import Target
 from dejavu_train.families.dims import CARRIED, listed
@@ -36,7 +36,7 @@ class Found:
 
     name: str
     parts: DecoderParts
-    surveyed: Surveyed
+    surveyed: SurveyResult
     document_tokens: Sequence[int]
     texts: Sequence[str]
     vocabulary: int

@@ -1,20 +1,17 @@
 """Helpers of every launch: device functions for programmatic dependent launch (PDL), and launch settings.
 
-PDL lets a kernel start while its predecessor still runs. `gdc_wait` returns when the predecessor has ended and its
-writes are visible, so buffers may be reused as in a plain stream. `gdc_launch_dependents` is the trigger: when every
-program has called it, or ended, the next kernel may start. Five rules keep that right:
+`gdc_wait` returns when the predecessor has ended and its writes are visible, so buffers may be reused as in a plain
+stream. `gdc_launch_dependents` is the trigger: when every program has called it, or ended, the next kernel may start.
+Five rules keep that right:
 
 1. Every program waits before any store, before any early return, and before it loads what a running kernel may write.
 2. It triggers right behind its wait. A dependent then starts when all that is older than its predecessor has ended, so
    it may read that before it waits. Kernels whose successors have weights to load trigger before they wait instead:
    attention, first halves of predictors, packing, and sums of fc2.
-3. Each kernel that triggers before it waits takes one more kernel out of what its dependent may read early. Behind one,
-   that is what the kernel before the predecessor wrote. Behind two, what the one before that wrote as well.
-4. Early reads of a buffer that every layer rewrites go past the L1 (`.cg`). It may hold the buffer as another layer
-   left it.
+3. Each kernel that triggers before it waits takes one more kernel out of what its dependent may read early.
+4. Early reads of a buffer that every layer rewrites go past the L1 (`.cg`).
 5. Embed triggers behind its wait: layer 0's selection reads row_state early, which the kernel before embed wrote.
 
-Programs of a grid may wait for others of the same grid behind all that (`wait_for_count`).
 tests/kernels/common/test_dependents.py holds each rule.
 """
 

@@ -9,13 +9,11 @@ is off by no more than
 
     |e| |n'| + |scale c| |f|,    | | the Euclidean norm,
 
-and what fp32 sums and the rounding of n add. So each logit has a lower and an upper bound. A token whose upper bound
-is below another's lower bound is not the largest. The rows of all others, a few dozen of 50,000, are multiplied as in
-`dense_rows`, with the same sums in the same order. The token is the one that all logits would have given, bit for bit.
-A greedy step reads half the LM head's bytes. Where logits hardly differ more rows are read, at worst all.
+and what fp32 sums and the rounding of n add. So each logit has a lower and an upper bound. A token whose upper bound is
+below another's lower bound is not the largest. The rows of all others are multiplied as in `dense_rows`, with the same
+sums in the same order. The token is that of all logits, bit for bit, and half the LM head's bytes are read.
 
-Tokens of `stops` may be barred (before position `least`, see `kernels/sample/sampling.py`), so no bound is taken from
-those rows.
+No bound is taken from rows of `stops`, which may be barred.
 """
 
 from dataclasses import dataclass
@@ -79,7 +77,7 @@ class ScreenSettings(Settings, stage="screen"):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TokenCandidates:
     """Candidates of the largest logit of one row: values (P,) fp32, ids (P,) int32, the lowest ones of their value.
     -inf and 0 where there is none."""
 
@@ -87,7 +85,7 @@ class Chosen:
     ids: Tensor
 
     @classmethod
-    def empty(cls, candidates: int, device: torch.device | str) -> "Chosen":
+    def empty(cls, candidates: int, device: torch.device | str) -> "TokenCandidates":
         values = torch.full((candidates,), float("-inf"), device=device, dtype=torch.float32)
         return cls(values, torch.zeros(candidates, dtype=torch.int32, device=device))
 
@@ -112,7 +110,7 @@ class ScreenedHead:
     tiny: float
     upper: Tensor
     lows: Tensor
-    best: Chosen
+    best: TokenCandidates
     settings: ScreenSettings
 
     @classmethod
@@ -140,7 +138,7 @@ class ScreenedHead:
             errors[rows] = (torch.stack([off + sums * whole, off + whole], 1) * 1.0001 + 1e-30).float()
         settings = settings or ScreenSettings.find("float", device, d=d)
         programs = min(n_sms(device) * settings.programs, triton.cdiv(n, settings.rows))
-        best = Chosen.empty(min(2 * n_sms(device), n), device)
+        best = TokenCandidates.empty(min(2 * n_sms(device), n), device)
         upper, lows = (torch.empty(size, device=device, dtype=torch.float32) for size in (n, programs))
         gain, shift = (given.float() * sizes for given in ln.folded)
         # One share of |f| for all rows: a row whose codes are nearly exact counts as one that loses more.

@@ -22,7 +22,7 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import check_device, check_shape, require
 from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
 from dejavu_train.kernels.common.settings import Settings
-from dejavu_train.kernels.dense.screened_head import Chosen
+from dejavu_train.kernels.dense.screened_head import TokenCandidates
 
 SEARCH_STEPS = 32
 PARTS = 128  # programs of a greedy row, at most
@@ -391,7 +391,7 @@ def advance(
     mode: str = "greedy",
     score: bool = False,
     pdl: bool = False,
-    chosen: Chosen | None = None,
+    chosen: TokenCandidates | None = None,
 ) -> None:
     """Choose the next token of every row that is not done and move it on.
 

@@ -4,18 +4,15 @@
     out[b, j]  = softmax_p(s[b, j, p]) v_cache[b, i, p]                                         j = i r .. i r + r - 1
 
 Heads of K and V, i, are shared by r heads of q each: a group, which row b selects as a whole. Zeros for others, whose
-K/V are not read. Slopes (`positions.Alibi`) are zero where there are none.
-A program owns a unit and one range of POSITIONS positions. A unit is a (row, group) with at most QUERIES of its heads
-of q. So a group may be several units. The grid is fixed by the capacity, programs beyond the position leave. The last
-program of a unit to finish (an integer ticket) combines the partial results in order of their index: bitwise
-deterministic. A group's first unit also sets watermark[b, i] = position[b] + 1. A unit that starts so late that it
-reads this finds q/k/v there.
-Position, watermark, selection and the K/V below the watermark are older than the launch before this one. They are read
-before the wait for it, while q/k/v are still computed. It triggers before that wait: what follows may read early only
-what is older than q/k/v.
-Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W (out - mean) + b + W mean.
+K/V are not read. Slopes (`positions.Alibi`) are zero where there are none. A program owns a unit and one range of
+POSITIONS positions. A unit is a (row, group) with at most QUERIES of its heads of q. Programs beyond the position
+leave. The last program of a unit to finish (an integer ticket) combines the partial results in order of their index:
+bitwise deterministic. A group's first unit also sets watermark[b, i] = position[b] + 1. Position, watermark, selection
+and the K/V below the watermark are older than the launch before this one. They are read before the wait for it, while
+q/k/v are still computed. Where a mean (h, head_dim) stands in for skipped heads, it is taken off the selected ones: W
+(out - mean) + b + W mean.
+
 q (B, h, head_dim) fp32. Caches (B, g, T, head_dim), h = g r. `out` (B, h * head_dim) fp32, or rounded to fp16.
-Watermark (B, g) int32.
 """
 
 from dataclasses import dataclass

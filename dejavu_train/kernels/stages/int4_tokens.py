@@ -8,14 +8,12 @@ program share out the columns, in pairs of units: two of a row, or of two segmen
 T tokens, a power of two, lie in the columns of B as 8 / T units side by side. Column n is token n % T of unit n // T.
 In C, lane (g, t) = (lane / 4, lane % 4) has rows g and g + 8. Its columns 2 t and 2 t + 1 are two tokens of one unit.
 
-No register file holds eight tokens of 9216 columns. So a program walks over the columns once for each block of tiles.
-In a turn the tokens of max(1, 4 / T) pairs come out of the caches into registers. All tiles of the block are multiplied
-with them. The sums of a block stay in registers. Tokens and scales of a turn are read while the turn before is
-multiplied.
+A program walks over the columns once for each block of tiles. In a turn the tokens of max(1, 4 / T) pairs come out of
+the caches into registers. All tiles of the block are multiplied with them. The sums of a block stay in registers.
+Tokens and scales of a turn are read while the turn before is multiplied.
 
-Words come through a queue in lines of 128 bytes (`lane_queue`), `ahead` pairs before they are taken. Behind the last
-turn these are the next block's. What lies beyond the last row or column is not read. Turns are a loop that stays one.
-Instructions that are too many to be kept take longer to come than words do.
+Words come through a queue in lines of 128 bytes (`lane_queue`), `ahead` pairs before they are taken. What lies beyond
+the last row or column is not read.
 """
 
 from typing import Any, NamedTuple

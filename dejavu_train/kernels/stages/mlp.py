@@ -122,13 +122,13 @@ class NeuronRows(NamedTuple):
 
 
 @keyed
-class Activating(NamedTuple):
+class ActivationFunction(NamedTuple):
     function: Any
     threshold: float
     both: bool
 
     @classmethod
-    def of(cls, hidden: Hidden) -> "Activating":
+    def of(cls, hidden: Hidden) -> "ActivationFunction":
         """Errors: what `activation_of` refuses."""
         return cls(activation_of(hidden.activation, hidden.threshold), hidden.threshold, hidden.both)
 
@@ -167,8 +167,8 @@ def mlp_sums(
         x.view(torch.int32) if launch.pairs and ln is None else x, None if ln is None else ln.args(),
         matrices.get("gate"), matrices["up"], matrices["down"]._replace(bias=None), rows.ids, rows.count, partials,
         None if late is None else late.estimate, None if late is None else late.moments, n - 1, constants(launch.how),
-        Activating.of(weights.hidden), NORM=ln is not None, EARLY_X=early == "x", EARLY_LIST=early == "list", PDL=pdl,
-        num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
+        ActivationFunction.of(weights.hidden), NORM=ln is not None, EARLY_X=early == "x",
+        EARLY_LIST=early == "list", PDL=pdl, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
     )  # fmt: skip
     return partials, launch.programs
 

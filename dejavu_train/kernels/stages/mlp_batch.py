@@ -12,8 +12,6 @@ list entry that is zero in every batch row gets the id -1, and its row of down i
 
 In the second kernel STRIPE columns are M, the batch is N, and list entries are K. Programs share the entries. The last
 one of a stripe to arrive adds the partial sums in their order.
-
-One token has a kernel of its own, where a program sums all d columns: sums of several tokens have no room in registers.
 """
 
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.matrix import MlpWeights
 from dejavu_train.kernels.stages.hidden import kept_unit
-from dejavu_train.kernels.stages.mlp import Activating, NeuronRows, hidden_reference
+from dejavu_train.kernels.stages.mlp import ActivationFunction, NeuronRows, hidden_reference
 
 SPLITS = 4
 
@@ -204,7 +202,7 @@ def up_batch(x: Tensor, weights: MlpWeights, selection: Selection, out: BatchAct
     has_pdl, use_pdl = programmatic(x, pdl)
     _up_batch_kernel[(min(settings.programs * n_sms(x.device), n),)](
         x, matrices.get("gate"), matrices["up"], selection.ids, selection.counts, selection.row_bits, out.values,
-        out.ids, out.count, blocks, batch, Activating.of(weights.hidden), UNIT=kept_unit(weights, x.dtype), D=d,
+        out.ids, out.count, blocks, batch, ActivationFunction.of(weights.hidden), UNIT=kept_unit(weights, x.dtype), D=d,
         BATCH=padded_batch(batch), BLOCK=min(settings.block, max(16, triton.next_power_of_2(d))), ROWS=settings.rows,
         SEL_BLOCKS=triton.next_power_of_2(max(2, blocks)), SEL_BLOCK=selection.block, STAGES=settings.stages,
         PDL=has_pdl, num_warps=4, launch_pdl=use_pdl,

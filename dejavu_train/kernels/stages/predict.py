@@ -6,12 +6,11 @@
 
 x (B, d), w (rank, d), sums in fp32. gains and shifts are sums of a row with the LayerNorm's gain g and shift, which
 depend on weights alone (`norm_sums`). A program has its rows in registers before it waits. Then one pass over x gives
-products, mean and variance together. One reduction adds them all up: a barrier, where a sum each would take a dozen.
-A program also normalises its slice of x. That is kept for up, or as the attention's input, from which skipped K/V are
-computed later. Heads are selected for several rows of the batch, one after the other.
+products, mean and variance together. A program also normalises its slice of x. That is kept for up, or as the
+attention's input, from which skipped K/V are computed later. Heads are selected for several rows of the batch, one
+after the other.
 
-How rows are read, and what becomes of their products, are functions that are handed in. Of nibbles, what their floats
-have too much comes off a sum:
+Of nibbles, what their floats have too much comes off a sum:
 
     sum_j code[j] z[j] = 16 sum_j (1 + u[j] / 16) z[j] - 24 sum_j z[j]
 """

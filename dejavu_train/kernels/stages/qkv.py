@@ -6,17 +6,13 @@
     n(b, p)           = attn_in[b, p], the kept outputs of the norm
 
 A head i of K and V is selected with the r heads of q that share it, j. turn: by the cache's table of a rotation, if it
-has one (`common.positions`). weight (h, r + 2, head_dim, d) head-major: of each head r times rows of q, then
-those of k and of v. bias (h, r + 2, head_dim). q (B, h * r, head_dim) fp32. k_cache, v_cache (B,
-h, T, head_dim). watermark (B, h) int32 is only read here. The attention kernel, the next stage, advances it: other
-programs of the same head may still be reading it.
+has one. weight (h, r + 2, head_dim, d) head-major. q (B, h * r, head_dim) fp32. k_cache, v_cache (B, h, T, head_dim).
+watermark (B, h) int32 is only read here. The attention kernel advances it.
+
 A program multiplies a tile of a head's rows with up to `pairs` inputs at once on the tensor cores. They are the (batch
-row, position) pairs that the head lacks, the present one among them. A pair that does not exist is not read. So
-back-fill and batches cost no second pass over the weights, and a tile has no reduction between threads. A head that was
-idle for long lacks more. Its pairs are shared out to several programs, which read the same weights at about the same
-time.
-A format's programs are handed in (`PROGRAMS`). With 4-bit rows attn_in is fp16.
-Without watermarks every step selects all heads, and nothing is missing but t.
+row, position) pairs that the head lacks, the present one among them. So back-fill and batches cost no second pass over
+the weights. Pairs of a head that was idle for long are shared out to several programs. A format's programs are handed
+in (`PROGRAMS`). With 4-bit rows attn_in is fp16.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
     sums[i, b] = sum_r up[i, r] hidden[b, r]      rows i of a block of `up`, numbers or codes without their scales
 
-A way is a pair of functions. The first reads what may be on its way before a program waits. The second multiplies.
+A way is a pair of functions. The first reads what may be on its way before a program waits.
 
 | way | rows of the batch | formats | before the wait | where |
 | --- | --- | --- | --- | --- |
@@ -15,8 +15,7 @@ The tensor cores multiply 16 bits. A hidden value is a sum of parts of 16 bits, 
 is lost. In fp16 two parts hold up to 131008: a larger value counts as that. Products are exact, sums in fp32.
 
 Byte b of a row of nibbles holds column b in its low half and column rank / 2 + b in its high one. Four bytes are a word
-of `int4_mma`. Its pairs of columns are then those of every other byte: low, high, and those of the bytes between. A
-warp multiplies sixteen rows with eight columns, a program L / 2 rows at a time.
+of `int4_mma`.
 """
 
 from typing import NamedTuple

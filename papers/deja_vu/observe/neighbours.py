@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.selector import Predicted, Sites
+from dejavu_train.bundle.selector import PredictorSelector, Sites
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, increase, window_nats
 from dejavu_train.families import LayerInput, Site, Target
 from dejavu_train.models.hooks import decoder_layers, record
@@ -123,7 +123,7 @@ def neighbour_rows(
     except ImportError:
         missing = "hnswlib is not installed (pip install 'dejavu-train[neighbours]')"
     if bundle is not None and Target.MLP in bundle.targets:
-        selectors.append(("predictor", None, Predicted(bundle.at(density, 1.0), model.device)))
+        selectors.append(("predictor", None, PredictorSelector(bundle.at(density, 1.0), model.device)))
     inputs = _inputs(model, held, batch_tokens)
     dense = _score(model, held, batch_tokens, None)[0]
     progress(held.tokens)

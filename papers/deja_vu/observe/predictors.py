@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import OPTForCausalLM
 
 from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.selector import Predicted
+from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.evaluation.baselines import keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.families import LayerInput, Site, Target, UnitKey
@@ -50,7 +50,7 @@ def predictor_rows(
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[PredictorRow]:
     """One dense pass over ``held``. A row for each predictor that is not dense."""
-    predicted = Predicted(bundle, model.device)
+    predicted = PredictorSelector(bundle, model.device)
     means = bundle.head_means(model.device)
     blocks = decoder_layers(model)
     keys = [key for key, spec in bundle.specs.items() if not spec.dense]

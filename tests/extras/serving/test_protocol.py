@@ -317,17 +317,6 @@ def test_a_page_may_ask_where_its_origin_is_named(folder):
         ServeConfig(str(folder), str(folder / "predictors"), allow_origin=("a.example",)).check()
 
 
-def test_a_key_is_never_empty_by_accident():
-    config = ServeConfig(api_key=None)
-    for given in ("secret", " secret\n"):
-        assert config.key({}) is None and config.key({"DEJAVU_API_KEY": given}) == "secret"
-    for empty in ("", " ", "\n"):
-        with pytest.raises(UserError, match="the environment's DEJAVU_API_KEY is empty; set it to a key, or unset it"):
-            config.key({"DEJAVU_API_KEY": empty})
-        with pytest.raises(UserError, match="--api_key is empty"):
-            ServeConfig(api_key=empty).key({})
-
-
 # --------------------------------------------------------------------------------------------- errors of a single row
 
 

@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from mlp_helpers import norm
 
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.dense_rows import qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.attend import (
-    BLOCK,
     AttendSettings,
     AttentionScratch,
     flash_decode,
@@ -21,10 +20,6 @@ from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, head_
 from dejavu_train.kernels.stages.qkv import QkvSettings, qkv, qkv_reference
 
 NAN = float("nan")
-
-
-def norm(d, device):
-    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
 
 
 @pytest.mark.parametrize(("batch", "d", "n_heads"), [(1, 96, 3), (3, 80, 5), (1, 64, 2), (33 // 2, 40, 4)])
@@ -123,36 +118,6 @@ def test_qkv_dense(device, batch, n_heads, head_dim, d):
         made.append((q, k, v))
     for got, expected in zip(*made, strict=True):
         torch.testing.assert_close(got, expected, equal_nan=True, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
-@pytest.mark.parametrize(("batch", "density"), [(1, 0.5), (3, 0.5), (2, 1.0), (1, 0.0), (2, None)])
-def test_flash_decode(device, head_dim, batch, density):
-    n_heads, capacity = 3, 2 * BLOCK + 7
-    q = torch.randn(batch, n_heads, head_dim, device=device)
-    k, v = (torch.randn(batch, n_heads, capacity, head_dim, device=device) for _ in range(2))
-    position = torch.tensor([capacity - 1, 0, BLOCK - 1][:batch], dtype=torch.int32, device=device)
-    for b in range(batch):  # what lies beyond a row's position was never written
-        k[b, :, int(position[b]) + 1 :] = NAN
-        v[b, :, int(position[b]) + 1 :] = NAN
-    selection = None
-    if density is not None:
-        selection = head_selection(n_heads, device)
-        selection.set_mask(torch.rand(batch, n_heads, device=device) < density)
-    made = []
-    scratch = AttentionScratch.empty(batch, n_heads, head_dim, capacity, device)
-    for tensor in (scratch.partial, scratch.largest, scratch.total):
-        tensor.fill_(NAN)
-    for function in (flash_decode, flash_decode, flash_decode_reference):
-        out = torch.full((batch, n_heads * head_dim), NAN, device=device)
-        watermark = torch.full((batch, n_heads), -5, dtype=torch.int32, device=device)
-        step = HeadStep(q, KvCache(k, v, q[:, :0], watermark), position, selection)
-        function(step, out, scratch)
-        made.append((out, watermark))
-    assert torch.equal(made[0][0], made[1][0]), "a second run with the same scratch is the same, bit for bit"
-    torch.testing.assert_close(made[0][0], made[2][0], atol=1e-5, rtol=1e-5)
-    assert torch.equal(made[0][1], made[2][1])
-    assert not scratch.tickets.any()
 
 
 @pytest.mark.gpu

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from mlp_helpers import norm
 
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.dense.dense_rows import (
     WideSettings,
     dense_rows,
@@ -15,10 +15,6 @@ from dejavu_train.kernels.formats.matrix import Rows
 from dejavu_train.kernels.stages.rows import RowSettings
 
 NAN = float("nan")
-
-
-def norm(d, device):
-    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
 
 
 @pytest.mark.parametrize(

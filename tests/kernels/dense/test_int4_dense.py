@@ -3,19 +3,16 @@
 import pytest
 import torch
 from int4_helpers import assert_rounded_products, random_rows, with_outliers
+from mlp_helpers import norm
 
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.common.layer_norm import layer_norm_reference
 from dejavu_train.kernels.dense.dense_rows import dense_rows, dense_rows_reference, qkv_dense, qkv_dense_reference
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.stages.rows import Int4RowSettings
 
 NAN = float("nan")
-
-
-def norm(d, device):
-    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
 
 
 def rounding(x, ln, weight):

@@ -5,7 +5,12 @@ import torch
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.dense.dense_rows import dense_rows
-from dejavu_train.kernels.dense.screened_head import Chosen, ScreenedHead, screened_head, screened_head_reference
+from dejavu_train.kernels.dense.screened_head import (
+    ScreenedHead,
+    TokenCandidates,
+    screened_head,
+    screened_head_reference,
+)
 from dejavu_train.kernels.formats.matrix import Rows
 from dejavu_train.kernels.sample.sampling import TokenState, advance, advance_reference
 
@@ -159,7 +164,7 @@ def test_what_does_not_fit_is_refused(device):
     with pytest.raises(ValueError, match="expected shape"):
         screened_head(torch.zeros(2, 48, device=device), head, *asked(state_of(device)))
     with pytest.raises(ValueError, match="greedy"):
-        advance(torch.zeros(1, 8, device=device), state_of(device), "top_p", chosen=Chosen.empty(3, device))
+        advance(torch.zeros(1, 8, device=device), state_of(device), "top_p", chosen=TokenCandidates.empty(3, device))
 
 
 @pytest.mark.gpu

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from mlp_helpers import norm
 from predictor_helpers import products_of
 
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import Products
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.formats.matrix import Linear
@@ -25,10 +25,6 @@ from dejavu_train.kernels.stages.select import select
 from dejavu_train.predictors.quantization import int4_rows, pack_nibbles, quantise_rows
 
 NAN = float("nan")
-
-
-def norm(d, device):
-    return LayerNormWeights(1 + 0.1 * torch.randn(d, device=device), 0.1 * torch.randn(d, device=device))
 
 
 def in_grid(weights):

@@ -64,6 +64,8 @@ def poisoned(batch, n_heads, head_dim, capacity, device):
         (2, 1, 5, 80, None, AttendSettings(64, 2, 3)),
         (1, 1, 7, 16, None, AttendSettings(32, 1, 7)),
         (1, 3, 1, 64, 1.0, None),
+        (3, 3, 1, 128, 0.5, None),
+        (2, 3, 1, 32, None, None),
         (2, 2, 2, 16, 0.7, None),
         (1, 2, 8, 16, 0.0, None),
     ],
