@@ -22,6 +22,13 @@ HALF = 1  # that of fp16
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "gated")
 
 
+def add_options(parser: Any) -> None:
+    """The options that name an interpreter, formats, and where llama.cpp's files lie."""
+    parser.add_argument("--llama", help="an interpreter that has llama-cpp-python and gguf")
+    parser.add_argument("--llama-formats", nargs="+", default=["q4_0"], choices=list(FORMATS))
+    parser.add_argument("--folder", type=Path, default=Path("build/llama/models"), help="of llama.cpp's files")
+
+
 class Llama:
     """A child that runs llama.cpp on a file of random weights of a shape, made first where it is not there."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cpu_decode
+from benchmarks import beside_llama, cpu_decode
 from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import ACTIVE, SHAPES, random_weights
 from benchmarks.rows import append_row, command_line, device_name, five_digits, made_now
@@ -76,6 +76,7 @@ def main() -> int:
     )
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--rivals", action="store_true", help="transformers, eager and compiled, as well")
+    beside_llama.add_options(parser)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/first_token.csv"))
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -105,6 +106,11 @@ def main() -> int:
             del engine
             gc.collect()
             torch.cuda.empty_cache()
+        for form in args.llama_formats if args.llama else ():
+            child = beside_llama.Llama(args.llama, shape, form, about["threads"], context, args.folder)
+            found = {n: timed(lambda child=child, n=n: child.prompt(n), cuda) for n in lengths}  # type: ignore[misc]
+            keep(name, "llama.cpp", form, {n: {"ms": ms, "first_call_s": s} for n, (ms, s) in found.items()})
+            child.child.kill()
         if args.rivals:
             model = random_model(name, shape, "cuda" if cuda else "cpu", torch.float16 if cuda else torch.float32)
             kind = "fp16" if cuda else "float32"
