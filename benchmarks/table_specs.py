@@ -268,6 +268,45 @@ CPU = Table(
     chosen=cpu_runs,
 )  # fmt: skip
 
+def llama_runs(rows: list[Row]) -> list[Row]:
+    """For each model the newest run that has llama.cpp in 4 bits beside our engine in 4 bits."""
+    found: list[Row] = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        ran = [row["commit"] for row in rows if row["model"] == model and row["engine"] == "llama.cpp-q4_0"]
+        found += [row for row in rows if ran and row["model"] == model and row["commit"] == ran[-1]]
+    return found
+
+
+LLAMA = Table(
+    f"{RESULTS}/cpu_decode.csv",
+    {"ms per token": "shapes"},
+    (
+        *(Column(f"llama.cpp {name.upper()}", "p50_ms", {"engine": f"llama.cpp-{name}"})
+          for name in ("q8_0", "q4_k_m", "q4_0")),
+        *(Column(f"ours, {bits} bits, {words}", "p50_ms", {"engine": f"{engine}-int{bits}", "head_selected": "1"})
+          for bits in (8, 4) for engine, words in (("dense", "exact"), ("sparse", "sparse"))),
+        Column("MB read, 4 bits, exact", "mb_per_token", {"engine": "dense-int4"}, ",.0f"),
+        Column("sparse", "mb_per_token", {"engine": "sparse-int4"}, ",.0f"),
+    ),
+    "`python -m benchmarks.cpu_decode --stored int8 int4 --llama PYTHON` on quiet cores",
+    derived={"shapes": named},
+    chosen=llama_runs,
+)  # fmt: skip
+
+PROMPTS_CPU = Table(
+    f"{RESULTS}/first_token.csv",
+    {"shapes": "shapes", "prompt, tokens": "length"},
+    (
+        *(Column(f"{words}, ms", "ms", {"what": what, "format": kind}, ",.0f")
+          for what, kind, words in (("llama.cpp", "q8_0", "llama.cpp Q8_0"), ("ours", "int8", "ours, 8 bits"),
+                                    ("llama.cpp", "q4_0", "llama.cpp Q4_0"), ("ours", "int4", "ours, 4 bits"))),
+    ),
+    "`python -m benchmarks.first_token --formats int8 int4 --llama PYTHON` on quiet cores",
+    {"device": "CPU"},
+    {"shapes": named, "length": lambda row: int(row["tokens"])},
+    order=lambda name: (*by_size(name[0]), name[1]),
+)  # fmt: skip
+
 SERVE_SPEED = Table(
     f"{RESULTS}/serve_speed.csv",
     {"device": "device", "model": "model"},
@@ -835,6 +874,8 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "decode-families": FAMILY_STEPS,
     "several-gpus": SEVERAL,
     "cpu": CPU,
+    "llama": LLAMA,
+    "prompts-cpu": PROMPTS_CPU,
     "serve-speed": SERVE_SPEED,
     "serve-load": SERVE_LOAD,
     "texts": TEXT_MATRIX,
