@@ -11,6 +11,7 @@ from published_models import CONFIGS, save_published
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import bandwidth
 from dejavu_train.evaluation.command import main as infer
+from dejavu_train.families.dims import SILENT
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.run.command import main
 
@@ -59,8 +60,9 @@ def test_only_the_model_differs(name, tmp_path, text_file, caplog, monkeypatch, 
     assert predicted["perplexity"] != rows["dense"]["perplexity"] and 0 < predicted["mlp_selected"] < 0.4
     mass = [predicted["mlp_retained_mass"], oracle["mlp_retained_mass"]]
     assert predicted["mlp_selected"] < mass[0] < mass[1] and 0 < predicted["mlp_bytes"] < 1
-    timed = {"dense", "gather"} if name in HYBRIDS else {"dense", "dense-cpu-read", "dense-cpu", "cpu"}
-    assert {timing["backend"] for timing in found["timing"]} == timed
+    timed = {"dense", "gather"} if name in HYBRIDS else {"dense", "dense-cpu", "cpu"}
+    reads = {"dense-cpu-read"} if "cpu" in timed and bundle.shape.activation in SILENT else set()  # others read all
+    assert {timing["backend"] for timing in found["timing"]} == timed | reads
 
 
 def test_a_second_stage_of_a_gated_mlp_is_refused(tmp_path, text_file, capsys):
