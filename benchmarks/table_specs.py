@@ -268,6 +268,7 @@ CPU = Table(
     chosen=cpu_runs,
 )  # fmt: skip
 
+
 def llama_runs(rows: list[Row]) -> list[Row]:
     """For each model the newest run that has llama.cpp in 4 bits beside our engine in 4 bits."""
     found: list[Row] = []
