@@ -14,6 +14,7 @@ from dejavu_train.kernels.common.limits import MOST_TOKENS
 from dejavu_train.models.weight_format import CODES4, WeightFormat
 
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+PACKED = WeightFormat("int4", 4.5)  # with an fp16 scale for 32 columns
 SCREEN_BITS = 8  # of the codes by which a screen leaves words of the LM head out
 GAIN = 1.05  # times as fast, from which sparsity is worth a word
 
@@ -47,7 +48,7 @@ class StepBytes:
 
 def step_bytes(bundle: Any, plan: StepPlan) -> StepBytes:
     """Bytes that an engine of this plan reads in a step."""
-    shape, weights = plan.dims, _format(plan.formats.layers)
+    shape, weights = plan.dims, _format(plan.formats.layers, plan.engine)
     unit = weights.unit_bytes(shape)
     head = _head_bytes(shape, plan)
     read = dense = head
@@ -81,8 +82,10 @@ def _active(bundle: Any, spec: Any, plan: StepPlan) -> float:
     return expected_union(spec.active_density, plan.batch, bundle.frequency(spec.layer, spec.target))
 
 
-def _format(name: str) -> WeightFormat:
-    return CODES4 if BITS[name] == 4 else WeightFormat(name, BITS[name])
+def _format(name: str, engine: Engine) -> WeightFormat:
+    if BITS[name] == 4:  # a CPU's rows may have any width
+        return PACKED if engine is Engine.CPU else CODES4
+    return WeightFormat(name, BITS[name])
 
 
 def _head_bytes(shape: ModelDims, plan: StepPlan) -> float:

@@ -32,7 +32,7 @@ class WeightFormat:
     """Weights of ``bits`` each: numbers, or ``coded`` with an fp16 scale a group of columns, see ``int4_sizes``."""
 
     name: str
-    bits: int
+    bits: float
     coded: bool = False
 
     def unit_bytes(self, shape: ModelDims) -> UnitBytes:
@@ -44,7 +44,7 @@ class WeightFormat:
         if not self.coded:
             row = shape.d_model * self.bits / 8
             return UnitBytes((shape.rows_of(Target.MLP) - 1) * row, row, shape.rows_of(Target.HEADS) * row)
-        read = {part: replace(sizes, bits=self.bits).nbytes for part, sizes in part_sizes(shape).items()}
+        read = {part: replace(sizes, bits=int(self.bits)).nbytes for part, sizes in part_sizes(shape).items()}
         heads, up = sum(read[part] for part in ("q", "k", "v", "out")), read["up"] + read.get("gate", 0)
         return UnitBytes(up / shape.d_ffn, read["down"] / shape.d_ffn, heads / shape.n_kv_heads)
 

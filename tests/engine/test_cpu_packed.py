@@ -115,11 +115,12 @@ def test_what_rounding_costs_bounds_how_many_matrices_have_four_bits(model, capl
     assert read_weights(model, "int8").formats.layers == "int8"
 
 
-def test_the_public_class_takes_the_format(tiny_opt, bundle):
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_the_public_class_takes_the_format(tiny_opt, bundle, stored):
     ids = torch.tensor([tokens(12)])
-    sparse = SparseCausalLM.from_pretrained(str(tiny_opt), bundle, stored="int8", dtype="float16")
+    sparse = SparseCausalLM.from_pretrained(str(tiny_opt), bundle, stored=stored, dtype="float16")
     written = sparse.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids))
-    assert written.shape[1] > 12 and "int8" in sparse.describe()
+    assert written.shape[1] > 12 and f"weights in {stored}" in sparse.describe()
     for options, said in (({"backend": "mask"}, "the backend is mask"), ({"stored": "int3"}, "got int3")):
         with pytest.raises(UserError, match=said):
             SparseCausalLM.from_pretrained(str(tiny_opt), bundle, **({"stored": "int8"} | options))

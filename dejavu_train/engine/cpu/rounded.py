@@ -41,8 +41,9 @@ def read_weights(model: Any, stored: str | None) -> CpuWeights:
         return CpuWeights.from_model(model, stored)
     how_stored(model, stored)  # refuses before anything is measured
     ids = _tokens(model)
+    forward = (getattr(model, "dense_class", None) or type(model)).forward  # a sparse model's own would come back here
     with torch.no_grad():
-        dense = model(ids[None]).logits[0].float().log_softmax(-1)
+        dense = forward(model, ids[None]).logits[0].float().log_softmax(-1)
     errors = _errors(model)
     order = np.argsort(-errors, axis=None)
     for share in SHARES:
