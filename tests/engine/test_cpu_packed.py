@@ -47,9 +47,8 @@ def test_products_of_packed_rows(columns, group):
         x, factors = x[:count].numpy(), factors[:count].numpy()
         out, sums = np.zeros((count, len(numbers) + 3), np.float32), np.zeros((count + 1, columns), np.float32)
         operands, units = np.zeros((count + 1, columns), np.int16), np.zeros(count, np.float32)
-        scales = np.zeros((22, columns // group), np.float16)  # eight are read at once
-        scales[:21] = halves
-        multiply(pairs, scales.view(np.uint16), group, numbers, x, operands, units, out, factors, sums)
+        scales = halves.numpy().view(np.uint16)
+        multiply(pairs, scales, group, numbers, x, operands, units, out, factors, sums)
         listed = weight[numbers].numpy()
         np.testing.assert_allclose(out[:, : len(numbers)], x @ listed.T, atol=2e-4 * np.abs(x @ listed.T).max())
         np.testing.assert_allclose(sums[:count], factors @ listed, atol=1e-5 * np.abs(listed).max() * 20)

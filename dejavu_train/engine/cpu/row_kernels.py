@@ -36,9 +36,7 @@ WIDEST_GROUP = 4096  # columns: a lane's sum of 4096 / LANES products of 127 and
 _FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
-_EIGHT_HALVES = ir.VectorType(_I16, LANES)
 _FUSE = ("contract",)
-MOST_GROUPS = 1024  # of a packed row
 
 
 class Rows:
@@ -79,7 +77,7 @@ class Rows:
         """The scale of a group of a row in every lane."""
         at = self.builder.add(self.builder.mul(self.indices[row], n_groups), number)
         stored = self.builder.load(self.builder.gep(scales, [at]))
-        return half_splat(self.builder, stored) if self.packed else splat(self.builder, stored, lanes)
+        return half_splat(self.builder, stored, lanes) if self.packed else splat(self.builder, stored, lanes)
 
     def prefetch(self, column: Any) -> None:
         """Ask for this chunk of the next four rows: processors prefetch along a row, not along a list of them."""
@@ -105,36 +103,27 @@ def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
 
 
-def half_splat(builder: Any, bits: Any) -> Any:
+def half_splat(builder: Any, bits: Any, lanes: int) -> Any:
     """The fp16 number with these 16 bits, as fp32 in every lane."""
-    one = builder.insert_element(ir.Constant(_EIGHT_HALVES, ir.Undefined), bits, _I32(0))
-    return half_values(builder, builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)))
-
-
-def half_values(builder: Any, bits: Any) -> Any:
-    """The fp16 numbers with these bits (8), as fp32."""
+    halves, wide, floats = (ir.VectorType(kind, lanes) for kind in (_I16, _I32, _FLOAT))
+    one = builder.insert_element(ir.Constant(halves, ir.Undefined), bits, _I32(0))
+    every = builder.shuffle_vector(one, one, ir.Constant(wide, [0] * lanes))
     if has_features("f16c"):
-        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
-    wide = ir.VectorType(_I32, LANES)
-    bits = builder.sext(bits, wide)  # the sign stays in front
-    sign, size = (builder.and_(bits, ir.Constant(wide, [mask] * LANES)) for mask in (-(1 << 31), 0x7FFF))
-    shifted = builder.or_(sign, builder.shl(size, ir.Constant(wide, [13] * LANES)))
-    return builder.fmul(builder.bitcast(shifted, _FLOATS), ir.Constant(_FLOATS, [2.0**112] * LANES))
+        return builder.fpext(builder.bitcast(every, ir.VectorType(ir.HalfType(), lanes)), floats)
+    every = builder.sext(every, wide)  # the sign stays in front
+    sign, size = (builder.and_(every, ir.Constant(wide, [mask] * lanes)) for mask in (-(1 << 31), 0x7FFF))
+    shifted = builder.or_(sign, builder.shl(size, ir.Constant(wide, [13] * lanes)))
+    return builder.fmul(builder.bitcast(shifted, floats), ir.Constant(floats, [2.0**112] * lanes))
 
 
-def packed_numbers(builder: Any, pairs: Any, room: Any, lanes: int) -> list[list[Any]]:
-    """Both halves of a chunk of 32 bytes of codes + 8 as fp32 vectors of so many lanes.
-
-    The codes pass through memory: a vector is widened as it is loaded, and not once more taken apart.
-    """
-    floats, codes = ir.VectorType(_FLOAT, lanes), ir.VectorType(_I8, lanes)
-    found = []
-    for number, half in enumerate(signed_nibbles(builder, pairs)):
-        place = builder.gep(room, [_I64(0), _I64(HALF * number)])
-        builder.store(half, builder.bitcast(place, half.type.as_pointer()), align=1)
-        parts = [builder.gep(place, [_I64(offset)]) for offset in range(0, HALF, lanes)]
-        found.append([builder.sitofp(load_vector(builder, part, codes), floats) for part in parts])
-    return found
+def packed_numbers(builder: Any, pairs: Any, lanes: int) -> list[list[Any]]:
+    """Both halves of a chunk of 32 bytes of codes + 8 as fp32 vectors of so many lanes."""
+    floats = ir.VectorType(_FLOAT, lanes)
+    parts = [ir.Constant(ir.VectorType(_I32, lanes), list(range(at, at + lanes))) for at in range(0, HALF, lanes)]
+    return [
+        [builder.sitofp(builder.shuffle_vector(half, half, part), floats) for part in parts]
+        for half in signed_nibbles(builder, pairs)
+    ]
 
 
 def log2(builder: Any, value: Any) -> Any:
@@ -294,31 +283,13 @@ def add_rows(
                 add_to(b, here, numbers, factors)
         return []
 
-    def keep_scaled(number: Any, nothing: list[Any]) -> list[Any]:
-        """The factors of eight groups, times their scales, where `kept` finds them."""
-        for row in range(ROWS):
-            at = builder.add(builder.mul(read.indices[row], n_groups), number)
-            scale = half_values(builder, load_vector(builder, builder.gep(scales.data, [at]), _EIGHT_HALVES))
-            for b, factor in enumerate(own[row]):
-                place = builder.bitcast(kept(row, b, number), _FLOATS.as_pointer())
-                builder.store(builder.fmul(splat(builder, factor), scale), place, align=4)
-        return nothing
-
-    def kept(row: int, b: int, number: Any) -> Any:
-        at = builder.add(builder.mul(_I64(row * len(outs) + b), stride), number)
-        return builder.gep(room, [_I64(0), at])
-
     def packed_chunk(column: Any, nothing: list[Any]) -> list[Any]:
         fetch(read, column)
         read.prefetch_scales(scales.data, n_groups, builder.lshr(column, shift))
-        halves = [packed_numbers(builder, read.codes(row, column, _I8, HALF), rooms[row], lanes) for row in range(ROWS)]
+        halves = [packed_numbers(builder, read.codes(row, column, _I8, HALF), lanes) for row in range(ROWS)]
         for half in range(2):
             begin = builder.add(column, _I64(half * HALF))
-            number = builder.lshr(begin, shift)
-            factors = [
-                [splat(builder, builder.load(kept(row, b, number)), lanes) for b in range(len(outs))]
-                for row in range(ROWS)
-            ]
+            factors = scaled(builder.lshr(begin, shift))
             for part in range(HALF // lanes):
                 numbers = [halves[row][half][part] for row in range(ROWS)]
                 for b in range(len(outs)):
@@ -335,10 +306,6 @@ def add_rows(
 
     if read.packed:
         shift = log2(builder, group)
-        stride = builder.and_(builder.add(n_groups, _I64(LANES - 1)), _I64(-LANES))
-        rooms = [cgutils.alloca_once(builder, ir.ArrayType(_I8, CHUNK)) for _ in range(ROWS)]
-        room = cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, ROWS * len(outs) * MOST_GROUPS))
-        loop(builder, _I64(0), n_groups, LANES, [], keep_scaled)
         loop(builder, _I64(0), read.columns, CHUNK, [], packed_chunk)
     elif whole:
         factors = [[splat(builder, factor, lanes) for factor in each] for each in own]
