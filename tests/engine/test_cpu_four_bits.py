@@ -142,6 +142,8 @@ def test_groups_of_half_a_chunk_are_kept():
         CpuEngine(model, stored="codes")
     with pytest.raises(UserError, match="codes have groups of 128 columns, got group 192"):
         CpuEngine(coded(), group=192)
+    with pytest.raises(UserError, match="a power of two from 32 up to 4096.* got 96 of int4"):
+        CpuEngine(random_opt(d_model=64, n_heads=2, d_ffn=64, n_layers=1, vocab=VOCAB), stored="int4", group=96)
 
 
 def test_generate_takes_the_codes(folder):

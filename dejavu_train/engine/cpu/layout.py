@@ -53,15 +53,16 @@ def new_model(
     Raises:
         UserError: a group that does not exist.
     """
-    least = HALF if stored == "int4" else CHUNK
-    if group is not None and (stored == "float32" or not 0 < group <= WIDEST_GROUP or group % least):
+    least, allowed = (HALF, "a power of two from") if stored == "int4" else (CHUNK, "a multiple of")
+    uneven = group is not None and (group & (group - 1) if stored == "int4" else group % CHUNK)
+    if group is not None and (stored == "float32" or not least <= group <= WIDEST_GROUP or uneven):
         raise UserError(
-            f"group must be a multiple of {least} up to {WIDEST_GROUP}, of weights stored in int8 or int4; got {group}"
-            f" of {stored}"
+            f"group must be {allowed} {least} up to {WIDEST_GROUP}, of weights stored in int8 or int4; got {group} of"
+            f" {stored}"
         )
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
     h, e, columns = shape.n_heads, shape.head_dim, padded(d)
-    pair_group = min(group or HALF, columns)
+    pair_group = group or HALF
     group = columns if stored == "float32" else CHUNK if stored == "int4" else min(group or CHUNK, columns)
     qkv = (h + 2 * shape.n_kv_heads) * e
     assert (QKV, OUT, MLP_UP, MLP_DOWN, MLP_IN) == (0, 1, 2, 3, 4)

@@ -1,8 +1,8 @@
 """Sums over four rows of weights at once, written in LLVM's language: what reads nearly all of a step's bytes.
 
 A loop over one row waits for its last sum and starts the processor's prefetching anew at every row. Four rows side by
-side read dense weights as fast as a plain sum reads memory. The loops are written out because products of int8 codes
-need ``vpmaddwd``, which LLVM does not find by itself. It makes two 16-bit products and their sum in each 32-bit lane.
+side read dense weights as fast as a plain sum reads memory. The loops are written out because products of codes need
+instructions that LLVM does not find by itself, see `level_products`.
 
 Rows are padded to whole chunks of CHUNK columns, so no loop has a remainder. Of a list whose length is no multiple of
 four the last row is read again, and its result not used.
@@ -224,7 +224,8 @@ def dot_four(
     """out[first : first + 4] = the rows numbers[first : first + 4] of a list of n, each times x, times ``unit``.
 
     rows (., D) are fp32, or int16 with one scale a row, with x (D) fp32. Or rows are int8 with scales (., G) for each
-    ``group`` columns, and x (D) is int16. The scales of fp32 rows are not read. out (at least n + 3) fp32.
+    ``group`` columns, or packed uint8 (., D / 2) with fp16 scales as uint16, and x (D) is int16. The scales of fp32
+    rows are not read. out (at least n + 3) fp32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -320,7 +321,7 @@ def add_four(
 ) -> Any:
     """Add factors[i] times row numbers[i] to out (D) fp32, for i from first to first + 4 in a list of n.
 
-    rows (., D) fp32, or int8 with scales (., G) for each ``group`` columns.
+    rows (., D) fp32, int8 with scales (., G) for each ``group`` columns, or packed as `dot_four` has them.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
