@@ -223,9 +223,9 @@ def dot_four(
 ) -> Any:
     """out[first : first + 4] = the rows numbers[first : first + 4] of a list of n, each times x, times ``unit``.
 
-    rows (., D) are fp32, or int16 with one scale a row, with x (D) fp32. Or rows are int8 with scales (., G) for each
-    ``group`` columns, or packed uint8 (., D / 2) with fp16 scales as uint16, and x (D) is int16. The scales of fp32
-    rows are not read. out (at least n + 3) fp32.
+    rows (., D) are fp32, or int16 with one scale a row, with x (D) fp32. Or x (D) is int16, and rows are int8 with
+    scales (., G) for each ``group`` columns. Packed rows are uint8 (., D / 2), with fp16 scales given as uint16. The
+    scales of fp32 rows are not read. out (at least n + 3) fp32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
