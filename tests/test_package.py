@@ -41,11 +41,16 @@ def test_changelog_begins_with_the_version_that_stands_in_pyproject():
 @pytest.mark.parametrize("room", sorted(moved.ROOMS))
 def test_a_module_imports_by_its_name_of_version_0_2(room):
     sys.modules.pop(f"dejavu_train.{room}", None)
-    with pytest.warns(DeprecationWarning, match=f"dejavu_train.{room} is now dejavu_train.{moved.ROOMS[room]}: "):
+    with pytest.warns(DeprecationWarning, match=f"dejavu_train.{room} is now dejavu_train.{moved.ROOMS[room]}, "):
         old = importlib.import_module(f"dejavu_train.{room}")
     real = importlib.import_module(f"dejavu_train.{moved.ROOMS[room]}")
     assert all(getattr(old, name) is value for name, value in vars(real).items() if not name.startswith("__"))
-    assert not hasattr(old, "load_opt") or old.load_opt is real.load_model
+
+
+@pytest.mark.parametrize("old", ["serving.server.Served", "serving.line.Ended", "locks.Held", "models.opt.load_opt"])
+def test_a_name_of_version_0_2_is_what_it_is_called_now(old):
+    module, _, name = f"dejavu_train.{old}".rpartition(".")
+    assert getattr(importlib.import_module(module), name).__name__ == moved.NAMES[name]
 
 
 def test_every_file_beside_the_modules_is_installed_with_them():

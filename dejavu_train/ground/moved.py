@@ -14,22 +14,23 @@ RUN = "check crew estimate footprint job_process own_text pipeline plan worker"
 ROOMS = {
     **{name: f"ground.{name}" for name in GROUND.split()},
     **{name: f"run.{name}" for name in RUN.split()},
+    **{name: f"cli.{name}" for name in ("commands", "flags")},
     **{name: f"training.{name}" for name in ("config", "sizes", "stages")},
     **{name: f"extras.hosts.{name}" for name in ("forecast", "hardware", "mirror", "store")},
     **{f"evaluation.{name}": f"extras.{name}" for name in ("generation", "survey")},
-    "commands": "cli.commands",
     "evaluation.cli": "evaluation.command",
     "evaluation.lm_eval": "extras.tasks",
-    "flags": "cli.flags",
-    "models.opt": "models.load",
-    "models.shape": "models.config_values",
+    **{"models.opt": "models.load", "models.shape": "models.config_values"},
     "quantize.export": "extras.export",
     "run_folder": "run.folder",
     "serving": "extras.serving",
     "tasks": "run.task",
     "training.pretrain": "extras.pretrain",
 }
-NAMES = {"load_opt": "load_model", "read_shape": "read_dims"}  # functions that were renamed within a module
+NAMES = {  # renamed within a module
+    **{"load_opt": "load_model", "read_shape": "read_dims", "Served": "ServedModel", "Surveyed": "SurveyResult"},
+    **{"Continued": "Continuations", "Ended": "LineEnd", "Guarded": "RequestGuard", "Held": "LockHeld"},
+}
 
 
 class MovedModules(MetaPathFinder, Loader):
@@ -47,12 +48,12 @@ class MovedModules(MetaPathFinder, Loader):
         spec = module.__spec__
         assert spec is not None and spec.origin is not None
         real = importlib.import_module(spec.origin)
-        message = f"{module.__name__} is now {real.__name__}: the old name ends with version 0.4"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{module.__name__} is now {real.__name__}, until version 0.4", DeprecationWarning, stacklevel=2)
+        if not hasattr(real, "__path__"):  # no package: a name that is missing is no module
+            del module.__path__
         module.__dict__["__getattr__"] = lambda name: getattr(real, str(NAMES.get(name, name)))
 
 
 def find_moved() -> None:
     """Let Python find modules by their names of version 0.2."""
-    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(MovedModules())
+    sys.meta_path.append(MovedModules())
