@@ -1,4 +1,4 @@
-"""What tests of kernels share: weights of a norm, poisoned rows, and an MLP in plain torch."""
+"""Helpers of kernels' tests: weights of a norm, poisoned rows, and an MLP in plain torch."""
 
 from dataclasses import replace
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dejavu_train.calibration.head_losses import (
     Draw,
+    HeadPredictors,
     Measured,
-    TokenCandidates,
     check_finite,
     feature,
     gradient_of_labels,
@@ -146,7 +146,7 @@ def run_of_layer(walk: LayerWalk, ids: Tensor, layer: int, hidden: Tensor | None
 
 
 @torch.no_grad()
-def measure_heads(model: ByLayers, chosen: TokenCandidates, means: Mapping[int, Tensor], windows: Windows) -> Measured:
+def measure_heads(model: ByLayers, chosen: HeadPredictors, means: Mapping[int, Tensor], windows: Windows) -> Measured:
     """As :func:`dejavu_train.calibration.head_losses.measure_whole`."""
     sites = {layer: Site(metadata["site_layer"], metadata["site"]) for layer, (metadata, _) in chosen.items()}
     identity = [list(map(list, windows)), digest_of(used for _, used in chosen.values()), list(map(str, sites.items()))]

@@ -122,11 +122,11 @@ def fit_log_mean(features: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
     return weights.float(), (offset.detach() - weights @ mean).float()
 
 
-TokenCandidates = Mapping[int, tuple[Mapping[str, Any], LowRankPredictor]]
+HeadPredictors = Mapping[int, tuple[Mapping[str, Any], LowRankPredictor]]
 """By layer what training wrote of a predictor, and the predictor."""
 Measured = tuple[dict[int, Tensor], dict[int, Tensor]]
 """By layer features (N, r) and nats (N, n), both fp32."""
-Measure = Callable[[Any, TokenCandidates, Mapping[int, Tensor], Sequence[Sequence[int]]], Measured]
+Measure = Callable[[Any, HeadPredictors, Mapping[int, Tensor], Sequence[Sequence[int]]], Measured]
 
 
 class Draw:
@@ -160,7 +160,7 @@ def check_finite(layer: int, losses: Tensor) -> None:
 
 
 def measure_whole(
-    model: Any, chosen: TokenCandidates, means: Mapping[int, Tensor], windows: Sequence[Sequence[int]]
+    model: Any, chosen: HeadPredictors, means: Mapping[int, Tensor], windows: Sequence[Sequence[int]]
 ) -> Measured:
     """Features and losses of a model that is in memory, window after window."""
     features: dict[int, list[Tensor]] = {layer: [] for layer in chosen}

@@ -1,14 +1,15 @@
-"""python -m dejavu_train.extras.export --model FOLDER --output FOLDER: 4-bit rows (n outputs, m inputs) as GPTQ stores
-them, for vLLM.
+"""python -m dejavu_train.extras.export --model FOLDER --output FOLDER: 4-bit rows as GPTQ stores them, for vLLM.
 
-    weight[i, o] = (stored[i, o] - zero[i // g, o]) * scale[i // g, o],    stored in 0..15, groups of g inputs
+Letters: n outputs, m inputs, g inputs of a group.
+
+    weight[i, o] = (stored[i, o] - zero[i // g, o]) * scale[i // g, o],    stored in 0..15
 
     qweight (m / 8, n) int32   stored, packed along inputs     scales (m / g, n) fp16, positive
     qzeros  (m / g, n / 8) int32   zero, packed along outputs; less one in format gptq (v1)      g_idx (m,) int32
 
-A matrix whose scales are the same for g inputs that follow one another comes over exactly.  So are q, k, v, up, and the
-output projection where groups of g divide a head's width. The groups of down lie along outputs, which GPTQ has no place
-for: it is rounded anew, to nearest.
+A matrix whose scales are the same for g inputs that follow one another comes over exactly. Those are q, k, v, up, and
+the output projection where groups of g divide a head's width. The groups of down lie along outputs, which GPTQ has no
+place for: it is rounded anew, to nearest.
 
 Our scales may be negative, theirs are not: code * scale is then -code * |scale|, and -(-8) does not fit around a zero
 of 8. It does around 7: stored = 7 - code. So groups have a zero of 8 or 7, and the folder says ``sym: false``. An LM

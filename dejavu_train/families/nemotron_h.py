@@ -170,7 +170,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shared_is_target(given: Mapping[str, Any], layers: str) -> bool:
-    """Whether shared experts have as many neurons as the plain MLPs, where there are such."""
+    """True where shared experts have as many neurons as the plain MLPs, or there are no plain ones."""
     return "-" not in layers or given["moe_shared_expert_intermediate_size"] == given["intermediate_size"]
 
 

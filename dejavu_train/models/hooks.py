@@ -71,7 +71,7 @@ def at_module(module: nn.Module, side: str, act: Act, wrap: Callable[[Hook], Hoo
 
 
 def has_place(block: BlockParts, place: str) -> bool:
-    """Whether a layer has the half in which one of ``PLACES`` lies."""
+    """True where a layer has the half in which one of ``PLACES`` lies."""
     return getattr(block, _PARTS[place][0]) is not None
 
 

@@ -222,7 +222,7 @@ def test_a_gate_of_the_heads_is_not_the_map_out_of_them():
 
 
 def test_layers_without_a_target_are_run_as_they_are(tmp_path, held):
-    """Of Nemotron-H: its needs are those of layers with neurons, and a step reads a token's experts of a mixture."""
+    """Nemotron-H needs what its layers with neurons need. A step reads a token's experts of a mixture."""
     folder = save_family("nemotron_h", tmp_path / "model")
     selections = [Selection(), Selection(Target.MLP, 0.25), Selection(Target.HEADS, 0.5)]
     survey, model, parts = surveyed(str(folder), held, tmp_path / "state", selections)

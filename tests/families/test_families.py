@@ -8,7 +8,7 @@ import pytest
 import torch
 from bundles import make_bundle, without_inputs
 from conftest import save_tiny_tokenizer
-from family_models import CASES, SIZES, YARN, padded, random_family, save_family
+from family_models import CASES, SIZES, YARN, logits_by_layers, padded, random_family, save_family
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     ArceeConfig,
@@ -29,12 +29,10 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.families import Target, blocks_of, dims_of
-from dejavu_train.families.base import families, logits_of
 from dejavu_train.families.block import (
     active_neurons,
     alibi_slopes,
     causal,
-    forward_block,
     mix_heads,
     positions_like,
 )
@@ -70,14 +68,8 @@ def test_a_folder_holds_what_its_family_says(folder):
 
 def test_layers_are_those_of_transformers(dense):
     ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(1))
-    family = families()[dense.config.model_type]
-    positions = positions_like(ids)
     with torch.no_grad():
-        hidden = family.embed(dense, ids, positions)
-        for block in blocks_of(dense):
-            hidden, _ = forward_block(block, hidden, causal(block), positions)
-        logits = logits_of(dense, family.final_norm(dense)(hidden))
-        torch.testing.assert_close(logits, dense(ids).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits_by_layers(dense, ids), dense(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_recorded_places_belong_together(dense):
