@@ -1,4 +1,9 @@
-"""Limits of the CPU engine, known without numba."""
+"""Limits and formats of the CPU engine, known without numba."""
+
+from typing import Literal, get_args
+
+Stored = Literal["float32", "int8", "int4"]
+STORED: tuple[str, ...] = get_args(Stored)  # formats of weights
 
 MAX_BATCH = 8
 CHUNK = 64  # columns; a cache line of int8 codes

@@ -10,8 +10,6 @@ from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SILENT
 from dejavu_train.ground.errors import Unsupported, UserError
 
-STORED = ("float32", "int8", "int4")  # formats of weights
-
 
 def plan_compiled(
     dims: ModelDims,
@@ -59,10 +57,15 @@ def check_stored(stored: str | None, backend: str = "cpu") -> None:
     """Raise :class:`UserError` for a format that the CPU engine does not have, or one asked of another backend."""
     if stored is None:
         return
-    if stored not in STORED:
-        raise UserError(f"stored must be {', '.join(STORED)} or left out, got {stored}")
+    if stored not in cpu.STORED:
+        raise UserError(f"stored must be {', '.join(cpu.STORED)} or left out, got {stored}")
     if backend not in ("auto", "cpu"):
         raise UserError(
             f"stored={stored} says how the CPU engine keeps weights, and the backend is {backend}; pass backend='cpu',"
             " or leave stored out"
         )
+
+
+def cpu_format(coded: bool, asked: str | None = None) -> str:
+    """The format of weights: as asked for, else the codes of a 4-bit model (``coded``), else float32."""
+    return asked or ("int4" if coded else "float32")

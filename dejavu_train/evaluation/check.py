@@ -16,6 +16,7 @@ from dejavu_train.models.stored import check_folder, stored_files
 
 def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     """How the engine of this device would run a decoding step of a bundle, or why it would not."""
+    from dejavu_train.engine.cpu_plan import cpu_format
     from dejavu_train.engine.facts import facts_of  # these import torch
     from dejavu_train.engine.options import EngineOptions
     from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
@@ -32,7 +33,7 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
         dtype = chosen_dtype(config.dtype, values, stored_files(config.model, revision=config.revision))
         name = head = str(dtype).removeprefix("torch.")
     if engine is Engine.CPU:
-        layers, codes = config.stored or ("int4" if packed else "float32"), frozenset(bundle.specs)
+        layers, codes = cpu_format(packed, config.stored), frozenset(bundle.specs)
         formats = Formats(layers, "float32" if layers == "float32" else "int8", name)
     else:
         formats = Formats("int4" if packed else name, name if head == "fp16" else head, name, group)

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.data.text import INSTALLED
+from dejavu_train.engine.cpu_limits import Stored
 from dejavu_train.engine.draft import Draft
 from dejavu_train.evaluation.shared_config import TextConfig
 from dejavu_train.ground.errors import UserError
@@ -116,7 +117,7 @@ class InferConfig(TextConfig):
     """A prompt to continue."""
     backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"
     """Backend that continues that prompt."""
-    stored: Literal["float32", "int8", "int4"] | None = None
+    stored: Stored | None = None
     """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else float32."""
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""

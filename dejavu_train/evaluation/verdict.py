@@ -30,7 +30,7 @@ def verdict(found: Found) -> list[str]:
     stored = found.get("config", {}).get("stored")
     rounded = [ROUNDED.format(stored)] if stored in ("int8", "int4") else []
     if "exact" in found:
-        return [*_exact_speed(found), *_exact(found["exact"]), *rounded]
+        return [*_exact_speed(found, bool(rounded)), *_exact(found["exact"]), *rounded]
     return [*_quality(found), *_speed(found), *rounded]
 
 
@@ -91,7 +91,7 @@ def equal_tokens(written: Mapping[str, Sequence[int]]) -> Found:
     return {"equal_tokens": equal, "tokens": len(pairs), "yardstick": theirs}
 
 
-def _exact_speed(found: Found) -> list[str]:
+def _exact_speed(found: Found, rounded: bool) -> list[str]:
     times = {row["backend"]: row["ms_per_token"]["p50"] for row in found["timing"]}
     ours = next((name for name in DENSE_ENGINES.values() if name in times), None)
     if ours is None:
@@ -103,7 +103,6 @@ def _exact_speed(found: Found) -> list[str]:
     if "yardstick" in (exact := found["exact"]):
         equal, tokens = exact["equal_tokens"], exact["tokens"]
         first = f"All {tokens} greedy tokens" if equal == tokens else f"The first {equal} of {tokens} greedy tokens"
-        rounded = found.get("config", {}).get("stored") in ("int8", "int4")
         why = "Rounded weights choose otherwise." if rounded else "Near ties of two tokens can fall otherwise."
         rest = "" if equal == tokens else f" {why}"
         lines.append(f"{first} are those of {THEIRS[exact['yardstick']]}.{rest}")

@@ -43,7 +43,7 @@ class Settings:
     Attributes:
         backend: one of BACKENDS. ops: of the engine on a GPU, "triton" or "reference". guard: None without one.
         zeros: one of ZEROS, what becomes of silent neurons where nothing is selected.
-        stored: one of STORED, how the CPU engine keeps weights. None = as it chooses.
+        stored: one of `cpu_limits.STORED`, how the CPU engine keeps weights. None = as it chooses.
     Raises:
         UserError: an unknown backend, choice of zeros or format, or a format for a backend that keeps none.
     """

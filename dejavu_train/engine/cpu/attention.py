@@ -13,7 +13,7 @@ from dejavu_train.engine.cpu.vector_ops import (
     SUMS,
     add_stored,
     copy,
-    dot_rows,
+    dot_stored,
     exp_negative,
     layer_norm,
     move_product,
@@ -54,13 +54,7 @@ def project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads
             if mask[unit] >> b & 1 and first_missing(selectors, state, layer, b, unit) < state.position[b]:
                 fill_missing(model, selectors, state, work, layer, b, unit, i, last, inside, n, thread)
         operands, units, results = work.operand[thread], work.operand_unit[thread], work.results[thread]
-        for j in range(i, last, ROWS):
-            if packed:
-                scales, group = model.pair_scales, model.pair_group
-                dot_rows(model.pairs, scales, group, numbers, j, n, operands, units, mask[unit], results)
-            else:
-                scales, group = model.scales, model.group
-                dot_rows(model.rows, scales, group, numbers, j, n, operands, units, mask[unit], results)
+        dot_stored(model, packed, numbers, i, last, n, operands, units, mask[unit], results)
         for b in range(state.row_state.shape[0]):
             if mask[unit] >> b & 1:
                 mine = work.results[thread, b, i:last]

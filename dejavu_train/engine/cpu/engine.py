@@ -54,7 +54,7 @@ class CpuEngine(Session):
         batch: rows, at most 8. Fewer prompts may be given.
         context: tokens a row can hold, prompt included. None = the model's limit.
         stored: float32, int8 or int4, how weights are kept. A given `CpuWeights` keeps its own. None = the codes of a
-            4-bit model where they fit, else float32.
+            4-bit model, else float32.
         group: columns that share a scale, as `CpuWeights.from_model` takes it.
         threads: None = as many as the process may use.
         release: give up the Hugging Face model's own tensors while copying.

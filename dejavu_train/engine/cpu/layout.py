@@ -26,7 +26,7 @@ from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation, Norm, Positions, QkNorm
 from dejavu_train.ground.errors import UserError
 
-STORED = {"float32": np.float32, "int8": np.int8, "int4": np.int8}  # of embedding, LM head and what is not packed
+DTYPES = {"float32": np.float32, "int8": np.int8, "int4": np.int8}  # of embedding, LM head and what is not packed
 SMALL = (
     "norms", "qkv_bias", "up_bias", "in_bias", "down_bias", "positions", "turns", "head_norms", "slopes",
 )  # fmt: skip
@@ -46,7 +46,7 @@ def new_model(
     """The arrays of a model of these sizes, and the numbers that say what its layers compute.
 
     Args:
-        stored: one of ``STORED``. group: columns that share a scale, None = CHUNK, of 4 bits HALF.
+        stored: one of ``DTYPES``. group: columns that share a scale, None = CHUNK, of 4 bits HALF.
         coded: codes and scales of a 4-bit model. wide: (L, 5) bool, parts that 4 bits are not enough for, None = none.
         tied: the LM head is the embedding. eps, head_eps: of the norms, and of those of queries and keys.
         final_norm: there is one.
@@ -64,10 +64,9 @@ def new_model(
     h, e, columns = shape.n_heads, shape.head_dim, padded(d)
     pair_group = group or HALF
     group = columns if stored == "float32" else CHUNK if stored == "int4" else min(group or CHUNK, columns)
-    qkv = (h + 2 * shape.n_kv_heads) * e
-    assert (QKV, OUT, MLP_UP, MLP_DOWN, MLP_IN) == (0, 1, 2, 3, 4)
-    sizes = np.array([qkv, h * e, f, f, f if shape.gated else 0])
-    packed = np.full((n_layers, 5), stored == "int4") & (np.ones((n_layers, 5), bool) if wide is None else ~wide)
+    qkv, sizes = (h + 2 * shape.n_kv_heads) * e, part_rows(shape)
+    packed = np.full((n_layers, len(sizes)), stored == "int4")
+    packed &= True if wide is None else ~wide
     first, n_pairs = _place(np.where(packed, sizes, 0))
     others, embedding = _place(np.where(packed, 0, sizes))
     first = np.where(packed, first, others)
@@ -80,9 +79,9 @@ def new_model(
     half = int(shape.rotary_share * e) // 2 if turned else 0
     head_norm, up_bias = HEAD_NORMS[shape.qk_norm], np.zeros((n_layers, f), np.float32)
     return Model(
-        rows=np.empty((n_rows, columns), STORED[stored]),
+        rows=np.empty((n_rows, columns), DTYPES[stored]),
         scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
-        pairs=np.empty(*(pairs if stored == "int4" else ((0, columns), STORED[stored]))),
+        pairs=np.empty(*(pairs if stored == "int4" else ((0, columns), DTYPES[stored]))),
         pair_scales=np.empty((n_pairs, math.ceil(columns / pair_group)), np.uint16 if stored == "int4" else np.float32),
         pair_group=pair_group,
         packed=packed.astype(np.int64),
@@ -119,6 +118,14 @@ def new_model(
         activates_up=int(shape.activation is Activation.DRELU),
         logit_cap=float(shape.logit_cap),
     )
+
+
+def part_rows(shape: ModelDims) -> np.ndarray:
+    """Rows of the parts of a layer, (5) by part. Without a gate MLP_IN has none of its own: it is MLP_UP."""
+    heads = shape.n_heads * shape.head_dim
+    shared = shape.n_kv_heads * shape.head_dim
+    assert (QKV, OUT, MLP_UP, MLP_DOWN, MLP_IN) == (0, 1, 2, 3, 4)
+    return np.array([heads + 2 * shared, heads, shape.d_ffn, shape.d_ffn, shape.d_ffn if shape.gated else 0])
 
 
 def _place(sizes: np.ndarray) -> tuple[np.ndarray, int]:

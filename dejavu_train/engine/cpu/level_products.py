@@ -28,7 +28,7 @@ Half = list[Any]  # vectors that stand for 32 columns
 
 
 def has_features(*names: str) -> bool:
-    """Whether the processor that is compiled for has these, by LLVM's names. Numba's cache is for one kind of it."""
+    """True where the processor that is compiled for has all these, by LLVM's names. Numba's cache is for one kind."""
     found = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     return all(f"+{name}" in found for name in names)
 
@@ -117,7 +117,7 @@ def signed_nibbles(builder: Any, pairs: Any) -> list[Any]:
 
 
 def codes_of(builder: Any, address: Any, packed: bool) -> list[Half]:
-    """Both halves of a chunk of codes from its address on, as `add_product` takes them."""
+    """Both halves of a chunk of codes from its address on, as `add_products` takes them."""
     if packed:
         pairs = load_vector(builder, address, _BYTES)
         if PLANES:

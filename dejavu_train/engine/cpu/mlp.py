@@ -56,7 +56,7 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
         whole, scale = selectors.whole, selectors.whole_scale
         dot_list(whole, scale, whole.shape[1], numbers, n, work.normed[thread], work.ones, live, results)
     else:
-        dot_stored(model, model.packed[layer, MLP_IN], numbers, n, operands, scales_of, live, results)
+        dot_stored(model, model.packed[layer, MLP_IN], numbers, 0, n, n, operands, scales_of, live, results)
     active = 0
     for i in range(n):
         found: Any = False
@@ -90,7 +90,7 @@ def times_up(model, work, layer, n, live, thread):
     for i in range(n):
         numbers[i] = model.first[layer, MLP_UP] + units[i]
     operands, scales_of = work.operand[thread], work.operand_unit[thread]
-    dot_stored(model, model.packed[layer, MLP_UP], numbers, n, operands, scales_of, live, second)
+    dot_stored(model, model.packed[layer, MLP_UP], numbers, 0, n, n, operands, scales_of, live, second)
     active = 0
     for i in range(n):
         found: Any = False

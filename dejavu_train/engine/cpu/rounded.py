@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.engine.cpu.prefill import logits_of
-from dejavu_train.engine.cpu.weights import CpuWeights, how_stored, matrices
+from dejavu_train.engine.cpu.weights import CpuWeights, matrices
 from dejavu_train.engine.cpu_limits import HALF
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.plain import plain_block
@@ -39,7 +39,6 @@ def read_weights(model: Any, stored: str | None) -> CpuWeights:
     """
     if stored != "int4" or isinstance(blocks_of(model)[0].up, CodedLinear):
         return CpuWeights.from_model(model, stored)
-    how_stored(model, stored)  # refuses before anything is measured
     ids = _tokens(model)
     forward = (getattr(model, "dense_class", None) or type(model)).forward  # a sparse model's own would come back here
     with torch.no_grad():

@@ -43,7 +43,7 @@ class Rows:
     """Addresses that one call reads: its four rows, and the four that the next call will read."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, rows: Any, numbers: Any, first: Any, n: Any) -> None:
-        self.context, self.builder = context, builder
+        self.builder = builder
         array = context.make_array(kinds[0])(context, builder, rows)
         stored = builder.extract_value(array.shape, 1)
         self.packed = kinds[0].dtype == types.uint8
@@ -126,11 +126,11 @@ def packed_numbers(builder: Any, pairs: Any, lanes: int) -> list[list[Any]]:
     ]
 
 
-def log2(builder: Any, value: Any) -> Any:
-    """The logarithm of a power of two."""
+def trailing_zeros(builder: Any, value: Any) -> Any:
+    """The number of the lowest bit that is set: of a power of two its logarithm."""
     kind = ir.FunctionType(_I64, [_I64, ir.IntType(1)])
     zeros = cgutils.get_or_insert_function(builder.module, kind, "llvm.cttz.i64")
-    return builder.call(zeros, [value, ir.IntType(1)(1)])
+    return builder.call(zeros, [value, ir.IntType(1)(0)])
 
 
 def sum_lanes(builder: Any, vector: Any) -> Any:
@@ -209,7 +209,7 @@ def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any])
 
     zero = [_ZERO] * (ROWS * count)
     if rows.packed:
-        shift = log2(builder, group)
+        shift = trailing_zeros(builder, group)
         sums = loop(builder, _I64(0), rows.columns, CHUNK, zero, packed_chunk)
     else:
         sums = loop(builder, _I64(0), n_groups, 1, zero, one_group)
@@ -306,7 +306,7 @@ def add_rows(
         return nothing
 
     if read.packed:
-        shift = log2(builder, group)
+        shift = trailing_zeros(builder, group)
         loop(builder, _I64(0), read.columns, CHUNK, [], packed_chunk)
     elif whole:
         factors = [[splat(builder, factor, lanes) for factor in each] for each in own]

@@ -12,11 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from dejavu_train.engine.cpu.level_products import LANES, has_features, load_vector, loop
-from dejavu_train.engine.cpu.row_kernels import ROWS, Rows, add_rows, dot_levels, fused, sum_lanes
+from dejavu_train.engine.cpu.row_kernels import ROWS, Rows, add_rows, dot_levels, fused, sum_lanes, trailing_zeros
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu_limits import CHUNK
 
@@ -32,10 +31,8 @@ class _Tile:
 
     def __init__(self, context: Any, builder: Any, bits: Any, count: int) -> None:
         self.context, self.builder, self.rows = context, builder, []
-        flag = ir.IntType(1)
-        zeros = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I64, [_I64, flag]), "llvm.cttz.i64")
         for _ in range(count):
-            self.rows.append(builder.call(zeros, [bits, flag(0)]))
+            self.rows.append(trailing_zeros(builder, bits))
             bits = builder.and_(bits, builder.sub(bits, _I64(1)))
         self.last = builder.icmp_signed("==", bits, _I64(0))
 

@@ -49,7 +49,13 @@ def dot_list(rows, scales, group, numbers, n, operands, units, live, out):
     Args:
         numbers: (at least n) int32. operands (B + 1, D), units (at least B) fp32, out (B, at least n + 3) fp32.
     """
-    for i in range(0, n, ROWS):
+    dot_window(rows, scales, group, numbers, 0, n, n, operands, units, live, out)
+
+
+@compiled()
+def dot_window(rows, scales, group, numbers, start, stop, n, operands, units, live, out):
+    """`dot_list` of a list of n, for i from start to stop alone."""
+    for i in range(start, stop, ROWS):
         dot_rows(rows, scales, group, numbers, i, n, operands, units, live, out)
 
 
@@ -86,12 +92,13 @@ def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
 
 
 @compiled()
-def dot_stored(model, packed, numbers, n, operands, units, live, out):
-    """`dot_list` of rows of a model, of 4 bits where ``packed``."""
+def dot_stored(model, packed, numbers, start, stop, n, operands, units, live, out):
+    """`dot_window` of rows of a model, of 4 bits where ``packed``."""
     if packed:
-        dot_list(model.pairs, model.pair_scales, model.pair_group, numbers, n, operands, units, live, out)
+        scales, group = model.pair_scales, model.pair_group
+        dot_window(model.pairs, scales, group, numbers, start, stop, n, operands, units, live, out)
     else:
-        dot_list(model.rows, model.scales, model.group, numbers, n, operands, units, live, out)
+        dot_window(model.rows, model.scales, model.group, numbers, start, stop, n, operands, units, live, out)
 
 
 @compiled()

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV, Model, padded
-from dejavu_train.engine.cpu.layout import SMALL, new_model
+from dejavu_train.engine.cpu.layout import SMALL, new_model, part_rows
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
 from dejavu_train.engine.cpu_limits import CHUNK, HALF
-from dejavu_train.engine.cpu_plan import check_stored
+from dejavu_train.engine.cpu_plan import check_stored, cpu_format
 from dejavu_train.engine.planned import Formats
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
@@ -70,7 +70,7 @@ class CpuWeights:
             model: of any family, of any floating dtype.
             stored: ``float32``, ``int8`` or ``int4``: weights are rounded. Those of a 4-bit model are its own codes,
                 exact but for embeddings and LM head, unless the head is codes too. Norms, biases and positions are
-                fp32. None = int4 for a 4-bit model whose groups fit, else fp32.
+                fp32. None = int4 for a 4-bit model, else fp32.
             group: columns that share a scale, a multiple of CHUNK, of int4 HALF, up to WIDEST_GROUP. None = that
                 multiple, or the model's own. Not of fp32.
             wide: (L, 5) bool, parts of layers that int4 keeps in 8 bits. None = none.
@@ -153,7 +153,8 @@ class CpuWeights:
         stored = how_stored(model, stored)[0]
         if stored == "float32":
             return (4 * (layers + ends) + shape.vocab_size) * padded(shape.d_model)
-        return ((2 if stored == "int8" else 1) * layers // 2 + ends) * padded(shape.d_model)
+        bits = 8.5 if stored == "int8" else 4.5  # with their scales
+        return int((layers * bits / 8 + ends * 8.5 / 8) * padded(shape.d_model))
 
     @classmethod
     def random(
@@ -198,7 +199,7 @@ class CpuWeights:
         for name in SMALL:
             getattr(copy.model, name)[:] = getattr(self.model, name)
         for layer in range(self.shape.n_layers):
-            for part in (QKV, OUT, MLP_UP, MLP_DOWN) + ((MLP_IN,) if self.shape.gated else ()):
+            for part in np.flatnonzero(part_rows(self.shape)).tolist():
                 packed = bool(copy.model.packed[layer, part])
                 copy.put(copy.model.first[layer, part], self.part(layer, part), layer, packed)
         for own, start in ((self.model.embedding, copy.model.embedding), (self.model.lm_head, copy.model.lm_head)):
@@ -290,8 +291,8 @@ class CpuWeights:
 
     def part(self, layer: int, part: int) -> Tensor:
         """All rows of a part of a layer as fp32 (n, d)."""
-        shape, e = self.shape, self.shape.head_dim
-        n = {QKV: (shape.n_heads + 2 * shape.n_kv_heads) * e, OUT: shape.n_heads * e}.get(part, shape.d_ffn)
+        shape = self.shape
+        n = int(part_rows(shape)[part]) or shape.d_ffn
         first = int(self.model.first[layer, part])
         if not self.model.packed[layer, part]:
             return self.rows(first, n)
@@ -351,10 +352,11 @@ def how_stored(model: Any, asked: str | None) -> tuple[str, str]:
     """
     check_stored(asked)
     coded = isinstance(blocks_of(model)[0].up, CodedLinear)
-    if coded and asked in (None, "int4"):
-        head = "embeddings" if isinstance(model.get_output_embeddings(), CodedLinear) else "embeddings and LM head"
-        return "int4", f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
-    return asked or "float32", ""
+    stored = cpu_format(coded, asked)
+    if not coded or stored != "int4":
+        return stored, ""
+    head = "embeddings" if isinstance(model.get_output_embeddings(), CodedLinear) else "embeddings and LM head"
+    return stored, f"the model's 4-bit codes, exact; {head} rounded to 8 bits"
 
 
 def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:

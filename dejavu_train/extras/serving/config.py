@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from dejavu_train.bundle.folder import named_model, require_model
+from dejavu_train.engine.cpu_limits import Stored
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.ranges import COUNT, Range, check_ranges
 from dejavu_train.models.installed import installed
@@ -32,7 +33,7 @@ class ServeConfig:
     """auto, cpu, cuda or cuda:N."""
     dtype: str | None = None
     """float32, float16 or bfloat16. null: float32 on a CPU, float16 on a GPU."""
-    stored: Literal["float32", "int8", "int4"] | None = None
+    stored: Stored | None = None
     """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else float32."""
     rows: int = 8
     """Texts that are written at once."""
