@@ -126,7 +126,7 @@ def engines_of(args: argparse.Namespace) -> CpuWays | GpuWays:
     bundle = bundle if mlp is None else bundle.at(mlp, args.head_density)
     if args.device == "cpu":
         weights = CpuWeights.from_model(load_model(args.model))
-        options: dict[str, Any] = {"context": context, "threads": args.threads, "clock": "wall"}
+        options: dict[str, Any] = {"context": context, "threads": args.threads}
         return CpuWays(CpuEngine(weights, **options), CpuEngine(weights, bundle, **options))
     model, chosen = load_model(args.model, "float16", args.device), EngineOptions(context=context, device=args.device)
     return GpuWays(DecodeEngine(model, None, chosen), DecodeEngine(model, bundle, chosen))

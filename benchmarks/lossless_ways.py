@@ -61,12 +61,12 @@ class CpuWays:
                 made.copied = None
             return made
 
-        own = pair(CpuPair, weights, sparse.selectors)
+        own, rounded = pair(CpuPair, weights, sparse.selectors), weights.rounded("int8")
         self.pairs = {
             "draft_length=0": own, "sparse": own,
-            "sparse, 8 bits": pair(CpuPair, weights.rounded, sparse.selectors),
-            "dense, 8 bits": pair(CpuPair, weights.rounded, make_selectors(weights, [])),
-            "sparse, 8 bits, and copies": pair(CpuPair, weights.rounded, sparse.selectors, copies=True),
+            "sparse, 8 bits": pair(CpuPair, rounded, sparse.selectors),
+            "dense, 8 bits": pair(CpuPair, rounded, make_selectors(weights, [])),
+            "sparse, 8 bits, and copies": pair(CpuPair, rounded, sparse.selectors, copies=True),
             "prompt lookup": pair(Lookup, weights, sparse.selectors),
         }  # fmt: skip
 

@@ -101,9 +101,8 @@ def test_a_whole_run_by_two_workers_of_which_one_is_killed(tiny_opt, text_file, 
     killed = []
 
     def kill() -> None:
-        log = output / "workers" / "0.log"
-        while not log.is_file() or "training" not in log.read_text():
-            time.sleep(0.05)
+        while not list(output.glob("predictors/*/*/config.yaml")):  # written when a worker begins with a predictor
+            time.sleep(0.01)
         killed.append(next(number for number in _processes() if b"dejavu_train.run.worker\0train" in _command(number)))
         os.kill(killed[0], signal.SIGKILL)
 
