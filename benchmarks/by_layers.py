@@ -46,7 +46,6 @@ from dejavu_train.data.recording import Recording
 from dejavu_train.data.shards import ActivationManifest, ShardEntry, layer_folder
 from dejavu_train.data.windows import Window, plan_shards
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
-from dejavu_train.families.opt import layer_prefix
 from dejavu_train.ground.files import replacing, write_json
 from dejavu_train.ground.progress import set_up_logging
 from dejavu_train.models.int4 import row_layouts
@@ -111,7 +110,8 @@ def make(shape: ModelDims, folder: Path, device: torch.device) -> None:
             "fc2.weight": normal(d, f),
             "fc2.bias": normal(d),
         }
-        write(f"model-{layer:05d}.safetensors", {layer_prefix(layer) + name: each for name, each in tensors.items()})
+        named = {f"decoder.layers.{layer}.{name}": each for name, each in tensors.items()}
+        write(f"model-{layer:05d}.safetensors", named)
         print(f"made layer {layer}", flush=True)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": names})

@@ -313,6 +313,28 @@ def map_shapes(dims: ModelDims, matrices: Mapping[str, str]) -> dict[str, tuple[
     return made
 
 
+def decoder_tensors(
+    dims: ModelDims,
+    family: Family,
+    layers: str,
+    norms: Mapping[str, int],
+    of_layer: Mapping[str, int],
+    parts: Iterable[str] = ("weight", "bias"),
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the embedding, each layer's maps and norms, the norms around the layers, and an LM head of its own.
+
+    Args:
+        layers: what stands in front of a layer's number. norms, of_layer: width of each norm by its name.
+        parts: tensors of a norm.
+    """
+    before = [f"{layers}{i}." for i in range(dims.n_layers)]
+    ends: tuple[int, ...] = (dims.vocab_size, dims.embedding_dim)
+    made = {family.embedding: ends} | ({} if dims.tied else {"lm_head.weight": ends})
+    widths = {**norms, **{f"{layer}{name}": width for layer in before for name, width in of_layer.items()}}
+    made |= {f"{name}.{part}": (width,) for name, width in widths.items() for part in parts}
+    return made | layer_tensors(before, map_shapes(dims, family.matrices), dims.biases)
+
+
 def layer_tensors(
     layers: Iterable[str], maps: Mapping[str, tuple[int, int]], biases: bool = True
 ) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes
+from dejavu_train.families.base import BlockParts, decoder_tensors
 from dejavu_train.families.dims import Activation, ModelDims, Positions
 from dejavu_train.families.standard import whole_number
 from dejavu_train.ground.errors import UserError
@@ -59,17 +59,10 @@ class BloomFamily:
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
-        d = dims.d_model
-        made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
-        norms = ["word_embeddings_layernorm", "ln_f"]
-        layers = [f"h.{i}." for i in range(dims.n_layers)]
-        made |= layer_tensors(layers, map_shapes(dims, self.matrices))
-        for layer in layers:
-            norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
-        made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
-        if not dims.tied:
-            made["lm_head.weight"] = (dims.vocab_size, d)
-        return made
+        around, of_layer = ("word_embeddings_layernorm", "ln_f"), ("input_layernorm", "post_attention_layernorm")
+        return decoder_tensors(
+            dims, self, "h.", dict.fromkeys(around, dims.d_model), dict.fromkeys(of_layer, dims.d_model)
+        )
 
     def blocks(self, model: Any) -> list[BlockParts]:
         from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock

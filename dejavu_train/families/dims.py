@@ -86,7 +86,6 @@ class Activation(StrEnum):
     DRELU = "drelu"  # relu of the gate and of the other map as well
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
-    SILU = "silu"
 
 
 SILENT = (Activation.RELU, Activation.RELU2, Activation.FATRELU, Activation.DRELU)
@@ -293,24 +292,3 @@ def engine_refusal(dims: ModelDims, runs: Runs) -> str | None:
 
 
 SIZES = ("d_model", "d_ffn", "n_layers", "n_heads", "vocab_size", "max_positions")
-
-__all__ = [
-    "CARRIED",
-    "HALVES",
-    "SILENT",
-    "SIZES",
-    "SMOOTH",
-    "TARGETS",
-    "Activation",
-    "LayerInput",
-    "ModelDims",
-    "Norm",
-    "Positions",
-    "QkNorm",
-    "Runs",
-    "Site",
-    "Target",
-    "UnitKey",
-    "engine_refusal",
-    "listed",
-]

@@ -6,7 +6,7 @@ The 350m has norms behind what a half adds, and an embedding of another width. G
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes, refuse_activation
+from dejavu_train.families.base import BlockParts, decoder_tensors, refuse_activation
 from dejavu_train.families.dims import Activation, ModelDims
 from dejavu_train.families.standard import whole_number
 from dejavu_train.ground.errors import UserError
@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # torch is not loaded to check the keys of a run
     from torch import Tensor
 
 OPT, ARCHITECTURE = "opt", "OPTForCausalLM"
-EMBEDDING = "decoder.embed_tokens.weight"
 POSITIONS_OFFSET = 2  # rows of the position embedding before that of the first position
 
 # What a config.json may leave out, as transformers' OPTConfig fills it in. word_embed_proj_dim: as hidden_size.
@@ -37,13 +36,6 @@ _SIZES = (
     "hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"
 )  # fmt: skip
 
-NORM_ATTN, NORM_MLP = "self_attn_layer_norm", "final_layer_norm"
-
-
-def layer_prefix(layer: int) -> str:
-    """Prefix of the names of a layer's tensors."""
-    return f"decoder.layers.{layer}."
-
 
 class OPTFamily:
     """See :class:`dejavu_train.families.base.Family`."""
@@ -51,7 +43,7 @@ class OPTFamily:
     model_types: tuple[str, ...] = (OPT,)
     least_transformers = "4.19"
     around = "model"
-    embedding = EMBEDDING
+    embedding = "decoder.embed_tokens.weight"
     matrices: Mapping[str, str] = {
         **{part: f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")}, "up": "fc1", "down": "fc2",
     }  # fmt: skip
@@ -89,24 +81,15 @@ class OPTFamily:
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
-        d = dims.d_model
-        made: dict[str, tuple[int, ...]] = {
-            EMBEDDING: (dims.vocab_size, dims.embedding_dim),
-            "decoder.embed_positions.weight": (dims.max_positions + POSITIONS_OFFSET, d),
-        }
+        d, removed = dims.d_model, values.get("_remove_final_layer_norm") or dims.post_norm
+        norms = {} if removed else {"decoder.final_layer_norm": d}
+        parts = ("weight", "bias") if values.get("layer_norm_elementwise_affine", True) else ()
+        of_layer = dict.fromkeys(("self_attn_layer_norm", "final_layer_norm"), d)
+        made = decoder_tensors(dims, self, "decoder.layers.", norms, of_layer, parts)
+        made["decoder.embed_positions.weight"] = (dims.max_positions + POSITIONS_OFFSET, d)
         if dims.embedding_dim != d:
             made |= {"decoder.project_in.weight": (d, dims.embedding_dim)}
             made |= {"decoder.project_out.weight": (dims.embedding_dim, d)}
-        removed = values.get("_remove_final_layer_norm") or dims.post_norm
-        norms = [] if removed else ["decoder.final_layer_norm"]
-        layers = list(map(layer_prefix, range(dims.n_layers)))
-        made |= layer_tensors(layers, map_shapes(dims, self.matrices), values.get("enable_bias", True))
-        for prefix in layers:
-            norms += [prefix + NORM_ATTN, prefix + NORM_MLP]
-        if values.get("layer_norm_elementwise_affine", True):
-            made |= {f"{name}.{part}": (d,) for name in norms for part in ("weight", "bias")}
-        if not dims.tied:
-            made["lm_head.weight"] = (dims.vocab_size, dims.embedding_dim)
         return made
 
     def blocks(self, model: Any) -> list[BlockParts]:
@@ -146,9 +129,7 @@ def block_parts(name: str, layer: Any) -> BlockParts:
         whole=layer,
         attention=attention,
         norm_attn=layer.self_attn_layer_norm,
-        q=attention.q_proj,
-        k=attention.k_proj,
-        v=attention.v_proj,
+        **{part: getattr(attention, f"{part}_proj") for part in "qkv"},
         out=attention.out_proj,
         norm_mlp=layer.final_layer_norm,
         up=layer.fc1,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes, refuse_activation
+from dejavu_train.families.base import BlockParts, decoder_tensors, refuse_activation
 from dejavu_train.families.dims import Activation, ModelDims, Norm, Positions
 from dejavu_train.ground.errors import UserError
 
@@ -17,7 +17,6 @@ SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 _LARGEST = 2**31 - 1
-_STEADY = ("default", "linear", "llama3", "yarn")  # kinds of rotary positions that do not change with the length
 
 
 class StandardFamily:
@@ -31,6 +30,7 @@ class StandardFamily:
         defaults: of keys that a config.json may leave out.
         needed: keys that its classes cannot read a null of.
         epsilon: the key of the norms' epsilon.
+        steady: kinds of rotary positions that it has and that do not change with the length.
         turns_part: its classes read ``partial_rotary_factor``. Others turn whole heads, whatever that key says.
     """
 
@@ -42,7 +42,9 @@ class StandardFamily:
     needed: tuple[str, ...] = ()
     epsilon = "rms_norm_eps"
     norm = Norm.RMS_NORM
+    last_norm = "norm"
     gated = False
+    steady: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     turns_part = True
     around = "model"
     embedding = "embed_tokens.weight"
@@ -81,8 +83,9 @@ class StandardFamily:
                 f"{name} has the hidden_size {d_model}, which its {heads} num_attention_heads do not divide; give the"
                 " config that belongs to the weights"
             )
-        groups = whole_number({"num_key_value_heads": heads, **_set(given, "num_key_value_heads")},
-                              "num_key_value_heads", name)  # fmt: skip
+        if given.get("num_key_value_heads") is None:
+            given["num_key_value_heads"] = heads
+        groups = whole_number(given, "num_key_value_heads", name)
         if heads % groups:
             raise UserError(f"{name} has {groups} num_key_value_heads, which do not divide its {heads} heads")
         if bool(given["attention_bias"]) != bool(given["mlp_bias"]):
@@ -125,8 +128,8 @@ class StandardFamily:
         """
         rope = given.get("rope_scaling") or given.get("rope_parameters") or {}  # transformers has this order
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in _STEADY:
-            raise UserError(f"{name} has rotary positions of the kind {kind}; supported are {', '.join(_STEADY)}")
+        if kind not in self.steady:
+            raise UserError(f"{name} has rotary positions of the kind {kind}; supported are {', '.join(self.steady)}")
         share = float(rope.get("partial_rotary_factor", given.get("partial_rotary_factor") or 1.0))
         if self.turns_part or share == 1:
             return share
@@ -139,18 +142,12 @@ class StandardFamily:
 
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
-        d = dims.d_model
-        made: dict[str, tuple[int, ...]] = {self.embedding: (dims.vocab_size, d)}
-        norms = ["norm"]
-        layers = [f"layers.{i}." for i in range(dims.n_layers)]
-        made |= layer_tensors(layers, map_shapes(dims, self.matrices), dims.biases)
-        for layer in layers:
-            norms += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
         parts = {Norm.RMS_NORM: ("weight",), Norm.RMS_NORM_PLAIN: ()}.get(self.norm, ("weight", "bias"))
-        made |= {f"{name}.{part}": (d,) for name in norms for part in parts}
-        if not dims.tied:
-            made["lm_head.weight"] = (dims.vocab_size, d)
-        return made
+        return decoder_tensors(dims, self, "layers.", {self.last_norm: dims.d_model}, self.layer_norms(dims), parts)
+
+    def layer_norms(self, dims: ModelDims) -> dict[str, int]:
+        """Width of each of a layer's norms by its name."""
+        return dict.fromkeys(("input_layernorm", "post_attention_layernorm"), dims.d_model)
 
     def blocks(self, model: Any) -> list[BlockParts]:
         kinds = self.kinds(model)
@@ -168,9 +165,7 @@ class StandardFamily:
             whole=layer,
             attention=attention,
             norm_attn=layer.input_layernorm,
-            q=attention.q_proj,
-            k=attention.k_proj,
-            v=attention.v_proj,
+            **{part: getattr(attention, f"{part}_proj") for part in "qkv"},
             out=attention.o_proj,
             norm_mlp=layer.post_attention_layernorm,
             gate=mlp.gate_proj if self.gated else None,
@@ -203,7 +198,7 @@ class StandardFamily:
         return [model.model.embed_tokens]
 
     def final_norm(self, model: Any) -> Any:
-        return model.model.norm
+        return getattr(model.model, self.last_norm)
 
 
 def _rotate(rotary: Any, x: "Tensor", positions: "Tensor") -> "Tensor":
@@ -219,7 +214,3 @@ def whole_number(values: Mapping[str, Any], key: str, name: str) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
         raise UserError(f"{key} of {name} must be a whole number of at least 1, got {size!r}")
     return size
-
-
-def _set(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {} if values.get(key) is None else {key: values[key]}

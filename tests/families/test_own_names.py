@@ -8,7 +8,7 @@ from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
 from dejavu_train.engine.cpu import CpuEngine
 from dejavu_train.families import base
-from dejavu_train.families.base import BlockParts, layer_tensors, map_shapes
+from dejavu_train.families.base import BlockParts, decoder_tensors
 from dejavu_train.families.dims import Activation, ModelDims
 from dejavu_train.families.fused import FusedPart
 from dejavu_train.ground.errors import UserError
@@ -38,11 +38,8 @@ class GPTFamily:
 
     def stored_tensors(self, values):
         dims = self.dims(values, "this model")
-        layers = [f"{self.layers}.{i}." for i in range(dims.n_layers)]
-        norms = ["ln_f", *(f"{layer}{norm}" for layer in layers for norm in ("ln_1", "ln_2"))]
-        made = {self.embedding: (dims.vocab_size, dims.d_model), "wpe.weight": (dims.max_positions, dims.d_model)}
-        made |= {f"{name}.{part}": (dims.d_model,) for name in norms for part in ("weight", "bias")}
-        return made | layer_tensors(layers, map_shapes(dims, self.matrices))
+        made = decoder_tensors(dims, self, f"{self.layers}.", {"ln_f": 48}, dict.fromkeys(("ln_1", "ln_2"), 48))
+        return made | {"wpe.weight": (dims.max_positions, dims.d_model)}
 
     def blocks(self, model):
         def parts(name, layer):

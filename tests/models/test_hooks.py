@@ -56,11 +56,6 @@ def test_only_what_is_wanted_and_nothing_after_the_context(opt):
     assert hooks(opt) == before
 
 
-def test_unknown_place_is_our_own_bug(opt):
-    with pytest.raises(AssertionError, match="logits"), record(opt, {"logits"}):
-        pass
-
-
 def test_contributions_equal_the_norms_of_what_is_added():
     generator = torch.Generator().manual_seed(3)
     activation = torch.rand(2, 5, 6, generator=generator)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from dejavu_train.ground.errors import UserError, exit_on_user_error
-from dejavu_train.ground.files import read_json, replacing, sha256_file, write_json
+from dejavu_train.ground.files import replacing, sha256_file, write_json
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
 
@@ -18,15 +18,10 @@ def copy(tiny_opt, tmp_path):
     return shutil.copytree(tiny_opt, tmp_path / "copy")
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"word_embed_proj_dim": 24}, "cannot load the weights"),
-    ({"activation_function": "silu"}, "silu"),
-    ({"model_type": "gpt2"}, "supported are .*opt"),
-])  # fmt: skip
-def test_models_that_do_not_fit_are_refused_by_name(copy, change, message):
+def test_weights_of_another_width_are_refused(copy):
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match=message):
+    (copy / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 24}))
+    with pytest.raises(UserError, match="cannot load the weights"):
         load_model(str(copy))
 
 
@@ -69,11 +64,6 @@ def test_devices_and_dtypes_are_checked(tiny_opt):
     assert resolve_device("cpu").type == "cpu"
     with pytest.raises(UserError, match="auto, cpu or cuda"):
         resolve_device("gpu")
-    with pytest.raises(UserError, match="dtype must be one of"):
-        load_model(str(tiny_opt), dtype="float8")
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="no GPU"):
-            resolve_device("cuda")
     assert load_model(str(tiny_opt), dtype="bfloat16").dtype == torch.bfloat16
 
 
@@ -85,11 +75,6 @@ def test_half_written_files_never_take_the_name(tmp_path):
         temporary.write_text("half")
         raise RuntimeError
     assert sha256_file(path) == before and list(tmp_path.iterdir()) == [path]
-    path.write_text("{")
-    with pytest.raises(UserError, match="not readable JSON"):
-        read_json(path, "the thing")
-    with pytest.raises(UserError, match="the thing is missing"):
-        read_json(tmp_path / "b.json", "the thing")
 
 
 def test_user_errors_are_one_line_and_code_2(capsys):
