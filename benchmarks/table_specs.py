@@ -627,6 +627,7 @@ KINDS: dict[str, dict[str, object]] = {  # kind -> what its config.json says, as
     "Persimmon": {"model_type": "persimmon", "hidden_act": "relu2", **_SIZES},
     "NanoChat": {"model_type": "nanochat", "num_key_value_heads": 2, **_SIZES},
     "BLOOM": {"model_type": "bloom", "hidden_size": 128, "n_layer": 2, "n_head": 4, "vocab_size": 320},
+    "Cosmos 3 Edge, text": {"model_type": "cosmos3_edge_text", "head_dim": 128, "num_key_value_heads": 2, **_SIZES},
     "Nemotron-H": {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-", "num_key_value_heads": 2, **_SIZES},
 }
 PRETRAINED = (

@@ -7,6 +7,7 @@ from conftest import save_tiny_tokenizer
 from transformers import (
     ArceeConfig,
     BloomConfig,
+    Cosmos3EdgeTextConfig,
     Jais2Config,
     LlamaConfig,
     MistralConfig,
@@ -43,6 +44,10 @@ CASES = {
     "jais2": Jais2Config(**SIZES, num_key_value_heads=6),
     "persimmon": PersimmonConfig(**SIZES),
     "nanochat": NanoChatConfig(**SIZES, num_key_value_heads=3, final_logit_softcapping=2.0),
+    "cosmos": Cosmos3EdgeTextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5, "mrope_section": [4, 2, 2]},
+    ),
     "350m": OPTConfig(**OPT_SIZES, do_layer_norm_before=False, word_embed_proj_dim=24),
     "galactica": OPTConfig(
         **OPT_SIZES, word_embed_proj_dim=48, activation_function="gelu", enable_bias=False,

@@ -9,6 +9,7 @@ import os
 from dejavu_train.families.arcee import ArceeFamily
 from dejavu_train.families.base import BlockParts, Family, blocks_of, dims_of, family_of, register
 from dejavu_train.families.bloom import BloomFamily
+from dejavu_train.families.cosmos3_edge import Cosmos3EdgeFamily
 from dejavu_train.families.dims import TARGETS, LayerInput, ModelDims, Site, Target, UnitKey
 from dejavu_train.families.jais2 import Jais2Family
 from dejavu_train.families.llama import LlamaFamily, MistralFamily
@@ -22,7 +23,7 @@ from dejavu_train.ground.errors import UserError
 
 _FAMILIES: tuple[Family, ...] = (
     OPTFamily(), LlamaFamily(), MistralFamily(), ArceeFamily(), NemotronFamily(), Jais2Family(), PersimmonFamily(),
-    NanoChatFamily(), BloomFamily(), NemotronHFamily(), *PUBLISHED,
+    NanoChatFamily(), BloomFamily(), NemotronHFamily(), Cosmos3EdgeFamily(), *PUBLISHED,
 )  # fmt: skip
 for _family in _FAMILIES:
     register(_family)

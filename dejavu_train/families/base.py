@@ -202,6 +202,7 @@ _NEVER = {  # why a model_type cannot be a family
     "falcon_h1": _MAMBA,
     "granitemoehybrid": _MAMBA,
 }
+_TOWERS = {"cosmos3_edge": "cosmos3_edge_text"}  # models of text and pictures, and the type of their text alone
 
 
 def register(family: Family) -> None:
@@ -220,6 +221,11 @@ def family_named(kind: str, name: str, values: Mapping[str, Any] | None = None) 
     if dense_type(kind) in _NEVER:
         raise UserError(
             f"{name} is of type {kind}, {_NEVER[dense_type(kind)]}; it has no sparse form here; {survey_of(name)}"
+        )
+    if kind in _TOWERS:
+        raise UserError(
+            f"{name} is of type {kind}, which reads pictures too; supported is its text tower ({_TOWERS[kind]}), and"
+            " docs/guides/families.md says how to save that alone"
         )
     if dense_type(kind) not in _FAMILIES:
         raise UserError(_unknown(dense_type(kind), name, values or {}))

@@ -1,6 +1,6 @@
 """Classes of transformers' for published checkpoints. Importing this lets its Auto classes make them.
 
-Each is Llama's or Mistral's with other activations, numbers or both. ``published.py`` says what they compute.
+All but one are Llama's or Mistral's with other activations, numbers or both. ``published.py`` says what they compute.
 """
 
 import json
@@ -11,7 +11,9 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, LlamaConfig, MistralConfig
+from transformers.models.cosmos3_edge.configuration_cosmos3_edge import Cosmos3EdgeTextConfig
+from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePreTrainedModel, Cosmos3EdgeTextModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 
@@ -129,6 +131,21 @@ class MiniCPM(Published, LlamaForCausalLM):
         self.post_init()
 
 
+class Cosmos3EdgeText(Cosmos3EdgePreTrainedModel, GenerationMixin):
+    """Cosmos 3 Edge's text tower with its LM head, which transformers has around text and pictures together alone."""
+
+    config_class = Cosmos3EdgeTextConfig
+    _tied_weights_keys: Mapping[str, str] = {"lm_head.weight": "model.embed_tokens.weight"}
+    forward = LlamaForCausalLM.forward
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = Cosmos3EdgeTextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+AutoModelForCausalLM.register(Cosmos3EdgeTextConfig, Cosmos3EdgeText, exist_ok=True)
 for _config, _model in (
     (SparseLlamaConfig, SparseLlama), (SparseLMConfig, SparseLM), (BambooConfig, Bamboo), (MiniCPMConfig, MiniCPM),
 ):  # fmt: skip
