@@ -7,10 +7,7 @@ from conftest import make_text
 
 from dejavu_train.data.paragraphs import read_paragraph_hashes
 from dejavu_train.extras.pretrain import run as module
-from dejavu_train.extras.pretrain.run import (
-    PretrainConfig,
-    pretrain,
-)
+from dejavu_train.extras.pretrain.run import PretrainConfig, pretrain
 from dejavu_train.extras.pretrain.stream import RowSampler
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.load import load_model, load_tokenizer

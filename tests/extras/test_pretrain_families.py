@@ -7,12 +7,7 @@ import torch
 from conftest import make_text
 
 from dejavu_train.extras.pretrain.forward import forward_with_activations, penalised, training_loss
-from dejavu_train.extras.pretrain.run import (
-    PretrainConfig,
-    make_model,
-    make_optimizers,
-    pretrain,
-)
+from dejavu_train.extras.pretrain.run import PretrainConfig, make_model, make_optimizers, pretrain
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.dims import Activation
 from dejavu_train.ground.errors import UserError

@@ -5,12 +5,7 @@ import torch
 
 from dejavu_train.ground.errors import UserError
 from dejavu_train.quantize.config import QuantizeConfig
-from dejavu_train.quantize.gptq import (
-    InputGroups,
-    OutputGroups,
-    inverse_factor,
-    quantise_columns,
-)
+from dejavu_train.quantize.gptq import InputGroups, OutputGroups, inverse_factor, quantise_columns
 from dejavu_train.quantize.layer import Moments
 from dejavu_train.quantize.rounding import best_scales, group_scales, round_nearest, round_to
 
