@@ -13,39 +13,27 @@ from conftest import REPOSITORY, save_tiny_tokenizer
 from family_models import save_family
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
-    BartForCausalLM,
     BertConfig,
     BertGenerationConfig,
     BertGenerationDecoder,
-    BertLMHeadModel,
     BitNetConfig,
-    BitNetForCausalLM,
     BloomConfig,
-    BloomForCausalLM,
     DogeConfig,
     FalconConfig,
-    FalconForCausalLM,
     FalconH1Config,
-    FalconH1ForCausalLM,
     Gemma3Config,
     GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     GraniteMoeHybridConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
-    MambaForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
     NemotronConfig,
-    NemotronForCausalLM,
     OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
     RwkvConfig,
-    RwkvForCausalLM,
 )
 
 from dejavu_train.cli.commands import main
@@ -65,38 +53,35 @@ LLAMA = LlamaConfig(
     **SMALL, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=320, initializer_range=0.2
 )
 KINDS = {
-    "llama": (LlamaForCausalLM, LLAMA, "mlp.down_proj", 48, 2, True),
+    "llama": (LLAMA, "mlp.down_proj", 48, 2, True),
     "bloom": (
-        BloomForCausalLM,
         BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=4, bos_token_id=2, eos_token_id=2),
         "mlp.dense_4h_to_h", 128, 4, False,
     ),
     "gpt2": (
-        GPT2LMHeadModel, GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, bos_token_id=2, eos_token_id=2),
+        GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, bos_token_id=2, eos_token_id=2),
         "mlp.c_proj", 128, 4, False,
     ),
     "falcon": (
-        FalconForCausalLM, FalconConfig(**SMALL, vocab_size=320, num_attention_heads=4, multi_query=False, alibi=True),
+        FalconConfig(**SMALL, vocab_size=320, num_attention_heads=4, multi_query=False, alibi=True),
         "mlp.dense_4h_to_h", 128, 4, False,
     ),
     "neox": (  # whose configuration says is_decoder: false
-        GPTNeoXForCausalLM, GPTNeoXConfig(**SMALL, intermediate_size=48, num_attention_heads=4, vocab_size=320),
+        GPTNeoXConfig(**SMALL, intermediate_size=48, num_attention_heads=4, vocab_size=320),
         "mlp.dense_4h_to_h", 48, 4, False,
     ),
-    "gpt1": (  # whose layers give lists
-        OpenAIGPTLMHeadModel, OpenAIGPTConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4),
-        "mlp.c_proj", 128, 4, False,
-    ),
+    # Whose layers give lists.
+    "gpt1": (OpenAIGPTConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4), "mlp.c_proj", 128, 4, False),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request, tmp_path_factory):
-    cls, config, *expected = KINDS[request.param]
+    config, *expected = KINDS[request.param]
     folder = tmp_path_factory.mktemp("survey") / request.param
     save_tiny_tokenizer(folder)
     torch.manual_seed(0)
-    cls(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder), *expected
 
 
@@ -238,6 +223,28 @@ def test_layers_without_a_target_are_run_as_they_are(tmp_path, held):
     assert speed.step_bytes(parts, Selection(), 1.0, 1) == whole - outer - experts / 2  # two of four are chosen
 
 
+def test_neurons_inside_routed_experts_are_counted_and_not_skipped(tmp_path, text_file, capsys):
+    """Rows and their negatives: of each pair one fires for whatever is routed there, and rows of zeros never do."""
+    folder, out = save_family("nemotron_h", tmp_path / "model"), tmp_path / "out"
+    model, pairs = load_model(str(folder)), (0, 5, 10, 20)
+    with torch.no_grad():
+        up = model.model.layers[6].mixer.experts.up_proj  # 4 experts, 40 neurons each
+        for expert, count in enumerate(pairs):
+            up[expert, 20 : 20 + count], up[expert, count:20], up[expert, 20 + count :] = -up[expert, :count], 0, 0
+    model.save_pretrained(folder)
+    given = [f"--model={folder}", f"--text={text_file}", f"--output={out}", "--tokens=160", "--window=17"]
+    assert main(["survey", *given, "--device=cpu"]) == 0
+    rows = list(csv.DictReader((out / "experts.csv").open()))
+    assert all(float(row["nonzero"]) == pairs[int(row["expert"])] / 40 and row["layer"] == "6" for row in rows)
+    routed, fired = (
+        sum(int(row["tokens"]) * (float(row["nonzero"]) if each else 1) for row in rows) for each in (0, 1)
+    )
+    said = capsys.readouterr().out
+    tokens = int(re.search(r"- (\d+) tokens of", said)[1])
+    assert routed == 2 * tokens and len(rows) > 2  # each token chooses two
+    assert f"A token has {100 * fired / routed:.3g} % of the neurons in the experts that it chose" in said
+
+
 def test_what_reads_ahead_is_refused(tmp_path, held):
     """A Bert that was saved as a decoder, and says that it is none."""
     save_tiny_tokenizer(tmp_path)
@@ -284,22 +291,22 @@ def test_the_command_writes_a_page_with_a_verdict(tmp_path, tiny_opt, text_file,
 
 
 @pytest.mark.parametrize(
-    "cls, config, said",
-    [(BertLMHeadModel, BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
-                                  vocab_size=320, architectures=["BertForMaskedLM"]), "bert, which is no causal"),
-     (BartForCausalLM, BartConfig(), "bart, which is no causal"),
-     (BartForCausalLM, BartConfig(is_encoder_decoder=False, is_decoder=True, architectures=["BartForCausalLM"]),
+    "config, said",
+    [(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=320,
+                 architectures=["BertForMaskedLM"]), "bert, which is no causal"),
+     (BartConfig(), "bart, which is no causal"),
+     (BartConfig(is_encoder_decoder=False, is_decoder=True, architectures=["BartForCausalLM"]),
       "or one to another text (encoder_attn)"),
-     (FalconH1ForCausalLM, FalconH1Config(num_hidden_layers=2), "one MLP in its layers (mamba.in_proj)"),
-     (RwkvForCausalLM, RwkvConfig(num_hidden_layers=2), "one MLP in its layers (feed_forward.receptance)"),
-     (NemotronForCausalLM, NemotronConfig(num_key_value_heads=None), "transformers makes no model of the config"),
-     (MambaForCausalLM, MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=320), "has a MambaMixer"),
-     (BitNetForCausalLM, BitNetConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320,
-                                      num_attention_heads=4, num_key_value_heads=2), "norms all neurons"),
-     (MixtralForCausalLM, MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320,
-                                        num_attention_heads=4, num_key_value_heads=2), "8 experts")],
+     (FalconH1Config(num_hidden_layers=2), "one MLP in its layers (mamba.in_proj)"),
+     (RwkvConfig(num_hidden_layers=2), "one MLP in its layers (feed_forward.receptance)"),
+     (NemotronConfig(num_key_value_heads=None), "transformers makes no model of the config"),
+     (MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=320), "has a MambaMixer"),
+     (BitNetConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320, num_attention_heads=4,
+                   num_key_value_heads=2), "norms all neurons"),
+     (MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=320, num_attention_heads=4,
+                    num_key_value_heads=2), "8 experts")],
 )  # fmt: skip
-def test_other_architectures_get_one_line(cls, config, said, tmp_path, capsys):
+def test_other_architectures_get_one_line(config, said, tmp_path, capsys):
     config.save_pretrained(tmp_path)
     assert main(["survey", f"--model={tmp_path}", "--device=cpu"]) == 2
     error = capsys.readouterr().err

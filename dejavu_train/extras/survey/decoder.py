@@ -6,6 +6,7 @@ other layers is refused in one line.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class DecoderParts:
         attention_weights, mlp_weights: of the matrices of all layers together.
         gated: two maps lead into the neurons.
         other_weights: that a step reads of all layers besides.
+        experts: how many routed ones a mixture has.
     """
 
     layers: str
@@ -53,6 +55,7 @@ class DecoderParts:
     head_weights: int
     gated: bool
     other_weights: int = 0
+    experts: int = 0
 
     @property
     def n_layers(self) -> int:
@@ -72,7 +75,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
         UserError: nothing there, an unknown kind, one that writes no text from left to right, or no package gguf.
     """
     where, options = _located(name, revision)
-    if looks_local(name) and not _exists(name):
+    if looks_local(name) and not Path(name).exists():
         raise UserError(f"there is no model {name}; give a folder, a .gguf file or a hub id such as facebook/opt-125m")
     if name.endswith(GGUF):
         require_package("gguf", name, "gguf")
@@ -175,7 +178,13 @@ def _parts_of_blocks(blocks: list[BlockParts], layers: str, config: PreTrainedCo
         heads=head.n_heads, groups=head.n_groups, attention_weights=weights[Target.HEADS],
         mlp_weights=weights[Target.MLP], head_weights=model.get_output_embeddings().weight.numel(), gated=False,
         other_weights=round(read) - sum(weights.values()),
+        experts=max(getattr(routed_experts(block.whole), "num_experts", 0) for block in blocks),
     )  # fmt: skip
+
+
+def routed_experts(layer: nn.Module) -> Any:
+    """The module of a layer that holds its routed experts, or None."""
+    return next((each for path, each in layer.named_modules() if path.endswith(".experts")), None)
 
 
 def _skeleton(name: str, config: PreTrainedConfig) -> Any:
@@ -236,12 +245,6 @@ def _located(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
         return name, {"revision": revision or "main"}
     folder, _, file = name.rpartition("/")
     return folder or ".", {"gguf_file": file}
-
-
-def _exists(name: str) -> bool:
-    from pathlib import Path
-
-    return Path(name).exists()
 
 
 def _maps(layer: nn.Module) -> dict[str, Tensor]:

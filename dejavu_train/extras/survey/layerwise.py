@@ -85,11 +85,7 @@ class LayerRunner:
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """(1, T, V) fp32, what the model makes of (1, T, d) behind its last layer, for token ids (1, T)."""
         last = len(self.layers) - 1
-
-        def replay(number: int, given: Tensor) -> Tensor:
-            return hidden if number == last else given
-
-        with self._exchange.exchanged(lambda number, own, given, args, kwargs: replay(number, given)):
+        with self._exchange.exchanged(lambda number, own, given, *_: hidden if number == last else given):
             made: Tensor = self.model(input_ids=ids.to(self.device), use_cache=False).logits
         return made.float()
 

@@ -8,7 +8,7 @@ Letters: W windows, S selections, T positions, d model width, n neurons, h heads
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from dejavu_train.data.untrained import warn_of_logits
 from dejavu_train.evaluation.perplexity import EvalCorpus
-from dejavu_train.extras.survey.decoder import DecoderParts, rows_in
+from dejavu_train.extras.survey.decoder import DecoderParts, routed_experts, rows_in
 from dejavu_train.extras.survey.layerwise import LayerRunner
 from dejavu_train.families import Target
 from dejavu_train.families.dims import CARRIED
@@ -59,19 +59,22 @@ class LayerNeeds:
         nonzero: share of neurons that are not exactly zero.
         needed: share of neurons that carry ``CARRIED`` of the contribution, the largest first.
         mass: by the share of neurons that is kept, the share of the contribution that they carry.
+        experts: (E, 2), of routed experts: tokens that chose one, and the sum of their shares of nonzero neurons in it.
     """
 
     nonzero: float
     needed: float
     mass: dict[float, float]
+    experts: Tensor
 
 
 @dataclass
 class SurveyResult:
-    """``nats`` (S, D): summed per selection and document. layers: by number those with neurons."""
+    """``nats`` (S, D): summed per selection and document. layers: by number those with neurons. experts: a row each."""
 
     selections: list[Selection]
     layers: dict[int, LayerNeeds]
+    experts: list[dict[str, Any]]
     nats: np.ndarray
 
 
@@ -125,11 +128,13 @@ class Survey:
             nats = self._score(hidden, bar.update)
         self.state.unlink(missing_ok=True)
         layers = self.parts.layers_of(Target.MLP)
-        return SurveyResult(self.selections, {number: done[number] for number in layers}, nats)
+        counted = [(i, n, *sums) for i, each in enumerate(done) for n, sums in enumerate(each.experts.tolist())]
+        experts = [dict(layer=i, expert=n, tokens=int(t), nonzero=fired / t) for i, n, t, fired in counted if t]
+        return SurveyResult(self.selections, {number: done[number] for number in layers}, experts, nats)
 
     def _layer(self, number: int, hidden: Tensor, update: Callable[[int], object]) -> LayerNeeds:
         """Send (W, S, T, d) through one layer, in place."""
-        counts = _Counts({each.share: 0.0 for each in self.selections if each.target == Target.MLP})
+        counts = _Counts({each.share: 0.0 for each in self.selections if each.target == Target.MLP}, self.parts.experts)
         real = torch.empty(0, dtype=torch.bool)
 
         def keep_heads(weight: Tensor, gram: Tensor, mean: Tensor, values: Tensor) -> Tensor:
@@ -143,6 +148,9 @@ class Survey:
             counts.add(rows[0][real], contribution[0][real])
             return (rows * self._kept(contribution, Target.MLP)).view_as(values)
 
+        def note_experts(experts: Any, given: Any) -> None:
+            counts.add_experts(experts, *(each[: len(real)][real] for each in given[:2]))
+
         with self.runner.layer(number) as (layer, call):
             acts: list[tuple[Any, Any]] = []
             if self.parts.out[number]:
@@ -152,7 +160,10 @@ class Survey:
             if self.parts.down[number]:
                 down = layer.get_submodule(self.parts.down[number])
                 acts.append((down, partial(keep_neurons, torch.linalg.vector_norm(rows_in(down).float(), dim=0))))
-            with hooked([at_module(module, "input", act) for module, act in acts]):
+            handles = [at_module(module, "input", act) for module, act in acts]
+            if (experts := routed_experts(layer)) is not None:  # the rows of the dense pass come first
+                handles.append(experts.register_forward_pre_hook(note_experts))
+            with hooked(handles):
                 for window in range(len(hidden)):
                     real = self.real[window].to(hidden.device)
                     hidden[window] = call(hidden[window])
@@ -199,10 +210,9 @@ class Survey:
         return nats
 
     def _save(self, done: Sequence[LayerNeeds], hidden: Tensor) -> None:
-        found: list[Any] = [asdict(each) for each in done]
-        tensors = {"hidden": hidden.cpu(), "nonzero": torch.tensor([each["nonzero"] for each in found])}
-        tensors["needed"] = torch.tensor([each["needed"] for each in found])
-        tensors["mass"] = torch.tensor([list(each["mass"].values()) for each in found], dtype=torch.float32)
+        rows = [[each.nonzero, each.needed, *each.mass.values()] for each in done]
+        tensors = {"hidden": hidden.cpu(), "needs": torch.tensor(rows, dtype=torch.float32)}
+        tensors["experts"] = torch.stack([each.experts for each in done])
         with replacing(self.state) as temporary:
             save_file(tensors, str(temporary), {"identity": self.identity})
 
@@ -212,21 +222,21 @@ class Survey:
             with safe_open(str(self.state), "pt") as stored:
                 if (stored.metadata() or {}).get("identity") != self.identity:
                     return [], None
-                names = ("nonzero", "needed", "mass", "hidden")
-                nonzero, needed, mass, hidden = (stored.get_tensor(name) for name in names)
+                needs, experts, hidden = map(stored.get_tensor, ("needs", "experts", "hidden"))
         except (OSError, SafetensorError):  # none, or one that was cut off
             return [], None
         shares = [each.share for each in self.selections if each.target == Target.MLP]
-        rows = zip(nonzero.tolist(), needed.tolist(), mass.tolist(), strict=True)
-        layers = [LayerNeeds(a, b, dict(zip(shares, c, strict=True))) for a, b, c in rows]
+        rows = zip(needs.tolist(), experts, strict=True)
+        layers = [LayerNeeds(a, b, dict(zip(shares, mass, strict=True)), each) for (a, b, *mass), each in rows]
         return layers, hidden.to(self.runner.device)
 
 
 class _Counts:
     """Sums over the tokens of a layer."""
 
-    def __init__(self, mass: dict[float, float]) -> None:
+    def __init__(self, mass: dict[float, float], experts: int) -> None:
         self.tokens, self.nonzero, self.needed, self.mass = 0, 0.0, 0.0, mass
+        self.experts = torch.zeros(experts, 2, dtype=torch.float64)
 
     def add(self, values: Tensor, contribution: Tensor) -> None:
         """Neurons (N, n) of tokens, and what they contribute."""
@@ -240,7 +250,14 @@ class _Counts:
             last = max(1, min(n, round(share * n))) - 1
             self.mass[share] += float((running[:, last : last + 1] / whole).double().sum())
 
+    def add_experts(self, experts: Any, x: Tensor, chosen: Tensor) -> None:
+        """Count of what fires. x: what experts read of tokens, (N, d). chosen: numbers of each one's, (N, k)."""
+        for number in chosen.unique().tolist():
+            routed = x[(chosen == number).any(-1)]
+            fires = experts.act_fn(F.linear(routed, experts.up_proj[number])) != 0
+            self.experts[number] += torch.tensor([len(routed), float(fires.double().mean(-1).sum())])
+
     def means(self) -> LayerNeeds:
         tokens = max(self.tokens, 1)  # none of a layer without neurons
         mass = {share: each / tokens for share, each in self.mass.items()}
-        return LayerNeeds(self.nonzero / tokens, self.needed / tokens, mass)
+        return LayerNeeds(self.nonzero / tokens, self.needed / tokens, mass, self.experts)

@@ -137,12 +137,13 @@ def layer_rows(found: Found) -> list[dict[str, Any]]:
 def write(found: Found, folder: Path) -> list[Path]:
     """Write everything. Returns the files that there are now."""
     rows = rows_of(found)
-    _write_csv(folder / "selections.csv", rows)
-    _write_csv(folder / "layers.csv", layer_rows(found))
+    tables = {"selections.csv": rows, "layers.csv": layer_rows(found), "experts.csv": found.surveyed.experts}
+    written = {name: each for name, each in tables.items() if each}
+    for name, each in written.items():
+        _write_csv(folder / name, each)
     drawn = _draw(found, rows, folder / "survey")
     write_text(folder / "survey.md", page(found, rows, drawn))
-    files = [folder / name for name in ("survey.md", "selections.csv", "layers.csv")]
-    return files + ([folder / "survey.png"] if drawn else [])
+    return [folder / name for name in ("survey.md", *written, *["survey.png"] * drawn)]
 
 
 def page(found: Found, rows: Sequence[Mapping[str, Any]], drawn: bool) -> str:
@@ -161,7 +162,7 @@ def page(found: Found, rows: Sequence[Mapping[str, Any]], drawn: bool) -> str:
         f"- A token has {100 * found.nonzero:.3g} % of the neurons other than zero."
         f" {100 * found.needed:.3g} % carry {100 * CARRIED:.0f} % of what all contribute.",
         f"- {tokens:,} tokens of {', '.join(found.texts)} were scored. Nothing was trained.",
-        "- The oracle keeps what contributes most to a token. A predictor loses more.",
+        "- The oracle keeps what contributes most to a token. A predictor loses more.", *_of_experts(found),
         "", "## What the oracle loses, and what a step reads", "",
     ]  # fmt: skip
     table = [["kept", "perplexity", "more than dense", "MB, fp16", "of the dense bytes"]]
@@ -173,12 +174,8 @@ def page(found: Found, rows: Sequence[Mapping[str, Any]], drawn: bool) -> str:
         table.append([kept, f"{row['perplexity']:.4g}", lost, f"{row['mb_fp16']:,.0f}", share])
     lines += [*_table(table), "", "## Estimated ms of a step", ""]
     chosen = [each for each in found.surveyed.selections if each.target != Target.HEADS]
-    head = [
-        "where",
-        "TB/s",
-        *("no predictors" if each.target is None else f"{100 * each.share:g} %" for each in chosen),
-    ]
-    table = [head]
+    shares = ("no predictors" if each.target is None else f"{100 * each.share:g} %" for each in chosen)
+    table = [["where", "TB/s", *shares]]
     for each in found.machines:
         times = [f"{1e3 * found.seconds(each, one):.3g}" for one in chosen]
         factors = [f" ({found.factor(each, one):.2g}x)" for one in chosen[1:]]
@@ -193,6 +190,14 @@ def page(found: Found, rows: Sequence[Mapping[str, Any]], drawn: bool) -> str:
         *(f"- {each.name}: {each.source}." for each in found.machines), "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _of_experts(found: Found) -> list[str]:
+    """A line about routed experts, where there are any."""
+    rows = found.surveyed.experts
+    fired, tokens = (sum(row["tokens"] * row.get(key, 1) for row in rows) for key in ("nonzero", ""))
+    told = f"{100 * fired / max(tokens, 1):.3g} % of the neurons in the experts that it chose other than zero"
+    return [f"- A token has {told}. This is measured alone: experts run whole."] if rows else []
 
 
 def _units(row: Mapping[str, Any]) -> str:

@@ -50,16 +50,8 @@ def run(config: SurveyConfig) -> Found:
     ]
     selections = [each for each in selections if each.target is None or each.kept(parts) < 1]
     model = load_decoder(config.model, config.revision, values, parts.layers)
-    state = Path(config.output) / STATE
-    survey = Survey(
-        LayerRunner(model, parts.layers, device),
-        parts,
-        held,
-        selections,
-        state,
-        _identity(config, held),
-        time.monotonic,
-    )
+    runner, state = LayerRunner(model, parts.layers, device), Path(config.output) / STATE
+    survey = Survey(runner, parts, held, selections, state, _identity(config, held), time.monotonic)
     found = Found(
         name=Path(config.model).stem if config.model.endswith(GGUF) else Path(config.model).name,
         parts=parts,

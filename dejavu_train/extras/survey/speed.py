@@ -96,8 +96,9 @@ def this_machine(device: torch.device) -> Machine:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         name = f"this machine, {found.name}"
-        read = _read_gpu(device)
-        return Machine(name, read, 1.0, DENSE_LAYER, SPARSE_LAYER, found.total_memory, GPU_BYTES, "measured")
+        return Machine(
+            name, _read_gpu(device), 1.0, DENSE_LAYER, SPARSE_LAYER, found.total_memory, GPU_BYTES, "measured"
+        )
     from dejavu_train.engine.cpu.bandwidth import read_bandwidth, usable_cores
 
     cores = usable_cores()
