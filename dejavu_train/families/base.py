@@ -192,15 +192,12 @@ SAVED_TOGETHER = "dejavu_sparse_"
 
 LOGIT_CAP = "final_logit_softcapping"  # of a config.json
 _FAMILIES: dict[str, Family] = {}
-_MAMBA = "which has Mamba layers besides attention"
 _NEVER = {  # why a model_type cannot be a family
     "bitnet": "which needs kernels for ternary weights: in them the LM head in bf16 is over half of the bytes",
-    "jamba": _MAMBA,
-    "bamba": _MAMBA,
-    "zamba": _MAMBA,
-    "zamba2": _MAMBA,
-    "falcon_h1": _MAMBA,
-    "granitemoehybrid": _MAMBA,
+    **dict.fromkeys(
+        ("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "granitemoehybrid"),
+        "which has Mamba layers besides attention",
+    ),
 }
 _TOWERS = {"cosmos3_edge": "cosmos3_edge_text"}  # models of text and pictures, and the type of their text alone
 
@@ -234,18 +231,24 @@ def family_named(kind: str, name: str, values: Mapping[str, Any] | None = None) 
 
 def _unknown(kind: str, name: str, values: Mapping[str, Any]) -> str:
     """Refusal of a type without a family: the nearest one, what its config.json holds, and the guide."""
+    keys = ("hidden_act", "activation_function", "hidden_size", "num_hidden_layers")
+    found = ", ".join(f"{key} {values[key]}" for key in keys if key in values)
+    code = "trust_remote_code is not taken, since no code of a model's folder is run"
+    return (
+        f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}; the nearest is"
+        f" {_nearest(kind, values)}{f', and its config.json says {found}' if found else ''};"
+        f" docs/guides/families.md says how to add one; {code if 'auto_map' in values else survey_of(name)}"
+    )
+
+
+def _nearest(kind: str, values: Mapping[str, Any]) -> str:
+    """The family whose name is most like a type's, or whose keys and activation are most like a config.json's."""
     from difflib import get_close_matches
 
     within = [each for each in _FAMILIES if each in kind.replace("-", "_")]
-    near = [*sorted(within, key=len, reverse=True), *get_close_matches(kind, _FAMILIES, 1, 0.0)][0]
-    keys = ("hidden_act", "activation_function", "hidden_size", "num_hidden_layers")
-    found = ", ".join(f"{key} {values[key]}" for key in keys if key in values)
-    code = "; trust_remote_code is not taken, since no code of a model's folder is run" if "auto_map" in values else ""
-    return (
-        f"{name} is of type {kind}; supported are {', '.join(sorted(_FAMILIES))}; the nearest is {near}"
-        f"{f', and its config.json says {found}' if found else ''}{code}; docs/guides/families.md says how to add one;"
-        f" {survey_of(name)}"
-    )
+    named = [*sorted(within, key=len, reverse=True), *get_close_matches(kind, _FAMILIES, 1)]
+    runs = [each for each, own in _FAMILIES.items() if values.get("hidden_act") in getattr(own, "activations", ())]
+    return [*named, max(runs or _FAMILIES, key=lambda each: sum(key in values for key in _FAMILIES[each].structure))][0]
 
 
 def dense_type(kind: str) -> str:

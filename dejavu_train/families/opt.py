@@ -19,17 +19,10 @@ POSITIONS_OFFSET = 2  # rows of the position embedding before that of the first 
 
 # What a config.json may leave out, as transformers' OPTConfig fills it in. word_embed_proj_dim: as hidden_size.
 _DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "ffn_dim": 3072,
-    "max_position_embeddings": 2048,
-    "do_layer_norm_before": True,
-    "word_embed_proj_dim": None,
-    "num_attention_heads": 12,
-    "activation_function": "relu",
+    "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072, "max_position_embeddings": 2048,
+    "do_layer_norm_before": True, "word_embed_proj_dim": None, "num_attention_heads": 12, "activation_function": "relu",
     "enable_bias": True,
-}
+}  # fmt: skip
 _ACTIVATIONS = {"relu": Activation.RELU, "gelu": Activation.GELU}
 
 _SIZES = (

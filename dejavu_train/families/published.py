@@ -112,9 +112,12 @@ def is_extra(kind: str, name: str) -> bool:
     return any(re.search(each, name) for each in extra)
 
 
-def say_activation(values: Mapping[str, Any], name: str) -> None:
-    """Log a line where a config.json names an activation that the code of its model does not use."""
-    computes = getattr(families().get(dense_type(values["model_type"])), "computes", "")
+def say_code(values: Mapping[str, Any], name: str) -> None:
+    """Log a line where a config.json asks for code of its own, or names an activation that this code does not use."""
+    kind = dense_type(values["model_type"])
+    if "auto_map" in values:
+        logger.warning("%s names code of its own (trust_remote_code), which is not run: %s is known here", name, kind)
+    computes = getattr(families().get(kind), "computes", "")
     given = values.get("hidden_act", computes)
     if computes and given != computes:
         logger.warning(

@@ -18,7 +18,7 @@ from dejavu_train.families import (
     published_classes,
 )
 from dejavu_train.families.base import dense_type
-from dejavu_train.families.published import say_activation
+from dejavu_train.families.published import say_code
 from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.ground.machine import PLACEMENTS
 from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_foreign
@@ -27,10 +27,10 @@ from dejavu_train.models.installed import installed
 from dejavu_train.models.pickled import load_pickled
 from dejavu_train.models.stored import (
     HEAD,
-    check_numbers,
+    TensorEntry,
+    check_tensors,
     embedding_name,
     full_name,
-    in_layer,
     own_name,
     read_header,
     stored_files,
@@ -83,19 +83,20 @@ def chosen_dtype(asked: str | torch.dtype | None, values: Mapping[str, Any], fil
 
 
 def _stored_dtype(file: Path) -> torch.dtype | None:
-    dtypes = [DTYPE_SPELLED.get(spelled) for spelled in stored_dtypes(file).values()]
+    dtypes = [DTYPE_SPELLED.get(entry.dtype) for entry in stored_entries(file).values()]
     return next((dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point), None)
 
 
-def stored_dtypes(file: Path) -> dict[str, str]:
-    """The dtype of each tensor of a file by its stored name, as safetensors spells it.
+def stored_entries(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file by their stored names. Pickled ones have no places.
 
     Raises:
         UserError: the file is damaged.
     """
     if file.suffix == ".safetensors":
-        return {name: entry.dtype for name, entry in read_header(file).items()}
-    return {name: SPELLED.get(each.dtype, str(each.dtype)) for name, each in load_pickled(file, "meta").items()}
+        return read_header(file)
+    held = load_pickled(file, "meta").items()
+    return {name: TensorEntry(SPELLED.get(each.dtype, str(each.dtype)), tuple(each.shape), 0, 0) for name, each in held}
 
 
 def mapped_dtype(files: Sequence[Path]) -> torch.dtype | None:
@@ -177,10 +178,10 @@ def load_with_info(
     """
     name = installed(name)
     values = {**read_values(name, revision), **(attributes or {})}
-    dims_of(values, name)
+    dims = dims_of(values, name)
     refuse_foreign(values, name)
     files = stored_files(name, revision=revision)  # says what is missing, and that pickled weights are not read
-    check_numbers(name, values, {key: kind for file in files for key, kind in stored_dtypes(file).items()})
+    check_tensors(name, values, {key: entry for file in files for key, entry in stored_entries(file).items()}, dims)
     options["dtype"] = torch.float32 if quant_method(values) == INT4 else chosen_dtype(dtype, values, files)
     if device_map is not None:
         options["device_map"] = _checked_map(device_map)
@@ -198,7 +199,7 @@ def load_with_info(
         raise UserError(f"the weights of {name} are damaged ({error}); fetch or save them again") from None
     if isinstance(model, published_classes.Published):
         model.loaded_from = folder
-        say_activation(values, name)
+    say_code(values, name)
     model.config.name_or_path = name  # a hub id as it was given, not the folder of the cache
     _check_loaded(model, info, name)
     model.eval()
@@ -256,20 +257,13 @@ def dense_class(values: Mapping[str, Any]) -> tuple[Any, PreTrainedConfig]:
 
 
 def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> None:
-    """Raise :class:`UserError` for tensors that are missing, of another size, or of layers that there are not."""
+    """Raise :class:`UserError` for tensors that a family's ``stored_tensors`` does not name and transformers lacks."""
     tied = bool(getattr(model.config, "tie_word_embeddings", True))  # then the head is the embedding, and not stored
     missing = [key for key in info["missing_keys"] if key != HEAD or not tied]
-    if missing or info["mismatched_keys"]:
+    if missing:
         raise UserError(
             f"the weights of {name} lack {len(missing)} tensors of its config, first {sorted(missing)[:1]}; give the"
             " config that belongs to them"
-        )
-    layers = in_layer(model.config.to_dict())
-    surplus = sorted(key for key in info["unexpected_keys"] if layers.search(key))
-    if surplus:
-        raise UserError(
-            f"the weights of {name} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
-            f" {model.config.num_hidden_layers}); give the config that belongs to them"
         )
     head = model.get_output_embeddings().weight
     if tied and head is not model.get_input_embeddings().weight:
@@ -297,7 +291,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """
     folder = model_folder(name, revision=revision)
     try:
-        made = AutoTokenizer.from_pretrained(str(folder))
+        made = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         made(UNKNOWN)
         return made
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:

@@ -88,8 +88,7 @@ def check_weights(name: str, values: Mapping[str, Any], shape: ModelDims) -> Non
     tensors: dict[str, TensorEntry] = {}
     for file in loaded_files(Path(name)):
         tensors |= read_header(file)
-    _check_tensors(name, values, tensors, expected_tensors(values, shape), shape)
-    check_numbers(name, values, {key: entry.dtype for key, entry in tensors.items()})
+    check_tensors(name, values, tensors, shape)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -321,12 +320,11 @@ def in_layer(values: Mapping[str, Any]) -> re.Pattern[str]:
     return re.compile(rf"(^|\.){re.escape(around)}\.\d+\.")
 
 
-def check_numbers(model: str, values: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+def check_numbers(model: str, values: Mapping[str, Any], found: Mapping[str, TensorEntry]) -> None:
     """Raise :class:`UserError` for weights that are no numbers, which transformers would take for such.
 
     Args:
-        values: of config.json. The matrices of a quantised model are codes.
-        dtypes: by stored names, as safetensors spells them.
+        values: of config.json. The matrices of a quantised model are codes. found: by stored names.
     """
     family = family_named(values["model_type"], model)
     expected = {*family.stored_tensors(values), HEAD}
@@ -334,27 +332,24 @@ def check_numbers(model: str, values: Mapping[str, Any], dtypes: Mapping[str, st
         parts = tuple(f".{part}.weight" for part in family.matrices.values())
         expected = {name for name in expected if not name.endswith(parts)}
         expected -= {HEAD} if head_kind(values) != "fp16" else set()
-    for name, dtype in dtypes.items():
-        if own_name(name) in expected and dtype not in NUMBERS:
+    for name, entry in found.items():
+        if own_name(name) in expected and entry.dtype not in NUMBERS:
             raise UserError(
-                f"{name} of {model} is stored as {dtype}, and config.json names no quantisation of it; weights must be"
-                f" one of {', '.join(NUMBERS)}: give the config that belongs to them, or save the model in float16"
+                f"{name} of {model} is stored as {entry.dtype}, and config.json names no quantisation of it; weights"
+                f" must be one of {', '.join(NUMBERS)}: give the config that belongs to them, or save it in float16"
             )
 
 
-def _check_tensors(
-    model: str,
-    values: Mapping[str, Any],
-    found: Mapping[str, TensorEntry],
-    expected: Mapping[str, tuple[int, ...]],
-    shape: ModelDims,
-) -> None:
+def check_tensors(model: str, values: Mapping[str, Any], found: Mapping[str, TensorEntry], shape: ModelDims) -> None:
+    """Raise :class:`UserError` where tensors, by their stored names, are not those of a config.json's values."""
+    expected = expected_tensors(values, shape)
     stored = {own: found[name] for own, name in own_names(found, model, embedding_name(expected)).items()}
     missing = sorted(set(expected) - set(stored))
     if missing:
+        more = f" and {len(missing) - 1} more" * (len(missing) > 1)
         raise UserError(
-            f"the weights of {model} lack {len(missing)} tensors of its config, first {missing[:1]}; give the config"
-            " that belongs to them"
+            f"the weights of {model} lack {missing[0]}{more}, which its config asks for; give the config that belongs"
+            " to them"
         )
     for name, size in expected.items():
         if stored[name].shape != size:
@@ -372,10 +367,14 @@ def _check_tensors(
     others = (name for name in stored if name not in expected and not is_extra(kind, name))
     surplus = sorted(name for name in others if layers.search(name))
     if surplus:
+        layer = str(layers.search(surplus[0])[0])  # type: ignore[index]
+        known = any(name.startswith(layer) for name in expected)
+        why = f"no layer of the type {kind} has it" if known else f"num_hidden_layers is {shape.n_layers}"
         raise UserError(
-            f"the weights of {model} hold {surplus[0]}, which its config has no place for (num_hidden_layers is"
-            f" {shape.n_layers}); give the config that belongs to them"
+            f"the weights of {model} hold {surplus[0]}, which its config has no place for ({why}); give the config that"
+            " belongs to them"
         )
+    check_numbers(model, values, found)
 
 
 def _check_tokenizer(folder: Path, shape: ModelDims) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dejavu_train.families.base import family_named
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_values
-from dejavu_train.models.load import dense_class, stored_dtypes
+from dejavu_train.models.load import dense_class, stored_entries
 from dejavu_train.models.pickled import load_pickled
 from dejavu_train.models.stored import HEAD, check_numbers, own_names, stored_files
 
@@ -29,9 +29,9 @@ class StoredTensors:
         self._around = dense_class(values)[0].base_model_prefix
         files: dict[str, Path] = {}
         for file in stored_files(model, revision=revision):
-            dtypes = stored_dtypes(file)
-            check_numbers(model, values, dtypes)
-            files |= dict.fromkeys(dtypes, file)
+            found = stored_entries(file)
+            check_numbers(model, values, found)
+            files |= dict.fromkeys(found, file)
         self._files = {own: (files[name], name) for own, name in own_names(files, model, self.embedding).items()}
 
     def __contains__(self, name: str) -> bool:

@@ -346,9 +346,11 @@ def cut(folder):
     [(with_values(max_position_embeddings=15), "exceeds the 15 positions of .*; give 16 at most"),
      (with_values(num_hidden_layers=1), "hold model.layers.1.input_layernorm.weight, which its config has no place"),
      (with_values(hidden_size="x"), "cannot read the config"),
+     (with_values(intermediate_size=56), "mlp.down_proj.weight of .* is 32x48, its config asks for 32x56"),
+     (with_values(model_type="own", auto_map={"AutoConfig": "a.B"}), "no code of a model's folder is run"),
      (spoil, "logits that are not finite"),
      (cut, "cannot load the weights")],
-    ids=["window", "layers", "value", "nan", "cut"],
+    ids=["window", "layers", "value", "width", "code", "nan", "cut"],
 )  # fmt: skip
 def test_faults_of_a_folder_are_one_line(change, said, tmp_path, text_file, capsys):
     save_tiny_tokenizer(tmp_path)

@@ -12,10 +12,9 @@ from dejavu_train.families.base import BlockParts, decoder_tensors
 from dejavu_train.families.dims import Activation, ModelDims
 from dejavu_train.families.fused import FusedPart
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models import stored
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.load import load_model
-from dejavu_train.models.stored import TensorEntry, check_folder, in_layer, layer_prefixes
+from dejavu_train.models.stored import TensorEntry, check_folder, check_tensors, in_layer, layer_prefixes
 from dejavu_train.sparse.model import SparseCausalLM
 
 
@@ -110,7 +109,7 @@ def test_a_list_of_layers_has_any_name(registered, folder):
     expected = base._FAMILIES["gpt_bigcode"].stored_tensors(values)
     found = {name: TensorEntry("F32", size, 0, 0) for name, size in expected.items()}
     dims = base.dims_of(values)
-    stored._check_tensors("it", values, found, expected, dims)
+    check_tensors("it", values, found, dims)
     found["body.blocks2.2.ln_1.weight"] = TensorEntry("F32", (48,), 0, 0)
     with pytest.raises(UserError, match="hold body.blocks2.2.ln_1.weight, which its config has no place for"):
-        stored._check_tensors("it", values, found, expected, dims)
+        check_tensors("it", values, found, dims)

@@ -130,18 +130,22 @@ def test_an_activation_that_the_code_does_not_use_is_named(name, folder, caplog)
     named = [line for line in caplog.messages if "hidden_act" in line]
     wanted = {"sparselm": ("silu", "relu"), "bamboo": ("relu", "drelu")}.get(name)
     assert len(named) == (wanted is not None) and all(each in named[0] for each in wanted or ())
+    assert caplog.text.count("names code of its own (trust_remote_code), which is not run") == 1
 
 
 def test_tensors_that_do_not_fit_are_named(name, tmp_path):
     folder = save_published(name, tmp_path / "model")
     values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "intermediate_size": 104} | (
-        {"sparsity_new_intermediate_size": 104} if name == "sparselm" else {})))  # fmt: skip
-    with pytest.raises(UserError, match=r"mlp.gate_proj.weight of .* is 96x48, its config asks for 104x48"):
-        check_folder(str(folder), read_dims(str(folder)))
-    (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 2}))
-    with pytest.raises(UserError, match=r"hold layers\.2\.\S+, which its config has no place for"):
-        check_folder(str(folder), read_dims(str(folder)))
+    wide = {"intermediate_size": 104} | ({"sparsity_new_intermediate_size": 104} if name == "sparselm" else {})
+    for changes, said in (
+        (wide, r"mlp.gate_proj.weight of .* is 96x48, its config asks for 104x48"),
+        ({"num_hidden_layers": 2}, r"hold layers\.2\.\S+, which its config has no place for .num_hidden_layers is 2"),
+        ({"num_hidden_layers": 4}, r"lack layers\.3\.input_layernorm.weight and 8 more, which its config asks for"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+        for door in (lambda: check_folder(str(folder), read_dims(str(folder))), lambda: load_model(str(folder))):
+            with pytest.raises(UserError, match=said):
+                door()
 
 
 def test_extra_tensors_of_one_are_surplus_in_another(tmp_path):
@@ -149,7 +153,7 @@ def test_extra_tensors_of_one_are_surplus_in_another(tmp_path):
     folder = save_published("bamboo", tmp_path / "model")
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "model_type": "mistral"}))
-    with pytest.raises(UserError, match="mlp.predictor"):
+    with pytest.raises(UserError, match=r"mlp.predictor\S+ which .* .no layer of the type mistral has it"):
         check_folder(str(folder), read_dims(str(folder)))
 
 
@@ -169,12 +173,20 @@ def test_forms_that_are_not_read_are_refused(name, keys, said, tmp_path):
         read_dims(str(tmp_path))
 
 
-def test_an_unknown_type_names_the_nearest_what_was_found_and_the_guide():
-    values = {"model_type": "prollama", "hidden_act": "relu", "hidden_size": 48, "auto_map": {"AutoConfig": "a.B"}}
-    with pytest.raises(UserError) as refusal:
-        dims_of(values, "their/model")
-    wanted = ("the nearest is llama", "hidden_act relu", "hidden_size 48", "trust_remote_code", "families.md")
-    assert all(each in str(refusal.value) for each in wanted)
+@pytest.mark.parametrize(
+    ("keys", "nearest"),
+    [({"model_type": "prollama", "hidden_act": "relu", "hidden_size": 48}, "llama"),
+     ({"model_type": "afm", "hidden_act": "relu2", "hidden_size": 48, "rms_norm_eps": 1e-6}, "arcee"),
+     ({"model_type": "zeta", "hidden_size": 48, "hybrid_override_pattern": "M-*", "ssm_state_size": 8}, "nemotron_h"),
+     ({"model_type": "gal", "hidden_size": 48, "ffn_dim": 96, "activation_function": "gelu"}, "opt")],
+)  # fmt: skip
+def test_an_unknown_type_names_the_nearest_what_was_found_and_the_guide(keys, nearest):
+    for code, said in (({}, "dejavu survey"), ({"auto_map": {"AutoConfig": "a.B"}}, "trust_remote_code is not taken")):
+        with pytest.raises(UserError) as refusal:
+            dims_of({**keys, **code}, "their/model")
+        found = [f"{key} {keys[key]}" for key in ("hidden_act", "activation_function", "hidden_size") if key in keys]
+        wanted = (f"the nearest is {nearest},", "families.md", said, *found)
+        assert all(each in str(refusal.value) for each in wanted), refusal.value
 
 
 def test_four_bits_run_in_every_engine(name, tmp_path):

@@ -1,6 +1,5 @@
 """opt.py and files.py: shapes, the weight hash, refusals by name, atomic writing."""
 
-import json
 import shutil
 
 import pytest
@@ -16,13 +15,6 @@ from dejavu_train.models.load import load_model, load_tokenizer, resolve_device,
 @pytest.fixture
 def copy(tiny_opt, tmp_path):
     return shutil.copytree(tiny_opt, tmp_path / "copy")
-
-
-def test_weights_of_another_width_are_refused(copy):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 24}))
-    with pytest.raises(UserError, match="cannot load the weights"):
-        load_model(str(copy))
 
 
 def test_large_tensors_are_sampled_and_full_reads_all(tmp_path):

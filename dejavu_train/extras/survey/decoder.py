@@ -80,9 +80,11 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     if name.endswith(GGUF):
         require_package("gguf", name, "gguf")
     try:
-        config = AutoConfig.from_pretrained(where, **options)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
-        raise UserError(f"cannot read the config of {name}: {first_line(error)}") from None
+        own = "it needs code of its own (trust_remote_code), and no code of a model's folder is run"
+        why = own if "trust_remote_code" in str(error) else first_line(error)
+        raise UserError(f"cannot read the config of {name}: {why}") from None
     decodes = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "is_encoder_decoder", False)
     if not decodes or _encodes(config):
         raise UserError(f"{name} is of type {config.model_type}, which is no causal language model; {_CLASS}")
@@ -103,14 +105,17 @@ def load_decoder(name: str, revision: str | None, config: PreTrainedConfig, laye
     if name.endswith(GGUF):
         options |= {"dtype": torch.float32}  # transformers makes floats of the codes, all in memory
     else:
-        options |= {"dtype": "auto", "config": config, "use_safetensors": True}
+        options |= {"dtype": "auto", "config": config, "use_safetensors": True, "trust_remote_code": False}
+        options["ignore_mismatched_sizes"] = True  # they are named below
     try:
         model, info = AutoModelForCausalLM.from_pretrained(where, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise UserError(f"cannot load the weights of {name}: {first_line(error)}") from None
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise UserError(f"the weights of {name} lack {len(missing)} tensors of its config, first {missing[:1]}")
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"the weights of {name} lack {len(missing)} tensors of its config, first {missing[0]}")
+    for tensor, *sizes in sorted(info["mismatched_keys"]):
+        got, asked = ("x".join(map(str, size)) for size in sizes)
+        raise UserError(f"{tensor} of {name} is {got}, its config asks for {asked}; give the config that belongs to it")
     inside = tuple(f"{each}." for each in (layers, layers.partition(".")[2]) if each)
     surplus = sorted(key for key in info["unexpected_keys"] if key.startswith(inside) and not key.endswith(MOVED))
     if surplus:

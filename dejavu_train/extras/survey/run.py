@@ -87,8 +87,9 @@ def _tokenizer(config: SurveyConfig) -> Any:
     folder, _, file = config.model.rpartition("/")
     gguf = config.model.endswith(GGUF)
     options: dict[str, Any] = {"gguf_file": file} if gguf else {"revision": config.revision or "main"}
+    where = (folder or ".") if gguf else config.model
     try:
-        return transformers.AutoTokenizer.from_pretrained((folder or ".") if gguf else config.model, **options)
+        return transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise UserError(f"cannot load a tokenizer from {config.model}: {first_line(error)}") from None
 
