@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from dejavu_train.families import dims_of
+from dejavu_train.run.command import parse_config
 
 ROOT = Path(__file__).parents[2]
 STORED = json.loads((Path(__file__).parent / "configs_of_models.json").read_text())
@@ -21,7 +22,7 @@ def test_a_shipped_config_fits_its_model(name):
     text = SHIPPED[name].read_text()
     values = yaml.safe_load(text)
     dims = dims_of(STORED[values["model"]], values["model"])
-    assert values["mlp"]["rank"] < dims.d_model
+    parse_config([f"--config={SHIPPED[name]}"]).check(dims)
     first = text.splitlines()[0]
     for pattern, size in (
         (r"(\d+) layers", dims.n_layers), (r"layers of (\d+)", dims.d_model),
