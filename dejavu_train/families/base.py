@@ -333,8 +333,7 @@ def decoder_tensors(
     """Shapes of the embedding, each layer's maps and norms, the norms around the layers, and an LM head of its own.
 
     Args:
-        layers: what stands in front of a layer's number. norms, of_layer: width of each norm by its name.
-        parts: tensors of a norm.
+        layers: what stands in front of a layer's number. norms, of_layer: width of each by its name. parts: of each.
     """
     before = [f"{layers}{i}." for i in range(dims.n_layers)]
     ends: tuple[int, ...] = (dims.vocab_size, dims.embedding_dim)

@@ -60,9 +60,7 @@ class BloomFamily:
     def stored_tensors(self, values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         dims = self.dims(values, "this model")
         around, of_layer = ("word_embeddings_layernorm", "ln_f"), ("input_layernorm", "post_attention_layernorm")
-        return decoder_tensors(
-            dims, self, "h.", dict.fromkeys(around, dims.d_model), dict.fromkeys(of_layer, dims.d_model)
-        )
+        return decoder_tensors(dims, self, "h.", *(dict.fromkeys(each, dims.d_model) for each in (around, of_layer)))
 
     def blocks(self, model: Any) -> list[BlockParts]:
         from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock

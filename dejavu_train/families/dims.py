@@ -239,6 +239,11 @@ class ModelDims:
         return self.vocab_size * self.embedding_dim + (positions + maps) * self.d_model
 
     @property
+    def mean_layer_weights(self) -> float:
+        """Weights of all matrices of a layer, mean over the layers."""
+        return (self.weights - self.outer_weights) / self.n_layers
+
+    @property
     def layer_weights(self) -> int:
         """Weights of all matrices of a layer that has every target."""
         return sum(map(self.target_weights, TARGETS))

@@ -63,7 +63,7 @@ class Estimate:
     def measure(cls, config: RunConfig, shape: ModelDims) -> "Estimate":
         """Time one block on the device of the run."""
         device, run = resolve_device(config.collect.device), config.collect
-        block = shape.layer_weights
+        block = shape.mean_layer_weights
         tokens = int(TRIAL_FLOPS[device.type] / (2 * block))
         length = max(16, min(run.window, tokens))
         rows = max(1, min(run.batch_size, tokens // length))
@@ -83,7 +83,7 @@ class Estimate:
     @property
     def head(self) -> float:
         """The vocabulary's logits in blocks, by their weights."""
-        return self.shape.vocab_size * self.shape.d_model / self.shape.layer_weights
+        return self.shape.vocab_size * self.shape.d_model / self.shape.mean_layer_weights
 
     def sampling(self, tokens: int) -> float:
         """Seconds of the model's own text."""
@@ -112,7 +112,7 @@ class Estimate:
         """
         steps, by_layers = self.config.tune.steps, self.config.collect.by_layers
         computed = steps * self.config.tune.tokens * self.token * (1 + BACKWARD + by_layers)
-        read = steps * 2 * 2 * self.shape.layer_weights * self.shape.n_layers / self.disk if by_layers else 0.0
+        read = steps * 2 * 2 * self.shape.mean_layer_weights * self.shape.n_layers / self.disk if by_layers else 0.0
         return max(computed, read)
 
     def calibrating(self, rows: int) -> float:

@@ -287,7 +287,8 @@ class RunConfig:
                 f"text.sample.prompt_tokens is {sample.prompt_tokens}, of samples of {length} tokens; choose less"
             )
         if self.text.source == SELF and length > shape.max_positions:
-            raise UserError(f"text.sample.length is {length}, but the model has {shape.max_positions} positions")
+            key = "text.sample.length" if self.text.sample.length else "collect.window"
+            raise UserError(f"{key} is {length}, but the model has {shape.max_positions} positions; choose less")
         if self.text.source == SELF and (sample.tokens or 4 * length) < 4 * length:
             raise UserError(
                 f"text.sample.tokens is {sample.tokens}, fewer than the four samples of {length} tokens that the sets"

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from family_models import HYBRIDS
 from small_runs import flags
 
 from benchmarks import hardware as script
@@ -12,7 +13,7 @@ from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import SHAPES
 from dejavu_train.extras.hosts.forecast import START_SECONDS, forecast, model_passes, predictor_memory, stated
 from dejavu_train.extras.hosts.hardware import FILE, Hardware, hardware_of, known_hardware
-from dejavu_train.families import Target
+from dejavu_train.families import Target, dims_of
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.run.command import main, parse_config
@@ -73,6 +74,13 @@ def test_a_larger_step_takes_its_operations(known):
     assert steps(Target.MLP) == pytest.approx((5.0, 5.0)) and steps(Target.HEADS) == (0.010, 0.010)
 
 
+def test_a_layer_without_a_target_counts_by_its_own_weights(known):
+    """Attention, an MLP and mixtures of Nemotron-H share no layer."""
+    shape = dims_of(HYBRIDS["nemotron_h"])
+    numbers = shape.weights - shape.outer_weights
+    assert stated(known[0], shape, GPU, 1e9).token == pytest.approx(2 * numbers / GPU.tflops / 1e12)
+
+
 def test_rates_are_those_of_rows():
     assert json.loads(FILE.read_text()) == script.rows(), "write them anew: python -m benchmarks.hardware"
 
@@ -95,13 +103,7 @@ def alone(tiny_opt, tmp_path):
     folder = tmp_path / "config-alone"
     folder.mkdir()
     shutil.copy(tiny_opt / "config.json", folder)
-    return [
-        f"--model={folder}",
-        f"--output={tmp_path / 'new'}",
-        "--collect.window=64",
-        "--mlp.rank=8",
-        "--heads.rank=4",
-    ]
+    return [f"--model={folder}", f"--output={tmp_path}/new", "--collect.window=64", "--mlp.rank=8", "--heads.rank=4"]
 
 
 def test_a_model_by_its_config_alone(alone, tmp_path, capsys):

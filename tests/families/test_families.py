@@ -29,13 +29,7 @@ from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.families import Target, blocks_of, dims_of
-from dejavu_train.families.block import (
-    active_neurons,
-    alibi_slopes,
-    causal,
-    mix_heads,
-    positions_like,
-)
+from dejavu_train.families.block import active_neurons, alibi_slopes, causal, mix_heads, positions_like
 from dejavu_train.families.dims import Activation, Positions
 from dejavu_train.families.standard import StandardFamily
 from dejavu_train.ground.errors import UserError, exit_on_user_error

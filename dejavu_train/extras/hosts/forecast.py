@@ -65,8 +65,8 @@ def stated(config: RunConfig, shape: ModelDims, gpu: Hardware, disk: float) -> E
         seconds = max(gpu.step_ms / 1000, flops / gpu.tflops / 1e12)
         return seconds, seconds
 
-    row = 2 * shape.layer_weights / gpu.read_tb_s / 1e12 / config.text.sample.batch_size
-    return Estimate(config, shape, 2 * shape.layer_weights / gpu.tflops / 1e12, row, steps, disk)
+    row = 2 * shape.mean_layer_weights / gpu.read_tb_s / 1e12 / config.text.sample.batch_size
+    return Estimate(config, shape, 2 * shape.mean_layer_weights / gpu.tflops / 1e12, row, steps, disk)
 
 
 def forecast(
