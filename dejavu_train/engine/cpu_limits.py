@@ -2,8 +2,9 @@
 
 from typing import Literal, get_args
 
-Stored = Literal["float32", "int8", "int4"]
+Stored = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 STORED: tuple[str, ...] = get_args(Stored)  # formats of weights
+WHOLE = STORED[:3]  # numbers as they are, not codes
 
 MAX_BATCH = 8
 CHUNK = 64  # columns; a cache line of int8 codes

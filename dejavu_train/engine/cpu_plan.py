@@ -19,24 +19,19 @@ def plan_compiled(
     context: int,
 ) -> StepPlan:
     """How the CPU engine runs a decoding step. See `plan_step`."""
-    _check(formats, options)
+    _check(options)
     keys = [UnitKey(layer, target) for layer in range(dims.n_layers) for target in (Target.HEADS, Target.MLP)]
     halves = tuple(_half(key, predictors, dims.activation in SILENT) for key in keys)
-    head = "greedy tokens through a screen" if formats.head == "float32" else "all logits"
+    head = "greedy tokens through a screen" if formats.head in cpu.WHOLE else "all logits"
     return StepPlan(Engine.CPU, dims, options.batch, context, formats, halves, False, head_why=head)
 
 
-def _check(formats: Formats, options: EngineOptions) -> None:
+def _check(options: EngineOptions) -> None:
     """Raise Unsupported for what the CPU engine does not do."""
     if options.guarded:
         raise Unsupported("the CPU engine has no guard: its thresholds are constants; pass guard=None to stay on it")
     if options.zeros == "read":
         raise Unsupported("the CPU engine never reads rows of silent neurons; leave zeros out")
-    if formats.dtype != "float32" and formats.layers not in ("int8", "int4"):
-        raise Unsupported(
-            f"the CPU engine keeps weights in float32 or rounded, and this model is in {formats.dtype}; pass"
-            " dtype='float32' to stay on it, or stored='int8'"
-        )
     if options.batch > cpu.MAX_BATCH:
         raise UserError(f"the CPU engine decodes 1 to {cpu.MAX_BATCH} rows at once, got a batch of {options.batch}")
 
@@ -66,6 +61,17 @@ def check_stored(stored: str | None, backend: str = "cpu") -> None:
         )
 
 
-def cpu_format(coded: bool, asked: str | None = None) -> str:
-    """The format of weights: as asked for, else the codes of a 4-bit model (``coded``), else float32."""
-    return asked or ("int4" if coded else "float32")
+def cpu_format(own: str, asked: str | None = None) -> str:
+    """The format of weights: as asked for, else the model's ``own``, else float32."""
+    return asked or (own if own in cpu.STORED else "float32")
+
+
+def weight_bytes(dims: ModelDims, stored: str, tied: bool) -> int:
+    """Bytes, to within a tenth, of a model's weights in this format. tied: the LM head is the embedding."""
+    columns = -(-dims.d_model // cpu.CHUNK) * cpu.CHUNK
+    tied = tied and dims.embedding_dim == dims.d_model
+    layers, ends = dims.n_layers * dims.layer_weights // dims.d_model, dims.vocab_size * (1 if tied else 2)
+    if stored in cpu.WHOLE:
+        return ((4 if stored == "float32" else 2) * (layers + ends) + dims.vocab_size) * columns
+    bits = 8.5 if stored == "int8" else 4.5  # with their scales
+    return int((layers * bits + ends * 8.5) / 8 * columns)

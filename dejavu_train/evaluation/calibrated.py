@@ -90,14 +90,14 @@ def opening(config: InferConfig, bundle: Bundle, device: torch.device) -> str:
             line += ", as several densities are asked for: --timing_mlp_density takes one"
     coded = quant_method(read_values(config.model, config.revision)) == INT4
     weights = "weights in 4 bits, the rest in float32" if coded else config.dtype
-    backend = _backend(config, device, coded)
+    backend = _backend(config, device)
     line += f"; backend {backend}{'' if device.type == 'cpu' else f' on {device}'}, {weights}"
     if bundle.targets and not any(_asked(config, target) for target in TARGETS):
         line += "; others are asked for, such as --mlp_density 0.1,0.2 or --timing_mlp_density 0.2"
     return line
 
 
-def _backend(config: InferConfig, device: torch.device, coded: bool) -> str:
+def _backend(config: InferConfig, device: torch.device) -> str:
     """Backend that ``auto`` tries first for a prompt. Any refusal then is told."""
     if config.backend != "auto":
         return config.backend
@@ -105,7 +105,7 @@ def _backend(config: InferConfig, device: torch.device, coded: bool) -> str:
         return "triton"
     if device.type != "cpu":
         return "gather" if config.device_map is not None else "triton"
-    return "cpu" if (coded or config.dtype == "float32") and not config.guard.every else "gather"
+    return "gather" if config.guard.every else "cpu"
 
 
 def ignored(config: InferConfig, bundle: Bundle) -> list[str]:

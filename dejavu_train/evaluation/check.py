@@ -8,7 +8,7 @@ from dejavu_train.data.text_check import check_source
 from dejavu_train.evaluation.config import InferConfig, name_texts
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import probe_folder
-from dejavu_train.ground.machine import check_device_map, check_device_name, require_package
+from dejavu_train.ground.machine import check_device_map, check_device_name, free_memory, require_package
 from dejavu_train.models.config_values import INT4, quant_method, read_dims, read_values
 from dejavu_train.models.int4_sizes import head_kind, part_sizes
 from dejavu_train.models.stored import check_folder, stored_files
@@ -16,7 +16,8 @@ from dejavu_train.models.stored import check_folder, stored_files
 
 def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     """How the engine of this device would run a decoding step of a bundle, or why it would not."""
-    from dejavu_train.engine.cpu_plan import cpu_format
+    from dejavu_train.engine.cpu_limits import WHOLE
+    from dejavu_train.engine.cpu_plan import cpu_format, weight_bytes
     from dejavu_train.engine.facts import facts_of  # these import torch
     from dejavu_train.engine.options import EngineOptions
     from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
@@ -25,7 +26,7 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
 
     values, dims = read_values(config.model, config.revision), read_dims(config.model, config.revision)
     engine = Engine.GPU if device.type == "cuda" else Engine.CPU
-    packed = quant_method(values) == INT4
+    packed, room = quant_method(values) == INT4, ""
     group = part_sizes(dims)["down"].group if packed else 0
     if packed:
         name, head = "float16" if engine is Engine.GPU else "float32", head_kind(values)
@@ -33,8 +34,10 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
         dtype = chosen_dtype(config.dtype, values, stored_files(config.model, revision=config.revision))
         name = head = str(dtype).removeprefix("torch.")
     if engine is Engine.CPU:
-        layers, codes = cpu_format(packed, config.stored), frozenset(bundle.specs)
-        formats = Formats(layers, "float32" if layers == "float32" else "int8", name)
+        layers, codes = cpu_format("int4" if packed else name, config.stored), frozenset(bundle.specs)
+        formats = Formats(layers, layers if layers in WHOLE else "int8", name)
+        tied = head == name and bool(values.get("tie_word_embeddings", True))
+        room = f"\n{weight_bytes(dims, layers, tied) / 1e9:.3g} GB of weights in the engine, {_free()}"
     else:
         formats = Formats("int4" if packed else name, name if head == "fp16" else head, name, group)
         codes = read_as_codes(bundle, DTYPES[name], config.batch)
@@ -48,7 +51,12 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
         plan = with_screen(plan, None, None)
         if plan.screened:  # how much is free, nobody knows before the weights lie there
             plan = replace(plan, head_why=f"{plan.head_why}, where the GPU has room when the engine is built")
-    return f"a decoding step:\n{plan.describe()}"
+    return f"a decoding step:\n{plan.describe()}{room}"
+
+
+def _free() -> str:
+    free = free_memory()
+    return "free memory unknown" if free is None else f"{free / 1e9:.3g} GB of memory are free"
 
 
 def check(config: InferConfig) -> None:

@@ -118,7 +118,7 @@ class InferConfig(TextConfig):
     backend: Literal["auto", "dense", "mask", "gather", "triton", "cpu", "dense-engine", "dense-cpu"] = "auto"
     """Backend that continues that prompt."""
     stored: Stored | None = None
-    """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else float32."""
+    """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else dtype."""
     guard: Guard = dataclasses.field(default_factory=lambda: Guard(every=0))
     """Dense tokens among those generated, which measure the selection and move thresholds."""
     lossless: bool | None = None

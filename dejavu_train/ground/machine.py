@@ -71,13 +71,14 @@ def free_memory() -> int | None:
         match = None
     free = [] if match is None else [1024 * int(match[1])]
     for group in _control_groups("memory"):
-        for most, taken, cached in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for most, taken, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             limit, used = _numbers(group / most), _numbers(group / taken)
             if limit and used:
-                free.append(max(0, limit[0] - used[0] + _entry(group / "memory.stat", cached)))
+                cached = sum(_entry(group / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active"))
+                free.append(max(0, limit[0] - used[0] + cached))
     return min(free, default=None)
 
 

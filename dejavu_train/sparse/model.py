@@ -99,8 +99,8 @@ class SparseCausalLM(_Dense):
             zeros: what becomes of rows of neurons that are exactly zero, in layers that select nothing. ``skip`` leaves
                 them out, ``read`` reads them. ``auto`` leaves them out where that was measured to be no slower. The
                 text is the same.
-            stored: how the CPU engine keeps weights: ``float32``, ``int8`` or ``int4``, rounded to these bits. None:
-                the codes of a 4-bit model, else float32.
+            stored: how the CPU engine keeps weights: ``float32``, ``float16``, ``bfloat16``, ``int8`` or ``int4``.
+                None: the codes of a 4-bit model, else the model's dtype.
 
         Raises:
             UserError: an unknown backend, one that cannot run here, no guard, or a bundle or backend

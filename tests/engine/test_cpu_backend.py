@@ -128,12 +128,6 @@ def test_engines_and_bundles_share_one_copy_that_goes_with_the_last_of_them(tiny
         gc.enable()
 
 
-def test_a_model_in_half_precision_is_for_gather(tiny_opt, caplog):
-    caplog.set_level(logging.WARNING, logger="dejavu_train")
-    model = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt), "bfloat16"), make_bundle(tiny_opt))
-    assert model.backend == "gather" and "float32" in caplog.text
-
-
 def test_a_forked_process_generates_while_a_call_holds_the_turn(models):
     """What a forked process copies of a turn and of threads belongs to no one there."""
     model = models["cpu"]

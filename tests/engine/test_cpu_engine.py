@@ -194,7 +194,7 @@ def test_refusals_name_the_remedy(tiny_opt):
     for options in ({"batch": 9}, {"threads": 0}, {"context": 513}):
         with pytest.raises(UserError):
             CpuEngine(weights, **options)
-    with pytest.raises(UserError, match="float32, int8, int4 or left out, got int3"):
+    with pytest.raises(UserError, match="float32, float16, bfloat16, int8, int4 or left out, got int3"):
         CpuWeights.from_model(model, "int3")
     for stored, group in (("float32", 64), ("int8", 96), ("int8", 8192)):
         with pytest.raises(UserError, match="multiple of 64 up to 4096"):

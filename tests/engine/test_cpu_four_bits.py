@@ -138,7 +138,7 @@ def test_groups_of_half_a_chunk_are_kept():
     engine = CpuEngine(model)
     assert "int4 with a scale for each 32 columns" in engine.describe()
     assert (engine.score([row])[0] - dense).abs().mean() < 0.05  # the LM head is rounded
-    with pytest.raises(UserError, match="stored must be float32, int8, int4 or left out, got codes"):
+    with pytest.raises(UserError, match="stored must be float32, float16, bfloat16, int8, int4 or left out, got codes"):
         CpuEngine(model, stored="codes")
     with pytest.raises(UserError, match="codes have groups of 128 columns, got group 192"):
         CpuEngine(coded(), group=192)

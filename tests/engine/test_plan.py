@@ -281,7 +281,6 @@ def test_what_there_are_no_kernels_for_is_refused_in_one_line(engine, values, me
     [
         (lambda: plan(None, Formats("int4", "float32", "float32", 128)), "float16 inputs in the decode engine, not"),
         (lambda: plan(None, Formats("float16", "int8", "float16")), "no kernel for an LM head in int8"),
-        (lambda: plan(None, HALF, OPT_6B, Engine.CPU), "weights in float32 or rounded, and this model is in float16"),
         (
             lambda: plan(None, FULL, OPT_6B, Engine.CPU, batch=9),
             "the CPU engine decodes 1 to 8 rows at once",

@@ -142,7 +142,7 @@ def test_the_first_line_says_what_runs(tiny_opt, bundle, tmp_path):
     asked = config(tiny_opt, timing_mlp_density=0.1, backend="mask", dtype="bfloat16")
     used = "timed and generated at 10 % of the neurons (candidates of a second stage) and 50 % of the heads"
     assert opening(asked, bundle, CPU) == f"{plain}; {used}; backend mask, bfloat16"
-    assert "backend gather, float16" in opening(config(tiny_opt, dtype="float16"), bundle, CPU)
+    assert "backend cpu, float16" in opening(config(tiny_opt, dtype="float16"), bundle, CPU)
     assert described(make_bundle(tiny_opt).at(0.2, 1.0, top_k=True)) == (
         "20.3 % of the neurons (the largest logits of each token) and all heads"  # 19 and 20 of 96
     )

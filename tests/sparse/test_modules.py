@@ -188,13 +188,12 @@ def test_a_shallow_copy_has_a_bundle_of_its_own(dense, bundle, backend):
     assert given(copied)[1] != before and given(model)[1] == before
 
 
-def test_an_engine_that_cannot_run_a_dtype_refuses_calls_and_no_move(dense, bundle):
+def test_an_engine_reads_a_model_again_that_was_moved_to_another_dtype(dense, bundle):
     model = sparse(copy.deepcopy(dense), bundle.at(0.4, 0.5), "cpu")
-    before = given(model)
-    model.half()
-    with pytest.raises(UserError, match="keeps weights in float32"):
-        model.generate(IDS, **GREEDY)
-    assert given(model.float()) is None and before is None  # this engine scores nothing
+    assert given(model) is None  # this engine scores nothing
+    halves = model.half().generate(IDS, **GREEDY).tolist()
+    assert "weights in float16" in model.describe()
+    assert model.float().generate(IDS, **GREEDY).tolist() == halves
     text = sparse(copy.deepcopy(model), model.bundle, "mask").generate(IDS, **GREEDY).tolist()
     assert model.generate(IDS, **GREEDY).tolist() == text
 

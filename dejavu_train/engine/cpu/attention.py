@@ -27,7 +27,7 @@ def row_bytes(model, packed):
     if packed:
         return model.pairs.shape[1] + 2 * model.pair_scales.shape[1]
     codes = model.rows.shape[1] * model.rows.itemsize
-    return codes if model.rows.itemsize == 4 else codes + 4 * model.scales.shape[1]
+    return codes if model.rows.itemsize > 1 else codes + 4 * model.scales.shape[1]
 
 
 @compiled()

@@ -13,6 +13,7 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.spec import check_low_rank
 from dejavu_train.engine.cpu import load_engine
 from dejavu_train.engine.cpu_limits import MAX_BATCH
+from dejavu_train.engine.cpu_plan import cpu_format
 from dejavu_train.engine.generation import EnginePool
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step
@@ -53,7 +54,8 @@ class CpuBackend(EnginePool):
         if not SUPPORTED:
             raise Unsupported("the CPU engine needs POSIX threads (Linux or macOS)")
         self.stored = stored
-        formats = Formats(stored or "float32", "float32", str(model.dtype).removeprefix("torch."))
+        dtype = str(model.dtype).removeprefix("torch.")
+        formats = Formats(cpu_format(dtype, stored), dtype, dtype)
         options = EngineOptions(guard=guard, zeros=zeros)
         plan_step(self.shape, {}, formats, options, Engine.CPU)  # refuses now what no engine can run
         self._owner = os.getpid()

@@ -53,8 +53,8 @@ class CpuEngine(Session):
             dense engine.
         batch: rows, at most 8. Fewer prompts may be given.
         context: tokens a row can hold, prompt included. None = the model's limit.
-        stored: float32, int8 or int4, how weights are kept. A given `CpuWeights` keeps its own. None = the codes of a
-            4-bit model, else float32.
+        stored: one of `cpu_limits.STORED`, how weights are kept. A given `CpuWeights` keeps its own. None = the codes
+            of a 4-bit model, else the model's dtype.
         group: columns that share a scale, as `CpuWeights.from_model` takes it.
         threads: None = as many as the process may use.
         release: give up the Hugging Face model's own tensors while copying.

@@ -21,12 +21,13 @@ from dejavu_train.engine.cpu.arrays import (
     padded,
 )
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu_limits import CHUNK, HALF
+from dejavu_train.engine.cpu_limits import CHUNK, HALF, WHOLE
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation, Norm, Positions, QkNorm
 from dejavu_train.ground.errors import UserError
 
-DTYPES = {"float32": np.float32, "int8": np.int8, "int4": np.int8}  # of embedding, LM head and what is not packed
+DTYPES = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.uint32, "int8": np.int8, "int4": np.int8}
+"""The dtypes of rows that are not packed: fp16 by its bits, bf16 as pairs, codes."""
 SMALL = (
     "norms", "qkv_bias", "up_bias", "in_bias", "down_bias", "positions", "turns", "head_norms", "slopes",
 )  # fmt: skip
@@ -55,7 +56,7 @@ def new_model(
     """
     least, allowed = (HALF, "a power of two from") if stored == "int4" else (CHUNK, "a multiple of")
     uneven = group is not None and (group & (group - 1) if stored == "int4" else group % CHUNK)
-    if group is not None and (stored == "float32" or not least <= group <= WIDEST_GROUP or uneven):
+    if group is not None and (stored in WHOLE or not least <= group <= WIDEST_GROUP or uneven):
         raise UserError(
             f"group must be {allowed} {least} up to {WIDEST_GROUP}, of weights stored in int8 or int4; got {group} of"
             f" {stored}"
@@ -63,7 +64,7 @@ def new_model(
     d, f, n_layers, vocab = shape.d_model, shape.d_ffn, shape.n_layers, shape.vocab_size
     h, e, columns = shape.n_heads, shape.head_dim, padded(d)
     pair_group = group or HALF
-    group = columns if stored == "float32" else CHUNK if stored == "int4" else min(group or CHUNK, columns)
+    group = columns if stored in WHOLE else CHUNK if stored == "int4" else min(group or CHUNK, columns)
     qkv, sizes = (h + 2 * shape.n_kv_heads) * e, part_rows(shape)
     packed = np.full((n_layers, len(sizes)), stored == "int4")
     packed &= True if wide is None else ~wide
@@ -74,12 +75,13 @@ def new_model(
         first[:, MLP_IN], packed[:, MLP_IN] = first[:, MLP_UP], packed[:, MLP_UP]
     n_rows = embedding + vocab * (1 if tied else 2)
     pairs = (n_pairs, columns // 2), np.uint8
+    screened = vocab if stored in WHOLE else 1
     learned = shape.max_positions if shape.positions is Positions.LEARNED else 0
     turned = shape.max_positions if shape.positions is Positions.ROTARY else 0
     half = int(shape.rotary_share * e) // 2 if turned else 0
     head_norm, up_bias = HEAD_NORMS[shape.qk_norm], np.zeros((n_layers, f), np.float32)
     return Model(
-        rows=np.empty((n_rows, columns), DTYPES[stored]),
+        rows=np.empty((n_rows, columns // (2 if stored == "bfloat16" else 1)), DTYPES[stored]),
         scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
         pairs=np.empty(*(pairs if stored == "int4" else ((0, columns), DTYPES[stored]))),
         pair_scales=np.empty((n_pairs, math.ceil(columns / pair_group)), np.uint16 if stored == "int4" else np.float32),
@@ -90,9 +92,9 @@ def new_model(
         first=first.astype(np.int64),
         embedding=embedding,
         lm_head=embedding if tied else embedding + vocab,
-        screen=np.zeros((vocab if stored == "float32" else 1, columns), np.int8),
-        screen_scale=np.ones((vocab if stored == "float32" else 1, math.ceil(columns / WIDEST_GROUP)), np.float32),
-        screen_error=np.zeros((vocab if stored == "float32" else 1, 2), np.float32),
+        screen=np.zeros((screened, columns), np.int8),
+        screen_scale=np.ones((screened, math.ceil(columns / WIDEST_GROUP)), np.float32),
+        screen_error=np.zeros((screened, 2), np.float32),
         vocab=vocab,
         kv_group=shape.kv_group,
         norms=np.zeros((2 * n_layers + 2, 2, d), np.float32),

@@ -13,20 +13,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
 
 from dejavu_train.engine.cpu.engine import CpuEngine
-from dejavu_train.engine.cpu.prefill import logits_of
+from dejavu_train.engine.cpu.prefill import QUIET_SECONDS, logits_of
 from dejavu_train.engine.cpu.weights import CpuWeights, matrices
 from dejavu_train.engine.cpu_limits import HALF
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.plain import plain_block
 from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.machine import free_memory
+from dejavu_train.models.hooks import decoder_layers
 from dejavu_train.models.int4 import CodedLinear
+from dejavu_train.models.layer_exchange import LayerExchange, first, own_forward, placed
 from dejavu_train.models.load import load_tokenizer
 from dejavu_train.quantize.rounding import QUICK_RANGES, round_nearest
 
 MOST = 0.05  # nats of KL that rounding may cost
-SHARES = (0.0, 0.25, 0.5, 0.75)  # of the matrices that have 8 bits, tried in turn. Behind them all have
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the matrices that have 8 bits, tried in turn
 TOKENS, SAMPLED_ROWS = 256, 64
 TOPICS = ("lambda", "for", "try", "import", "with")  # of the manual
 logger = logging.getLogger(__name__)
@@ -40,21 +45,21 @@ def read_weights(model: Any, stored: str | None) -> CpuWeights:
     if stored != "int4" or isinstance(blocks_of(model)[0].up, CodedLinear):
         return CpuWeights.from_model(model, stored)
     ids = _tokens(model)
-    forward = (getattr(model, "dense_class", None) or type(model)).forward  # a sparse model's own would come back here
-    with torch.no_grad():
-        dense = forward(model, ids[None]).logits[0].float().log_softmax(-1)
-    errors = _errors(model)
+    dense, errors = _read_once(model, ids)
     order = np.argsort(-errors, axis=None)
+    weights: Any = None
     for share in SHARES:
         wide = np.zeros(errors.shape, bool)
         wide.flat[order[: round(share * int((errors > 0).sum()))]] = True
-        weights = CpuWeights.from_model(model, stored, wide=wide)
+        weights = None  # never two at a time
+        weights = CpuWeights.from_model(model, stored if share < 1 else "int8", wide=wide if share < 1 else None)
         lost, agreement = _lost(weights, ids, dense)
+        free = free_memory()
         if lost <= MOST:
             break
-    else:
-        weights = CpuWeights.from_model(model, "int8")
-        lost, agreement = _lost(weights, ids, dense)
+        if free is not None and weights.nbytes + free < CpuWeights.needed(model, "int8"):
+            logger.warning("more matrices of 8 bits do not fit into the memory that is free")
+            break
     note = f"costs {lost:.2g} nats of KL and agrees in {agreement:.1%} of {len(ids)} greedy tokens"
     logger.warning(
         "weights rounded to nearest, %s: %s; python -m dejavu_train.quantize rounds better", weights.describe(), note
@@ -75,18 +80,45 @@ def _tokens(model: Any) -> Tensor:
     return torch.randint(model.config.vocab_size, (most,), generator=torch.Generator().manual_seed(0))
 
 
-def _errors(model: Any) -> np.ndarray:
-    """(L, 5): squared error of 4 bits over a sample of rows of each matrix, relative. 0 of a part that is not there."""
-    shape = dims_of(model.config)
-    found = np.zeros((shape.n_layers, 5))
-    for layer, block in enumerate(blocks_of(model)):
-        for part, weight in matrices(plain_block(block), shape.n_kv_heads).items():
-            rows = weight[:: max(1, len(weight) // SAMPLED_ROWS)].detach().float()
-            rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % HALF))
-            codes, scales = round_nearest(rows, HALF, QUICK_RANGES)
-            off = codes * scales.float().repeat_interleave(HALF, dim=1) - rows
-            found[layer, part] = float(off.square().sum() / rows.square().sum().clamp_min(1e-30))
-    return found
+@torch.no_grad()
+def _read_once(model: Any, ids: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Log-probabilities (T, V) of the dense model, and (L, 5) the relative squared error of 4 bits of each matrix.
+
+    Layers run one after the other in fp32, whatever the model has: half-precision weights may lie mapped in files that
+    are larger than the memory. An error is of a sample of rows, and 0 of a part that is not there.
+    """
+    exchange, shape = LayerExchange(model, layers := decoder_layers(model)), dims_of(model.config)
+    errors = np.zeros((shape.n_layers, 5))
+    progress = tqdm(total=len(layers), desc="measuring", unit="layer", leave=False, delay=QUIET_SECONDS, disable=None)
+
+    def run(own: Any, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, _in_fp32, (args, kwargs))
+        with placed(own, torch.device("cpu"), torch.float32, {}):
+            return own_forward(own, given.float(), *args, **kwargs)
+
+    def act(number: int, own: Any, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for part, weight in matrices(plain_block(blocks_of(model)[number]), shape.n_kv_heads).items():
+            errors[number, part] = _error(weight[:: max(1, len(weight) // SAMPLED_ROWS)].float())
+        progress.update()
+        made = first(run(own, given, *args, **kwargs))
+        return made.to(model.dtype) if own is layers[-1] else made
+
+    forward = (getattr(model, "dense_class", None) or type(model)).forward  # a sparse model's own would come back here
+    exchange.ask_first(ids[None, :2], run)
+    with progress, exchange.exchanged(act):
+        return forward(model, ids[None]).logits[0].float().log_softmax(-1), errors
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _error(rows: Tensor) -> float:
+    """The relative squared error that 4 bits have of rows (n, d) fp32."""
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % HALF))
+    codes, scales = round_nearest(rows, HALF, QUICK_RANGES)
+    off = codes * scales.float().repeat_interleave(HALF, dim=1) - rows
+    return float(off.square().sum() / rows.square().sum().clamp_min(1e-30))
 
 
 def _lost(weights: CpuWeights, ids: Tensor, dense: Tensor) -> tuple[float, float]:

@@ -37,6 +37,7 @@ _FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), i
 _FLOATS = ir.VectorType(_FLOAT, LANES)
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
 _FUSE = ("contract",)
+WHOLE = (types.float32, types.uint16, types.uint32)  # rows without scales: fp32, fp16, pairs of bf16
 
 
 class Rows:
@@ -46,9 +47,10 @@ class Rows:
         self.builder = builder
         array = context.make_array(kinds[0])(context, builder, rows)
         stored = builder.extract_value(array.shape, 1)
-        self.packed = kinds[0].dtype == types.uint8
-        self.element = _FLOAT if kinds[0].dtype == types.float32 else _I8
-        self.columns = builder.shl(stored, _I64(1)) if self.packed else stored
+        self.kind = kinds[0].dtype
+        self.packed, self.whole = self.kind == types.uint8, self.kind in WHOLE
+        self.element = {types.float32: _FLOAT, types.int8: _I8, types.uint8: _I8}.get(self.kind, _I16)
+        self.columns = builder.shl(stored, _I64(1)) if self.kind in (types.uint8, types.uint32) else stored
         listed = context.make_array(kinds[1])(context, builder, numbers).data
         last = builder.sub(n, _I64(1))
         self.indices = []
@@ -56,7 +58,8 @@ class Rows:
             wanted = builder.add(first, _I64(i))
             here = builder.select(builder.icmp_signed("<", wanted, last), wanted, last)
             self.indices.append(builder.sext(builder.load(builder.gep(listed, [here])), _I64))
-        self.data = [builder.gep(array.data, [builder.mul(index, stored)]) for index in self.indices]
+        starts = [builder.gep(array.data, [builder.mul(index, stored)]) for index in self.indices]
+        self.data = [builder.bitcast(start, self.element.as_pointer()) for start in starts]
 
     def place(self, row: int, column: Any) -> Any:
         """The address of a column, of two columns a byte that of the byte."""
@@ -66,6 +69,19 @@ class Rows:
     def codes(self, row: int, column: Any, kind: Any, count: int) -> Any:
         """``count`` codes of a row from this column on, as they are stored."""
         return load_vector(self.builder, self.place(row, column), ir.VectorType(kind, count))
+
+    def numbers(self, row: int, column: Any, lanes: int) -> Any:
+        """So many columns of a row as fp32, those of codes without their scale."""
+        stored, floats = self.codes(row, column, self.element, lanes), ir.VectorType(_FLOAT, lanes)
+        if self.kind == types.float32:
+            return stored
+        if self.kind == types.uint16:
+            return widen_halves(self.builder, stored, lanes)
+        if self.kind == types.uint32:  # bf16 is the upper half of fp32
+            wide = ir.VectorType(_I32, lanes)
+            raised = self.builder.shl(self.builder.zext(stored, wide), ir.Constant(wide, [16] * lanes))
+            return self.builder.bitcast(raised, floats)
+        return self.builder.sitofp(stored, floats)
 
     def prefetch_scales(self, scales: Any, n_groups: Any, number: Any) -> None:
         """Ask for the scales of this group of the next four rows."""
@@ -81,8 +97,9 @@ class Rows:
 
     def prefetch(self, column: Any) -> None:
         """Ask for this chunk of the next four rows: processors prefetch along a row, not along a list of them."""
-        for row in range(ROWS, 2 * ROWS):
-            _prefetch(self.builder, self.place(row, column))
+        for start in range(0, CHUNK, HALF if self.element == _I16 else CHUNK):  # a cache line each
+            for row in range(ROWS, 2 * ROWS):
+                _prefetch(self.builder, self.place(row, self.builder.add(column, _I64(start))))
 
 
 def _prefetch(builder: Any, address: Any) -> None:
@@ -105,12 +122,17 @@ def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
 
 def half_splat(builder: Any, bits: Any, lanes: int) -> Any:
     """The fp16 number with these 16 bits, as fp32 in every lane."""
-    halves, wide, floats = (ir.VectorType(kind, lanes) for kind in (_I16, _I32, _FLOAT))
-    one = builder.insert_element(ir.Constant(halves, ir.Undefined), bits, _I32(0))
-    every = builder.shuffle_vector(one, one, ir.Constant(wide, [0] * lanes))
+    one = builder.insert_element(ir.Constant(ir.VectorType(_I16, lanes), ir.Undefined), bits, _I32(0))
+    every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    return widen_halves(builder, every, lanes)
+
+
+def widen_halves(builder: Any, bits: Any, lanes: int) -> Any:
+    """The finite fp16 numbers with these 16 bits each as fp32."""
+    wide, floats = ir.VectorType(_I32, lanes), ir.VectorType(_FLOAT, lanes)
     if has_features("f16c"):
-        return builder.fpext(builder.bitcast(every, ir.VectorType(ir.HalfType(), lanes)), floats)
-    every = builder.sext(every, wide)  # the sign stays in front
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), floats)
+    every = builder.sext(bits, wide)  # the sign stays in front
     sign, size = (builder.and_(every, ir.Constant(wide, [mask] * lanes)) for mask in (-(1 << 31), 0x7FFF))
     shifted = builder.or_(sign, builder.shl(size, ir.Constant(wide, [13] * lanes)))
     return builder.fmul(builder.bitcast(shifted, floats), ir.Constant(floats, [2.0**112] * lanes))
@@ -139,21 +161,19 @@ def sum_lanes(builder: Any, vector: Any) -> Any:
     return builder.call(reduce, [_FLOAT(0.0), vector], fastmath=("reassoc",))
 
 
-def _dot_floats(rows: Rows, element: Any, x: Any, prefetch: bool) -> list[Any]:
-    """Four sums of code * x over all columns, in fp32. Two vectors of sums for each row."""
+def _dot_floats(rows: Rows, x: Any) -> list[Any]:
+    """Four sums of number * x over all columns, in fp32. Two vectors of sums for each row."""
     builder = rows.builder
 
     def chunk(column: Any, sums: list[Any]) -> list[Any]:
-        if prefetch:
+        if rows.kind != types.float32:
             rows.prefetch(column)
         for start in range(0, CHUNK, LANES):
             here = builder.add(column, _I64(start))
             values = load_vector(builder, builder.gep(x, [here]), _FLOATS)
             for row in range(ROWS):
-                codes = rows.codes(row, here, element, LANES)
-                codes = codes if element == _FLOAT else builder.sitofp(codes, _FLOATS)
                 which = 2 * row + start // LANES % 2
-                sums[which] = fused(builder, codes, values, sums[which])
+                sums[which] = fused(builder, rows.numbers(row, here, LANES), values, sums[which])
         return sums
 
     sums = loop(builder, _I64(0), rows.columns, CHUNK, [_ZERO] * (2 * ROWS), chunk)
@@ -223,9 +243,9 @@ def dot_four(
 ) -> Any:
     """out[first : first + 4] = the rows numbers[first : first + 4] of a list of n, each times x, times ``unit``.
 
-    rows (., D) are fp32, or int16 with one scale a row, with x (D) fp32. Or x (D) is int16, and rows are int8 with
-    scales (., G) for each ``group`` columns. Packed rows are uint8 (., D / 2), with fp16 scales given as uint16. The
-    scales of fp32 rows are not read. out (at least n + 3) fp32.
+    For x (D) fp32, rows (., D) are fp32, fp16 given as uint16, or int16 with one scale a row. Pairs of bf16 are uint32
+    (., D / 2). For x (D) int16, rows are int8 with scales (., G) for each ``group`` columns. Packed rows are
+    uint8 (., D / 2), with fp16 scales given as uint16. Scales of `WHOLE` rows are not read. out (at least n + 3) fp32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -236,13 +256,11 @@ def dot_four(
         if kinds[0].dtype in (types.int8, types.uint8):
             n_groups = builder.extract_value(scale_array.shape, 1)
             sums = [each[0] for each in dot_levels(read, scale_array.data, n_groups, args[2], [x_data])]
-        elif kinds[0].dtype == types.int16:
-            sums = _dot_floats(read, _I16, x_data, True)
-            for row in range(ROWS):
+        else:
+            sums = _dot_floats(read, x_data)
+            for row in range(ROWS if not read.whole else 0):
                 scale = builder.load(builder.gep(scale_array.data, [read.indices[row]]))
                 sums[row] = builder.fmul(sums[row], scale)
-        else:
-            sums = _dot_floats(read, _FLOAT, x_data, False)
         out_data = context.make_array(kinds[8])(context, builder, args[8]).data
         for row in range(ROWS):
             place = builder.gep(out_data, [builder.add(args[4], _I64(row))])
@@ -257,7 +275,7 @@ def add_rows(
     read: Rows, outs: list[Any], own: list[list[Any]], scales: Any, group: Any, lanes: int, fetch: Callable[..., None]
 ) -> None:
     """Add own[row][b] times each of four rows to the fp32 vectors outs[b]. fetch: asks for what comes of a chunk."""
-    builder, floats, whole = read.builder, ir.VectorType(_FLOAT, lanes), read.element == _FLOAT
+    builder, floats = read.builder, ir.VectorType(_FLOAT, lanes)
     n_groups = builder.extract_value(scales.shape, 1)
 
     def add_to(b: int, column: Any, numbers: list[Any], factors: list[list[Any]]) -> None:
@@ -278,8 +296,7 @@ def add_rows(
         fetch(read, column)
         for offset in range(0, CHUNK, lanes):
             here = builder.add(column, _I64(offset))
-            numbers = [read.codes(row, here, read.element, lanes) for row in range(ROWS)]
-            numbers = numbers if whole else [builder.sitofp(each, floats) for each in numbers]
+            numbers = [read.numbers(row, here, lanes) for row in range(ROWS)]
             for b in range(len(outs)):
                 add_to(b, here, numbers, factors)
         return []
@@ -308,7 +325,7 @@ def add_rows(
     if read.packed:
         shift = trailing_zeros(builder, group)
         loop(builder, _I64(0), read.columns, CHUNK, [], packed_chunk)
-    elif whole:
+    elif read.whole:
         factors = [[splat(builder, factor, lanes) for factor in each] for each in own]
         loop(builder, _I64(0), read.columns, CHUNK, [], lambda column, _: chunk(factors, column))
     else:
@@ -321,7 +338,7 @@ def add_four(
 ) -> Any:
     """Add factors[i] times row numbers[i] to out (D) fp32, for i from first to first + 4 in a list of n.
 
-    rows (., D) fp32, int8 with scales (., G) for each ``group`` columns, or packed as `dot_four` has them.
+    rows as `dot_four` has them, without scales, of int8 or packed.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -336,7 +353,7 @@ def add_four(
             factor = builder.load(builder.gep(factor_data, [builder.select(inside, at, args[6])]))
             own.append(builder.select(inside, factor, _FLOAT(0.0)))
         scale_array = context.make_array(kinds[2])(context, builder, args[2])
-        fetch = Rows.prefetch if read.element != _FLOAT else lambda read, column: None
+        fetch = Rows.prefetch if read.kind != types.float32 else lambda read, column: None
         add_rows(
             read,
             [out_data],

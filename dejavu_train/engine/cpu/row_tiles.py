@@ -20,7 +20,7 @@ from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu_limits import CHUNK
 
 WIDE = 2 * LANES  # the even and the odd vector of `row_kernels`, side by side
-_FLOAT, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_FLOAT, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, WIDE), ir.VectorType(_I32, LANES)
 # Registers for a tile of four. Others spill, and take tiles of two.
 HAS_AVX512 = has_features("avx512f", "avx512vl")
@@ -54,17 +54,15 @@ class _Tile:
             read.prefetch(self.builder.add(column, self.builder.add(half, _I64(line))))
 
 
-def _dot_floats(read: Rows, tile: _Tile, element: Any, x: list[Any]) -> list[list[Any]]:
-    """Sums of weight * x over all columns, of each row and each of the tile's operands."""
+def _dot_floats(read: Rows, tile: _Tile, x: list[Any]) -> list[list[Any]]:
+    """Sums of number * x over all columns, of each row and each of the tile's operands."""
     builder, count = read.builder, len(x)
 
     def chunk(column: Any, sums: list[Any]) -> list[Any]:
         tile.fetch_floats(read, column)
         for start in range(0, CHUNK, WIDE):
             here = builder.add(column, _I64(start))
-            weights = [read.codes(row, here, element, WIDE) for row in range(ROWS)]
-            if element != _FLOAT:
-                weights = [builder.sitofp(codes, _FLOATS) for codes in weights]
+            weights = [read.numbers(row, here, WIDE) for row in range(ROWS)]
             for b in range(count):
                 values = load_vector(builder, builder.gep(x[b], [here]), _FLOATS)
                 for row in range(ROWS):
@@ -99,13 +97,11 @@ def _dot_tile(count: int) -> Any:
             if kinds[0].dtype in (types.int8, types.uint8):
                 n_groups = builder.extract_value(scale_array.shape, 1)
                 sums = dot_levels(read, scale_array.data, n_groups, args[2], x)
-            elif kinds[0].dtype == types.int16:
-                sums = _dot_floats(read, tile, _I16, x)
-                for row in range(ROWS):
+            else:
+                sums = _dot_floats(read, tile, x)
+                for row in range(ROWS if not read.whole else 0):
                     scale = builder.load(builder.gep(scale_array.data, [read.indices[row]]))
                     sums[row] = [builder.fmul(each, scale) for each in sums[row]]
-            else:
-                sums = _dot_floats(read, tile, _FLOAT, x)
             for b, start in enumerate(tile.parts(kinds[9], args[9])):
                 for row in range(ROWS):
                     place = builder.gep(start, [builder.add(args[4], _I64(row))])
@@ -140,7 +136,7 @@ def _add_tile(count: int) -> Any:
                 own.append([builder.select(inside, factor, _FLOAT(0.0)) for factor in loaded])
 
             scale_array = context.make_array(kinds[2])(context, builder, args[2])
-            fetch = tile.fetch_floats if read.element == _FLOAT else Rows.prefetch
+            fetch = tile.fetch_floats if read.whole else Rows.prefetch
             add_rows(read, outs, own, scale_array, args[3], WIDE, fetch)
             return context.get_dummy_value()
 

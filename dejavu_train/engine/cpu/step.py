@@ -237,7 +237,7 @@ def head(model, state, work, control, mode, score, thread, n_threads):
         start, stop = model.vocab * thread // n_threads, model.vocab * (thread + 1) // n_threads
         live = live_rows(state)
         whole = live
-        if model.rows.itemsize == 4 and mode == GREEDY and not score:
+        if model.rows.itemsize > 1 and mode == GREEDY and not score:
             whole = live & scored_rows(state)
         if live != whole:
             likeliest_tokens(model, state, work, live & ~whole, start, stop, thread)

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV, Model, padded
-from dejavu_train.engine.cpu.layout import SMALL, new_model, part_rows
+from dejavu_train.engine.cpu.arrays import MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV, Model
+from dejavu_train.engine.cpu.layout import DTYPES, SMALL, new_model, part_rows
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu_limits import CHUNK, HALF
-from dejavu_train.engine.cpu_plan import check_stored, cpu_format
+from dejavu_train.engine.cpu_limits import CHUNK, HALF, WHOLE
+from dejavu_train.engine.cpu_plan import check_stored, cpu_format, weight_bytes
 from dejavu_train.engine.planned import Formats
 from dejavu_train.engine.runs import RUNS
 from dejavu_train.families import BlockParts, ModelDims, blocks_of, dims_of
@@ -33,6 +33,7 @@ from dejavu_train.models.int4 import CodedLinear, Int4Rows, Int8Rows, coded_rows
 from dejavu_train.quantize.rounding import QUICK_RANGES, round_nearest
 
 ROWS_AT_ONCE = 4096
+NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 ROTARY_BASE = 10_000.0  # of random weights
 SUMMED = 3e-5  # of the norms of x and a row: more than two orders of summing up a product in fp32 differ by
 
@@ -68,11 +69,11 @@ class CpuWeights:
 
         Args:
             model: of any family, of any floating dtype.
-            stored: ``float32``, ``int8`` or ``int4``: weights are rounded. Those of a 4-bit model are its own codes,
-                exact but for embeddings and LM head, unless the head is codes too. Norms, biases and positions are
-                fp32. None = int4 for a 4-bit model, else fp32.
+            stored: one of `cpu_limits.STORED`: weights are rounded, unless they have this type. Those of a 4-bit model
+                are its own codes, exact but for embeddings and LM head, unless the head is codes too. Norms, biases
+                and positions are fp32. None = int4 for a 4-bit model, else the model's dtype.
             group: columns that share a scale, a multiple of CHUNK, of int4 HALF, up to WIDEST_GROUP. None = that
-                multiple, or the model's own. Not of fp32.
+                multiple, or the model's own. Of codes alone.
             wide: (L, 5) bool, parts of layers that int4 keeps in 8 bits. None = none.
             release: give up the model's own tensors layer by layer, so that a large model never exists twice.
         Raises:
@@ -146,15 +147,8 @@ class CpuWeights:
     @staticmethod
     def needed(model: Any, stored: str | None = None) -> int:
         """Bytes, to within a tenth, that `from_model` takes in this format, None = the one it takes by itself."""
-        shape, head = dims_of(model.config), model.get_output_embeddings()
-        tied = not isinstance(head, CodedLinear) and bool(model.config.tie_word_embeddings)
-        tied = tied and shape.embedding_dim == shape.d_model
-        layers, ends = shape.n_layers * shape.layer_weights // shape.d_model, shape.vocab_size * (1 if tied else 2)
-        stored = how_stored(model, stored)[0]
-        if stored == "float32":
-            return (4 * (layers + ends) + shape.vocab_size) * padded(shape.d_model)
-        bits = 8.5 if stored == "int8" else 4.5  # with their scales
-        return int((layers * bits / 8 + ends * 8.5 / 8) * padded(shape.d_model))
+        tied = not isinstance(model.get_output_embeddings(), CodedLinear) and bool(model.config.tie_word_embeddings)
+        return weight_bytes(dims_of(model.config), how_stored(model, stored)[0], tied)
 
     @classmethod
     def random(
@@ -184,16 +178,17 @@ class CpuWeights:
         """These weights in int8 or int4, for drafts, made once. What is no matrix is shared.
 
         Raises:
-            UserError: weights that are not fp32.
+            UserError: weights that are codes.
         """
         if stored in self.copies:
             return self.copies[stored]
-        if self.model.rows.dtype != np.float32:
+        if self.model.rows.dtype == np.int8:
             raise UserError(
-                f"draft_weights={stored} is for fp32 weights, and these are {self.describe()} already; leave it out"
+                f"draft_weights={stored} is for weights that are no codes, and these are {self.describe()} already;"
+                " leave it out"
             )
-        check_memory(self.model.rows.size // (1 if stored == "int8" else 2), f"weights of the draft in {stored}")
         tied = self.model.lm_head == self.model.embedding
+        check_memory(weight_bytes(self.shape, stored, tied), f"weights of the draft in {stored}")
         numbers = {name: getattr(self.model, name) for name in ("eps", "head_eps", "final_norm")}
         copy = replace(self, model=new_model(self.shape, stored, None, tied=tied, **numbers), note="", copies={})
         for name in SMALL:
@@ -210,7 +205,12 @@ class CpuWeights:
     @property
     def operand(self) -> type:
         """Type that rows are multiplied with: fp32, or int16 levels."""
-        return np.float32 if self.model.rows.dtype == np.float32 else np.int16
+        return np.int16 if self.model.rows.dtype == np.int8 else np.float32
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The dtype of rows of 16 bits, None of other ones."""
+        return {np.dtype(np.uint16): torch.float16, np.dtype(np.uint32): torch.bfloat16}.get(self.model.rows.dtype)
 
     def put(self, first: int, weight: Tensor, layer: int | None = None, packed: bool = False) -> None:
         """Store weight (n, d) as the rows from number ``first`` on. layer: that they belong to, for messages."""
@@ -223,12 +223,16 @@ class CpuWeights:
                 codes, scales = round_nearest(whole, self.model.pair_group, QUICK_RANGES)
                 self._put_pairs(rows, codes[:, :d], scales)
                 continue
-            self.model.rows[rows, d:] = 0
-            if self.model.rows.dtype == np.float32:
-                self.model.rows[rows, :d] = part.numpy()
+            stored = self.model.rows if self.half is None else self.model.rows.view(np.int16)
+            stored[rows, d:] = 0
+            if self.half is not None:
+                self.check_finite(layer, halves := part.to(self.half))
+                stored[rows, :d] = halves.view(torch.int16).numpy()
+            elif self.model.rows.dtype == np.float32:
+                stored[rows, :d] = part.numpy()
             else:
                 codes, scales = quantise_groups(part, self.model.group)
-                self.model.rows[rows, :d], self.model.scales[rows] = codes.numpy(), scales.numpy()
+                stored[rows, :d], self.model.scales[rows] = codes.numpy(), scales.numpy()
 
     def put_codes(self, first: int, rows: Int4Rows | Int8Rows, layer: int | None = None) -> None:
         """Store codes and scales of rows (n, d) as they are, from number ``first`` on, those of a layer packed."""
@@ -278,9 +282,9 @@ class CpuWeights:
                 raise UserError(f"{where} has weights that are not finite; load the model again, or from another copy")
 
     def screen(self) -> None:
-        """Round the LM head to int8 beside its fp32 rows, with bounds of what a logit of it is off by."""
+        """Round the LM head to int8 beside rows that are no codes, with bounds of what a logit of it is off by."""
         model, d = self.model, self.shape.d_model
-        for start in range(0, len(model.screen) if model.rows.dtype == np.float32 else 0, ROWS_AT_ONCE):
+        for start in range(0, len(model.screen) if self.formats.layers in WHOLE else 0, ROWS_AT_ONCE):
             part = self.rows(model.lm_head + start, min(ROWS_AT_ONCE, model.vocab - start))
             codes, scales = quantise_groups(part, WIDEST_GROUP)
             rows = slice(start, start + len(part))
@@ -301,7 +305,10 @@ class CpuWeights:
         return codes.float().mul_(scales.repeat_interleave(self.model.pair_group, dim=1)[:, : shape.d_model])
 
     def rows(self, first: int, n: int) -> Tensor:
-        """n rows that are not packed, from number ``first`` on, as fp32 (n, d): a view of fp32, a copy of int8 ones."""
+        """n rows that are not packed, from number ``first`` on, as fp32 (n, d): a view of fp32, a copy of others."""
+        if self.half is not None:
+            rows = self.model.rows.view(np.int16)[first : first + n, : self.shape.d_model]
+            return torch.from_numpy(rows).view(self.half).float()
         part = torch.from_numpy(self.model.rows[first : first + n, : self.shape.d_model])
         if part.dtype == torch.float32:
             return part
@@ -322,7 +329,7 @@ class CpuWeights:
         model, kept = self.model, self.formats.layers
         group = model.pair_group if kept == "int4" else model.group
         scales = "each row" if group >= self.shape.d_model else f"each {group} columns"
-        stored = "fp32" if kept == "float32" else f"{kept} with a scale for {scales}"
+        stored = NAMES.get(kept) or f"{kept} with a scale for {scales}"
         if kept == "int4" and (wide := int((model.packed == 0).sum())):
             stored += f", {wide} of {model.packed.size} matrices in int8"
         return f"{stored} ({self.note})" if self.note else stored
@@ -330,8 +337,10 @@ class CpuWeights:
     @property
     def formats(self) -> Formats:
         """As a plan names them: of the layers, of the LM head, and of what is no matrix."""
-        stored = "int4" if len(self.model.pairs) else "int8" if self.model.rows.dtype == np.int8 else "float32"
-        return Formats(stored, "float32" if stored == "float32" else "int8", "float32")
+        rows = self.model.rows.dtype
+        stored = next(name for name, dtype in DTYPES.items() if dtype == rows)
+        stored = "int4" if len(self.model.pairs) else stored
+        return Formats(stored, stored if stored in WHOLE else "int8", "float32")
 
     @property
     def nbytes(self) -> int:
@@ -345,14 +354,14 @@ class CpuWeights:
 def how_stored(model: Any, asked: str | None) -> tuple[str, str]:
     """The format of a model's weights if asked for one or for none, and what to say about it.
 
-    None: int4 of a 4-bit model, else float32.
+    None: int4 of a 4-bit model, else the model's dtype.
 
     Raises:
         UserError: an unknown format.
     """
     check_stored(asked)
     coded = isinstance(blocks_of(model)[0].up, CodedLinear)
-    stored = cpu_format(coded, asked)
+    stored = cpu_format("int4" if coded else str(model.dtype).removeprefix("torch."), asked)
     if not coded or stored != "int4":
         return stored, ""
     head = "embeddings" if isinstance(model.get_output_embeddings(), CodedLinear) else "embeddings and LM head"

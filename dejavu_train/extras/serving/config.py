@@ -32,9 +32,9 @@ class ServeConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str | None = None
-    """float32, float16 or bfloat16. null: float32 on a CPU, float16 on a GPU."""
+    """float32, float16 or bfloat16. null: float16 on a GPU, on a CPU float32, where weights are rounded as they lie."""
     stored: Stored | None = None
-    """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else float32."""
+    """Format of the weights in the CPU engine. null: 4 bits of a model that has them, else dtype."""
     rows: int = 8
     """Texts that are written at once."""
     context: int | None = None

@@ -36,7 +36,8 @@ def load(config: ServeConfig) -> SparseCausalLM:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() and config.backend != "cpu" else "cpu"
-    dtype = config.dtype or ("float32" if device == "cpu" else "float16")
+    rounded = config.stored in ("int8", "int4")  # layer by layer, from the numbers as they lie in their files
+    dtype = config.dtype or ("float16" if device != "cpu" else "auto" if rounded else "float32")
     model: SparseCausalLM = SparseCausalLM.from_pretrained(
         config.model, config.bundle or None, config.backend, "prompt",
         dtype=dtype, device=device, revision=config.revision, stored=config.stored,
