@@ -177,7 +177,7 @@ def _speed(found: Found) -> list[str]:
     engine = times.get(DENSE_ENGINES.get(name, ""))
     if engine is not None:
         ratio = engine / ms
-        than = f"{ratio:.2g} times faster than" if ratio >= 1.05 else "as fast as" if ratio > 0.95 else "slower than"
+        than = f"{ratio:.2g} times as fast as" if ratio >= 1.05 else "as fast as" if ratio > 0.95 else "slower than"
         why = "" if ratio >= 1.05 else ": the model is too small, or the density too high, to gain"
         lines.append(f"That is {than} the same engine without predictors, which takes {engine:.3g} ms{why}.")
     return lines
