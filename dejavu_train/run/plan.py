@@ -41,7 +41,7 @@ def print_plan(config: RunConfig) -> None:
     if has_config_alone(config.model):
         logger.info("%s has a config.json alone: weights and tokenizer are not looked at", config.model)
     whole = calibrate_stage(config)
-    config, _ = check_run_folder(config, whole)
+    check_run_folder(config, whole)  # stages are named by the configuration as it was given, with its open densities
     output = Path(config.output)
     rows = [("stage", "state", "about")]
     seconds: dict[str, float] = {}

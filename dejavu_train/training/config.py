@@ -283,9 +283,9 @@ class RunConfig:
         sample, most = self.text.sample, shape.max_positions
         length = sample.length or self.collect.window
         own = length if self.text.source == SELF else 0
-        for name, tokens in (("collect.window", self.collect.window), ("text.sample.length", own)):
-            if tokens > most:
-                raise UserError(f"{name} is {tokens}, but the model has {most} positions; give --{name} {most}")
+        for name, asked in (("collect.window", self.collect.window), ("text.sample.length", own)):
+            if asked > most:
+                raise UserError(f"{name} is {asked}, but the model has {most} positions; give --{name} {most}")
         if sample.prompts is not None and sample.prompt_tokens + 1 >= length:
             raise UserError(
                 f"text.sample.prompt_tokens is {sample.prompt_tokens}, of samples of {length} tokens; choose less"
