@@ -178,6 +178,6 @@ def _speed(found: Found) -> list[str]:
     if engine is not None:
         ratio = engine / ms
         than = f"{ratio:.2g} times as fast as" if ratio >= 1.05 else "as fast as" if ratio > 0.95 else "slower than"
-        why = "" if ratio >= 1.05 else ": the model is too small, or the density too high, to gain"
+        why = "" if ratio >= 1.05 else ": the model is too small, the density too high, or this machine too busy"
         lines.append(f"That is {than} the same engine without predictors, which takes {engine:.3g} ms{why}.")
     return lines
