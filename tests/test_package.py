@@ -104,7 +104,7 @@ def test_the_example_that_generates(tiny_opt, bundle_folder, capsys):
 
 
 def test_the_example_that_scores(tiny_opt, bundle_folder, text_file, capsys):
-    assert example("densities", tiny_opt, bundle_folder, text_file, "--densities", "1.0", "0.2", "--tokens=64") == 0
+    assert example("densities", tiny_opt, bundle_folder, text_file, "--mlp_density", "1.0", "0.2", "--tokens=64") == 0
     found = re.findall(r"density (\S+): perplexity (\S+) on 63 tokens", capsys.readouterr().out)
     assert [density for density, _ in found] == ["1.00", "0.20"] and found[0][1] != found[1][1]
     assert example("densities", tiny_opt, bundle_folder / "nowhere", text_file) == 2

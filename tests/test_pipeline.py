@@ -163,7 +163,7 @@ def test_only_what_depends_on_a_changed_key_is_made_anew(finished, tiny_opt, tex
     Bundle.from_pretrained(output / "bundle")
 
 
-def test_an_open_density_is_that_of_the_first_training(tiny_opt, text_file, tmp_path, caplog):
+def test_an_open_density_is_that_of_the_first_training(tiny_opt, text_file, tmp_path, caplog, capsys):
     output = tmp_path / "run"
     shutil.copytree(activations(tiny_opt, text_file), output / "activations")
     caplog.set_level(logging.INFO, logger="dejavu_train")
@@ -172,7 +172,8 @@ def test_an_open_density_is_that_of_the_first_training(tiny_opt, text_file, tmp_
     assert json.loads((output / "run.json").read_text())["train"]["mlp"]["density"] == 0.4
     assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *few, "--calibrate.mlp_density=0.3")) == 0
     assert "were trained for density 0.4, calibrated for 0.3" in caplog.text
-    assert json.loads((output / "run.json").read_text())["train"]["mlp"]["density"] == 0.4
+    assert exit_on_user_error(main, flags(tiny_opt, text_file, output, *few, "--check")) == 0
+    assert "train mlp    reused" in capsys.readouterr().out
 
 
 def test_the_model_is_loaded_for_sensitivities_alone_and_as_configured(

@@ -42,7 +42,7 @@ def _half(key: UnitKey, predictors: Mapping[UnitKey, PredictorFacts | None], sil
     if facts is None:
         return HalfPlan(key.target, Run.ALL, Kernels.COMPILED, (why_all(key, predictors),), skips=skips)
     return HalfPlan(
-        key.target, Run.SELECTED, Kernels.COMPILED, ("rows read what they select together",), facts.site,
+        key.target, Run.SELECTED, Kernels.COMPILED, (), facts.site,
         Place.COMPILED, facts.format, key.site.half - facts.site.half, second_stage=facts.second_stage,
         density=facts.density, union=facts.union, skips=skips,
     )  # fmt: skip

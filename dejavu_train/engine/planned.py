@@ -213,6 +213,6 @@ class StepPlan:
                 if alike[0][1].place is not None:
                     row, union = (sum(getattr(h, n) for _, h in alike) / len(alike) for n in ("density", "union"))
                     word = "candidates" if alike[0][1].second_stage else "density"
-                    lines.append(f"    {word} {row:.3f} a row, {union:.3f} together")
+                    lines.append(f"    {word} {row:.3f}" + (f" a row, {union:.3f} together" if self.batch > 1 else ""))
                 lines += [f"    {reason}" for reason in why]
         return "\n".join(lines)

@@ -39,7 +39,7 @@ class StepBytes:
                 f"reads at most {self.read / 1e6:,.1f} MB of weights for {what}, less by rows of silent neurons\n"
                 "expected speed: it follows from how many are silent, which python infer.py --model MODEL measures"
             )
-        part = f"{100 * share:.0f} % of {self.dense / 1e6:,.1f} MB"
+        part = f"{100 * share:.0f} % of the {self.dense / 1e6:,.1f} MB without predictors"
         read = f"reads {self.read / 1e6:,.1f} MB of weights for {what}, {part}"
         if gain < GAIN:
             return f"{read}\nexpected speed: that of the dense model in the same engine, because nearly all is read"

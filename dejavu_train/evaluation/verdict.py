@@ -20,6 +20,7 @@ ADVICE = (  # increase of perplexity up to which -> what it means
 
 DENSE_ENGINES = {"cpu": "dense-cpu", "triton": "dense-engine"}  # backend -> the same engine without predictors
 THEIRS = {"dense-engine-read": "the same engine where it reads all rows", "dense": "transformers' dense model"}
+SLOW = " It is plain torch, and shows what is written rather than how fast an engine is."
 ROUNDED = (
     "Scores are of the model's own weights, times and texts of weights kept as {}. The log says what a rounding costs."
 )
@@ -116,10 +117,10 @@ def _quality(found: Found) -> list[str]:
     asked = [row for row in predicted if row.get("as_calibrated")] or widest(predicted)
     lines = [f"With {selected(asked[0])}:"]
     for row in asked:
-        error = f" (± {100 * row['increase_error']:.2g})" if row["increase_error"] is not None else ""
+        unit = 1 if row["increase"] >= 1 else 100  # times, or per cent
+        error = f" (± {unit * row['increase_error']:.2g})" if row["increase_error"] is not None else ""
         lines.append(f"  {row['text']}: a token is {likelihood(row['increase'])}{error} than to the dense model.")
-    worst = max(row["increase"] for row in asked)
-    lines.append(next(text for most, text in ADVICE if worst <= most))
+    lines.append(next(text for most, text in ADVICE if max(row["increase"] for row in asked) <= most))
     mass = min((row["mlp_retained_mass"] for row in asked if row["mlp_retained_mass"] is not None), default=1.0)
     if mass < GOOD_MASS:
         needed = f"Below {100 * GOOD_MASS:.0f} % quality suffers."
@@ -171,13 +172,12 @@ def _speed(found: Found) -> list[str]:
     if not sparse:
         return []
     name, ms = min(sparse.items(), key=lambda item: item[1])
-    takes = f"A token takes {ms:.3g} ms on the backend {name}"
     instead = f", instead of {times['dense']:.3g} in transformers' dense model" if "dense" in times else ""
-    lines = [f"{takes}{instead}."]
+    lines = [f"A token takes {ms:.3g} ms on the backend {name}{instead}." + (SLOW if name == "gather" else "")]
     engine = times.get(DENSE_ENGINES.get(name, ""))
     if engine is not None:
         ratio = engine / ms
-        than = f"{ratio:.2g} times faster than" if ratio >= 1.05 else "as fast as" if ratio > 0.95 else "slower than"
-        why = "" if ratio >= 1.05 else ": the model is too small, or the density too high, to gain"
+        than = f"{ratio:.2g} times as fast as" if ratio >= 1.05 else "as fast as" if ratio > 0.95 else "slower than"
+        why = "" if ratio >= 1.05 else ": the model is too small, the density too high, or this machine too busy"
         lines.append(f"That is {than} the same engine without predictors, which takes {engine:.3g} ms{why}.")
     return lines

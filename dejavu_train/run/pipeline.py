@@ -243,7 +243,7 @@ def unused_heads(config: RunConfig, jobs: Sequence[UnitKey]) -> str:
     if not heads or config.calibrate.head_density < 1 or config.calibrate.budget is not None:
         return ""
     return (
-        f"{heads} of {len(jobs)} predictors are of heads. They will be trained and not used, because"
+        f"{heads} of {len(jobs)} predictors are of heads. They are trained, and the bundle does not use them, because"
         " calibrate.head_density is 1: every head runs. --heads.enabled false leaves them out,"
         " --calibrate.head_density 0.85 uses them"
     )

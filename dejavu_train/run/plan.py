@@ -41,7 +41,7 @@ def print_plan(config: RunConfig) -> None:
     if has_config_alone(config.model):
         logger.info("%s has a config.json alone: weights and tokenizer are not looked at", config.model)
     whole = calibrate_stage(config)
-    config, _ = check_run_folder(config, whole)
+    check_run_folder(config, whole)  # stages are named by the configuration as it was given, with its open densities
     output = Path(config.output)
     rows = [("stage", "state", "about")]
     seconds: dict[str, float] = {}
@@ -79,17 +79,17 @@ def print_plan(config: RunConfig) -> None:
         made = tune_stage(config).matches(stored_stage(output / "tuned"))
         rows.append(("tune", "reused" if made else "to do", f"{config.tune.steps} steps"))
         seconds["tuning"] = 0.0 if made else estimate.tuning()
-    bundle = output / config.bundle
-    made = whole.matches(bundle_stage(bundle))
-    rows.append(("calibrate", "reused" if made else "to do", f"writes {bundle}"))
+    made = whole.matches(bundle_stage(output / config.bundle))
+    rows.append(("calibrate", "reused" if made else "to do", f"writes {output / config.bundle}"))
     seconds["calibrating"] = 0.0 if made else estimate.calibrating(recorded["calibration"])
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     print("\n".join(f"{a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}" for a, b, c in rows))
-    parts = ", ".join(f"{name} {spent / 60:.1f}" for name, spent in seconds.items() if spent)
+    unit, length = ("hours", 3600) if sum(seconds.values()) > 3 * 3600 else ("minutes", 60)
+    parts = ", ".join(f"{name} {spent / length:.1f}" for name, spent in seconds.items() if spent)
     if config.collect.by_layers:
         print(memory_line(config, shape, tokens or 0))
     print(
-        f"minutes: about {sum(seconds.values()) / 60:.1f}{f' ({parts})' if parts else ''}, from a block and training"
+        f"{unit}: about {sum(seconds.values()) / length:.1f}{f' ({parts})' if parts else ''}, from a block and training"
         f" steps that were timed just now on {_device_name(start_device(config.trainer))}; early stopping saves some"
     )
     if not made and (notice := unused_heads(config, config.all_jobs(shape))):

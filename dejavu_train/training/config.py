@@ -280,24 +280,20 @@ class RunConfig:
                 " leaves out; enable them, or ask for 1.0"
             )
         self.text.check()
-        length = self.text.sample.length or self.collect.window
-        sample = self.text.sample
+        sample, most = self.text.sample, shape.max_positions
+        length = sample.length or self.collect.window
+        own = length if self.text.source == SELF else 0
+        for name, asked in (("collect.window", self.collect.window), ("text.sample.length", own)):
+            if asked > most:
+                raise UserError(f"{name} is {asked}, but the model has {most} positions; give --{name} {most}")
         if sample.prompts is not None and sample.prompt_tokens + 1 >= length:
             raise UserError(
                 f"text.sample.prompt_tokens is {sample.prompt_tokens}, of samples of {length} tokens; choose less"
             )
-        if self.text.source == SELF and length > shape.max_positions:
-            key = "text.sample.length" if self.text.sample.length else "collect.window"
-            raise UserError(f"{key} is {length}, but the model has {shape.max_positions} positions; choose less")
         if self.text.source == SELF and (sample.tokens or 4 * length) < 4 * length:
             raise UserError(
                 f"text.sample.tokens is {sample.tokens}, fewer than the four samples of {length} tokens that the sets"
                 " need; raise it"
-            )
-        if self.collect.window > shape.max_positions:
-            raise UserError(
-                f"collect.window is {self.collect.window}, but the model has {shape.max_positions} positions;"
-                " choose less"
             )
         for name in ("train", "val", "calibration"):
             tokens = self.collect.budget(name)

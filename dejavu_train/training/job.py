@@ -253,7 +253,8 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
             "loader_rows_per_s": rates.loader * trainer.world_size,
             "step_rows_per_s": rates.step * trainer.world_size,
         }
-        verdict, numbers = predictor_verdict(metrics, target), metrics_line(metrics)
+        low_rank = config.predictor(target).predictor is None
+        verdict, numbers = predictor_verdict(metrics, target, low_rank), metrics_line(metrics)
         logger.info("%s: %s; %s, %d steps in %.0f s", title, verdict, numbers, metrics["steps"], metrics["seconds"])
         export(folder, config, job, predictor, (data.d_in, data.n_units), metrics)
 

@@ -25,7 +25,7 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
     )
 
 
-def predictor_verdict(metrics: Mapping[str, float], target: Target) -> str:
+def predictor_verdict(metrics: Mapping[str, float], target: Target, has_rank: bool = True) -> str:
     """Whether a trained predictor is good or weak. A weak one has the reason, and the flag that may mend it."""
     mass, recall, density = (metrics[f"val/{name}"] for name in ("retained_mass", "recall", "density"))
     if mass >= GOOD_MASS:
@@ -33,6 +33,6 @@ def predictor_verdict(metrics: Mapping[str, float], target: Target) -> str:
     most = most_recall(density, metrics["val/active_density"])
     if recall < FOUND * most:
         why = f"it finds {100 * recall:.0f} % of what is active, where {100 * most:.0f} % fit into the density"
-        return f"weak, {why}: raise --{target}.steps or --{target}.rank"
+        return f"weak, {why}: raise --{target}.steps" + (f" or --{target}.rank" if has_rank else "")
     fits = f"the density has room for {100 * most:.0f} % of what is active" if most < 1 else "the density is too low"
     return f"weak, {fits}: raise --{target}.density"

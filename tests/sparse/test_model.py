@@ -140,7 +140,7 @@ def test_every_backend_describes_what_it_runs(dense, bundle):
     assert "memory: weights" in on_gpus
     for said in (of_cpus.describe(), on_gpus):  # what a user asks first stands first
         first, second, third = said.splitlines()[:3]
-        assert re.fullmatch(r"reads 0\.\d MB of weights for a token, \d\d % of 0\.\d MB", first)
+        assert re.fullmatch(r"reads 0\.\d MB of weights for a token, \d\d % of the 0\.\d MB without predictors", first)
         assert second.startswith("expected speed: up to ") and third.startswith("1 row of")
     whole = of_cpus.bundle.at(1.0, 1.0)
     of_cpus.set_bundle(whole)

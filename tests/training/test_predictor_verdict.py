@@ -32,8 +32,9 @@ def test_a_weak_predictor_says_why(found, verdict):
     assert predictor_verdict(metrics(*found), Target.MLP) == verdict
 
 
-def test_the_flags_of_heads_are_theirs():
+def test_the_flags_are_those_of_heads_and_of_a_class_without_a_rank():
     assert predictor_verdict(metrics(0.5, 0.3, 0.3, 1.0), Target.HEADS).endswith("raise --heads.density")
+    assert predictor_verdict(metrics(0.8, 0.5, 0.1, 0.05), Target.MLP, has_rank=False).endswith("raise --mlp.steps")
 
 
 def test_the_numbers_of_a_validation_begin_with_what_decides():
