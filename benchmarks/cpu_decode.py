@@ -37,6 +37,7 @@ from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import Reader
 from dejavu_train.engine.cpu.engine import usable_cores
 from dejavu_train.engine.cpu.selectors import CpuPredictor
+from dejavu_train.engine.cpu_limits import STORED
 from dejavu_train.engine.inputs import Row
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import Positions
@@ -215,7 +216,7 @@ def main() -> int:
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/demo/bundle")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights of this shape instead of a model")
-    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=["float32", "int8", "int4"])
+    parser.add_argument("--stored", nargs="+", default=["float32", "int8"], choices=STORED)
     parser.add_argument("--rivals", nargs="*", choices=["eager", "compile"], help="default: both of an OPT, else none")
     beside_llama.add_options(parser)
     parser.add_argument("--mlp-density", type=float, help="default: 0.2 of a bundle, 0.1 of a random shape")
