@@ -232,39 +232,33 @@ SEVERAL = Table(
 
 
 def cpu_runs(rows: list[Row]) -> list[Row]:
-    """For each model and format the rows of the newest run that has transformers beside our engine."""
+    """For each model the rows of the newest run that has transformers beside our engine, a line a format."""
     found: list[Row] = []
-    for model, stored, words in (
-        ("1.3b", "float32", "OPT-1.3B, 32 bits"), ("1.3b", "int8", "OPT-1.3B, 8 bits"),
-        ("opt-mini", "float32", "opt-mini, 32 bits"), ("opt-mini", "int8", "opt-mini, 8 bits"),
-    ):  # fmt: skip
+    for model, words in (("1.3b", "OPT-1.3B"), ("opt-mini", "opt-mini")):
         own = [row for row in rows if row["model"] == model]
-        beside = [row for row in own if row["engine"] == f"dense-{stored}"]
-        beside = [row for row in beside if any(
-            each["engine"] == "transformers-eager" and each["commit"] == row["commit"] for each in own
-        )]  # fmt: skip
-        run = [row for row in own if beside and row["commit"] == beside[-1]["commit"]]
-        found += [{**row, "line": words} for row in run if stored in row["engine"] or "-" not in row["engine"]
-                  or row["engine"].startswith("transformers")]  # fmt: skip
+        commit = [row["commit"] for row in own if row["engine"] == "transformers-eager"][-1:]
+        run = [row for row in own if row["commit"] in commit]
+        for stored, bits in (("float32", 32), ("float16", 16), ("int8", 8), ("int4", 4)):
+            ours = [{**row, "engine": row["engine"].partition("-")[0]} for row in run if row["engine"].endswith(stored)]
+            rivals = [row for row in run if row["engine"].startswith("transformers") and ours]
+            found += [{**row, "line": f"{words}, {bits} bits"} for row in ours + rivals]
     return found
 
 
+FEWER = {"engine": "sparse", "head_selected": lambda share: share != "1"}
 CPU = Table(
     f"{RESULTS}/cpu_decode.csv",
     {"ms per token": "line"},
     (
         Column("transformers", "p50_ms", {"engine": "transformers-eager"}),
         Column("compiled", "p50_ms", {"engine": "transformers-compile"}),
-        Column("llama.cpp", "p50_ms", {"engine": "llama.cpp"}),
-        Column("our dense", "p50_ms", {"engine": ("dense-float32", "dense-int8")}),
-        Column("sparse, all heads", "p50_ms", {"engine": ("sparse-float32", "sparse-int8"), "head_selected": "1"}),
-        Column("sparse, fewer heads", "p50_ms",
-               {"engine": ("sparse-float32", "sparse-int8"), "head_selected": lambda share: share != "1"}),
-        Column("MB read, dense", "mb_per_token", {"engine": ("dense-float32", "dense-int8")}, ",.0f"),
-        Column("MB read, fewer heads", "mb_per_token",
-               {"engine": ("sparse-float32", "sparse-int8"), "head_selected": lambda share: share != "1"}, ",.0f"),
+        Column("exact", "p50_ms", {"engine": "dense"}),
+        Column("sparse, all heads", "p50_ms", {"engine": "sparse", "head_selected": "1"}),
+        Column("sparse, fewer heads", "p50_ms", FEWER),
+        Column("MB read, exact", "mb_per_token", {"engine": "dense"}, ",.0f"),
+        Column("MB read, fewer heads", "mb_per_token", FEWER, ",.0f"),
     ),
-    "`python -m benchmarks.cpu_decode` on quiet cores, also with `--shape 1.3b`",
+    "`python -m benchmarks.cpu_decode --stored float32 float16 int8 int4` on quiet cores, also with `--shape 1.3b`",
     chosen=cpu_runs,
 )  # fmt: skip
 
