@@ -86,8 +86,8 @@ def read_results(folder: str | Path) -> Results:
             ) from None
     try:
         tasks = {path: _task_table(folder / path) for path in TASKS if (folder / path).is_file()}
-        curve = _picture(folder / "curve.png") if stored_results["quality"] else None
-        trend, generation = _picture(folder / "paper" / "fig7.png"), _generation(folder / "generation")
+        curve = picture(folder / "curve.png") if stored_results["quality"] else None
+        trend, generation = picture(folder / "paper" / "fig7.png"), _generation(folder / "generation")
         return Results(folder, stored_results, curve, observed, observations, tasks, trend, generation)
     except UserError:
         raise
@@ -96,7 +96,7 @@ def read_results(folder: str | Path) -> Results:
         raise UserError(f"a results file in {folder} {wrong}; make it anew with infer.py") from None
 
 
-def _picture(path: Path) -> str | None:
+def picture(path: Path) -> str | None:
     """A PNG as a data URI. None where there is no file. Raises ValueError for one that holds no picture."""
     if not path.is_file():
         return None
@@ -110,9 +110,9 @@ def _observation(folder: Path, one: dict[str, Any]) -> Observation:
     with open(folder / f"{one['name']}.csv", encoding="utf-8", newline="") as file:
         headings, *rows = csv.reader(file)
     cells = [[_rounded(cell) for cell in row] for row in rows]
-    picture = _picture(folder / f"{one['name']}.png") if one["picture"] else None
+    drawn = picture(folder / f"{one['name']}.png") if one["picture"] else None
     words = {key: one[key] for key in ("name", "title", "paper", "caption")}
-    return Observation(**words, table=Table(one["name"], headings, cells), picture=picture)
+    return Observation(**words, table=Table(one["name"], headings, cells), picture=drawn)
 
 
 def _rounded(cell: str) -> str:
@@ -122,10 +122,10 @@ def _rounded(cell: str) -> str:
 
 def _task_table(path: Path) -> Table:
     rows = read_json(path, "the rows of tasks")["rows"]
-    return _rows_table(TASKS[f"{path.parent.name}/{path.name}"], rows)
+    return rows_table(TASKS[f"{path.parent.name}/{path.name}"], rows)
 
 
-def _rows_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+def rows_table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Rows as a table, whatever their columns are, less what was asked for: what was measured stands beside it."""
     headings = [key for key in dict.fromkeys(k for row in rows for k in row) if not key.startswith("asked_")]
     return Table(name, headings, [[_shown(row.get(key)) for key in headings] for row in rows])
@@ -135,8 +135,8 @@ def _generation(folder: Path) -> dict[str, Any] | None:
     if not (folder / "generation.json").is_file():
         return None
     stored = read_json(folder / "generation.json", "generation.json")
-    picture, table = _picture(folder / "generation.png"), _rows_table("Generation", stored["rows"])
-    return {**stored, "picture": picture, "table": table}
+    drawn, table = picture(folder / "generation.png"), rows_table("Generation", stored["rows"])
+    return {**stored, "picture": drawn, "table": table}
 
 
 def _shown(value: Any) -> str:
@@ -149,15 +149,17 @@ def page(results: Results) -> str:
     hashes = stored.get("hashes") or {}
     about = {f"{name} hash": value for name, value in hashes.items() if value} | stored["versions"]
     about |= {f"text {text['name']}": f"sha256 {text['sha256']}" for text in stored["texts"]}
-    layers = [report.layer_table(stored, text["name"]) for text in stored["texts"]]
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
-    room = jinja2.Environment(loader=loader, autoescape=True, **options)
+    tables = [table for text in stored["texts"] if (table := report.layer_table(stored, text["name"])).cells]
+    values = {"results": results, "about": about, "layer_tables": tables, "verdict": verdict(stored)}
+    return rendered("report.html.jinja", task_files=TASKS, **values)
+
+
+def rendered(template: str, *folders: Path, **values: Any) -> str:
+    """A page of a template in one of the folders, or in this one. It may take the macros of sheet.html.jinja."""
+    loader, strict = jinja2.FileSystemLoader([*folders, Path(__file__).parent]), jinja2.StrictUndefined
+    room = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=strict)
     room.filters["anchor"] = lambda name: re.sub(r"[^a-z0-9]+", "-", name.lower())
-    return room.get_template("report.html.jinja").render(
-        results=results, about=about, layer_tables=[table for table in layers if table.cells], report=report,
-        verdict=verdict(stored), task_files=TASKS, shown_rows=SHOWN_ROWS,
-    )  # fmt: skip
+    return room.get_template(template).render(report=report, shown_rows=SHOWN_ROWS, **values)
 
 
 def write_report(folder: str | Path) -> Path:
