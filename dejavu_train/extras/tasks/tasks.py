@@ -104,22 +104,23 @@ def build_questions(names: Sequence[str], options: AskedOptions, shots: int) -> 
     """
     manager, chosen = find_tasks(names, options)
     try:
-        loaded = manager.load(list(chosen.values()))["tasks"]
+        found = {name: manager.load([own])["tasks"] for name, own in chosen.items()}
     except (ConnectionError, FileNotFoundError) as error:  # datasets' errors for a set that it cannot reach
         raise UserError(
             f"cannot fetch a task from the hub ({' '.join(str(error).split())[:160]}); give folder for local files"
         ) from None
-    names_of = {own: name for name, own in chosen.items()}
-    for own, task in loaded.items():
+    # A group is its tasks, each by lm-eval's name.
+    loaded = {
+        k: v for n, own in chosen.items() for k, v in ({n: found[n][own]} if own in found[n] else found[n]).items()
+    }
+    for name, task in loaded.items():
         known = len(list(task.fewshot_docs())) if shots else 0
         if shots and known <= shots:  # the question itself is none of its examples
-            raise UserError(
-                f"--shots {shots}: {names_of.get(own, own)} takes its examples from {known} records; ask for fewer"
-            )
+            raise UserError(f"--shots {shots}: {name} takes its examples from {known} records; ask for fewer")
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=options.seed)
         task.build_all_requests(limit=options.limit, rank=0, world_size=1)
-    return Questions(shots, {name: loaded[own] for name, own in chosen.items()})
+    return Questions(shots, loaded)
 
 
 def ask(lm: DejavuLM, questions: Questions, use_cache: str | None = None) -> TaskRun:
