@@ -40,6 +40,7 @@ ALL = {
     "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", GOES_ON),
     "pretrain": Command("dejavu_train.extras.pretrain.run", "train a small model from text", GOES_ON, True, True),
     "survey": Command("dejavu_train.extras.survey.command", "tell what any model would gain, untrained", GOES_ON),
+    "evidence": Command("dejavu_train.extras.evidence.command", "write a page on what a model gains", GOES_ON),
     "tasks": Command("dejavu_train.extras.tasks.run", "downstream tasks, dense and sparse"),
     "compare": Command("dejavu_train.evaluation.compare", "tables and a picture of several runs of infer"),
     "generation": Command("dejavu_train.extras.generation.run", "texts that dense and sparse models write"),
