@@ -20,7 +20,7 @@ STATUS = Path("/proc/self/status")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["dense", "sparse", "cascade"])
 def test_half_precision_gives_the_bits_of_the_same_numbers_in_fp32(tiny_opt, dtype, kind):
-    """Of scores and texts, with one row, three and eight: a number is widened, and its sums are those of fp32."""
+    """Scores and texts of one row, three and eight: a number is widened, and its sums are those of fp32."""
     model, twin = load_model(str(tiny_opt), dtype), load_model(str(tiny_opt), dtype).float()
     rules = None if kind == "dense" else make_bundle(tiny_opt, means=True, cascade=kind == "cascade").at(0.3, 0.4)
     halves, floats = CpuWeights.from_model(model), CpuWeights.from_model(twin)

@@ -54,9 +54,9 @@ def read_weights(model: Any, stored: str | None) -> CpuWeights:
         weights = None  # never two at a time
         weights = CpuWeights.from_model(model, stored if share < 1 else "int8", wide=wide if share < 1 else None)
         lost, agreement = _lost(weights, ids, dense)
-        free = free_memory()
         if lost <= MOST:
             break
+        free = free_memory()
         if free is not None and weights.nbytes + free < CpuWeights.needed(model, "int8"):
             logger.warning("more matrices of 8 bits do not fit into the memory that is free")
             break

@@ -11,7 +11,7 @@ MARK = "####"
 
 
 def gsm8k_right(answer: str, reference: str) -> bool:
-    """Whether an answer's number is the one behind ``####`` of the reference.
+    """Tell whether an answer's number is the one behind ``####`` of the reference.
 
     Behind ``####`` of the answer the first number counts, else the last one of the text.
 
@@ -36,7 +36,7 @@ def number_of(text: str) -> Fraction | None:
 
 
 def math_right(answer: str, reference: str) -> bool:
-    r"""Whether an answer's expression is the reference's, both written in one way.
+    r"""Tell whether an answer's expression is the reference's, both written in one way.
 
     The last ``\boxed{...}`` counts, else what stands behind the last "answer is", else between the last two dollars.
 

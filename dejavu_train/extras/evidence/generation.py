@@ -14,6 +14,7 @@ from dejavu_train.extras.evidence.answers import gsm8k_right, math_right
 from dejavu_train.extras.evidence.cell import Cell, Row, Work
 from dejavu_train.extras.evidence.records import SOURCES
 from dejavu_train.extras.evidence.subject import Subject
+from dejavu_train.extras.evidence.variants import FOUR_BITS, SPARSE
 from dejavu_train.extras.evidence.writer import Answer, Writer
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import write_text
@@ -24,7 +25,7 @@ LEAST = 16  # tokens that an answer must have room for
 STOPS = {"gsm8k": ("Question:",), "math500": ("Problem:",)}
 SCORERS = {"gsm8k": gsm8k_right, "math500": math_right}
 ASKS = {"gsm8k": "Give the final number behind ####.", "math500": "Put the final answer into \\boxed{}."}
-_FACTORS = {writer.SPARSE: 0.7, writer.LOSSLESS: 0.9, writer.FOUR_BITS: 0.3}  # of a dense step, about
+_FACTORS = {SPARSE: 0.7, writer.LOSSLESS: 0.9, FOUR_BITS: 0.3}  # of a dense step, about
 
 
 @dataclasses.dataclass(frozen=True)

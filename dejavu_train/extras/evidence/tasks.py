@@ -46,7 +46,7 @@ _Plain.add_multi_constructor("!", lambda *_: None)
 
 
 def local(subject: Subject, task: str) -> bool:
-    """Whether the local folder holds a task."""
+    """Tell whether the local folder holds a task."""
     file, folder = local_file(task), subject.config.local
     return file is not None and folder is not None and (Path(folder) / file).is_file()
 

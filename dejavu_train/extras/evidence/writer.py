@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from dejavu_train.extras.evidence.subject import Subject
+from dejavu_train.extras.evidence.variants import DENSE, FOUR_BITS, SPARSE
 from dejavu_train.sparse.model import SparseCausalLM
 
-DENSE, SPARSE, LOSSLESS, FOUR_BITS = "dense", "sparse", "lossless", "4 bits"
+LOSSLESS = "lossless"
 
 
 @dataclasses.dataclass(frozen=True)
