@@ -19,11 +19,18 @@ Sizes = dict[str, int]
 
 def _opt(sizes: Sizes) -> dict[str, Any]:
     return {
-        "model_type": OPT, "hidden_size": sizes["d_model"], "word_embed_proj_dim": sizes["d_model"],
-        "ffn_dim": sizes["d_ffn"], "num_hidden_layers": sizes["n_layers"], "num_attention_heads": sizes["n_heads"],
-        "max_position_embeddings": sizes["max_positions"], "do_layer_norm_before": True, "activation_function": "relu",
-        "dropout": 0.0, "init_std": 0.02,
-    }  # fmt: skip
+        "model_type": OPT,
+        "hidden_size": sizes["d_model"],
+        "word_embed_proj_dim": sizes["d_model"],
+        "ffn_dim": sizes["d_ffn"],
+        "num_hidden_layers": sizes["n_layers"],
+        "num_attention_heads": sizes["n_heads"],
+        "max_position_embeddings": sizes["max_positions"],
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "dropout": 0.0,
+        "init_std": 0.02,
+    }
 
 
 def _standard(model_type: str, activation: str) -> Callable[[Sizes], dict[str, Any]]:
@@ -31,12 +38,17 @@ def _standard(model_type: str, activation: str) -> Callable[[Sizes], dict[str, A
 
     def values(sizes: Sizes) -> dict[str, Any]:
         return {
-            "model_type": model_type, "hidden_act": activation, "hidden_size": sizes["d_model"],
-            "intermediate_size": sizes["d_ffn"], "num_hidden_layers": sizes["n_layers"],
-            "num_attention_heads": sizes["n_heads"], "num_key_value_heads": sizes["n_heads"],
-            "head_dim": sizes["d_model"] // sizes["n_heads"], "max_position_embeddings": sizes["max_positions"],
+            "model_type": model_type,
+            "hidden_act": activation,
+            "hidden_size": sizes["d_model"],
+            "intermediate_size": sizes["d_ffn"],
+            "num_hidden_layers": sizes["n_layers"],
+            "num_attention_heads": sizes["n_heads"],
+            "num_key_value_heads": sizes["n_heads"],
+            "head_dim": sizes["d_model"] // sizes["n_heads"],
+            "max_position_embeddings": sizes["max_positions"],
             "initializer_range": 0.02,
-        }  # fmt: skip
+        }
 
     return values
 
@@ -45,9 +57,13 @@ def _bloom(sizes: Sizes) -> dict[str, Any]:
     if sizes["d_ffn"] != 4 * sizes["d_model"]:
         raise UserError(f"a BLOOM has 4 x d_model = {4 * sizes['d_model']} neurons, got --d_ffn {sizes['d_ffn']}")
     return {
-        "model_type": "bloom", "hidden_size": sizes["d_model"], "n_layer": sizes["n_layers"],
-        "n_head": sizes["n_heads"], "seq_length": sizes["max_positions"], "initializer_range": 0.02,
-    }  # fmt: skip
+        "model_type": "bloom",
+        "hidden_size": sizes["d_model"],
+        "n_layer": sizes["n_layers"],
+        "n_head": sizes["n_heads"],
+        "seq_length": sizes["max_positions"],
+        "initializer_range": 0.02,
+    }
 
 
 _VALUES: dict[str, Callable[[Sizes], dict[str, Any]]] = {
