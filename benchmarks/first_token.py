@@ -25,14 +25,14 @@ from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.options import EngineOptions
 
 LENGTHS = {"cuda": (1, 9, 16, 17, 65, 128, 257, 513, 1024), "cpu": (1, 16, 128, 512)}
-CALLS, SECONDS = 7, 20.0  # of one length at most
+CALLS, SECONDS = 7, 20.0  # warm ones of one length, at most
 COLUMNS = "model what format device threads tokens ms first_call_s step_ms torch commit date sources".split()
 
 
 def timed(call: Callable[[], object], cuda: bool) -> tuple[float, float]:
     """Milliseconds of a warm call, and seconds of the first."""
     seconds: list[float] = []
-    while len(seconds) < 1 + CALLS and sum(seconds) < SECONDS:
+    while len(seconds) < 1 + CALLS and sum(seconds[1:]) < SECONDS:
         began = time.perf_counter()
         call()
         if cuda:

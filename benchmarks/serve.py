@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,14 @@ def serving(command: Sequence[str]) -> Iterator[str]:
         stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
     assert process.stderr is not None
+    said: deque[str] = deque(maxlen=20)
     try:
         for line in process.stderr:
             if line.startswith("serving "):
                 yield line.split(" at ")[1].split(",")[0]
                 return
-        raise RuntimeError(f"the server ended with {process.wait()}")
+            said.append(line)
+        raise RuntimeError(f"the server ended with {process.wait()}: {''.join(said)}")
     finally:
         process.terminate()
         process.communicate()

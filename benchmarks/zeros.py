@@ -48,9 +48,7 @@ class Problem:
         self.normed = self.x.half()
         self.out, self.sums = torch.empty_like(self.x), partial_sums(d, device)
         self.row, self.slot_hidden = torch.empty(1, n, device=device), torch.empty(rows, n, device=device).half()
-        self.every = PackedSelection(
-            torch.arange(n, dtype=torch.int32, device=device), torch.full((1,), n, dtype=torch.int32, device=device)
-        )
+        self.every = PackedSelection.of_all(n, device)
         self.scratch = ProductScratch.empty(d, device)
         self.layers = [self._layer() for _ in range(SETS)]
 

@@ -44,6 +44,7 @@ from dejavu_train.families.dims import SILENT
 from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.kernels.common.settings import settings_file
+from dejavu_train.kernels.sample.sampling import MODES
 from dejavu_train.models.finite import not_finite
 
 DEFAULTS = EngineOptions()
@@ -221,7 +222,7 @@ class DecodeEngine(Session):
             for b in range(self.batch if size <= self.prompts.slotted else 1):  # slots have a graph a row
                 self.place(b, row)
         self.place(0, Row.of_prompt([0], 2, Sampling(temperature=1.0)))
-        for mode in ("greedy", "sampled", "mixed"):
+        for mode in MODES:
             self.core.step(mode)
         self.read(self.batch)
         self.open(())

@@ -73,7 +73,7 @@ class Workspace:
             heads_out=torch.zeros(batch, h * hd, dtype=mixed, device=device),
             attention=AttentionScratch.empty(batch, h, hd, plan.context, device),
             hidden=torch.zeros(batch, dims.d_ffn, device=device, dtype=torch.float32),
-            every_neuron=_list_of_all(one, device),
+            every_neuron=PackedSelection.of_all(one, device),
             partials=partial_sums(d if batch <= MOST_TOKENS else 0, device),
             activations=BatchActivations.empty(several, batch, d, dtype, device),
             join=join or Join(),
@@ -90,13 +90,6 @@ class Workspace:
         self.carried.reset()
         self.attention.tickets.zero_()
         self.activations.tickets.zero_()
-
-
-def _list_of_all(n: int, device: torch.device) -> PackedSelection:
-    rows = PackedSelection.empty(n, device)
-    rows.ids.copy_(torch.arange(n))
-    rows.count.fill_(n)
-    return rows
 
 
 class SitePredictor:

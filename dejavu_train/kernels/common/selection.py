@@ -69,11 +69,17 @@ class Selection:
 
 @dataclass(frozen=True)
 class PackedSelection:
-    """ids (n) int32, defined below count (1) int32, old ones beyond it."""
+    """ids (n) int32, defined below count (1) int32, old ones beyond it. every: these are all rows, always."""
 
     ids: Tensor
     count: Tensor
+    every: bool = False
 
     @classmethod
     def empty(cls, n: int, device: torch.device | str) -> "PackedSelection":
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1)))
+
+    @classmethod
+    def of_all(cls, n: int, device: torch.device | str) -> "PackedSelection":
+        numbers = torch.arange(n, dtype=torch.int32, device=device)
+        return cls(numbers, torch.full((1,), n, dtype=torch.int32, device=device), every=True)

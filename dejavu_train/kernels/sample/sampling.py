@@ -24,6 +24,7 @@ from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecesso
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.screened_head import TokenCandidates
 
+MODES = ("greedy", "temperature", "top_p", "top_k", "mixed")
 SEARCH_STEPS = 32
 PARTS = 128  # programs of a greedy row, at most
 LEAST_PART = 256  # tokens of one
@@ -166,8 +167,16 @@ def penalised_reference(row: Tensor, state: TokenState, b: int) -> Tensor:
     return row - torch.where(seen > 1, state.presence[b] + state.frequency[b] * (seen >> 1), 0.0)
 
 
+def _number_of(mode: str) -> int:
+    """The mode as the kernel takes it. Raises ValueError where there is none of this name."""
+    if mode not in MODES:
+        raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(MODES)}")
+    return MODES.index(mode)
+
+
 def advance_reference(logits, state: TokenState, mode="greedy", score=False, chosen=None) -> None:
     """Plain torch. Noise comes from torch's generator seeded by (seed, position): same distribution, other numbers."""
+    _number_of(mode)
     batch, capacity = state.tokens.shape
     if chosen is not None:  # as logits of a row in which nothing else can win
         best = chosen.values.isnan() if bool(chosen.values.isnan().any()) else chosen.values == chosen.values.max()
@@ -406,9 +415,7 @@ def advance(
     if chosen is not None:
         require(batch == 1 and mode == "greedy" and not score, "candidates are for one row, greedy, without scores")
         check_shape("chosen.ids", chosen.ids, chosen.values.numel())
-    modes = {"greedy": 0, "temperature": 1, "top_p": 2, "top_k": 3, "mixed": 4}
-    if mode not in modes:
-        raise ValueError(f"unknown sampling mode {mode!r}, expected one of {', '.join(modes)}")
+    number = _number_of(mode)
     if mode == "mixed":
         check_shape("seen", state.seen, batch, n_vocab)
     n_row = n_vocab if chosen is None else chosen.values.numel()
@@ -425,7 +432,7 @@ def advance(
     mixed = Mixed(*(getattr(state, name) for name in Mixed._fields)) if mode == "mixed" else None
     _advance_kernel[(batch, parts)](
         logits if chosen is None else chosen.values, held, None if chosen is None else chosen.ids, mixed, shared,
-        state.tokens.shape[1], n_row, n_vocab, V_TILE=tile, N_STOPS=state.stops.shape[0], MODE=modes[mode],
+        state.tokens.shape[1], n_row, n_vocab, V_TILE=tile, N_STOPS=state.stops.shape[0], MODE=number,
         SCORE=score, STEPS=SEARCH_STEPS, PARTS=PARTS, num_warps=settings.warps,
         **as_dependent(pdl, logits.device),
     )  # fmt: skip

@@ -357,14 +357,14 @@ class Int4Neurons(NamedTuple):
     finish: Any = _int4_finish
 
 
-def launch(x: Tensor, weights: MlpWeights, norm: bool) -> ListedLaunch:
-    """Launch for matrices of 4 bits whose groups are of one size."""
+def launch(x: Tensor, weights: MlpWeights, norm: bool, every: bool) -> ListedLaunch:
+    """Launch for matrices of 4 bits whose groups are of one size. every: the list holds all neurons."""
     n, d = weights.up.weight.shape
     groups = [check_int4(f"{name}.weight", linear.weight, (n, d), x).group for name, linear in weights.named()]
     group, device = groups[0], x.device
     require(set(groups) == {group}, f"an MLP's matrices must have groups of one size, not {groups}")
     check_dtype("x", x, (torch.float32 if norm else torch.float16,))
-    settings = Int4MlpSettings.find("int4", device, d=d)
+    settings = Int4MlpSettings.find("int4", device, d=d, gated=weights.gate is not None, all=every)
     most = most_splits(device)
     programs = min(max(settings.programs * n_sms(device), triton.cdiv(n, MOST_ROWS)), most)
     capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)

@@ -259,14 +259,16 @@ class NumberNeurons(NamedTuple):
     finish: Any = _number_finish
 
 
-def launch(x: Tensor, weights: MlpWeights, norm: bool, number: Any = to_fp32, factor: Any = no_factor) -> ListedLaunch:
+def launch(
+    x: Tensor, weights: MlpWeights, norm: bool, every: bool, number: Any = to_fp32, factor: Any = no_factor
+) -> ListedLaunch:
     """Launch for matrices of numbers, or of codes that `number` and `factor` make numbers of."""
     n, d = weights.up.weight.shape
     for name, linear in weights.named():
         check_shape(f"{name}.weight", linear.weight.parts()[0], n, d)
     device = x.device
     gated = weights.gate is not None
-    settings = MlpSettings.find("float", device, d=d, norm=norm, gated=gated)
+    settings = MlpSettings.find("float", device, d=d, norm=norm, gated=gated, all=every)
     block = min(settings.block, max(16, triton.next_power_of_2(d)))
     kind = dot_type(weights.up.weight.parts()[0].dtype)
     how = NumberNeurons(d, block, settings.rows, kind, number, factor)

@@ -52,7 +52,7 @@ LAUNCHES: dict[str, Any] = {
     Format.BF16: listed_numbers.launch,
     Format.INT4: listed_int4.launch,
 }
-"""How each format is launched: (x, weights, norm) -> `ListedLaunch`. A new format adds itself."""
+"""How each format is launched: (x, weights, norm, every) -> `ListedLaunch`. A new format adds itself."""
 
 
 def hidden_reference(n: Tensor, weights: MlpWeights) -> Tensor:
@@ -157,7 +157,7 @@ def mlp_sums(
     require(late is None or ln is not None, "there is nothing to estimate where x is normalised already")
     for name, linear in weights.named():
         check_shape(f"{name}.bias", linear.bias, d if name == "down" else n)
-    launch = LAUNCHES[weights.up.weight.format](x, weights, ln is not None)
+    launch = LAUNCHES[weights.up.weight.format](x, weights, ln is not None, rows.every)
     matrices = {name: NeuronRows(linear.weight.parts(), linear.bias) for name, linear in weights.named()}
     if partials is None:
         partials = partial_sums(d, x.device)
