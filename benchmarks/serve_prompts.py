@@ -4,18 +4,21 @@
     python -m benchmarks.serve_prompts --model FOLDER --bundle FOLDER/predictors --device cuda
 
 **Pauses**: all rows but one write. Prompts of random ids join them, one after another. A pause is the time between two
-parts of a stream, as its client sees it. **Chat**: each turn sends the whole text so far and a new sentence.
-Rows go to benchmarks/results/serve_prompts.jsonl.
+parts of a stream, as its client sees it. A part may hold several tokens, and waits for whole characters, so the
+server's own quantiles of the time between tokens stand beside. **Chat**: each turn sends the whole text so far and a
+new sentence. Rows go to benchmarks/results/serve_prompts.jsonl.
 """
 
 import asyncio
 import random
+import re
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
 from benchmarks.rows import SERVER, append_json, command_line, made_now
@@ -91,6 +94,9 @@ async def measured(url: str, options: Any) -> dict[str, Any]:
         row = await Pauses(client, options.model, vocab).joined(
             options.rows, options.prompt, options.joins, options.new
         )
+        page = httpx.get(url.removesuffix("/v1") + "/metrics").text
+        for quantile, value in re.findall(r'between_tokens_seconds{quantile="([\d.]+)"} (\S+)', page):
+            row[f"between_p{float(quantile) * 100:.0f}_ms"] = round(1e3 * float(value), 2)
         return row | await Pauses(client, options.model, vocab).chat(options.chat)
 
 
@@ -110,9 +116,10 @@ def main() -> None:
     command = ["--model", options.model, "--device", options.device, "--rows", str(options.rows)]
     command += ["--bundle", options.bundle] if options.bundle else []
     begun = time.perf_counter()
-    with serving(command) as url:
+    told: list[str] = []
+    with serving(command, told) as url:
         row = {"model": Path(options.model).name, "bundle": Path(options.bundle).name, "device": options.device}
-        row |= {"rows": options.rows, "ready_s": round(time.perf_counter() - begun, 2)}
+        row |= {"rows": options.rows, "ready_s": round(time.perf_counter() - begun, 2), "told": told[0]}
         row |= asyncio.run(measured(url, options))
     append_json(options.out, row | made_now(*SERVER))
 

@@ -130,15 +130,17 @@ ZEROS = Table(
 
 EXACT_TOKENS = Table(
     f"{RESULTS}/exact_tokens.csv",
-    {"model": "model", "dtype": "dtype", "on": "on"},
+    {"model": "model"},
     (
         Column("tokens", "tokens", form=",.0f"), Column("another than transformers'", "different", form=",.0f"),
         Column("widest gap of logits", "widest_gap", form=".2g"),
+        Column("another than float32's", "different_wide", form=",.0f"),
+        Column("transformers' other than float32's", "different_rival", form=",.0f"),
         Column("texts unlike those of all rows", "rows_unlike_read", form=",.0f"),
         Column("of texts", "rows", form=",.0f"),
     ),
-    "`python -m benchmarks.exact_tokens`, on a GPU and on a CPU",
-    derived={"on": lambda row: row["device"].removeprefix("NVIDIA ")},
+    "`python -m benchmarks.exact_tokens --prompt 100 --new 140 --dtypes float32 float16 bfloat16` on a GPU",
+    {"dtype": "float16"},
 )  # fmt: skip
 
 
@@ -147,6 +149,7 @@ FIRST_TOKEN = Table(
     {"shapes": "shapes", "prompt, tokens": "length"},
     (
         Column("transformers, fp16, ms", "ms", {"what": "transformers"}),
+        Column("compiled, ms", "ms", {"what": "transformers, compiled"}),
         Column("ours, fp16, ms", "ms", {"what": "ours", "format": "fp16"}),
         Column("a step, ms", "step_ms", {"what": "ours", "format": "fp16"}),
         Column("ours, 4 bits, ms", "ms", {"what": "ours", "format": "int4"}),

@@ -179,6 +179,10 @@ def test_narrow_dense_steps_of_four_bits_run_in_one_grid():
     formats = Formats("int4", "float16", "float16", part_sizes(small)["down"].group)
     assert plan(None, formats, small).half(0, Target.MLP).kernels is K.LISTED_GRID
     assert plan(None, formats, small, zeros="read").half(0, Target.MLP).kernels is K.ROWS
+    for gated, kernels in ((False, K.ROWS), (True, K.LISTED_GRID)):  # behind a gate rows of up stay unread too
+        wide = ModelDims(4096, 11008, 32, 32, 32000, 2048, gated=gated)
+        formats = Formats("int4", "float16", "float16", part_sizes(wide)["down"].group)
+        assert plan(None, formats, wide).half(0, Target.MLP).kernels is kernels
 
 
 @pytest.mark.parametrize(

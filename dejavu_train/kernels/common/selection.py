@@ -77,7 +77,8 @@ class PackedSelection:
 
     @classmethod
     def empty(cls, n: int, device: torch.device | str) -> "PackedSelection":
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1)))
+        ids, count = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, 1))
+        return cls(ids, count)
 
     @classmethod
     def of_all(cls, n: int, device: torch.device | str) -> "PackedSelection":
