@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS, EXTRAS = "dejavu_train/kernels", "dejavu_train/extras"
+KERNELS, EXTRAS, PLUGIN = "dejavu_train/kernels", "dejavu_train/extras", "packages/dejavu-vllm"
 # Rooms of the package as they were called before extras had a folder of their own.
 BEFORE = {
     "kernels": KERNELS,
@@ -33,6 +33,8 @@ def room_of(path: str) -> str:
     for old, new in BEFORE.items():
         if path.startswith(f"{old}/"):
             return new
+    if path.startswith(f"{PLUGIN}/") and path.endswith((".py", ".sh")):
+        return "tests" if path.startswith(f"{PLUGIN}/tests/") else PLUGIN
     top, *rest = path.split("/")
     if path.endswith(".md"):
         return "docs, words" if top == "docs" else ""

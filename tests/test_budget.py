@@ -10,6 +10,8 @@ def test_a_file_counts_for_its_room():
     assert budget.room_of("dejavu_train/version.py") == "dejavu_train, loose"
     assert budget.room_of("docs/start/demo.md") == "docs, words" and budget.room_of("README.md") == ""
     assert [budget.room_of(name) for name in ("train.py", "tests/conftest.py")] == ["", "tests"]
+    assert budget.room_of("packages/dejavu-vllm/dejavu_vllm/ops.py") == "packages/dejavu-vllm"
+    assert budget.room_of("packages/dejavu-vllm/tests/conftest.py") == "tests"
 
 
 def test_a_room_above_its_budget_is_named(monkeypatch, tmp_path, capsys):
