@@ -25,7 +25,7 @@ S3_PACKAGES = build/s3
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 # Bytecode is written wherever make runs: pytest rewrites the asserts of 300 files, which takes it five seconds.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2
-CODE = dejavu_train kernels papers benchmarks tests docs examples train.py infer.py
+CODE = dejavu_train kernels papers benchmarks tests docs examples packages train.py infer.py
 
 .PHONY: demo train infer bundle report test test-long test-machines lint tables release tag wheels docs clean
 

@@ -65,8 +65,9 @@ def code_of(source: str) -> str:
 
 def _file_of(module: str) -> Path | None:
     """The file of a module of the repository, found by its name. None for modules of other packages."""
-    path = ROOT.joinpath(*module.split("."))
-    return next((file for file in (path.with_name(f"{path.name}.py"), path / "__init__.py") if file.is_file()), None)
+    paths = [root.joinpath(*module.split(".")) for root in (ROOT, ROOT / "packages" / "dejavu-vllm")]
+    files = [file for path in paths for file in (path.with_name(f"{path.name}.py"), path / "__init__.py")]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _imports(file: Path, module: str) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Kernels of the ops. They import torch, triton and kernels of dejavu_train alone."""
