@@ -17,7 +17,7 @@ from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePr
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 
-from dejavu_train.families.gates import DReLU
+from dejavu_train.families.gates import activate_both
 from dejavu_train.families.published import BambooFamily, MiniCPMFamily, SparseLMFamily, is_extra
 from dejavu_train.families.scaled import ScaledEmbedding, ScaledRMSNorm
 from dejavu_train.ground.files import write_json
@@ -103,7 +103,7 @@ class Bamboo(Published, MistralForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.mlp.act_fn = DReLU()
+            activate_both(layer.mlp)
 
 
 class MiniCPMConfig(LlamaConfig):
