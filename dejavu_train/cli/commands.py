@@ -39,6 +39,7 @@ ALL = {
     "serve": Command("dejavu_train.extras.serving.command", "answer requests through OpenAI's protocol", NO_ANSWERS),
     "quantize": Command("dejavu_train.quantize.command", "write a model's weights in 4 bits", GOES_ON),
     "pretrain": Command("dejavu_train.extras.pretrain.run", "train a small model from text", GOES_ON, True, True),
+    "export": Command("dejavu_train.extras.export", "write a folder that vLLM reads"),
     "survey": Command("dejavu_train.extras.survey.command", "tell what any model would gain, untrained", GOES_ON),
     "evidence": Command("dejavu_train.extras.evidence.command", "write a page on what a model gains", GOES_ON),
     "tasks": Command("dejavu_train.extras.tasks.run", "downstream tasks, dense and sparse"),

@@ -1,4 +1,10 @@
-"""python -m dejavu_train.extras.export --model FOLDER --output FOLDER: 4-bit rows as GPTQ stores them, for vLLM.
+"""Writes folders for vLLM: a model with its predictors for the plug-in dejavu-vllm, or 4-bit rows as GPTQ stores them.
+
+    dejavu export --bundle FOLDER --vllm FOLDER
+    dejavu export --model FOLDER --output FOLDER
+
+The first has the weights as they are, and in ``predictors`` those of neurons, each of one stage with a threshold.
+transformers reads it as well. What follows is about the second.
 
 Letters: n outputs, m inputs, g inputs of a group.
 
@@ -23,11 +29,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.bundle.folder import PREDICTORS_FOLDER
+from dejavu_train.bundle.spec import CASCADE_PARTS
 from dejavu_train.cli.parser import parse
-from dejavu_train.families import dims_of
+from dejavu_train.families import Target, dims_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.progress import Progress
-from dejavu_train.models.config_values import INT4, quant_method, read_values, refuse_unread
+from dejavu_train.models.config_values import INT4, VLLM, quant_method, read_values, refuse_unread
 from dejavu_train.models.int4 import Int4Rows, Int8Rows, RowLayout, row_layouts
 from dejavu_train.models.int4_sizes import head_kind, head_sizes, part_sizes
 from dejavu_train.models.load import weight_hash
@@ -37,19 +46,28 @@ from dejavu_train.quantize.folder import folder_aside
 from dejavu_train.quantize.rounding import round_nearest
 from dejavu_train.quantize.source import StoredTensors
 
+TOGETHER = 16  # tensors of a file
 GROUPS = (128, 64, 32)  # that vLLM has kernels for
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    """A folder of 4-bit rows as a GPTQ checkpoint."""
+    """A model and its predictors for vLLM, or a folder of 4-bit rows as a GPTQ checkpoint."""
 
-    model: str
-    """Folder that python -m dejavu_train.quantize wrote."""
-    output: str
-    """Folder that is made. It must not exist."""
+    model: str = ""
+    """Folder that python -m dejavu_train.quantize wrote, or with vllm the bundle's model: "" takes the one it names."""
+    output: str = ""
+    """Folder of a GPTQ checkpoint that is made. It must not exist."""
     v2: bool = False
     """Zero points as they are (checkpoint_format gptq_v2) instead of less one (gptq)."""
+    bundle: str = ""
+    """Predictors that vllm writes beside their model."""
+    vllm: str = ""
+    """Folder of a model with its predictors that is made. It must not exist."""
+
+    def __post_init__(self) -> None:
+        if bool(self.bundle and self.vllm) == bool(self.model and self.output):
+            raise UserError("export takes --bundle and --vllm, or --model and --output; --help tells what they are")
 
 
 def export(config: ExportConfig) -> dict[str, float]:
@@ -110,6 +128,52 @@ def export(config: ExportConfig) -> dict[str, float]:
     return means
 
 
+def export_together(config: ExportConfig) -> Bundle:
+    """Write a model with the predictors of its neurons. Returns these.
+
+    Raises:
+        UserError: a bundle of another model or without such predictors, an output that exists, weights in codes.
+    """
+    bundle = of_one_stage(Bundle.from_pretrained(config.bundle))
+    model = config.model or bundle.model
+    values = read_values(model)
+    if (method := quant_method(values)) is not None:
+        raise UserError(f"the weights of {model} are quantised by {method}; --vllm takes a model of 16 or 32 bits")
+    bundle.check_model(model)
+    check_output(config.vllm)
+    source = StoredTensors(model)
+    names = list(source)
+    with folder_aside(config.vllm) as folder, Progress("exporting", len(names), "tensor") as progress:
+        for first in range(0, len(names), TOGETHER):
+            some = names[first : first + TOGETHER]
+            folder.add({source.stored_name(name): source[name] for name in some})
+            progress.update(len(some))
+        made_of = {"model": model, "weight_hash": bundle.weight_hash}
+        folder.finish(model, None, {**values, "quantization_config": {"quant_method": VLLM}}, {"made_of": made_of})
+        placed = dataclasses.replace(bundle, model=str(folder.folder))
+        placed.save_pretrained(folder.folder / PREDICTORS_FOLDER)
+    return bundle
+
+
+def of_one_stage(bundle: Bundle) -> Bundle:
+    """The predictors of neurons alone, of one stage, that compare with a threshold.
+
+    Raises:
+        UserError: there are none, or they are of a class of its own or read another layer's input.
+    """
+    specs = {key: spec for key, spec in bundle.one_stage().specs.items() if key.target == Target.MLP}
+    if not specs:
+        raise UserError(f"{bundle!r} has no predictors of neurons, which vLLM asks; train some")
+    for key, spec in specs.items():
+        if spec.kind == "custom" or spec.reads != key.site:
+            what = spec.class_path or f"one that reads {spec.site} of layer {spec.site_layer}"
+            raise UserError(f"layer {key.layer} has {what}; vLLM asks low-rank predictors of the MLP's own input")
+    kept = tuple(f".{Target.MLP}.{part}" for part in CASCADE_PARTS)
+    tensors = {n: t for n, t in bundle.tensors.items() if f".{Target.MLP}." in n and not n.endswith(kept)}
+    made = dataclasses.replace(bundle, specs=specs, tensors=tensors)
+    return made.with_densities({key: s.density for key, s in specs.items() if s.top_k is not None}, top_k=False)
+
+
 def gptq_tensors(rows: Int4Rows, layout: RowLayout, group: int, v2: bool) -> tuple[dict[str, Tensor], float]:
     """A matrix by the names that GPTQ has for its parts, and the squared error of its weights over their square."""
     codes = layout.from_rows(rows.codes.float())
@@ -143,9 +207,14 @@ def _packed(nibbles: Tensor) -> Tensor:
 def main(argv: Sequence[str] | None = None) -> None:
     """Export, and say which matrices lost what. Raises :class:`UserError` for what the user can mend."""
     about = (
-        "Write a model's 4-bit rows as a GPTQ checkpoint, which vLLM reads. The last matrix of a layer is rounded anew."
+        "Write a folder that vLLM reads: a model with its predictors, or 4-bit rows as a GPTQ checkpoint, of which the"
+        " last matrix of a layer is rounded anew."
     )
-    config = parse(ExportConfig, sys.argv[1:] if argv is None else argv, "python -m dejavu_train.extras.export", about)
+    config = parse(ExportConfig, sys.argv[1:] if argv is None else argv, "dejavu export", about)
+    if config.vllm:
+        made = export_together(config)
+        print(f"{config.vllm}: {made!r}; vllm serve {config.vllm}")
+        return
     for part, error in export(config).items():
         print(f"{part}: {'exact' if error == 0 else f'rounded anew, squared error {error:.2e} of the weights'}")
 

@@ -10,6 +10,7 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hub import model_folder
 
 INT4 = "dejavu_int4"  # quant_method of a config.json whose weights lie as 4-bit rows, see int4.py
+VLLM = "dejavu"  # quant_method of a model beside its predictors, as vLLM reads them: the weights are numbers
 CONVERTED = ("gptq", "awq", "compressed-tensors", "bitsandbytes")  # quant_methods that `quantize` reads
 
 
@@ -37,7 +38,8 @@ def read_values(name: str, revision: str | None = None) -> dict[str, Any]:
 def quant_method(values: Mapping[str, Any]) -> str | None:
     """By what method the weights of a config.json are quantised. None: they are not."""
     quantization = values.get("quantization_config")
-    return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else None
+    method = str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else VLLM
+    return None if method == VLLM else method
 
 
 def refuse_foreign(values: Mapping[str, Any], name: str) -> None:
