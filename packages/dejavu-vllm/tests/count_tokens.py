@@ -3,10 +3,12 @@
     python packages/dejavu-vllm/tests/count_tokens.py --tokens 20000
 
 A text is compared up to its first difference. A difference where the two best logits lie within `TIE` is a tie. With
-zeroskip eight texts are written at a time, so that every step behind the prompts leaves rows out. Prints a line for each method.
+zeroskip eight texts are written at a time, so that every step behind the prompts leaves rows out. Prints a line for
+each method. The distance of logits is that of the chosen tokens' logarithms, and gather has none.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -40,7 +42,7 @@ def gathered(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def say(method: str, found: Compared) -> None:
-    print(method, " ".join(f"{name}={value:.3g}" for name, value in asdict(found).items()), flush=True)
+    print(method, " ".join(f"{name}={value:.6g}" for name, value in asdict(found).items()), flush=True)
 
 
 def main() -> int:
@@ -58,7 +60,7 @@ def main() -> int:
         skipped = compared(plain, written(MINI, "zeroskip", prompts, NEW, **options))
         say("zeroskip", skipped)
         chosen = written(folder, None, prompts, NEW, max_num_seqs=1)  # so that a prompt's step is sparse too
-        predicted = compared(chosen, replace(chosen, tokens=reference))
+        predicted = replace(compared(chosen, replace(chosen, tokens=reference)), distance=math.nan)
         say("dejavu", predicted)
     return int(skipped.differing + predicted.differing > 0)
 
