@@ -44,6 +44,11 @@ def made(tmp_path_factory) -> dict[str, tuple[Path, list[list[int]]]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def plain_opt(made):
+    return written(made["opt"][0].with_name("opt"), None, PROMPTS)
+
+
 def gathered(folder: Path) -> list[list[int]]:
     """Greedy tokens of the backend gather, sparse from the first position on."""
     from dejavu_train import SparseCausalLM
@@ -90,13 +95,11 @@ def test_greedy_tokens(made, methods, name):
     assert chosen.tokens != plain.tokens  # so the predictors had a say
 
 
-def test_zeroskip_of_a_folder_with_predictors(made):
-    folder, _ = made["opt"]
-    plain = written(folder.with_name("opt"), None, PROMPTS)
-    assert compared(plain, written(folder, "zeroskip", PROMPTS)).differing == 0
+def test_zeroskip_of_a_folder_with_predictors(made, plain_opt):
+    assert compared(plain_opt, written(made["opt"][0], "zeroskip", PROMPTS)).differing == 0
 
 
-def test_many_tokens_are_dense(made, monkeypatch):
+def test_many_tokens_are_dense(made, plain_opt, monkeypatch):
     """Above the crossover a step leaves nothing out, whatever predictors say."""
     folder, _ = made["opt"]
     from dejavu_vllm.ops import TOKENS, most_tokens
@@ -107,7 +110,7 @@ def test_many_tokens_are_dense(made, monkeypatch):
         dense = written(folder, None, PROMPTS)
     finally:
         most_tokens.cache_clear()
-    assert compared(written(folder.with_name("opt"), None, PROMPTS), dense).differing == 0
+    assert compared(plain_opt, dense).differing == 0
 
 
 def refused(folder: Path, words: str, quantization: str | None = None) -> None:
