@@ -416,6 +416,7 @@ def opening_rows(root: Path) -> list[Row]:
         }  # fmt: skip
         row = {name: each["perplexity"] for name, each in shown.items()} | {"sources": results.get("sources", "")}
         row |= {"ms": timed["ms_per_token"]["p50"], "mb": timed["megabytes_per_token"]}
+        row["first"] = timed.get("first_token_ms")
         row["what"] = runs_of[timed["backend"]]
         read = next(iter(shown.values())).get("mlp_selected", 1.0)
         whole = SKIPPED if timed["backend"] == "dense-cpu" else "all"
@@ -428,7 +429,7 @@ OPENING = Table(
     {"on a CPU": "what", "neurons read": "read"},
     (
         *(Column(f"perplexity of {name}", name, form=".4g") for name in ("installed-docs", "installed-code")),
-        Column("ms per token", "ms"), Column("MB read per token", "mb"),
+        Column("first token, ms", "first"), Column("ms per token", "ms"), Column("MB read per token", "mb"),
     ),
     "`make demo`",
     links=(DEMO,),

@@ -178,6 +178,7 @@ COLUMNS = {  # heading of a table -> what stands below it
     "densities": "Shares of neurons and of heads that were asked for, the mean over the layers.",
     "from": "Position from which on the model is sparse.",
     "bits/byte": "Bits that the model needs for a byte of the text. It does not depend on the tokenizer.",
+    "first token, ms": "Milliseconds from a prompt to the first new token.",
     "MB/token": "Megabytes of weights, predictors, keys and values that a token reads.",
     "ms/token p20": "A fifth of the tokens took less.",
     "p50": "Half of the tokens took less.",
@@ -227,10 +228,11 @@ def layer_table(found: dict[str, Any], text: str) -> Table:
 def timing_table(found: dict[str, Any]) -> Table:
     """Milliseconds per decoded token, a row for each backend."""
     headings = ["backend", "asked mlp", "asked heads", "device", "batch", "prompt", "new"]
-    headings += ["ms/token p20", "p50", "p80", "MB/token"]
+    headings += ["first token, ms", "ms/token p20", "p50", "p80", "MB/token"]
     cells = [
         [t["backend"], *(_number(t.get(name), 3) for name in ("asked_mlp_density", "asked_head_density")), t["device"]]
         + [str(t[name]) for name in ("batch", "prompt", "new_tokens")]
+        + [_number(t.get("first_token_ms"), 1)]
         + [f"{t['ms_per_token'][name]:.3f}" for name in ("p20", "p50", "p80")]
         + [_number(t.get("megabytes_per_token"), 1)]
         for t in found["timing"]

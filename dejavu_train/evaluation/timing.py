@@ -1,8 +1,8 @@
 """Reads a model and a prompt, writes milliseconds per decoded token: median, 20th and 80th percentile.
 
-The prompt is processed once, dense, and not counted. The first steps warm up and are not counted either. What a
-predictor costs is inside the measured time. Greedy, batch rows alike. Models are timed call by call, as a loop of
-Hugging Face's would. The decode engine by its captured step.
+The prompt is processed densely, which is the time to the first token, and not counted in what follows. The first steps
+warm up and are not counted either. What a predictor costs is inside the measured time. Greedy, batch rows alike.
+Models are timed call by call, as a loop of Hugging Face's would. The decode engine by its captured step.
 """
 
 import dataclasses
@@ -43,6 +43,8 @@ class Timing:
     prompt: int
     new_tokens: int
     ms_per_token: dict[str, float]
+    first_token_ms: float | None = None
+    """Milliseconds of the prompt, up to the first new token: the median of warm calls."""
     megabytes_per_token: float | None = None
     """1e6 bytes that a step read, counted by the CPU engine."""
     asked_mlp_density: float | None = None
@@ -89,7 +91,14 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
     """
     assert prompt.shape[1] + new_tokens + WARM_UP <= dims_of(model.config).max_positions, "the prompt is too long"
     options: dict[str, Any] = {"use_cache": True}
-    out, written = model(prompt.to(model.device), logits_to_keep=1, **options), []
+    written: list[Tensor] = []
+    out: Any = None
+
+    def begin() -> None:
+        nonlocal out
+        out = model(prompt.to(model.device), logits_to_keep=1, **options)
+
+    first = _first_token(begin, model.device)
     check_logits(out.logits, model, prompt)
 
     def step() -> None:
@@ -100,7 +109,8 @@ def time_decoding(model: PreTrainedModel, backend: str, prompt: Tensor, new_toke
 
     times = _per_step(step, model.device, new_tokens)
     check_logits(out.logits, model, prompt)
-    return Timing(backend, *_conditions(model.device, prompt, new_tokens), times, tokens=tuple(map(int, written)))
+    conditions = _conditions(model.device, prompt, new_tokens)
+    return Timing(backend, *conditions, times, first, tokens=tuple(map(int, written)))
 
 
 def build_engine(
@@ -156,7 +166,8 @@ def time_engine(
     (batch, length), on_cpu = prompt.shape, backend in ON_CPU
     engine = build_engine(backend, model, bundle, batch, length + new_tokens + WARM_UP, stored)
     logger.info("%s", engine.describe())
-    engine.begin([Row.of_prompt(row, engine.context) for row in prompt.tolist()])
+    rows = [Row.of_prompt(row, engine.context) for row in prompt.tolist()]
+    first = _first_token(lambda: engine.begin(rows), model.device)
     n, megabytes = max(1, new_tokens - 1), None  # the first new token came with the prompt
     if on_cpu:
         engine.bytes_read()
@@ -167,7 +178,7 @@ def time_engine(
         megabytes = round(sum(engine.bytes_read().values()) / (n + WARM_UP) / 1e6, 3)
         engine.close()
     conditions, ranks = _conditions(model.device, prompt, new_tokens), ranks_of(model)
-    timing = Timing(backend, *conditions, times, megabytes, tokens=tokens)
+    timing = Timing(backend, *conditions, times, first, megabytes, tokens=tokens)
     return timing if ranks is None else dataclasses.replace(timing, device=f"{ranks.shard.world} x {timing.device}")
 
 
@@ -176,16 +187,21 @@ def _conditions(device: torch.device, prompt: Tensor, new_tokens: int) -> tuple[
     return name, prompt.shape[0], prompt.shape[1], new_tokens
 
 
-def _per_step(step: Callable[[], None], device: torch.device, n: int) -> dict[str, float]:
+def _first_token(begin: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a prompt: the median of `WARM_UP` calls behind the first one."""
+    return _per_step(begin, device, WARM_UP, 1)["p50"]
+
+
+def _per_step(step: Callable[[], object], device: torch.device, n: int, warm_up: int = WARM_UP) -> dict[str, float]:
     """Milliseconds of one step: 20th, 50th and 80th percentile of n, after those that warm up."""
     milliseconds = []
-    for _ in range(WARM_UP + n):
+    for _ in range(warm_up + n):
         _wait(device)
         start = time.perf_counter()
         step()
         _wait(device)
         milliseconds.append(1e3 * (time.perf_counter() - start))
-    points = np.percentile(milliseconds[WARM_UP:], [20, 50, 80])
+    points = np.percentile(milliseconds[warm_up:], [20, 50, 80])
     return dict(zip(("p20", "p50", "p80"), (round(float(point), 4) for point in points), strict=True))
 
 

@@ -110,11 +110,12 @@ def test_everything_from_the_command_line(arguments, capsys, tmp_path):
     assert theirs is None and ours[0] > ours[1] > ours[2] > 0 and found["read_gb_s"] > 0.1
     for row in found["timing"]:
         assert row.keys() == {
-            "backend", "device", "batch", "prompt", "new_tokens", "ms_per_token", "megabytes_per_token",
-            "asked_mlp_density", "asked_head_density", "second_stage",
+            "backend", "device", "batch", "prompt", "new_tokens", "first_token_ms", "ms_per_token",
+            "megabytes_per_token", "asked_mlp_density", "asked_head_density", "second_stage",
         }  # fmt: skip
         own_densities = (0.1, 0.85) if row["backend"] == "cpu" else (1.0, 1.0)
         assert (row["asked_mlp_density"], row["asked_head_density"]) == pytest.approx(own_densities)
+        assert row["first_token_ms"] > 0
         assert 0 < row["ms_per_token"]["p20"] <= row["ms_per_token"]["p50"] <= row["ms_per_token"]["p80"]
     for row in rows:
         assert f"{row['perplexity']:.5g}" in printed
