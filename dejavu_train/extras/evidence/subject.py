@@ -1,14 +1,13 @@
 """The model that evidence is about, with its bundle, texts and twin in 4 bits. Each is loaded when first needed."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -21,7 +20,6 @@ from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import load_text, trained_text
 from dejavu_train.extras.evidence.config import EvidenceConfig
 from dejavu_train.extras.survey.speed import Machine, this_machine
-from dejavu_train.families import ModelDims
 from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
@@ -36,14 +34,8 @@ QUESTIONS, RETRIEVAL = "questions", "retrieval"
 HAYSTACKS = 100  # of a length, where no limit is given
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Rates of this machine for one model.
-
-    Attributes:
-        step: seconds of a dense decoding step of one row. token: of one token in a long forward pass.
-        load: seconds of loading the model. weights: bytes of it in memory.
-    """
+class Rates(NamedTuple):
+    """Seconds of a dense step of one row, of a token in a long pass and of loading a model. Bytes of its weights."""
 
     step: float
     token: float
@@ -94,21 +86,12 @@ class Subject:
         return load_model(str(self._four_bit_folder()), self.dtype, self.device)
 
     @cached_property
-    def smaller_dims(self) -> ModelDims:
-        """Sizes of the smaller model. Raises UserError where it is none of the family."""
-        dims = read_dims(self.config.smaller)
-        if dims.vocab_size != self.dims.vocab_size:
-            raise UserError(
-                f"--smaller {self.config.smaller} has {dims.vocab_size:,} words, and {self.config.model}"
-                f" {self.dims.vocab_size:,}; name a smaller model of the same tokenizer"
-            )
-        return dims
-
-    @cached_property
     def smaller(self) -> PreTrainedModel:
-        """The smaller model. Raises as :attr:`smaller_dims`."""
-        assert self.smaller_dims is not None
-        return load_model(self.config.smaller, self.dtype, self.device)
+        """The smaller model. Raises UserError where it has another vocabulary."""
+        name, own = self.config.smaller, self.dims.vocab_size
+        if (words := read_dims(name).vocab_size) != own:
+            raise UserError(f"--smaller {name} has {words:,} words instead of {own:,}; name one of the same tokenizer")
+        return load_model(name, self.dtype, self.device)
 
     @property
     def _quantizing(self) -> QuantizeConfig:
@@ -197,9 +180,10 @@ class Subject:
 
     def questions(self, name: str) -> list[str]:
         """Texts that a set asks. Raises as :meth:`set`."""
-        from dejavu_train.extras.tasks.sets import questions_of
+        from dejavu_train.extras.tasks.sets import SETS
 
-        return questions_of(name.split()[0], self.set(name), self.config.limit)
+        question = SETS[name.split()[0]].needs[0]
+        return [doc[question] for doc in list(self.set(name).test_docs())[: self.config.limit]]
 
     def _all_questions(self) -> list[str]:
         """Questions of all sets that are there. Haystacks are no text."""

@@ -18,7 +18,7 @@ from dejavu_train.bundle.cost_model import exact_mlp_bytes, spec_bytes
 from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.evaluation.baselines import FixedSelections
 from dejavu_train.extras.evidence.subject import Subject
-from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of
+from dejavu_train.families import ModelDims, Target, UnitKey, blocks_of, dims_of
 from dejavu_train.families.dims import SILENT
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.hooks import hooked, record
@@ -49,7 +49,8 @@ def names(subject: Subject) -> list[str]:
 def build(subject: Subject, name: str) -> Variant:
     """A variant by its name. Raises UserError where the twin in 4 bits cannot be made, or takes no predictors."""
     if name == SMALLER:
-        return Variant(subject.smaller, step=step_bytes(subject.smaller, subject.smaller_dims, _calibration(subject)))
+        smaller = subject.smaller
+        return Variant(smaller, step=step_bytes(smaller, dims_of(smaller.config), _calibration(subject)))
     model, bundle = subject.four_bits if name in (FOUR_BITS, BOTH) else subject.dense, subject.bundle
     whole = partial(step_bytes, model, subject.dims, _calibration(subject))
     if name == DENSE:
@@ -59,7 +60,9 @@ def build(subject: Subject, name: str) -> Variant:
     assert bundle is not None, "a variant with predictors has a bundle"
     means, budget = bundle.head_means(model.device), whole(bundle=bundle)
     if name == THRESHOLDS:
-        hooks, left = thresholds(model, _calibration(subject), budget - _around(subject.dims))
+        hooks, left = thresholds(
+            model, _calibration(subject), budget - subject.dims.vocab_size * subject.dims.embedding_dim
+        )
         return Variant(model, hooks, budget - left)
     selector: Any = FixedSelections(static_masks(bundle, loaded_format(model), model.device))
     if name != STATIC:
@@ -72,35 +75,27 @@ def _calibration(subject: Subject) -> Tensor:
     return torch.tensor([next(iter(subject.texts.values())).windows[0]], device=subject.device)
 
 
-def _around(dims: ModelDims) -> float:
-    """Bytes of an LM head at 8 bits, as the engines' screen reads it."""
-    return float(dims.vocab_size * dims.embedding_dim)
-
-
 @torch.no_grad()
 def step_bytes(
     model: Any, dims: ModelDims, ids: Tensor, bundle: Bundle | None = None, live: float | None = None
 ) -> float:
-    """Bytes of a step: layers, predictors, LM head. ``live``: share of neurons that are not zero. None: as on ids."""
-    shares: list[float] = [] if live is None else [live]
+    """Bytes of a step: layers, predictors, and an LM head of 8 bits, as the engines' screen of it.
+
+    ``live``: share of neurons that are not zero. None: as on ``ids``.
+    """
     if live is None:
-        with record(model, {"activation"}, on_layer=lambda _, got: shares.extend(map(_live, got.values()))):
+        with record(model, {"activation"}) as got:
             model(ids)
+        shares = [float((each["activation"] != 0).double().mean()) for each in got.values() if each]
+        live = sum(shares) / len(shares)
     weights = loaded_format(model)
     unit = weights.unit_bytes(dims)
-    whole = {
-        Target.HEADS: unit.dense(dims, Target.HEADS),
-        Target.MLP: exact_mlp_bytes(sum(shares) / len(shares), dims, unit),
-    }
-    read = _around(dims) + dims.other_weights * weights.bits / 8
+    whole = {Target.HEADS: unit.dense(dims, Target.HEADS), Target.MLP: exact_mlp_bytes(live, dims, unit)}
+    read = dims.vocab_size * dims.embedding_dim + dims.other_weights * weights.bits / 8
     for key in dims.keys:
         spec = None if bundle is None else bundle.specs.get(key)
         read += whole[key.target] if spec is None or spec.dense else spec_bytes(spec, dims, weights)
     return read
-
-
-def _live(values: Tensor) -> float:
-    return float((values != 0).float().mean())
 
 
 def static_masks(bundle: Bundle, weights: WeightFormat, device: torch.device) -> dict[UnitKey, Tensor]:

@@ -207,7 +207,7 @@ class DejavuLM(HFLM):
         return logits
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """As HFLM. An engine goes on behind a stop string, which HFLM cuts off."""
+        """As HFLM, which cuts off what stands behind a stop string."""
         if isinstance(self.model, SparseCausalLM):
             self.model.sparse_from = self.sparse_from
             settings = {**settings, "lossless": self.lossless}
@@ -218,4 +218,5 @@ class DejavuLM(HFLM):
         if not settings.get("do_sample"):
             settings = {**settings, "do_sample": False, "temperature": None}
         pad = self.tokenizer.pad_token_id
+        settings |= {"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}
         return self.model.generate(input_ids=context, max_length=max_length, pad_token_id=pad, **settings)

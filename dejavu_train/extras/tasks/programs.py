@@ -3,6 +3,7 @@
 The limits keep a mistake from doing harm. They keep nothing from the network, nor from files that the user may read.
 """
 
+import contextlib
 import os
 import secrets
 import signal
@@ -36,20 +37,10 @@ def passes(program: str, seconds: float = SECONDS) -> bool:
                 [sys.executable, "-I", "-c", f"{_CHILD}print('\\n{done}')"], cwd=folder, env={"PATH": ""},
                 stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            try:
-                child.wait(seconds)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                _end(child)
+            with child, contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                try:
+                    child.wait(seconds)
+                finally:
+                    os.killpg(child.pid, signal.SIGKILL)  # it, and all that it has started
             said.seek(0)
             return said.read().split()[-1:] == [done.encode()]
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End the child and all that it has started."""
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has ended, and left nobody
-        pass
-    child.wait()

@@ -1,8 +1,7 @@
 """Sets that are answered at length, with the prompts, stop strings, filters and scorers of lm-eval.
 
-Records come from a local file of the published form, else from the hub. Two sets have parts of their own. HumanEval
-runs programs in ``programs.py``, since lm-eval's way fetches code from the hub. The haystacks of retrieval are made
-here in RULER's form. lm-eval's maker of them fetches data, and runs code that comes with a tokenizer.
+Two have parts of their own. HumanEval runs programs in ``programs.py``, since lm-eval's way fetches code from the hub.
+Haystacks are made here in RULER's form: lm-eval's maker fetches data, and runs code that comes with a tokenizer.
 """
 
 import contextlib
@@ -131,35 +130,25 @@ def _check_counts(name: str, task: Any) -> None:
             ) from None
 
 
-def build_set(
-    name: str, task: Any, limit: int | None, shots: int, tokenizer: Any, fits: Callable[[str], bool]
-) -> Questions:
-    """Requests of the first ``limit`` records.
+def build_set(name: str, task: Any, limit: int | None, shots: int, lm: Any, tokens: int) -> Questions:
+    """Requests of the first ``limit`` records, for answers of at most so many tokens.
 
     Before a question stand ``shots`` worked examples, or as many as the set gives and all requests fit with. A model
     whose tokenizer has a template for chats is asked by it.
     """
-    most = task.config.num_fewshot or 0
-    chat = not SETS[name].plain and getattr(tokenizer, "chat_template", None) is not None
-
-    def template(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        more = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
-
-    how = {"apply_chat_template": chat, "fewshot_as_multiturn": chat, "chat_template": template if chat else None}
+    most, kwargs = task.config.num_fewshot or 0, task.config.generation_kwargs
+    tokens = kwargs["max_gen_toks"] = min(tokens, kwargs.get("max_gen_toks", tokens))
+    chat = not SETS[name].plain and getattr(lm.tokenizer, "chat_template", None) is not None
+    how = {"apply_chat_template": chat, "fewshot_as_multiturn": chat, "chat_template": lm.apply_chat_template}
     for count in range(min(shots, most), -1, -1):
         task.set_config(key="num_fewshot", value=count)
         task.set_fewshot_seed(seed=SEED)  # every model gets the same examples
         task.build_all_requests(limit=limit, rank=0, world_size=1, **how)
-        if all(fits(each.args[0]) for each in task.instances):
+        fit = [len(lm.tok_encode(each.args[0])) + tokens <= lm.max_length for each in task.instances]
+        if all(fit):
             break
     task.set_config(key="num_fewshot", value=most)
-    return Questions(count, {name: task})
-
-
-def questions_of(name: str, task: Any, limit: int | None) -> list[str]:
-    """Texts that a set asks, without examples."""
-    return [doc[SETS[name].needs[0]] for doc in list(task.test_docs())[:limit]]
+    return Questions(count, {name: task}, sum(fit) / len(fit))
 
 
 TASK = "A special magic number is hidden within the following text. Memorize it. I will quiz you about it."

@@ -87,10 +87,14 @@ def find_tasks(names: Sequence[str], options: AskedOptions) -> tuple[TaskManager
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """Tasks whose requests are built: by our names, at one number of shots. May be asked of any number of models."""
+    """Tasks whose requests are built: by our names, at one number of shots. May be asked of any number of models.
+
+    ``fitting``: share of the requests for texts that leave the model room for an answer.
+    """
 
     shots: int
     tasks: dict[str, Any]
+    fitting: float = 1.0
 
     def by_task(self) -> list["Questions"]:
         return [Questions(self.shots, {name: task}) for name, task in self.tasks.items()]
@@ -133,7 +137,7 @@ def ask(lm: Any, questions: Questions, use_cache: str | None = None) -> TaskRun:
     """A model's answers.
 
     Args:
-        lm: a :class:`DejavuLM`, or for sets that are answered at length whatever has ``generate_until``.
+        lm: a :class:`DejavuLM`. Where only texts are asked for, whatever has ``generate_until``.
         use_cache: lm-eval's cache of answers, the path of an SQLite file less its ending. It does not know the model:
             give one path a model.
     """
