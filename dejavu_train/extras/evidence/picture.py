@@ -56,10 +56,9 @@ def _speed(panel: Any, rows: Sequence[Row]) -> None:
 
 def _quality(panel: Any, rows: Sequence[Row]) -> None:
     for number, row in enumerate(means("variant", rows)):
-        colour, marker, _ = STYLES[number % len(STYLES)]
-        panel.plot(
-            row["megabytes"], 1 + row["increase"], color=colour, marker=marker, linestyle="", label=row["variant"]
-        )
+        turn, place = divmod(number, len(STYLES))
+        style = {"color": STYLES[place][0], "marker": STYLES[place - turn][1], "linestyle": "", "label": row["variant"]}
+        panel.plot(row["megabytes"], 1 + row["increase"], **style)
     panel.set_xlabel("MB of weights that a step reads")
     panel.set_ylabel("perplexity over the dense model's")
     panel.set_yscale("log")

@@ -24,7 +24,7 @@ OPTIONS = ("text", "tokens", "window", "seed", "four_bits", "smaller")
 def work(subject: Subject) -> Work:
     """A cell for each text and variant."""
     made, rates = Work(), subject.rates
-    for variant in variants.names(subject)[1:]:
+    for variant in variants.names(subject):
         for name, held in subject.texts.items():
             seconds = rates.load / len(subject.texts) + 2.5 * held.tokens * rates.token
             label = f"{variant} on {name}"
@@ -33,12 +33,11 @@ def work(subject: Subject) -> Work:
 
 
 def measure(subject: Subject, variant: str, name: str, held: EvalCorpus) -> list[Row]:
-    """One row: the text, the variant, its bytes a step beside the dense model's, and what :func:`score` gives."""
+    """One row: the text, the variant, its bytes a step, and what :func:`score` gives."""
     dense, other = (variants.build(subject, each) for each in (variants.DENSE, variant))
     with Progress(f"{variant} on {name}", held.tokens, "token") as bar:
         found = score(dense, other, held, subject.config.batch_tokens, bar.update)
-    about = {"text": name, "variant": variant, "tokens": held.tokens, "megabytes": other.step / 1e6}
-    return [about | {"dense_megabytes": dense.step / 1e6} | found]
+    return [{"text": name, "variant": variant, "tokens": held.tokens, "megabytes": other.step / 1e6} | found]
 
 
 @torch.no_grad()
@@ -82,9 +81,8 @@ def score(
         progress(int(batch.real.sum()))
     apart = torch.cat(kl).double()
     change, error = increase(nats[1], nats[0], held.document_tokens)
-    dense_perplexity, perplexity = (math.exp(row.sum() / held.tokens) for row in nats)
     return {
-        "perplexity": perplexity, "dense_perplexity": dense_perplexity, "increase": change, "increase_error": error,
+        "perplexity": math.exp(nats[1].sum() / held.tokens), "increase": change, "increase_error": error,
         "kl_mean": float(apart.mean()), "kl_p99": float(np.percentile(apart.numpy(), 99)), "top1": same / held.tokens,
     }  # fmt: skip
 
