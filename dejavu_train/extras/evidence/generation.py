@@ -56,13 +56,14 @@ def measure(subject: Subject, name: str, variant: str) -> list[Row]:
     asked = build_set(known, subject.set(name), config.limit, config.set_shots, made, config.answer_tokens)
     instances = asked.tasks[known].instances
     made.generate_until(instances[:1])  # compiles what is compiled once
+    made.written.clear()
     run = ask(made, asked)
     right = [float(each[SETS[known].metric]) for each in run.samples[known]]
     texts = [each.resps[0] for each in instances]
     lines = [json.dumps({"record": i, "right": good, "answer": texts[i]}) for i, good in enumerate(right)]
     stem = f"{name}-{variant}".replace(" ", "-")
     write_text(Path(config.output) / "answers" / f"{stem}.jsonl", "\n".join([*lines, ""]))
-    counts, n, hits = [made.count_tokens(text) for text in texts], len(texts), sum(right)
+    counts, n, hits = made.written, len(texts), sum(right)
     most = instances[0].args[1]["max_gen_toks"]
     return [{
         "set": name, "variant": variant, "examples": n, "accuracy": hits / n,
