@@ -104,7 +104,7 @@ docs: .venv/docs
 
 .venv/dev: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing the development dependencies into .venv"
-	$(PIP) --editable ".[train,large,eval,serve,dev]"
+	$(PIP) --editable ".[train,large,eval,evidence,serve,dev]"
 	@touch $@ .venv/train
 
 $(OLDEST_TRITON): | .venv/bin/python

@@ -5,7 +5,7 @@ import pytest
 
 from dejavu_train.calibration.config import CalibrateConfig
 from dejavu_train.data.config import CollectConfig
-from dejavu_train.families import ModelDims, Site, UnitKey
+from dejavu_train.families import ModelDims, UnitKey
 from dejavu_train.ground.errors import UserError
 from dejavu_train.training.config import PredictorConfig, RunConfig, TuneConfig, parse_layers, parse_targets
 from dejavu_train.training.stages import calibrate_stage
@@ -32,15 +32,17 @@ def test_targets():
 
 
 def test_sites_by_half_blocks():
-    config = PredictorConfig(lookahead=0)
-    assert config.site(UnitKey(3, "mlp")) == Site(3, "mlp_in") and config.site(UnitKey(3, "heads")) == Site(
-        3, "attn_in"
-    )
-    one, two = PredictorConfig(lookahead=1), PredictorConfig(lookahead=2)
-    assert one.site(UnitKey(3, "mlp")) == Site(3, "attn_in") and one.site(UnitKey(3, "heads")) == Site(2, "mlp_in")
-    assert two.site(UnitKey(3, "mlp")) == Site(2, "mlp_in") and two.site(UnitKey(3, "heads")) == Site(2, "attn_in")
+    shape = ModelDims(8, 16, 4, 2, 32, 16)
+
+    def site(lookahead, layer, target, shape=shape):
+        return PredictorConfig(lookahead=lookahead).site(UnitKey(layer, target), shape)
+
+    assert [site(n, 3, "mlp") for n in range(3)] == [(3, "mlp_in"), (3, "attn_in"), (2, "mlp_in")]
+    assert [site(n, 3, "heads") for n in range(3)] == [(3, "attn_in"), (2, "mlp_in"), (2, "attn_in")]
     with pytest.raises(UserError, match="before the first layer"):
-        two.site(UnitKey(0, "mlp"))
+        site(2, 0, "mlp")
+    hybrid = dataclasses.replace(shape, n_layers=5, pattern=".-.*-")
+    assert [site(1, *key, hybrid) for key in hybrid.keys] == [(1, "mlp_in"), (1, "mlp_in"), (3, "attn_in")]
 
 
 def test_jobs():

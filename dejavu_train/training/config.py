@@ -45,7 +45,7 @@ class PredictorConfig:
     """First values: random, small, the SVD of the map into the neurons, or that SVD weighed with the inputs' second
     moment. The last two are of mlp only."""
     lookahead: int = 0
-    """How many halves before its own the predictor reads: 0 its own, 1 the half before it, and so on."""
+    """How many halves with a target before its own the predictor reads: 0 its own, 1 the half before, and so on."""
     predictor: dict[str, Any] | None = None
     """A predictor of your own, class_path and init_args, in place of the low-rank one. See docs/guides/extend.md."""
     loss: str | dict[str, Any] = "contribution"
@@ -73,11 +73,6 @@ class PredictorConfig:
             "learning_rate": RATE, "weight_decay": Range(0, 100), "lookahead": Range(0, 2 * shape.n_layers),
         }  # fmt: skip
         check_ranges(self, f"{section}.", ranges)
-        if self.lookahead and shape.pattern:
-            raise UserError(
-                f"{section}.lookahead counts halves of layers, and this model has layers without attention or an MLP;"
-                " set it to 0"
-            )
         for rank in self.ranks.values():
             if rank < 1:
                 raise UserError(f"{section}.ranks must be at least 1, got {rank}")
@@ -103,19 +98,19 @@ class PredictorConfig:
     def rank_of(self, layer: int) -> int:
         return self.ranks.get(layer, self.rank)
 
-    def site(self, key: UnitKey) -> Site:
-        """Site that the predictor of ``key`` reads.
+    def site(self, key: UnitKey, shape: ModelDims) -> Site:
+        """Site that the predictor of ``key`` reads. Raises UserError before the first layer.
 
-        Raises:
-            UserError: before the first layer.
+        Where layers have no target, it is as far back as there are sites.
         """
-        half = key.site.half - self.lookahead
-        if half < 0:
+        sites = sorted(shape.sites)
+        place = sites.index(key.site) - self.lookahead
+        if place < 0 and not shape.pattern:
             raise UserError(
                 f"{key.target}.lookahead {self.lookahead} reaches before the first layer for layer {key.layer};"
                 " choose less"
             )
-        return Site.at(half)
+        return sites[max(0, place)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +263,7 @@ class RunConfig:
             if self.predictor(target).enabled:
                 self.predictor(target).check(target, shape)
         for job in self.own_jobs(shape):
-            self.predictor(job.target).site(job)
+            self.predictor(job.target).site(job, shape)
         if not self.own_jobs(shape) and any(self.predictor(target).enabled for target in parse_targets(self.targets)):
             has = [f"{target} in layers {listed(shape.layers_of(target))}" for target in parse_targets(self.targets)]
             raise UserError(f"--layers {self.layers} names no layer with a target; the model has {' and '.join(has)}")
@@ -337,7 +332,11 @@ class RunConfig:
         least = 0.0 if self.heads.enabled else dense(shape, Target.HEADS) * len(shape.layers_of(Target.HEADS))
         for job in self.all_jobs(shape):
             section, n_out = self.predictor(job.target), shape.units(job.target)
-            site, rank, dtype = section.site(job), section.rank_of(job.layer), self.calibrate.dtype_of(job.target)
+            site, rank, dtype = (
+                section.site(job, shape),
+                section.rank_of(job.layer),
+                self.calibrate.dtype_of(job.target),
+            )
             kind = section.describe(job.layer)["kind"]  # of a custom one the bytes are not known yet, and count as none
             sizes = (rank, shape.d_model, n_out)
             spec = PredictorSpec(*job, site.input, site.layer, *sizes, kind, bias=section.bias, dtype=dtype)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.data.shard_reader import ShardReader, active_densities
 from dejavu_train.data.shards import ActivationManifest, RecordedWeights
-from dejavu_train.families import Target, UnitKey
+from dejavu_train.families import Site, Target, UnitKey
 from dejavu_train.ground import signals
 from dejavu_train.ground.children import run_child
 from dejavu_train.ground.errors import UserError, first_line
@@ -177,17 +177,16 @@ def second_moments(
     return totals[0] / seen, totals[0 if own is None else 1] / seen
 
 
-def init_module(module: LitPredictor, config: RunConfig, job: UnitKey, activations: Path, weight_hash: str) -> None:
-    """Set the first values of a job's predictor, from its layer's weights and the first rows of its site."""
+def init_module(module: LitPredictor, config: RunConfig, job: UnitKey, site: Site, shards: Path, stamp: str) -> None:
+    """Set the first values of a predictor, from its layer's weights (of a hash) and the first rows of its site."""
     layer, target = job
     section = config.predictor(target)
-    site = section.site(job)
     device = start_device(config.trainer)
-    weights = RecordedWeights.load(activations, layer, weight_hash).to(device)
+    weights = RecordedWeights.load(shards, layer, stamp).to(device)
     covariance = site_to_mlp_in = None
     if section.init == "whitened_svd" and section.predictor is None:
-        ahead = None if site == UnitKey(layer, Target.MLP).site else ShardReader(activations, layer, "train")
-        covariance, cross = second_moments(ShardReader(activations, site.layer, "train"), site.input, ahead, device)
+        ahead = None if site == UnitKey(layer, Target.MLP).site else ShardReader(shards, layer, "train")
+        covariance, cross = second_moments(ShardReader(shards, site.layer, "train"), site.input, ahead, device)
         if ahead is not None:
             # What the MLP reads is not seen yet; the best linear guess of it from the site stands in.
             ridge = torch.eye(len(cross), dtype=cross.dtype, device=device) * covariance.trace() / len(cross) * 1e-4
@@ -202,7 +201,8 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
     section = config.predictor(target)
     manifest = ActivationManifest.load(activations)
     torch.manual_seed(config.seed * 1000 + 2 * layer + (target == Target.MLP))
-    data = ShardDataModule(activations, job, section.site(job), config.data, config.seed)
+    site = section.site(job, manifest.shape)
+    data = ShardDataModule(activations, job, site, config.data, config.seed)
     density = deployed_density(config, job, activations)
     predictor = make_predictor(config, job, data.d_in, data.n_units)
     module = LitPredictor(
@@ -214,7 +214,7 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
         section.learning_rate,
         section.weight_decay,
     )
-    init_module(module, config, job, activations, manifest.weight_hash)
+    init_module(module, config, job, site, activations, manifest.weight_hash)
 
     monitor = "val/retained_mass"  # at the deployed density
     rates = Rates(config.data.num_workers)
@@ -256,7 +256,7 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
         low_rank = config.predictor(target).predictor is None
         verdict, numbers = predictor_verdict(metrics, target, low_rank), metrics_line(metrics)
         logger.info("%s: %s; %s, %d steps in %.0f s", title, verdict, numbers, metrics["steps"], metrics["seconds"])
-        export(folder, config, job, predictor, (data.d_in, data.n_units), metrics)
+        export(folder, config, job, site, predictor, (data.d_in, data.n_units), metrics)
 
 
 def _fit_from(trainer: lightning.Trainer, module: LitPredictor, data: ShardDataModule, last: Path) -> None:
@@ -290,6 +290,7 @@ def export(
     folder: Path,
     config: RunConfig,
     job: UnitKey,
+    site: Site,
     predictor: nn.Module,
     sizes: tuple[int, int],
     metrics: dict[str, float],
@@ -297,7 +298,6 @@ def export(
     """Write the finished predictor (``sizes``: d_in, n_out), the metadata last, and drop its checkpoints."""
     layer, target = job
     section = config.predictor(target)
-    site = section.site(job)
     tensors = {  # copies: a module may hold one tensor under two names
         name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
         for name, tensor in predictor.state_dict().items()

@@ -1,11 +1,9 @@
 """Evidence on a tiny model: scorers of answers, scores against a plain loop, a command that goes on, its page."""
 
 import csv
-import importlib.util
 import json
 import math
-from fractions import Fraction
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,126 +11,104 @@ from bundles import make_bundle
 from conftest import make_text, save_tiny_opt
 from task_files import write_task_files
 
+from dejavu_train.bundle.cost_model import spec_bytes
 from dejavu_train.cli.commands import main
 from dejavu_train.evaluation.perplexity import EvalCorpus
-from dejavu_train.extras.evidence import answers, generation, quality, speed
+from dejavu_train.extras.evidence import quality, speed, variants
 from dejavu_train.extras.evidence.cell import Ledger
-from dejavu_train.extras.evidence.records import Records
-from dejavu_train.extras.evidence.scoring import score
 from dejavu_train.extras.evidence.variants import Variant
 from dejavu_train.extras.evidence.verdict import verdict
-from dejavu_train.extras.evidence.writer import Answer, cut
+from dejavu_train.families import Target, blocks_of
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.load import load_model
-
-GSM8K = [
-    ("She has 3 + 4 = 7 apples.\n#### 7", "#### 7", True),
-    ("#### 7 apples, of 12", "#### 7", True),
-    ("#### 12 apples, of 7", "#### 7", False),
-    ("So they pay $1,200.50 in all.", "It is.\n#### 1200.5", True),
-    ("The rest is -3.", "#### -3", True),
-    ("The rest is 3.", "#### -3", False),
-    ("First 7, then 8.", "#### 7", False),
-    ("It is seven.", "#### 7", False),
-    ("", "#### 7", False),
-]
-MATH500 = [
-    (r"Thus $x = \boxed{\dfrac12}$.", r"\frac{1}{2}", True),
-    (r"\boxed{1} is wrong, so \boxed{\frac{1}{2}}", r"\frac{1}{2}", True),
-    (r"\boxed{\frac{1}{2}} is wrong, so \boxed{1}", r"\frac{1}{2}", False),
-    (r"\boxed{\frac{1}{2}", r"\frac{1}{2}", False),
-    ("The answer is 1,000.", "1000", True),
-    ("The answer is 4.", "5", False),
-    ("So we get $x = 3$.", "3", True),
-    (r"\boxed{12\text{ cm}}", "12", True),
-    (r"\boxed{90^\circ}", "90", True),
-    (r"\boxed{(1, 2)}", "(1,2)", True),
-    (r"\boxed{(2,1)}", "(1,2)", False),
-    (r"\boxed{\sqrt2}", r"\sqrt{2}", True),
-    (r"\boxed{.50}", "0.5", True),
-    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", True),
-    ("no idea", "5", False),
-]
-
-
-@pytest.mark.parametrize(("answer", "reference", "right"), GSM8K)
-def test_gsm8k_takes_the_number_that_an_answer_ends_on(answer, reference, right):
-    assert answers.gsm8k_right(answer, reference) is right
-
-
-@pytest.mark.parametrize(("answer", "reference", "right"), MATH500)
-def test_math500_takes_the_expression_that_an_answer_ends_on(answer, reference, right):
-    assert answers.math_right(answer, reference) is right
-
-
-def test_gsm8k_judges_as_the_filters_of_lm_eval():
-    extraction = pytest.importorskip("lm_eval.filters.extraction", reason="the extra eval is not installed")
-    strict = extraction.RegexFilter(r"#### (\-?[0-9\.\,]+)")
-    free = extraction.RegexFilter(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", group_select=-1)
-    for text in (
-        "so it is.\n#### 1,250",
-        "#### -4\n\nQuestion: 9",
-        "They have 12 apples, and 30",
-        "It costs $18",
-        "none",
-    ):
-        theirs = strict.apply([[text]], [{}])[0][0]
-        theirs = free.apply([[text]], [{}])[0][0] if theirs == "[invalid]" else theirs
-        plain = theirs.replace(",", "").replace("$", "")
-        assert answers.number_of(text) == (None if theirs == "[invalid]" else Fraction(plain)), text
-
-
-def test_math500_judges_as_lm_eval_where_both_have_one_spelling():
-    lm_eval = pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    path = Path(lm_eval.__file__).parent / "tasks" / "hendrycks_math" / "utils.py"
-    found = importlib.util.spec_from_file_location("hendrycks_math_utils", path)
-    theirs = importlib.util.module_from_spec(found)
-    found.loader.exec_module(theirs)
-    pairs = [
-        (r"\dfrac{1}{2}", r"\frac12"), ("1/2", r"\frac{1}{2}"), ("0.5", r".5"), (r"\sqrt3", r"\sqrt{3}"),
-        ("x=5", "5"), (r"10\%", "10"), (r"\left(1,2\right)", "(1,2)"), ("1", "2"), (r"\frac12", r"\frac13"),
-        ("(1,2)", "(2,1)"), (r"90^\circ", "90"), (r"2\text{ cm}", "2"), ("-1", "1"),
-    ]  # fmt: skip
-    judged = [theirs.is_equiv(*pair) for pair in pairs]
-    assert [answers.plain_form(a) == answers.plain_form(b) for a, b in pairs] == judged
-    assert True in judged and False in judged
-
-
-def test_a_row_of_answers_counts_what_was_judged():
-    good, long = Answer("4", 10, 2.0, True), Answer("5", 30, 3.0, False)
-    row = generation.row_of(
-        "gsm8k", "sparse", [(good, True, 2), (long, False, 0), (Answer("", 0, 0.0, False), None, 0)]
-    )
-    assert (row.examples, row.unjudged, row.accuracy, row.cut, row.shots) == (2, 1, 0.5, 0.5, 1.0)
-    assert (row.tokens_per_answer, row.tokens_per_second, row.right_per_second) == (20, 8, 0.2)
-    assert row.error == pytest.approx(math.sqrt(0.125))
-    with pytest.raises(UserError, match="no question fits the model"):
-        generation.row_of("gsm8k", "sparse", [(good, None, 0)])
-
-
-def test_an_answer_ends_at_the_first_stop_string_and_a_prompt_has_worked_examples():
-    assert cut("7.\nProblem: 2\nQuestion: 3", ["Question:", "Problem:"]) == "7.\n"
-    assert cut("7.", ["Question:"]) == "7."
-    record, worked = {"question": "How many?", "answer": "#### 3"}, [{"question": "And?", "answer": "It is. #### 9"}]
-    said = generation.plain_prompt("gsm8k", record, worked)
-    assert said == "Question: And?\nAnswer: It is. #### 9\n\nQuestion: How many?\nAnswer:"
-    assert "#### 3" not in said
+from dejavu_train.models.hooks import at_module, hooked
+from dejavu_train.models.load import load_model, load_tokenizer
+from dejavu_train.models.weight_format import FLOAT32
 
 
 def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_records_come_from_the_folder_and_name_what_lacks(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    write_lines(tmp_path / "gsm8k.jsonl", [{"question": "How many?", "answer": "#### 1"}] * 3)
-    write_lines(tmp_path / "math500.jsonl", [{"problem": "What?", "answer": "1"}, {"problem": "What?"}])
-    records = Records(str(tmp_path), 2)
-    assert len(records.get("gsm8k")) == 2 and records.examples("gsm8k", 4) == []
-    with pytest.raises(UserError, match=r"math500\.jsonl, record 2 has no answer"):
-        records.get("math500")
-    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*give --local a folder"):
-        Records(None, 2).get("gsm8k")
+def asked_of(name, records, texts, folder, shots=0, room=10**6):
+    """Samples of a set whose records lie in ``folder``, answered by ``texts``. lm-eval scores them."""
+    sets = pytest.importorskip("dejavu_train.extras.tasks.sets", reason="the extra eval is not installed")
+    from dejavu_train.extras.tasks.tasks import ask
+
+    write_lines(folder / f"{name}.jsonl", records)
+    pytest.importorskip("math_verify", reason="the extra evidence is not installed")
+    task = sets.load_set(name, str(folder))
+    written = SimpleNamespace(tok_encode=str.split, max_length=room, tokenizer=None, apply_chat_template=None)
+    written.generate_until = lambda requests: texts[: len(requests)]
+    questions = sets.build_set(name, task, None, shots, written, 16)
+    return [float(each[sets.SETS[name].metric]) for each in ask(written, questions).samples[name]], questions
+
+
+ADD = {"prompt": "def add(a, b):\n", "test": "def check(f):\n    assert f(1, 2) == 3\n", "entry_point": "add"}
+TWICE = {"instruction_id_list": ["keywords:frequency", "punctuation:no_comma"]} | {
+    "kwargs": [{"keyword": "bee", "frequency": 2, "relation": "at least"}, {}]
+}
+JUDGED = {
+    "gsm8k": (
+        {"question": "3 + 4?", "answer": "It is.\n#### 1,007"},
+        ["So 3 + 4 = 1007.", "#### 1,007", "They pay $1,007."],
+        ["7", "First 1007, then 8.", "none", ""],
+    ),
+    "math500": (
+        {"problem": "Half?", "solution": "So $\\boxed{\\frac{1}{2}}$.", "answer": "\\frac{1}{2}"},
+        ["Thus $x = \\boxed{\\dfrac12}$.", "\\boxed{0.5}", "The final answer is $1/2$. I hope it is correct."],
+        ["\\boxed{2}", "no idea", ""],
+    ),
+    "ifeval": ({"key": 1, "prompt": "Bees."} | TWICE, ["A bee and a bee"], ["A bee, a bee", "A bee", ""]),
+    "humaneval": (ADD, ["    return a + b"], ["    return a - b", "    raise SystemExit(0)", "    return (", ""]),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_each_set_tells_right_answers_from_wrong_ones(name, tmp_path):
+    record, right, wrong = JUDGED[name]
+    judged, _ = asked_of(name, [record] * len(right + wrong), right + wrong, tmp_path)
+    assert judged == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_worked_examples_are_those_of_the_folder_and_as_many_as_fit(tmp_path):
+    sets = pytest.importorskip("dejavu_train.extras.tasks.sets", reason="the extra eval is not installed")
+    record = JUDGED["gsm8k"][0]
+    write_lines(tmp_path / "gsm8k_train.jsonl", [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(9)])
+    _, asked = asked_of("gsm8k", [record], ["7"], tmp_path, 3)
+    text = asked.tasks["gsm8k"].instances[0].args[0]
+    assert asked.shots == 3 and text.count("Question:") == 4 and "1,007" not in text
+    assert asked_of("gsm8k", [record], ["7"], tmp_path, 5, room=31)[1].shots == 2
+    assert asked_of("gsm8k", [record], ["7"], tmp_path, 5, room=16)[1].fitting == 0
+    (tmp_path / "gsm8k_train.jsonl").unlink()
+    assert asked_of("gsm8k", [record], ["7"], tmp_path, 3)[1].shots == 0
+    write_lines(tmp_path / "gsm8k.jsonl", [record, {"question": "3 + 4?"}])
+    with pytest.raises(UserError, match=r"gsm8k\.jsonl, line 2: there is no 'answer'"):
+        sets.load_set("gsm8k", str(tmp_path))
+    with pytest.raises(UserError, match=r"there is no file .*math500\.jsonl|needs a package"):
+        sets.load_set("math500", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["while True: pass", "import os; os._exit(0)", "open('x', 'w').write('x' * 2**21)", "x = bytearray(2**32)"],
+)
+def test_a_program_that_passes_a_limit_has_not_passed(program):
+    programs = pytest.importorskip("dejavu_train.extras.tasks.programs")
+    assert programs.passes("open('x', 'w').write('y')") and not programs.passes(program, seconds=2)
+
+
+def test_a_haystack_hides_one_number_and_is_no_longer_than_asked(tiny_opt):
+    sets = pytest.importorskip("dejavu_train.extras.tasks.sets", reason="the extra eval is not installed")
+    tokenizer = load_tokenizer(str(tiny_opt))
+    records = sets.haystacks(tokenizer, 900, 6, seed=1)
+    for number, record in enumerate(records):
+        name, (value,) = record["gen_prefix"].split()[5], record["outputs"]
+        assert record["input"].count(f"for {name} is: {value}.") == 1
+        hidden = record["input"].count("One of the special")
+        assert hidden > 2 if number % 2 else hidden == 1
+        assert 600 < len(tokenizer(f"{record['input']} {record['gen_prefix']}")["input_ids"]) <= 900 - sets.ANSWER
+        assert [sets.judge_found(record, [text])["found"] for text in (f"It is {value}.", "It is 12.")] == [1, 0]
+    assert records == sets.haystacks(tokenizer, 900, 6, seed=1) != sets.haystacks(tokenizer, 900, 6, seed=2)
 
 
 def test_scores_are_those_of_a_plain_loop(tiny_opt):
@@ -143,7 +119,7 @@ def test_scores_are_those_of_a_plain_loop(tiny_opt):
     draw = torch.Generator().manual_seed(3)
     windows = torch.randint(4, dense.config.vocab_size, (4, 12), generator=draw).tolist()
     held = EvalCorpus(windows, [0, 0, 1, 2], [22, 11, 11], 0, True)
-    found = score(Variant(dense), Variant(other), held, 24)
+    found = quality.score(Variant(dense), Variant(other), held, 24)
     kl, same, nats = [], 0, [0.0, 0.0]
     for window in windows:
         with torch.no_grad():
@@ -152,13 +128,38 @@ def test_scores_are_those_of_a_plain_loop(tiny_opt):
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
         wanted = torch.tensor(window[1:])[:, None]
         nats = [total - float(logs.gather(1, wanted).sum()) for total, logs in zip(nats, (a, b), strict=True)]
-    assert found.dense_perplexity == pytest.approx(math.exp(nats[0] / 44), rel=1e-4)
-    assert found.perplexity == pytest.approx(math.exp(nats[1] / 44), rel=1e-4)
-    assert found.increase == pytest.approx(math.exp((nats[1] - nats[0]) / 44) - 1, abs=1e-5)
-    assert found.kl_mean == pytest.approx(sum(kl) / 44, rel=1e-3) and found.kl_mean > 0
-    assert found.kl_p99 > found.kl_mean and found.top1 == same / 44
-    alike = score(Variant(dense), Variant(dense), held, 24)
-    assert (alike.increase, alike.kl_mean, alike.top1) == (0, 0, 1)
+    assert found["perplexity"] == pytest.approx(math.exp(nats[1] / 44), rel=1e-4)
+    assert found["increase"] == pytest.approx(math.exp((nats[1] - nats[0]) / 44) - 1, abs=1e-5)
+    assert found["kl_mean"] == pytest.approx(sum(kl) / 44, rel=1e-3) and found["kl_mean"] > 0
+    assert found["kl_p99"] > found["kl_mean"] and found["top1"] == same / 44
+    alike = quality.score(Variant(dense), Variant(dense), held, 24)
+    assert (alike["increase"], alike["kl_mean"], alike["top1"]) == (0, 0, 1)
+
+
+def test_static_rows_and_thresholds_read_as_much_as_the_sparse_model(tiny_opt, bundle):
+    model, ids, bundle = load_model(str(tiny_opt)), torch.arange(4, 20)[None], bundle.at(0.2, 0.7)
+    weights, budget = FLOAT32, variants.step_bytes(model, bundle.shape, ids, bundle)
+    masks = variants.static_masks(bundle, weights, model.device)
+    unit = weights.unit_bytes(bundle.shape)
+    for key, mask in masks.items():
+        often, kept = bundle.frequency(*key), mask[0, 0]
+        assert 0 < int(kept.sum()) < kept.numel() and often[kept].min() >= often[~kept].max(), key
+        of_each = unit.up + often * unit.down if key.target == Target.MLP else torch.full_like(often, unit.head)
+        allowed = spec_bytes(bundle.specs[key], bundle.shape, weights)
+        assert float(of_each[kept].sum()) <= allowed < float(of_each[kept].sum() + of_each.max())
+    whole = variants.step_bytes(model, bundle.shape, ids, live=1.0)
+    assert whole > variants.step_bytes(model, bundle.shape, ids) > 0 and whole > budget
+    seen = []
+    for share in (0.2, 0.6, 10.0):
+        hooks, left = variants.thresholds(model, ids, share * whole)
+        found: list[torch.Tensor] = []
+        with hooks(), hooked([at_module(blocks_of(model)[0].up, "input", found.append)]):
+            seen.append(model(ids).logits)
+        kept = float((found[0] != 0).float().mean())
+        assert kept == 1.0 if share > 1 else share / 2 < kept < 1 and 0 <= left < 0.01 * whole
+    assert torch.equal(seen[2], model(ids).logits) and not torch.allclose(seen[0], seen[1])
+    with pytest.raises(UserError, match="thresholds"):
+        variants.thresholds(model, ids, -1.0)
 
 
 def test_a_verdict_says_what_the_rows_say():
@@ -199,7 +200,7 @@ def asked(tmp_path_factory):
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     folder = tmp_path_factory.mktemp("evidence")
     model = save_tiny_opt(folder / "model", hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
-    make_bundle(model).save_pretrained(folder / "bundle")
+    make_bundle(model).at(0.2, 1.0).save_pretrained(folder / "bundle")
     write_task_files(folder)
     write_lines(
         folder / "gsm8k.jsonl", [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(2)]
@@ -208,7 +209,8 @@ def asked(tmp_path_factory):
     flags = {
         "model": model, "bundle": folder / "bundle", "local": folder, "text": f"own={folder / 'own.txt'}",
         "tokens": 128, "window": 32, "rows": "1", "prompts": "8,100000", "new_tokens": 3, "tasks": "piqa,mmlu",
-        "sets": "gsm8k,math500", "answer_tokens": 16, "set_shots": 0, "limit": 2, "device": "cpu",
+        "sets": "gsm8k,math500,humaneval,retrieval", "contexts": "128,4096",
+        "answer_tokens": 16, "set_shots": 0, "limit": 2, "device": "cpu", "smaller": model,
     }  # fmt: skip
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
@@ -232,7 +234,6 @@ def test_a_run_that_was_ended_goes_on_and_the_page_is_complete(asked, tmp_path, 
     assert main(command) not in (0, None)
     timed = json.loads((tmp_path / "parts" / "speed.json").read_text())["cells"]
     most[0] = 100
-    capsys.readouterr()
     assert main(command) == 0
     assert "of the neurons active" in capsys.readouterr().out
     names = list(dict.fromkeys(done))
@@ -240,13 +241,18 @@ def test_a_run_that_was_ended_goes_on_and_the_page_is_complete(asked, tmp_path, 
     assert json.loads((tmp_path / "parts" / "speed.json").read_text())["cells"] == timed
     found, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "evidence.html").read_text()
     assert [name for name, rows in found["rows"].items() if not rows] == []
-    assert [row["variant"] for row in found["rows"]["quality"]] == names
+    rows = {row["variant"]: row for row in found["rows"]["quality"]}
+    assert [*rows] == names and names[-3:] == ["static", "thresholds", "smaller model"]
+    assert rows["exact skip"]["kl_mean"] == 0 == rows["smaller model"]["kl_mean"] < rows["static"]["kl_mean"]
+    assert rows["static"]["megabytes"] == rows["sparse"]["megabytes"] >= rows["thresholds"]["megabytes"]
+    assert rows["4 bits"]["megabytes"] < rows["exact skip"]["megabytes"] < rows["dense"]["megabytes"]
     assert {"dense", "exact skip", "sparse", "4 bits", "lossless"} <= {row["variant"] for row in found["rows"]["speed"]}
     told = {one["what"]: one["why"] for one in found["not_measured"]}
     assert "positions" in told["speed behind a prompt of 100,000"] and "hub" in told["tasks: mmlu"]
-    assert "answers to math500" in told
-    for title in ("Active neurons", "Speed", "Quality", "Tasks", "Long answers", "Not measured", "Released weights"):
-        assert f">{title}<" in page
+    assert "answers to math500" in told and "--run_code" in told["answers to humaneval"]
+    assert "positions" in told["answers to retrieval 4096"]
+    titles = ("Active neurons", "Speed", "Quality", "Tasks", "Long answers", "Not measured", "Released weights")
+    assert all(f">{title}<" in page for title in titles)
     with open(tmp_path / "quality.csv", newline="") as file:
         assert [row["variant"] for row in csv.DictReader(file)] == names
 
@@ -256,7 +262,8 @@ def test_a_plan_measures_nothing_and_a_budget_names_what_it_leaves_out(asked, tm
     monkeypatch.setattr(speed, "measure", lambda *_: pytest.fail("a cell was measured"))
     assert main([*command, "--plan"]) == 0
     said = capsys.readouterr().out
-    assert "speed: " in said and "cells left" in said and "in all " in said and list(tmp_path.iterdir()) == []
+    assert all(words in said for words in ("speed: ", "4 bits: made by gptq first", "cells left", "in all "))
+    assert list(tmp_path.iterdir()) == []
     assert main([*command, "--budget", "1e-9"]) == 0
     found = json.loads((tmp_path / "results.json").read_text())
     left_out = [one for one in found["not_measured"] if "--budget" in one["why"]]
@@ -267,7 +274,8 @@ def test_a_plan_measures_nothing_and_a_budget_names_what_it_leaves_out(asked, tm
     ("flags", "words"),
     [
         (["--parts", "size"], "--parts must be some of active, speed"),
-        (["--sets", "humaneval"], "--sets must be some of gsm8k, math500"),
+        (["--sets", "mbpp"], "--sets must be some of gsm8k, math500"),
+        (["--contexts", "64"], "--contexts"),
         (["--local", "nowhere"], "there is no folder nowhere; give --local"),
         (["--four_bits", "nowhere"], "there is no folder nowhere; give --four_bits"),
         (["--budget", "0"], "--budget"),

@@ -226,8 +226,6 @@ def test_layers_that_are_asked_for_must_have_a_target(folder, tmp_path, capsys):
     assert exit_on_user_error(main, [*asked, "--layers=0,2"]) == 2
     said = "--layers 0,2 names no layer with a target; the model has mlp in layers 1,4,6-7 and heads in layers 3"
     assert said in capsys.readouterr().err
-    assert exit_on_user_error(main, [*asked, "--mlp.lookahead=1"]) == 2
-    assert "mlp.lookahead counts halves of layers" in capsys.readouterr().err
     assert exit_on_user_error(main, [*asked, "--collect.window=300"]) == 2
     assert "the model has 256 positions; give --collect.window 256" in capsys.readouterr().err
     assert RunConfig(layers="0-3").own_jobs(read_dims(str(folder))) == [(1, "mlp"), (3, "heads")]

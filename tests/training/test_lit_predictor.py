@@ -64,7 +64,8 @@ def test_a_start_for_look_ahead_guesses_what_fc1_reads(folder, weights, tiny_opt
     for start in ("svd", "whitened_svd"):
         config = parse_config(flags(tiny_opt, text_file, folder.parent, "--mlp.lookahead=1", f"--mlp.init={start}"))
         module = LitPredictor("mlp", LowRankPredictor(48, 16, 96), 96, density=0.4)
-        init_module(module, config, UnitKey(1, "mlp"), folder, ActivationManifest.load(folder).weight_hash)
+        known = ActivationManifest.load(folder).weight_hash
+        init_module(module, config, UnitKey(1, "mlp"), Site(1, "attn_in"), folder, known)
         masses[start] = trained(module, data_for(folder, "mlp", "attn_in"), 0)["val/retained_mass"]
     assert masses["whitened_svd"] > masses["svd"] + 0.02
 

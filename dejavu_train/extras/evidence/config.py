@@ -12,7 +12,7 @@ from dejavu_train.ground.ranges import COUNT, NUMBER, SEED, Range, check_ranges
 
 PARTS = ("active", "speed", "quality", "tasks", "generation")
 TASKS = ("cb", "copa", "lambada", "openbookqa", "piqa", "rte", "winogrande", "hellaswag", "arc_challenge", "mmlu")
-SETS = ("gsm8k", "math500")
+SETS = ("gsm8k", "math500", "ifeval", "humaneval", "retrieval")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EvidenceConfig(TextConfig):
         "dejavu evidence --model checkpoints/opt-mini --bundle checkpoints/opt-mini/bundle --local DATA",
         "dejavu evidence --model facebook/opt-1.3b --bundle checkpoints/opt-1.3b/bundle --plan",
     )
-    COMMON = ("model", "bundle", "output", "parts", "plan", "budget", "text", "local", "limit")
+    COMMON = ("model", "bundle", "output", "smaller", "parts", "plan", "budget", "local", "limit")
 
     output: str = ""
     """Folder of results. Empty: checkpoints/evidence/NAME."""
@@ -49,10 +49,12 @@ class EvidenceConfig(TextConfig):
     budget: float | None = None
     """Hours at most. What does not fit is left out, and the page names it. null: no limit."""
     local: str | None = None
-    """Folder of local data: files of configs/tasks, and gsm8k.jsonl and math500.jsonl as published. What it lacks
-    comes from the hub."""
+    """Folder of local data: files of configs/tasks, and SET.jsonl of the sets as published. What it lacks comes from
+    the hub."""
     four_bits: str = ""
     """Folder of the model in 4 bits. Empty: made by gptq in the folder of results."""
+    smaller: str = ""
+    """Folder or hub id of a smaller model of the family, whose quality and bytes a step stand beside."""
     rows: tuple[int, ...] = (1, 2, 4, 8)
     """Rows that are timed, behind the first prompt."""
     prompts: tuple[int, ...] = (128, 512, 2048, 8192, 16384)
@@ -64,9 +66,13 @@ class EvidenceConfig(TextConfig):
     shots: int = 0
     """Examples before the question of a task."""
     sets: tuple[str, ...] = SETS
-    """Sets to generate long answers for: gsm8k, math500."""
+    """Sets to generate long answers for: gsm8k, math500, ifeval, humaneval, retrieval."""
     set_shots: int = 5
-    """Worked examples before a question of gsm8k and math500, as many as fit. A model with a chat template has none."""
+    """Worked examples before a question of gsm8k (5 at most) and math500 (4), as many as fit."""
+    contexts: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    """Tokens of a text that hides a number, for retrieval. Those beyond the model's positions are left out."""
+    run_code: bool = False
+    """Whether humaneval may run the programs that the model writes, in a process with limits."""
     limit: int | None = 100
     """Examples of each task and set, the first ones. null: all."""
     answer_tokens: int = 512
@@ -88,7 +94,13 @@ class EvidenceConfig(TextConfig):
         if not self.parts:
             raise UserError(f"--parts is empty; name some of {', '.join(PARTS)}")
         counts = ("tokens", "batch_tokens", "rows", "prompts", "new_tokens", "limit", "answer_tokens")
-        others = {"window": Range(2, COUNT.most), "shots": NUMBER, "set_shots": NUMBER, "seed": SEED}
+        others = {
+            "contexts": Range(128, COUNT.most),
+            "window": Range(2, COUNT.most),
+            "shots": NUMBER,
+            "set_shots": NUMBER,
+            "seed": SEED,
+        }
         others |= {"budget": Range(0, 10**6, above=True)}
         check_ranges(self, "--", dict.fromkeys(counts, COUNT) | others)
         if self.local is not None and not Path(self.local).is_dir():

@@ -1,6 +1,5 @@
 """Writes rows down: a CSV of each part, pictures, and evidence.html, which needs no network."""
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 from dejavu_train.evaluation.html_report import picture, rendered, rows_table
 from dejavu_train.evaluation.report import Table
 from dejavu_train.extras.evidence.cell import Row
-from dejavu_train.extras.evidence.picture import draw
+from dejavu_train.extras.evidence.picture import draw, means
 from dejavu_train.extras.evidence.verdict import verdict
-from dejavu_train.ground.files import replacing, write_text
+from dejavu_train.extras.survey.page import write_csv
+from dejavu_train.ground.files import write_text
 
 PAGE = "evidence.html"
 
@@ -20,7 +20,7 @@ def write(found: dict[str, Any], folder: Path) -> Path:
     shown = {}
     for name, rows in found["rows"].items():
         if rows:
-            write_rows(folder / f"{name}.csv", rows)
+            write_csv(folder / f"{name}.csv", rows)
             drawn = draw(name, rows, folder / name)
             shown[name] = {"tables": tables(name, rows), "picture": picture(folder / f"{name}.png") if drawn else None}
     about = {f"{name} hash": value for name, value in found["hashes"].items() if value} | found["versions"]
@@ -33,21 +33,6 @@ def write(found: dict[str, Any], folder: Path) -> Path:
 
 
 def tables(name: str, rows: Sequence[Row]) -> list[Table]:
-    """Tables of a part. Of active neurons the means over the layers stand before all layers."""
-    if name != "active":
-        return [rows_table(name, rows)]
-    means = []
-    for text in dict.fromkeys(row["text"] for row in rows):
-        own = [row for row in rows if row["text"] == text]
-        mean = {key: sum(row[key] for row in own) / len(own) for key in ("nonzero", "needed", "mass_at_20")}
-        means.append({"text": text, "layers": len(own), "tokens": own[0]["tokens"]} | mean)
-    return [rows_table("means over the layers", means), rows_table("layers", rows)]
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV, floats with six significant digits."""
-    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: f"{each:.6g}" if isinstance(each, float) else each for name, each in row.items()})
+    """Tables of a part. Where a part has many rows, means stand before them."""
+    by = {"active": "text", "quality": "variant"}.get(name)
+    return ([rows_table(f"means by {by}", means(by, rows))] if by else []) + [rows_table(name, rows)]

@@ -1,4 +1,4 @@
-"""Pictures of parts: active neurons by layer, times and answers."""
+"""Pictures of parts: active neurons by layer, times, and quality by bytes. Means of rows for them and for tables."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,6 +6,18 @@ from typing import Any
 
 from dejavu_train.evaluation.figure import BLUE, STYLES, pyplot, save
 from dejavu_train.extras.evidence.cell import Row
+
+
+def means(by: str, rows: Sequence[Row]) -> list[Row]:
+    """A row for each value of a column, with the mean of every column of fractions."""
+    made = []
+    for value in dict.fromkeys(row[by] for row in rows):
+        own = [row for row in rows if row[by] == value]
+        names = [name for name, each in own[0].items() if isinstance(each, float)]
+        made.append(
+            {by: value, "rows": len(own)} | {name: sum(row[name] or 0 for row in own) / len(own) for name in names}
+        )
+    return made
 
 
 def draw(part: str, rows: Sequence[Row], stem: Path) -> bool:
@@ -42,18 +54,16 @@ def _speed(panel: Any, rows: Sequence[Row]) -> None:
     panel.set_xlabel(f"ms of a token, one row, prompt of {first:,}")
 
 
-def _answers(panel: Any, rows: Sequence[Row]) -> None:
-    names = list(dict.fromkeys(row["set"] for row in rows))
-    kinds = list(dict.fromkeys(row["variant"] for row in rows))
-    width = 0.8 / len(kinds)
-    for number, kind in enumerate(kinds):
-        own = {row["set"]: 100 * row["accuracy"] for row in rows if row["variant"] == kind}
-        x = [place + number * width for place, name in enumerate(names) if name in own]
-        panel.bar(x, list(own.values()), width, label=kind, color=STYLES[number % len(STYLES)][0])
-    panel.set_xticks([place + width * (len(kinds) - 1) / 2 for place in range(len(names))], names)
-    panel.set_ylabel("right answers, %")
-    panel.set_ylim(0, 100)
+def _quality(panel: Any, rows: Sequence[Row]) -> None:
+    for number, row in enumerate(means("variant", rows)):
+        turn, place = divmod(number, len(STYLES))
+        style = {"color": STYLES[place][0], "marker": STYLES[place - turn][1], "linestyle": "", "label": row["variant"]}
+        panel.plot(row["megabytes"], 1 + row["increase"], **style)
+    panel.set_xlabel("MB of weights that a step reads")
+    panel.set_ylabel("perplexity over the dense model's")
+    panel.set_yscale("log")
+    panel.set_xlim(0, None)
     panel.legend(frameon=False)
 
 
-PANELS: dict[str, Callable[[Any, Sequence[Row]], None]] = {"active": _active, "speed": _speed, "generation": _answers}
+PANELS: dict[str, Callable[[Any, Sequence[Row]], None]] = {"active": _active, "speed": _speed, "quality": _quality}

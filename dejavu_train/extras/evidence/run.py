@@ -14,6 +14,7 @@ from dejavu_train.extras.evidence import active, generation, page, quality, spee
 from dejavu_train.extras.evidence.cell import Cell, Ledger, Row
 from dejavu_train.extras.evidence.config import PARTS, EvidenceConfig
 from dejavu_train.extras.evidence.subject import Subject
+from dejavu_train.extras.evidence.variants import FOUR_BITS
 from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.ground.files import write_json
 from dejavu_train.ground.progress import Progress
@@ -68,9 +69,12 @@ def plan(parts: list[PartRun], subject: Subject) -> str:
         done = len(part.cells) - len(part.left)
         lines.append(f"{part.name}: {len(part.left)} cells left, {done} done, {own / HOUR:.2f} hours")
         lines += [f"  left out, {what}: {why}" for what, why in part.missing]
+    if any(FOUR_BITS in cell.name for part in parts for cell in part.left) and subject.quantizing_seconds:
+        seconds += subject.quantizing_seconds
+        lines.append(f"4 bits: made by gptq first, {subject.quantizing_seconds / HOUR:.2f} hours")
     lines.append(
         f"in all {seconds / HOUR:.2f} hours, {subject.rates.weights / 1e9:.2f} GB of weights in memory,"
-        f" {subject.code_bytes / 1e9:.2f} GB on the disk"
+        f" {subject.dims.weights / 2e9:.2f} GB in 4 bits"
     )
     return "\n".join(lines)
 
@@ -92,8 +96,9 @@ def run(config: EvidenceConfig) -> Path | None:
         for part in parts:
             for cell in part.left:
                 bar.describe(f"{part.name}: {cell.name}")
-                if limit is not None and time.monotonic() - began + cell.seconds > limit:
-                    part.missing.append((f"{part.name}: {cell.name}", _over(cell, config)))
+                needs = cell.seconds + (subject.quantizing_seconds if FOUR_BITS in cell.name else 0)
+                if limit is not None and time.monotonic() - began + needs > limit:
+                    part.missing.append((f"{part.name}: {cell.name}", _over(needs, config)))
                 else:
                     _do(part, cell)
                 bar.update()
@@ -103,8 +108,8 @@ def run(config: EvidenceConfig) -> Path | None:
     return page_path
 
 
-def _over(cell: Cell, config: EvidenceConfig) -> str:
-    return f"it takes about {cell.seconds / 60:.2g} minutes, which --budget {config.budget:g} hours does not leave"
+def _over(seconds: float, config: EvidenceConfig) -> str:
+    return f"it takes about {seconds / 60:.2g} minutes, which --budget {config.budget:g} hours does not leave"
 
 
 def _do(part: PartRun, cell: Cell) -> None:

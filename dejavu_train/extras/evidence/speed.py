@@ -1,6 +1,5 @@
 """Part 2: milliseconds of a token, by variant, rows and length of the prompt, through the engines."""
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from dejavu_train.evaluation.timing import (
     READ_ENGINE,
     TRITON,
     WARM_UP,
-    Timing,
     time_decoding,
     time_engine,
 )
@@ -31,25 +29,6 @@ FOUR_BITS, BOTH, LOSSLESS = "4 bits", "sparse, 4 bits", "lossless"
 _BITS = {FOUR_BITS: 0.28, BOTH: 0.28}  # of a dense step, about
 
 
-@dataclasses.dataclass(frozen=True)
-class SpeedRow:
-    """A variant at so many rows behind a prompt. ``ms`` is the median of a step, ``low`` and ``high`` 20 and 80 %.
-
-    ``tokens_per_second`` is of all rows together. ``megabytes`` is what a step read, where the engine counts it.
-    """
-
-    variant: str
-    rows: int
-    prompt: int
-    ms: float
-    low: float | None
-    high: float | None
-    tokens_per_second: float
-    megabytes: float | None
-    accepted: float | None
-    device: str
-
-
 def names(subject: Subject) -> list[str]:
     """Variants that this subject can have."""
     exact = [EXACT] if subject.dims.activation in SILENT else []
@@ -60,11 +39,12 @@ def names(subject: Subject) -> list[str]:
 def work(subject: Subject) -> Work:
     """Cells for every variant: rows behind the first prompt, then longer prompts of one row."""
     config, made, rates = subject.config, Work(), subject.rates
-    room = subject.dims.max_positions - config.new_tokens - WARM_UP
+    limit = subject.dims.max_positions
+    room = limit - config.new_tokens - WARM_UP
     fitting = [prompt for prompt in config.prompts if prompt <= room]
     for prompt in config.prompts:
         if prompt not in fitting:
-            made.missing.append((f"speed behind a prompt of {prompt:,}", _short(subject)))
+            made.missing.append((f"speed behind a prompt of {prompt:,}", f"the model has {limit:,} positions"))
     if not fitting:
         return made
     pairs = [(rows, fitting[0]) for rows in config.rows] + [(1, prompt) for prompt in fitting[1:]]
@@ -87,14 +67,19 @@ def measure(subject: Subject, variant: str, rows: int, length: int) -> list[Row]
     """One row. Raises UserError where an engine refuses."""
     prompt, n = prompt_of(subject, rows, length), subject.config.new_tokens
     if variant == LOSSLESS:
-        return [dataclasses.asdict(_lossless(subject, prompt, n))]
+        return [_lossless(subject, prompt, n)]
     if variant == HUGGING_FACE:
         timing = time_decoding(subject.dense, variant, prompt, n)
     else:
         model = subject.four_bits if variant in (FOUR_BITS, BOTH) else subject.dense
         bundle = subject.bundle if variant in (SPARSE, BOTH) else None
         timing = time_engine(model, bundle, engine_of(subject, variant), prompt, n)
-    return [dataclasses.asdict(_row(variant, timing))]
+    ms, rows = timing.ms_per_token, timing.batch
+    return [
+        {"variant": variant, "rows": rows, "prompt": timing.prompt, "ms": ms["p50"], "low": ms["p20"],
+         "high": ms["p80"], "tokens_per_second": 1e3 * rows / ms["p50"], "megabytes": timing.megabytes_per_token,
+         "accepted": None, "device": timing.device}
+    ]  # fmt: skip
 
 
 def engine_of(subject: Subject, variant: str) -> str:
@@ -111,20 +96,8 @@ def prompt_of(subject: Subject, rows: int, length: int) -> Tensor:
     return torch.tensor([tokens[:length]]).repeat(rows, 1)
 
 
-def _short(subject: Subject) -> str:
-    return f"the model has {subject.dims.max_positions:,} positions"
-
-
-def _row(variant: str, timing: Timing) -> SpeedRow:
-    ms = timing.ms_per_token
-    return SpeedRow(
-        variant, timing.batch, timing.prompt, ms["p50"], ms["p20"], ms["p80"],
-        1e3 * timing.batch / ms["p50"], timing.megabytes_per_token, None, timing.device,
-    )  # fmt: skip
-
-
-def _lossless(subject: Subject, prompt: Tensor, n: int) -> SpeedRow:
-    """The second of two calls: the first compiles and measures lengths of drafts."""
+def _lossless(subject: Subject, prompt: Tensor, n: int) -> Row:
+    """The row of the second of two calls: the first compiles and measures lengths of drafts."""
     bundle: Any = subject.bundle
     backend = "cpu" if subject.on_cpu else "triton"
     model = SparseCausalLM.from_model(subject.dense, bundle, backend, sparse_from="prompt")
@@ -136,6 +109,7 @@ def _lossless(subject: Subject, prompt: Tensor, n: int) -> SpeedRow:
     if not found or not found["tokens_per_second"]:
         raise UserError("lossless decoding wrote nothing")
     rate = found["tokens_per_second"]
-    return SpeedRow(
-        LOSSLESS, 1, prompt.shape[1], 1e3 / rate, None, None, rate, None, found["acceptance"], str(subject.device)
-    )
+    return {
+        "variant": LOSSLESS, "rows": 1, "prompt": prompt.shape[1], "ms": 1e3 / rate, "low": None, "high": None,
+        "tokens_per_second": rate, "megabytes": None, "accepted": found["acceptance"], "device": str(subject.device),
+    }  # fmt: skip

@@ -1,11 +1,13 @@
 """The model that evidence is about, with its bundle, texts and twin in 4 bits. Each is loaded when first needed."""
 
-import dataclasses
+import contextlib
 import logging
+import os
 import time
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -17,28 +19,23 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, hold_out
 from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import load_text, trained_text
 from dejavu_train.extras.evidence.config import EvidenceConfig
-from dejavu_train.extras.evidence.records import Records
 from dejavu_train.extras.survey.speed import Machine, this_machine
-from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.errors import UserError, first_line
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.load import load_model, load_tokenizer, resolve_device, weight_hash
-from dejavu_train.models.weight_format import CODES4
 from dejavu_train.quantize.config import QuantizeConfig
 from dejavu_train.quantize.run import quantise
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+QUANTIZING = 4  # times the forward pass over the calibration text that gptq takes, about
 TRIAL = 1024  # rows and columns of the product that is timed
-QUESTIONS = "questions"
+QUESTIONS, RETRIEVAL = "questions", "retrieval"
+HAYSTACKS = 100  # of a length, where no limit is given
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Rates of this machine for one model.
-
-    Attributes:
-        step: seconds of a dense decoding step of one row. token: of one token in a long forward pass.
-        load: seconds of loading the model. weights: bytes of it in memory.
-    """
+class Rates(NamedTuple):
+    """Seconds of a dense step of one row, of a token in a long pass and of loading a model. Bytes of its weights."""
 
     step: float
     token: float
@@ -63,7 +60,9 @@ class Subject:
             self.bundle = Bundle.from_pretrained(config.bundle)
             self.bundle.check_model(config.model, config.revision)
         self.tokenizer = load_tokenizer(config.model, config.revision)
-        self.records = Records(config.local, config.limit)
+        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+        self.unreachable = "HF_HUB_OFFLINE is set" if offline else ""
+        self._sets: dict[str, Any] = {}
         on_cpu = self.device.type == "cpu"
         self.dtype = ("float32" if on_cpu else self.dims.half_dtype) if config.dtype == "auto" else config.dtype
 
@@ -86,16 +85,33 @@ class Subject:
         """Its twin in 4 bits. Raises UserError where none can be made."""
         return load_model(str(self._four_bit_folder()), self.dtype, self.device)
 
+    @cached_property
+    def smaller(self) -> PreTrainedModel:
+        """The smaller model. Raises UserError where it has another vocabulary."""
+        name, own = self.config.smaller, self.dims.vocab_size
+        if (words := read_dims(name).vocab_size) != own:
+            raise UserError(f"--smaller {name} has {words:,} words instead of {own:,}; name one of the same tokenizer")
+        return load_model(name, self.dtype, self.device)
+
+    @property
+    def _quantizing(self) -> QuantizeConfig:
+        config, folder = self.config, Path(self.config.output) / f"int4-{self.hash[:12]}"
+        window = min(512, self.dims.max_positions)
+        return QuantizeConfig(config.model, config.revision, str(folder), device=config.device, window=window)
+
     def _four_bit_folder(self) -> Path:
         if self.config.four_bits:
             return Path(self.config.four_bits)
-        folder = Path(self.config.output) / f"int4-{self.hash[:12]}"
-        if not (folder / "config.json").is_file():
-            own = QuantizeConfig(model=self.config.model, revision=self.config.revision, output=str(folder))
-            own = dataclasses.replace(own, device=self.config.device, window=min(512, self.dims.max_positions))
-            own.check(self.dims)
-            quantise(own)
-        return folder
+        if self.quantizing_seconds:
+            self._quantizing.check(self.dims)
+            quantise(self._quantizing)
+        return Path(self._quantizing.output)
+
+    @property
+    def quantizing_seconds(self) -> float:
+        """Seconds that making the twin in 4 bits takes, about. 0 where there is one."""
+        done = self.config.four_bits or (Path(self._quantizing.output) / "config.json").is_file()
+        return 0.0 if done else QUANTIZING * self._quantizing.calibration_tokens(self.dims) * self.rates.token
 
     @cached_property
     def texts(self) -> dict[str, EvalCorpus]:
@@ -110,12 +126,71 @@ class Subject:
         for name, source in name_texts(config.text).items():
             options = (TEXT_SET, config.model, trained, self.tokenizer, window, config.tokens, config.seed)
             made[name] = load_text(name, config.source(source), *options).held
-        wanted = config.sets if config.local or "generation" in config.parts else ()
-        asked = [text for each in wanted for text in self.records.questions(each)]
+        asked = self._all_questions() if config.local or "generation" in config.parts else []
         documents = [Document(str(number), text) for number, text in enumerate(asked)]
         questions = hold_out(documents, self.tokenizer, window, config.tokens, config.seed)
         if questions.tokens >= window - 1:
             made[QUESTIONS] = questions
+        return made
+
+    @property
+    def set_names(self) -> list[str]:
+        """Sets that are asked for. Retrieval is one for each length."""
+        lengths = [f"{RETRIEVAL} {length}" for length in self.config.contexts]
+        return [each for name in self.config.sets for each in (lengths if name == RETRIEVAL else [name])]
+
+    def set(self, name: str) -> Any:
+        """A set as a task of lm-eval. Raises UserError where it cannot be had, or must be asked for by a flag."""
+        from dejavu_train.extras.tasks.sets import haystacks, load_set  # imports lm-eval
+
+        config = self.config
+        if name == "humaneval" and not config.run_code:
+            raise UserError("it runs programs that the model wrote, in a process with limits; give --run_code true")
+        if name not in self._sets and name.startswith(RETRIEVAL):
+            length = int(name.split()[1])
+            if length > self.dims.max_positions:
+                raise UserError(f"the model has {self.dims.max_positions:,} positions")
+            made = partial(haystacks, self.tokenizer, length, config.limit or HAYSTACKS, config.seed)
+            self._sets[name] = load_set(RETRIEVAL, None, made)
+        elif name not in self._sets:
+            self._sets[name] = self.local_or_hub(lambda folder: load_set(name, folder))
+        return self._sets[name]
+
+    def local_or_hub(self, load: Callable[[str | None], T]) -> T:
+        """Result of ``load`` for the local folder, else for the hub (None). Raises UserError where it is nowhere.
+
+        The first failure to reach the hub stands for all that follow.
+        """
+        beside = ""
+        if self.config.local is not None:
+            try:
+                return load(self.config.local)
+            except UserError as error:
+                if not str(error).startswith("there is no"):
+                    raise
+                beside = f"{first_line(error).partition(';')[0]}, and "
+        if self.unreachable:
+            raise UserError(f"{beside}the hub cannot be reached ({self.unreachable}); give --local a folder with it")
+        try:
+            return load(None)
+        except UserError as error:
+            if "cannot fetch" in str(error):
+                self.unreachable = first_line(error)
+            raise
+
+    def questions(self, name: str) -> list[str]:
+        """Texts that a set asks. Raises as :meth:`set`."""
+        from dejavu_train.extras.tasks.sets import SETS
+
+        question = SETS[name.split()[0]].needs[0]
+        return [doc[question] for doc in list(self.set(name).test_docs())[: self.config.limit]]
+
+    def _all_questions(self) -> list[str]:
+        """Questions of all sets that are there. Haystacks are no text."""
+        made: list[str] = []
+        for name in self.set_names:
+            with contextlib.suppress(UserError):
+                made += [] if name.startswith(RETRIEVAL) else self.questions(name)
         return made
 
     @cached_property
@@ -141,16 +216,6 @@ class Subject:
             float((a @ a)[0, 0])
             best = min(best, time.perf_counter() - began)
         return 2 * TRIAL**3 / best
-
-    @property
-    def code_bytes(self) -> float:
-        """Bytes of the twin in 4 bits that is made. 0 where one is given, or none can be made."""
-        try:
-            unit = CODES4.unit_bytes(self.dims)
-        except UserError:  # its cells say why
-            return 0.0
-        layers = sum(unit.dense(self.dims, key.target) for key in self.dims.keys)
-        return 0.0 if self.config.four_bits else layers + 2.0 * self.dims.outer_weights
 
     def key(self) -> dict[str, Any]:
         """Hashes and types that all rows depend on."""

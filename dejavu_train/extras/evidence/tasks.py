@@ -1,15 +1,12 @@
 """Part 4: tasks of lm-eval, dense and sparse, from local files or the hub. Through the extra ``tasks``."""
 
 import dataclasses
-from functools import cache, partial
-from pathlib import Path
-
-import yaml
+from functools import partial
+from typing import Any
 
 from dejavu_train.extras.evidence.cell import Cell, Row, Work
 from dejavu_train.extras.evidence.subject import Subject
-from dejavu_train.extras.tasks.config import LOCAL, AskedOptions
-from dejavu_train.ground.errors import UserError
+from dejavu_train.extras.tasks.config import AskedOptions
 from dejavu_train.sparse.model import SparseCausalLM
 
 OPTIONS = ("tasks", "shots", "limit", "local", "seed")
@@ -28,27 +25,12 @@ def work(subject: Subject) -> Work:
     return made
 
 
-@cache
-def local_file(task: str) -> str | None:
-    """File of a task in a folder of local data, by configs/tasks. None: it has none."""
-    path = LOCAL / f"local_{task}.yaml"
-    if not path.is_file():
-        return None
-    values = yaml.load(path.read_text(encoding="utf-8"), _Plain)
-    return str(values["dataset_kwargs"]["file"])
+def _questions(subject: Subject, task: str, folder: str | None) -> Any:
+    from dejavu_train.extras.tasks.tasks import build_questions
 
-
-class _Plain(yaml.SafeLoader):
-    """Reads lm-eval's YAML, whose tags name functions."""
-
-
-_Plain.add_multi_constructor("!", lambda *_: None)
-
-
-def local(subject: Subject, task: str) -> bool:
-    """Tell whether the local folder holds a task."""
-    file, folder = local_file(task), subject.config.local
-    return file is not None and folder is not None and (Path(folder) / file).is_file()
+    config = subject.config
+    options = AskedOptions((task,), (), folder, (config.shots,), config.limit, seed=1234 + config.seed)
+    return build_questions((task,), options, config.shots)
 
 
 def measure(subject: Subject, task: str) -> list[Row]:
@@ -60,21 +42,8 @@ def measure(subject: Subject, task: str) -> list[Row]:
     from dejavu_train.extras.tasks import tasks as asked  # imports lm-eval
     from dejavu_train.extras.tasks.model import DejavuLM
 
-    config, here = subject.config, local(subject, task)
-    if not here and subject.records.unreachable:
-        file = local_file(task)
-        beside = f"{config.local} has no {file}, and " if config.local and file else ""
-        raise UserError(f"{beside}the hub cannot be reached ({subject.records.unreachable})")
-    options = AskedOptions(
-        (task,), (), config.local if here else None, (config.shots,), config.limit, seed=1234 + config.seed
-    )
     asked.quiet()
-    try:
-        questions = asked.build_questions((task,), options, config.shots)
-    except UserError as error:
-        if not here and "cannot fetch" in str(error):
-            subject.records.unreachable = str(error)
-        raise
+    questions = subject.local_or_hub(lambda folder: _questions(subject, task, folder))
     dense = DejavuLM(subject.dense, subject.tokenizer, 0)
     runs = [asked.ask(dense, questions)]
     if subject.bundle is not None:

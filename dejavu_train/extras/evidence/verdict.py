@@ -55,6 +55,7 @@ def _answers(rows: Rows) -> str:
     told = [
         f"{name} {100 * own[SPARSE]['accuracy']:.3g} % instead of {100 * own['dense']['accuracy']:.3g} %"
         for name, own in by_set.items()
-        if {SPARSE, "dense"} <= set(own)
+        if {SPARSE, "dense"} <= set(own) and max(own[SPARSE]["accuracy"], own["dense"]["accuracy"]) > 0
     ]
-    return f"Of long answers it has right: {', '.join(told)}." if told else ""
+    none = "No long answer is right." if by_set and not any(row["accuracy"] for row in rows["generation"]) else ""
+    return f"Of long answers it has right: {', '.join(told)}." if told else none

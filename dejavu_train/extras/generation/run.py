@@ -24,7 +24,9 @@ from dejavu_train.bundle.folder import require_model
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.cli.parser import parse
+from dejavu_train.evaluation import report
 from dejavu_train.evaluation.calibrated import described, moved
+from dejavu_train.evaluation.html_report import rows_table
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.provenance import hashes, versions
 from dejavu_train.evaluation.rows import write_csv
@@ -350,25 +352,11 @@ def write_generation(
 
 
 def table(rows: Sequence[GenerationRow]) -> str:
-    """Rows as Markdown."""
-    heads = ["decoding", "neurons, %", "heads, %", "sparse from", "guard", "same tokens, %", "median divergence"]
-    heads += ["dense's choice, %", "perplexity", "over dense's own, %", "repeated, %", "dense, %"]
-    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " --- |" * (len(heads) - 1)]
-    for row in rows:
-        guard = f"1 in {row.guard_every}, {row.thresholds}" if row.guard_every else ""
-        choice = "" if row.dense_choice is None else f"{100 * row.dense_choice:.1f}"
-        cells = [
-            row.decoding,
-            f"{100 * row.asked_mlp_density:.3g}",
-            f"{100 * row.asked_head_density:.3g}",
-            row.sparse_from,
-            guard,
-        ]
-        cells += [f"{100 * row.agreement:.1f}"]
-        cells += [f"{row.median_divergence:g}", choice, f"{row.perplexity:.3g}"]
-        cells += [f"{100 * row.change:+.1f} ± {100 * (row.error or 0):.1f}", f"{100 * row.repetition:.1f}"]
-        lines.append("| " + " | ".join([*cells, f"{100 * row.dense_repetition:.1f}"]) + " |")
-    return "\n".join(lines)
+    """Rows for people."""
+    names = ["decoding", "sparse_from", "guard_every", "thresholds", "agreement", "median_divergence", "dense_choice"]
+    names += ["perplexity", "change", "error", "repetition", "dense_repetition"]
+    shown = rows_table("", [{"neurons": row.asked_mlp_density} | {n: getattr(row, n) for n in names} for row in rows])
+    return report.table(shown.headings, shown.cells)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

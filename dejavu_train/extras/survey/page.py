@@ -140,7 +140,7 @@ def write(found: Found, folder: Path) -> list[Path]:
     tables = {"selections.csv": rows, "layers.csv": layer_rows(found), "experts.csv": found.surveyed.experts}
     written = {name: each for name, each in tables.items() if each}
     for name, each in written.items():
-        _write_csv(folder / name, each)
+        write_csv(folder / name, each)
     drawn = _draw(found, rows, folder / "survey")
     write_text(folder / "survey.md", page(found, rows, drawn))
     return [folder / name for name in ("survey.md", *written, *["survey.png"] * drawn)]
@@ -209,12 +209,13 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "| " + " | ".join("---" for _ in rows[0]) + " |", *lines[1:]]
 
 
-def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with replacing(path) as temporary, open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as CSV, floats with six significant digits."""
+    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: f"{each:.5g}" if isinstance(each, float) else each for name, each in row.items()})
+            writer.writerow({name: f"{each:.6g}" if isinstance(each, float) else each for name, each in row.items()})
 
 
 def _draw(found: Found, rows: Sequence[Mapping[str, Any]], stem: Path) -> bool:

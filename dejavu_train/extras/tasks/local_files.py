@@ -43,10 +43,6 @@ def copa(folder: str | None = None, file: str = "", train_file: str = "", **_: A
     return {"test": Dataset.from_list(test), "train": Dataset.from_list(train)}
 
 
-def lambada(folder: str | None = None, file: str = "", **_: Any) -> dict[str, Dataset]:
-    return _test_set(folder, file, lambda r: _texts(r, "text"))
-
-
 def openbookqa(folder: str | None = None, file: str = "", **_: Any) -> dict[str, Dataset]:
     def convert(r: Record) -> Record:
         offered = r["question"]["choices"]
@@ -103,8 +99,11 @@ def wikitext(folder: str | None = None, file: str = "", **_: Any) -> dict[str, D
 
 
 def prose(folder: str | None = None, file: str = "", **_: Any) -> dict[str, Dataset]:
-    """JSONL with a field ``text``, as C4 is published. ``.gz`` is unpacked."""
+    """JSONL with a field ``text``, as C4 and LAMBADA are published. ``.gz`` is unpacked."""
     return _test_set(folder, file, lambda r: _texts(r, "text"))
+
+
+lambada = prose
 
 
 def read_records(folder: str | None, file: str, convert: Callable[[Record], Record]) -> list[Record]:

@@ -92,7 +92,7 @@ class DejavuLM(HFLM):
         self.sparse_from, self.lossless = sparse_from, lossless
         self.identity = dict(identity or {"model": model.name_or_path, "sparse_from": sparse_from})
         logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it warns of a model in memory
-        self.by_positions, self.kept = str(batch_size).startswith("auto"), 0
+        self.by_positions, self.kept, self.written = str(batch_size).startswith("auto"), 0, list[int]()
         window = max_length or dims_of(model.config).max_positions  # HFLM knows no sliding windows, and not BLOOM's key
         rows = POSITIONS_AT_ONCE[model.device.type] // window if self.by_positions else int(batch_size)
         super().__init__(
@@ -207,15 +207,18 @@ class DejavuLM(HFLM):
         return logits
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """As HFLM. An engine goes on behind a stop string, which HFLM cuts off."""
+        """As HFLM, which cuts off what stands behind a stop string. ``written`` has the tokens of every call."""
         if isinstance(self.model, SparseCausalLM):
             self.model.sparse_from = self.sparse_from
             settings = {**settings, "lossless": self.lossless}
         else:
             settings = {**settings, "logits_processor": [FiniteLogits(self.model)]}
-        if getattr(self.model, "backend", None) not in ENGINES:
-            return super()._model_generate(context, max_length, stop, **settings)
-        if not settings.get("do_sample"):
-            settings = {**settings, "do_sample": False, "temperature": None}
-        pad = self.tokenizer.pad_token_id
-        return self.model.generate(input_ids=context, max_length=max_length, pad_token_id=pad, **settings)
+        if getattr(self.model, "backend", None) in ENGINES:
+            greedy = {} if settings.get("do_sample") else {"do_sample": False, "temperature": None}
+            stops = {"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}
+            settings |= greedy | stops | {"pad_token_id": self.tokenizer.pad_token_id}
+            out = self.model.generate(input_ids=context, max_length=max_length, **settings)
+        else:
+            out = super()._model_generate(context, max_length, stop, **settings)
+        self.written += [out.shape[1] - context.shape[1]]
+        return out

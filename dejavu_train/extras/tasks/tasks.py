@@ -8,10 +8,11 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 from lm_eval.api import model as api_model
 from lm_eval.api import task as api_task
@@ -86,13 +87,27 @@ def find_tasks(names: Sequence[str], options: AskedOptions) -> tuple[TaskManager
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """Tasks whose requests are built: by our names, at one number of shots. May be asked of any number of models."""
+    """Tasks whose requests are built: by our names, at one number of shots. May be asked of any number of models.
+
+    ``fitting``: share of the requests for texts that leave the model room for an answer.
+    """
 
     shots: int
     tasks: dict[str, Any]
+    fitting: float = 1.0
 
     def by_task(self) -> list["Questions"]:
         return [Questions(self.shots, {name: task}) for name, task in self.tasks.items()]
+
+
+def fetched(load: Callable[[], Any]) -> Any:
+    """The task that ``load`` gives. Raises UserError for a set that datasets cannot reach."""
+    try:
+        return load()
+    except (ConnectionError, FileNotFoundError) as error:
+        raise UserError(
+            f"cannot fetch a task from the hub ({' '.join(str(error).split())[:160]}); give folder for local files"
+        ) from None
 
 
 def build_questions(names: Sequence[str], options: AskedOptions, shots: int) -> Questions:
@@ -103,12 +118,7 @@ def build_questions(names: Sequence[str], options: AskedOptions, shots: int) -> 
             too few records for the examples.
     """
     manager, chosen = find_tasks(names, options)
-    try:
-        found = {name: manager.load([own])["tasks"] for name, own in chosen.items()}
-    except (ConnectionError, FileNotFoundError) as error:  # datasets' errors for a set that it cannot reach
-        raise UserError(
-            f"cannot fetch a task from the hub ({' '.join(str(error).split())[:160]}); give folder for local files"
-        ) from None
+    found = fetched(lambda: {name: manager.load([own])["tasks"] for name, own in chosen.items()})
     # A group is its tasks, each by lm-eval's name.
     loaded = {
         k: v for n, own in chosen.items() for k, v in ({n: found[n][own]} if own in found[n] else found[n]).items()
@@ -123,14 +133,15 @@ def build_questions(names: Sequence[str], options: AskedOptions, shots: int) -> 
     return Questions(shots, loaded)
 
 
-def ask(lm: DejavuLM, questions: Questions, use_cache: str | None = None) -> TaskRun:
+def ask(lm: Any, questions: Questions, use_cache: str | None = None) -> TaskRun:
     """A model's answers.
 
     Args:
+        lm: a :class:`DejavuLM`. Where only texts are asked for, whatever has ``generate_until``.
         use_cache: lm-eval's cache of answers, the path of an SQLite file less its ending. It does not know the model:
             give one path a model.
     """
-    asked: Any = lm if use_cache is None else CachingLM(lm, f"{use_cache}.db")
+    asked = lm if use_cache is None else CachingLM(lm, f"{use_cache}.db")
     began = time.perf_counter()
     by_kind: dict[str, list[Any]] = {}
     for task in questions.tasks.values():
@@ -259,9 +270,10 @@ def change_of(row: TaskRow) -> str:
 
 
 def quiet() -> None:
-    """Keep only errors of lm-eval and datasets, and bars only on a terminal: elsewhere each would be lines of a log."""
+    """Keep only errors of lm-eval and datasets, and bars of lm-eval only on a terminal: elsewhere each fills a log."""
     for name in ("lm_eval", "datasets", "evaluate"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     modules: tuple[Any, ...] = (api_task, api_model, huggingface)
     for module in modules:
         module.tqdm = _bar
