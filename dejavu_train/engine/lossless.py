@@ -11,7 +11,7 @@ An engine says how its `Pair` of draft and verification runs. What is the same f
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dejavu_train.engine.inputs import Row
@@ -56,8 +56,9 @@ class Acceptance:
     seconds: float = 0.0
     copied: int = 0
 
-    def add(self, verified: Verified, tokens: int, seconds: float) -> None:
+    def add(self, verified: Verified, tokens: int, seconds: float, copied: int = 0) -> None:
         """Count a cycle that wrote so many tokens."""
+        self.copied += copied
         self.tokens, self.cycles, self.seconds = self.tokens + tokens, self.cycles + 1, self.seconds + seconds
         self.drafting += verified.drafted > 0
         self.drafted, self.accepted = self.drafted + verified.drafted, self.accepted + verified.accepted
@@ -241,17 +242,33 @@ class Pair(ABC):
             show: called as (start, stop, tokens) when tokens of these positions are verified. The sequence may hold
                 more by then, of a cycle that was queued. True where it wants no more.
         """
-        acceptance, shown, copies = Acceptance(), len(row.tokens), Copies(row.tokens)
+        acceptance, shown = Acceptance(), len(row.tokens)
         verified = self.begin(row, stops)
-        looked, current = self.clock(), None
-        while True:
-            copies.add(verified.new)
-            ended = show(shown, verified.held, verified.new)
+        ended = show(shown, verified.held, verified.new)
+        shown = verified.held
+        if ended:
+            return acceptance
+        for cycle in self.cycles(row, verified, length):
+            verified = cycle.verified
+            acceptance.add(verified, verified.held - shown, cycle.seconds, cycle.copied)
+            if show(shown, verified.held, verified.new):
+                break
             shown = verified.held
-            if verified.done or ended:
-                return acceptance
+        return acceptance
+
+    def cycles(self, row: Row, verified: Verified, length: int | None = None) -> Iterator["Cycle"]:
+        """One cycle after another to the end of a text. How long each took teaches how long drafts should be.
+
+        Args:
+            verified: what `begin` returned for the row. length: see `generate`.
+        Raises:
+            UserError: as `cycle`.
+        """
+        copies, looked, current = Copies(row.tokens), self.clock(), None
+        while not verified.done:
+            copies.add(verified.new)
             # The last token is the dense model's own: a draft of it would be for nothing.
-            most = row.total - shown - 1
+            most = row.total - verified.held - 1
             given = self._copy(copies, most) if length is None else []
             if current is None:
                 current = self._start(given, length, most, row.sampling.mode)
@@ -261,23 +278,31 @@ class Pair(ABC):
             verified = current.look()
             now = self.clock()
             seconds, looked = self.agreed(now - max(looked, current.started)), now
-            acceptance.add(verified, verified.held - shown, seconds)
-            acceptance.copied += current.drafted if current.pace is self.copied else 0
             current.pace.note(verified, seconds)
+            yield Cycle(verified, seconds, current.drafted if current.pace is self.copied else 0)
             current = ahead
 
-    def _start(self, given: Sequence[int], length: int | None, most: int, mode: str) -> "_Cycle":
+    def _start(self, given: Sequence[int], length: int | None, most: int, mode: str) -> "_Begun":
         """Begin a cycle, of tokens that were copied or of at most ``most`` that are drafted."""
         started = self.clock()
         if given and self.copied is not None:
             found = self.verify(given, mode)
-            return _Cycle(lambda: found, len(given), self.copied, started)
+            return _Begun(lambda: found, len(given), self.copied, started)
         drafted = min(self.pace.next() if length is None else length, most)
-        return _Cycle(self.queue(drafted, mode), drafted, self.pace, started)
+        return _Begun(self.queue(drafted, mode), drafted, self.pace, started)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cycle:
+class Cycle:
+    """A cycle that has ended: its seconds, and how many of its drafted tokens were copied from the text."""
+
+    verified: Verified
+    seconds: float
+    copied: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begun:
     """A cycle that was begun: what waits for it, its tokens at most, who learns from it, and when."""
 
     look: Callable[[], Verified]

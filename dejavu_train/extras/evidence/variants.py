@@ -124,7 +124,9 @@ def thresholds(model: Any, ids: Tensor, budget: float) -> tuple[Callable[[], Abs
 
     def note(module: Any, given: tuple[Tensor, ...]) -> None:
         values = given[0].detach().abs().float().flatten().sort(descending=True).values
-        points[module] = values[torch.linspace(0, len(values) - 1, POINTS, device=values.device).long()]
+        points[module] = values[
+            torch.linspace(0, len(values) - 1, POINTS, dtype=torch.float64, device=values.device).long()
+        ]
 
     def cut(module: Any, given: tuple[Tensor, ...]) -> tuple[Any, ...]:
         return (given[0] * (given[0].abs() >= bounds[module]), *given[1:])

@@ -1,10 +1,10 @@
 """The one row of a lossless engine, with the methods of `engine.rows.Rows`: a step is a cycle."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dejavu_train.engine.draft import Draft
 from dejavu_train.engine.inputs import Row, check_rows
-from dejavu_train.engine.lossless import Acceptance, Verified
+from dejavu_train.engine.lossless import Acceptance, Cycle
 from dejavu_train.engine.rows import News
 from dejavu_train.engine.session import NO_SCORES, Session
 from dejavu_train.ground.errors import UserError
@@ -20,8 +20,9 @@ class LosslessRows:
     def __init__(self, engine: Session, stops: Sequence[int], draft: Draft | None = None) -> None:
         self.engine, self.stops, self.pair = engine, stops, engine.pair(draft or Draft())
         self._row: Row | None = None
-        self._verified = Verified(0, 0, 0, True)
-        self._shown = 0
+        self._cycles: Iterator[Cycle] = iter(())
+        self._held, self._done = 0, True
+        self._tokens: list[int] = []  # written and not told yet
         self._counts = Acceptance()
 
     @property
@@ -44,8 +45,9 @@ class LosslessRows:
         if row.scored_from is not None:
             raise UserError(NO_SCORES)
         check_rows([row], 1, self.engine.context, self.engine.shape)
-        self._verified = self.pair.begin(row, self.stops)
-        self._row, self._shown, self._counts = row, len(row.tokens), Acceptance()
+        begun = self.pair.begin(row, self.stops)
+        self._row, self._cycles, self._counts = row, self.pair.cycles(row, begun), Acceptance()
+        self._held, self._done, self._tokens = begun.held, begun.done, list(begun.new)
         return 0
 
     def leave(self, b: int) -> None:
@@ -54,20 +56,21 @@ class LosslessRows:
 
     def step(self, n: int = 1) -> list[News]:
         """One cycle."""
-        row, error = self._row, None
-        if row is None:
+        if self._row is None:
             return []
-        held = self._verified.held
-        if not self._verified.done:
+        error = None
+        if not self._done:
             try:
-                drafted = min(self.pair.pace.next(), row.total - held - 1)
-                self._verified = self.pair.cycle(drafted, row.sampling.mode)
-                self._counts.add(self._verified, self._verified.held - held, 0.0)
+                cycle = next(self._cycles)
             except UserError as refusal:
                 error = refusal
-        done = self._verified.done or error is not None
-        tokens = self.engine.state.tokens[0, self._shown : self._verified.held].tolist()
-        self._shown = self._verified.held
+            else:
+                found = cycle.verified
+                self._counts.add(found, found.held - self._held, cycle.seconds, cycle.copied)
+                self._held, self._done = found.held, found.done
+                self._tokens += found.new
+        done = self._done or error is not None
+        tokens, self._tokens = self._tokens, []
         if done:
             self._row = None
         return [News(0, tokens, done, error)]

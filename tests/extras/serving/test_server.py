@@ -231,6 +231,7 @@ def test_a_key_and_a_chat(tiny_opt, stored_bundle):
     parts = list(client.chat.completions.create(**asked, stream=True))
     assert "".join(part.choices[0].delta.content for part in parts) == found.choices[0].message.content
     assert 0 <= found.usage.model_dump()["acceptance"] <= 1
+    assert max(running.served.line.rows.pair.pace.seconds) > 0, "drafts are tried, and what they take is learned"
     with pytest.raises(openai.BadRequestError, match="lossless, which has no penalties"):
         client.chat.completions.create(**asked, presence_penalty=1)
     assert httpx.get(f"{running.url}/health").status_code == 200, "for whoever watches, without a key"
