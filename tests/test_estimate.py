@@ -1,6 +1,7 @@
 """What --check reckons from timed passes, by hand, and that a timed pass is what collecting does."""
 
 import dataclasses
+import gzip
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from small_runs import flags
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.run.command import parse_config
 from dejavu_train.run.estimate import Estimate, _one_block
-from dejavu_train.run.plan import expected_tokens
+from dejavu_train.run.plan import expected_tokens, print_plan
 
 
 @pytest.fixture
@@ -48,3 +49,12 @@ def test_a_block_is_made_without_drawing_its_weights(known):
 
 def test_tokens_of_each_set(known):
     assert expected_tokens(known.config) == {"train": 12000, "calibration": 2000, "val": 2000}
+
+
+def test_what_only_reading_would_tell_is_at_most(tiny_opt, text_file, tmp_path, capsys):
+    packed = tmp_path / "text.txt.gz"
+    packed.write_bytes(gzip.compress(text_file.read_bytes()))
+    for text in (text_file, packed):
+        print_plan(parse_config(flags(tiny_opt, text, tmp_path / "run")))
+        collect = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("collect"))
+        assert collect.endswith("at most: the text was not read") == (text == packed)

@@ -108,7 +108,9 @@ class _ConfigParser(Parser):
         more = {name: titles[name] for name in groups if name not in ("common", "options") and groups[name]}
         more |= {name: title for name, (title, _) in notes.items()}
         if unknown := [name for name in asked if name not in (*more, "all")]:
-            raise UserError(f"--help {unknown[0]}: there is no such group of options; there are all, {', '.join(more)}")
+            raise UserError(
+                f"--help {unknown[0]}: there is no such group of options; there are {', '.join(['all', *more])}"
+            )
         if asked and set(asked) <= set(notes):
             return "\n".join(notes[name][1]() for name in asked)
         chosen = asked or (["common", "options"] if common else ["all"])

@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dejavu_train.families import dims_of
-from dejavu_train.models.config_values import INT4
+from dejavu_train.models.config_values import INT4, VLLM
 from dejavu_train.models.int4 import CodedLinear, RowLayout, head_layout, row_layouts
 from dejavu_train.models.int4_sizes import head_sizes
 
@@ -27,6 +27,26 @@ class Int4Config(QuantizationConfigMixin):
         self.quant_method = quant_method  # type: ignore[assignment]
         for name, value in made.items():
             setattr(self, name, value)
+
+
+@register_quantization_config(VLLM)
+class VllmConfig(QuantizationConfigMixin):
+    """``quantization_config`` of a folder for the plug-in of vLLM, whose weights are as they were."""
+
+    def __init__(self, quant_method: str = VLLM) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]
+
+
+@register_quantizer(VLLM)
+class VllmQuantizer(HfQuantizer):
+    """Loads such a folder as any other."""
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
 
 
 @register_quantizer(INT4)

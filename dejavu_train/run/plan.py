@@ -58,7 +58,8 @@ def print_plan(config: RunConfig) -> None:
         to_do = sum(filter(None, sets.values())) if missing is None else sum(entry.tokens for entry in missing)
         seconds["text"] = estimate.sampling(tokens_to_sample(config))
         seconds["collecting"] = estimate.collecting(to_do, to_do * row_bytes(config, shape))
-    rows.append(("collect", state, _size(config, shape, tokens)))
+    most = "" if tokens is None or manifest is not None or is_measured(config) else ", at most: the text was not read"
+    rows.append(("collect", state, _size(config, shape, tokens) + most))
     recorded = {name: sets.get(name) or 0 for name in SETS}
 
     for target in TARGETS:
@@ -118,8 +119,9 @@ def stage_seconds(estimate: Estimate, rows: Mapping[str, int], sampled: int) -> 
 
 
 def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, int | None]:
-    """How many tokens of each set will be recorded, about. None where only reading the text would tell.
+    """How many tokens of each set will be recorded, about: what is asked for, where only reading the text would tell.
 
+    None: all of such a text.
     ``on_gpu`` says whether the model writes its text on a GPU. None: as the run would.
     """
     on_gpu = writes_on_gpu(config) if on_gpu is None else on_gpu
@@ -131,14 +133,22 @@ def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, 
         available = tokens_needed(config.text.sample, budgets_of(config), on_gpu)[0]
         if (Path(config.model) / "samples.json").is_file():
             available = config.text.sample.tokens or SampleManifest.load(Path(config.model)).tokens
-    elif isinstance(source, str) and Path(source).is_file():
-        if not is_compressed(source) and config.text.documents is None:
-            available = Path(source).stat().st_size // BYTES_PER_TOKEN
+    elif is_measured(config):
+        available = Path(str(source)).stat().st_size // BYTES_PER_TOKEN
     tokens: dict[str, int | None] = {}
     for name, share in shares.items():
         known = [config.collect.budget(name), None if available is None else round(share * available)]
         tokens[name] = min((each for each in known if each is not None), default=None)
     return tokens
+
+
+def is_measured(config: RunConfig) -> bool:
+    """Whether the size of the text's file, or the model that writes it, tells how long it is."""
+    source = config.text.source
+    if source == SELF:
+        return True
+    plain = isinstance(source, str) and Path(source).is_file() and not is_compressed(source)
+    return plain and config.text.documents is None
 
 
 def _recorded(manifest: ActivationManifest) -> dict[str, int | None]:

@@ -8,11 +8,12 @@ import torch
 from bundles import make_bundle
 from family_models import CASES, padded, save_family
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from dejavu_train.data.text import TextSource
 from dejavu_train.engine.cpu.engine import CpuEngine
 from dejavu_train.engine.cpu.weights import CpuWeights
-from dejavu_train.extras.export import ExportConfig, export
+from dejavu_train.extras.export import ExportConfig, export, export_together
 from dejavu_train.families import blocks_of, family_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_json
@@ -180,3 +181,13 @@ def test_an_exported_folder_is_quantised_again_to_the_same_codes(coded, tmp_path
     quantise(QuantizeConfig(str(tmp_path / "gptq"), output=str(tmp_path / "again"), quantizer="rtn", device="cpu"))
     said = capsys.readouterr().out
     assert exact and all(f"{name}: 2 exact, 0 rounded" in said for name in exact)
+
+
+def test_transformers_reads_a_folder_for_vllm_and_warns_of_nothing(tmp_path, caplog):
+    export_together(ExportConfig(bundle="checkpoints/opt-mini/bundle", vllm=str(tmp_path / "both")))
+    transformers_logging.enable_propagation()
+    try:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    finally:
+        transformers_logging.disable_propagation()
+    assert "quantization" not in caplog.text

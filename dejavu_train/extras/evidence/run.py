@@ -76,6 +76,8 @@ def plan(parts: list[PartRun], subject: Subject) -> str:
         f"in all {seconds / HOUR:.2f} hours, {subject.rates.weights / 1e9:.2f} GB of weights in memory,"
         f" {subject.dims.weights / 2e9:.2f} GB in 4 bits"
     )
+    if (limit := subject.config.budget) is not None and seconds > limit * HOUR:
+        lines.append(f"more than --budget {limit:g}: what comes last is left out, and the page names it")
     return "\n".join(lines)
 
 
