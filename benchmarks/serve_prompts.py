@@ -90,14 +90,12 @@ class Pauses:
 
 async def measured(url: str, options: Any) -> dict[str, Any]:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
-        vocab = options.vocab
-        row = await Pauses(client, options.model, vocab).joined(
-            options.rows, options.prompt, options.joins, options.new
-        )
+        streams = Pauses(client, options.model, options.vocab)
+        row = await streams.joined(options.rows, options.prompt, options.joins, options.new)
         page = httpx.get(url.removesuffix("/v1") + "/metrics").text
         for quantile, value in re.findall(r'between_tokens_seconds{quantile="([\d.]+)"} (\S+)', page):
             row[f"between_p{float(quantile) * 100:.0f}_ms"] = round(1e3 * float(value), 2)
-        return row | await Pauses(client, options.model, vocab).chat(options.chat)
+        return row | await streams.chat(options.chat)
 
 
 def main() -> None:
