@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from dejavu_vllm import ops
 from dejavu_vllm.kernels import chosen_rows, live_rows
+from dejavu_vllm.kernels.lists import RowsSettings
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,11 +36,9 @@ from dejavu_train.families import ModelDims
 ACTIVE, CHOSEN = 0.06, 0.1  # of a token's neurons
 WAYS = ("dense", "zeroskip", "dejavu", "whole")
 SOURCES = ("dejavu_vllm.kernels.live_rows", "dejavu_vllm.kernels.chosen_rows")
-TRIED = {  # stage: what --try-settings runs, in place of what the kernels' tables have
-    "live": [
-        (own, block, rows, warps) for own, block, rows in
-        itertools.product((256, 512, 1024), (128, 256, 512), (16, 32)) for warps in (4,)
-    ],
+LIVE = itertools.product((256, 512, 1024), (128, 256, 512), (16, 32))
+TRIED: dict[str, list[tuple[int, ...]]] = {  # stage: what --try-settings runs in place of the kernels' tables
+    "live": [(own, rows, block, 4, 2) for own, block, rows in LIVE],
     "chosen": [(own, rows, block, 4) for own, rows, block in itertools.product((16, 32, 64), (2, 4, 8), (512, 1024))],
     "chosen, several": [
         (own, rows, block, 4) for own, rows, block in itertools.product((32, 64), (16, 32), (64, 128, 256))
@@ -161,9 +160,9 @@ def set_for(tokens: int, live: Any = None, chosen: Any = None) -> Iterator[None]
     """Within, kernels have these settings for so many tokens."""
     kept = (live_rows.SETTINGS.copy(), chosen_rows.SETTINGS.copy())
     if live is not None:
-        live_rows.SETTINGS[tokens] = live_rows.LiveRowsSettings(*live)
+        live_rows.SETTINGS[tokens] = RowsSettings(*live)
     if chosen is not None:
-        chosen_rows.SETTINGS[tokens] = chosen_rows.ChosenRowsSettings(*chosen)
+        chosen_rows.SETTINGS[tokens] = RowsSettings(*chosen)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Tells transformers how a folder of 4-bit rows is loaded and saved. Importing this module registers it.
+"""Tells transformers how folders of 4-bit rows and those for vLLM are loaded. Importing this module registers it.
 
 ``import dejavu_train`` has it imported as soon as transformers loads its quantizers, see ``register.py``.
 """

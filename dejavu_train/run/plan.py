@@ -143,7 +143,7 @@ def expected_tokens(config: RunConfig, on_gpu: bool | None = None) -> dict[str, 
 
 
 def is_measured(config: RunConfig) -> bool:
-    """Whether the size of the text's file, or the model that writes it, tells how long it is."""
+    """Tell whether the length of the text follows from its file's size, or from the model that writes it."""
     source = config.text.source
     if source == SELF:
         return True

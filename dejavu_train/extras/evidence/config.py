@@ -72,7 +72,7 @@ class EvidenceConfig(TextConfig):
     contexts: tuple[int, ...] = (4096, 8192, 16384, 32768)
     """Tokens of a text that hides a number, for retrieval. Those beyond the model's positions are left out."""
     run_code: bool = False
-    """Whether humaneval may run the programs that the model writes, in a process with limits."""
+    """Let humaneval run the programs that the model writes, in a process with limits."""
     limit: int | None = 100
     """Examples of each task and set, the first ones. null: all."""
     answer_tokens: int = 512

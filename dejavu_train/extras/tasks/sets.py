@@ -25,12 +25,12 @@ from dejavu_train.ground.errors import UserError, first_line
 
 
 def judge_program(doc: Record, results: list[str]) -> dict[str, float]:
-    """Whether a function that was completed passes its problem's tests."""
+    """Tell whether a function that was completed passes its problem's tests."""
     return {"passed": float(passes(f"{doc['prompt']}{results[0]}\n{doc['test']}\ncheck({doc['entry_point']})"))}
 
 
 def judge_found(doc: Record, results: list[str]) -> dict[str, float]:
-    """Whether an answer has the number that was asked for."""
+    """Tell whether an answer has the number that was asked for."""
     return {"found": string_match_all(postprocess_pred(results), [doc["outputs"]])}
 
 

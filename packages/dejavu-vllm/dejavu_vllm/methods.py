@@ -85,7 +85,7 @@ class ZeroSkipConfig(QuantizationConfig):
         return self.method_of(layer, prefix) or UnquantizedLinearMethod()
 
     def method_of(self, layer: LinearBase, prefix: str) -> Any:
-        """What runs a linear map, or None: it is dense."""
+        """The method that runs a linear map, or None where the map is dense."""
         last = prefix.rpartition(".")[2]
         if self.neurons.silent and last in OUT_OF:
             return LiveRows()

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from dejavu_vllm.kernels.chosen_rows import ChosenRowsSettings, Scorer, chosen_rows, chosen_rows_reference
+from dejavu_vllm.kernels.chosen_rows import Scorer, chosen_rows, chosen_rows_reference
+from dejavu_vllm.kernels.lists import RowsSettings
 
 NAN = float("nan")
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -37,9 +38,9 @@ def check(out, x, weight, bias, scores, cut, dtype):
 
 CASES = [
     (1, 70, 48, torch.float32, 1, 12, None),
-    (1, 45, 33, torch.float16, 2, 7, ChosenRowsSettings(16, 4, 16)),
+    (1, 45, 33, torch.float16, 2, 7, RowsSettings(16, 4, 16)),
     (1, 66, 40, torch.bfloat16, 1, 12, None),
-    (3, 70, 48, torch.float32, 1, 12, ChosenRowsSettings(32, 16, 16)),
+    (3, 70, 48, torch.float32, 1, 12, RowsSettings(32, 16, 16)),
     (8, 66, 40, torch.float16, 2, 12, None),
     (17, 70, 48, torch.float32, 1, 20, None),
     (64, 50, 32, torch.float16, 2, 12, None),

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from dejavu_vllm.kernels.live_rows import LiveRowsSettings, live_rows, live_rows_reference
+from dejavu_vllm.kernels.lists import RowsSettings
+from dejavu_vllm.kernels.live_rows import live_rows, live_rows_reference
 
 NAN = float("nan")
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -19,13 +20,13 @@ def problem(device, tokens, n, d, live, dtype):
     ("tokens", "n", "d", "live", "dtype", "settings"),
     [
         (1, 70, 48, 0.1, torch.float32, None),
-        (1, 131, 33, 0.4, torch.float16, LiveRowsSettings(32, 16, 4)),
+        (1, 131, 33, 0.4, torch.float16, RowsSettings(32, 4, 16, stages=2)),
         (1, 64, 64, 0.0, torch.float32, None),
-        (2, 70, 48, 1.0, torch.float32, LiveRowsSettings(32, 32, 16)),
+        (2, 70, 48, 1.0, torch.float32, RowsSettings(32, 16, 32, stages=2)),
         (8, 131, 80, 0.06, torch.float16, None),
         (1, 131, 80, 0.06, torch.bfloat16, None),
-        (17, 100, 32, 0.05, torch.float32, LiveRowsSettings(64, 16, 16)),
-        (64, 90, 48, 0.3, torch.float16, LiveRowsSettings(64, 32, 16)),
+        (17, 100, 32, 0.05, torch.float32, RowsSettings(64, 16, 16, stages=2)),
+        (64, 90, 48, 0.3, torch.float16, RowsSettings(64, 16, 32, stages=2)),
     ],
 )
 def test_live_rows(device, tokens, n, d, live, dtype, settings):

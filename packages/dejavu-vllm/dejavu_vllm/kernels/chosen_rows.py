@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from dejavu_train.kernels.common.checks import require
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
-from dejavu_vllm.kernels.lists import check_matrix, check_tokens, list_of, padded_tokens, write_numbers
+from dejavu_vllm.kernels.lists import RowsSettings, check_matrix, check_tokens, list_of, padded_tokens, write_numbers
 
 FEW = 8  # tokens whose first half of a predictor is multiplied without tensor cores
 
@@ -37,22 +37,11 @@ class Scorer:
     cut: float
 
 
-@dataclass(frozen=True)
-class ChosenRowsSettings:
-    """own: neurons of a program. rows, block: rows and columns of a step. stages: of its pipeline."""
-
-    own: int
-    rows: int
-    block: int
-    warps: int = 4
-    stages: int = 3
-
-
 SETTINGS = {  # by tokens as they are padded
-    1: ChosenRowsSettings(32, 4, 1024),
-    16: ChosenRowsSettings(32, 16, 128),
-    32: ChosenRowsSettings(64, 32, 128),
-    64: ChosenRowsSettings(64, 32, 128),
+    1: RowsSettings(32, 4, 1024),
+    16: RowsSettings(32, 16, 128),
+    32: RowsSettings(64, 32, 128),
+    64: RowsSettings(64, 32, 128),
 }
 
 
@@ -205,7 +194,7 @@ def chosen_rows(
     scorer: Scorer | Tensor,
     cut: float = 0.0,
     out: Tensor | None = None,
-    settings: ChosenRowsSettings | None = None,
+    settings: RowsSettings | None = None,
 ) -> Tensor:
     """(B, n) of x (B, d) and weight (n, d), B from 1 to 64. In two halves weight is (2 n, d) and the result (B, 2 n).
 

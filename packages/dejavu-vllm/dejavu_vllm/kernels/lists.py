@@ -1,5 +1,7 @@
 """A program's list of neurons, in memory of the GPU: a part of it that no other program has."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -8,6 +10,17 @@ from torch import Tensor
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_device, check_dtype, require
 
 MOST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class RowsSettings:
+    """own: neurons of a program. rows, block: rows and columns of a step. stages: of its pipeline."""
+
+    own: int
+    rows: int
+    block: int
+    warps: int = 4
+    stages: int = 3
 
 
 @triton.jit

@@ -10,8 +10,6 @@ a time. One token is multiplied in fp32, several on the tensor cores, and sums a
 ranges up, in an order that the shape fixes.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,25 +17,13 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import require
 from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
-from dejavu_vllm.kernels.lists import check_matrix, check_tokens, list_of, padded_tokens, write_numbers
-
-
-@dataclass(frozen=True)
-class LiveRowsSettings:
-    """own: neurons of a program. block: columns. rows: of a step. stages: of its pipeline."""
-
-    own: int
-    block: int
-    rows: int
-    warps: int = 4
-    stages: int = 2
-
+from dejavu_vllm.kernels.lists import RowsSettings, check_matrix, check_tokens, list_of, padded_tokens, write_numbers
 
 SETTINGS = {  # by tokens as they are padded
-    1: LiveRowsSettings(512, 256, 32),
-    16: LiveRowsSettings(512, 128, 32),
-    32: LiveRowsSettings(1024, 128, 32),
-    64: LiveRowsSettings(1024, 128, 32),
+    1: RowsSettings(512, 32, 256, stages=2),
+    16: RowsSettings(512, 32, 128, stages=2),
+    32: RowsSettings(1024, 32, 128, stages=2),
+    64: RowsSettings(1024, 32, 128, stages=2),
 }
 
 
@@ -119,7 +105,7 @@ def _add_splits_kernel(
     tl.store(out + at, made, mask=inside)
 
 
-def live_rows(h: Tensor, weight: Tensor, bias: Tensor | None, settings: LiveRowsSettings | None = None) -> Tensor:
+def live_rows(h: Tensor, weight: Tensor, bias: Tensor | None, settings: RowsSettings | None = None) -> Tensor:
     """(B, d) of h (B, n), weight (n, d) and bias (d) or None, all of one float dtype, B from 1 to 64.
 
     Errors: shapes, dtypes, more tokens, a CPU tensor.
