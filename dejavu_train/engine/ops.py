@@ -3,7 +3,7 @@
 from dejavu_train.engine import reference
 from dejavu_train.engine.reference import of_numbers
 from dejavu_train.kernels.attention import attend_chunk, out_projection
-from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head, unpack
+from dejavu_train.kernels.dense import chunk_product, dense_batch, dense_rows, screened_head, unpack
 from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, live_down, pack
 from dejavu_train.kernels.sample import sampling
@@ -44,6 +44,7 @@ class StepOps:
     advance = staticmethod(sampling.advance)
     attend_chunk = staticmethod(attend_chunk.attend_chunk)
     unpack = staticmethod(unpack.unpack)
+    chunk_product = staticmethod(chunk_product.chunk_product)
     slot_qkv = staticmethod(slot_products.slot_qkv)
     attend_slots = staticmethod(attend_slots.attend_slots)
     slot_linear = staticmethod(slot_products.slot_linear)
@@ -84,6 +85,7 @@ class TorchOps(StepOps):
     advance = staticmethod(of_numbers(sampling.advance_reference))
     attend_chunk = staticmethod(attend_chunk.attend_chunk_reference)
     unpack = staticmethod(unpack.unpack_reference)
+    chunk_product = staticmethod(chunk_product.chunk_product_reference)
     slot_qkv = staticmethod(of_numbers(slot_products.slot_qkv_reference))
     attend_slots = staticmethod(of_numbers(attend_slots.attend_slots_reference))
     slot_linear = staticmethod(of_numbers(slot_products.slot_linear_reference))

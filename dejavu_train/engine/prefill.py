@@ -3,8 +3,9 @@
     prompt of 600 tokens    0 .. 255 | 256 .. 511 | 512 .. 599, as 128 rows of which 88 are real
 
 Products are those of torch. Attention of a chunk is a kernel, whose row, position and length lie on the device. So each
-size is one graph. Matrices of 4 bits are written out in the model's dtype one after another, each into the memory of
-the one before. A prompt is never run beside another.
+size is one graph. Matrices of 4 bits are multiplied as they lie by chunks of up to `MULTIPLIED` rows. For longer ones
+they are written out in the model's dtype one after another, each into the memory of the one before. A prompt is never
+run beside another.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.positions import Rotary, turned_reference
+from dejavu_train.kernels.dense.chunk_product import PLAIN, Arrangement, Ending
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
 from dejavu_train.kernels.stages.hidden import kept_unit
@@ -32,6 +34,7 @@ from dejavu_train.kernels.verify.attend_slots import SLOTS
 HEAD_ROWS = 4096  # of the LM head at once
 SIZES = (16, 64, 128, 256, 512, 1024)  # rows of a chunk
 MOST, MOST_PACKED = 512, 1024  # rows of a whole chunk: each unpacks 4-bit weights once more
+MULTIPLIED = 128  # rows of a chunk that reads 4-bit weights as codes, at most
 SLOTTED, SLOTTED_PACKED = 8, 32  # tokens that passes of eight slots, which read codes as they are, take less time for
 ONE_GPU = Join()
 
@@ -135,6 +138,16 @@ def dense_block(
             return ops.unpack(weight, dtype, beside)
         return weight.numbers.flatten(0, -2)
 
+    def of_codes(
+        linear: Linear, x: Tensor, to: torch.dtype, kind: Arrangement = Arrangement.COLUMNS, ending: Ending = PLAIN
+    ) -> Tensor | None:
+        """(T, n) of a matrix that is multiplied as it lies, else None."""
+        if linear.weight.format is not Format.INT4 or len(x) > MULTIPLIED or dtype == torch.float32:
+            return None
+        out = torch.empty(len(x), linear.bias.numel(), dtype=to, device=x.device)
+        ops.chunk_product(x.to(dtype), linear.weight, linear.bias, out, kind, ending)
+        return out
+
     def norm(ln: LayerNormWeights, x: Tensor) -> Tensor:
         out = torch.empty_like(x, dtype=normed)
         ops.layer_norm(x, ln, out)
@@ -150,8 +163,10 @@ def dense_block(
 
     def project(n: Tensor) -> Tensor:
         """(T, g, r + 2, e)."""
-        bias = layer.qkv.bias
-        rows = F.linear(n.to(dtype), numbers(layer.qkv.weight), bias.flatten()).unflatten(-1, bias.shape)
+        bias, rows = layer.qkv.bias, of_codes(layer.qkv, n, dtype)
+        if rows is None:
+            rows = F.linear(n.to(dtype), numbers(layer.qkv.weight), bias.flatten())
+        rows = rows.unflatten(-1, bias.shape)
         if turns is None and layer.head_norms is None:
             return rows
         norms = (None, None) if layer.head_norms is None else (layer.head_norms.q, layer.head_norms.k)
@@ -159,10 +174,14 @@ def dense_block(
         return torch.cat((compared(q, norms[0]), compared(k, norms[1]), v), 2)
 
     def values(linear: Linear, n: Tensor, activation: str, scale: float = 1.0) -> Tensor:
+        threshold = 0.0 if activation == "none" else layer.hidden.threshold
+        made = of_codes(linear, n, dtype, ending=Ending(activation, threshold, scale=scale))
+        if made is not None:
+            return made
         x = F.linear(n.to(dtype), numbers(linear.weight), linear.bias)
-        if activation == "relu" and not layer.hidden.threshold:
+        if activation == "relu" and not threshold:
             return x.relu_()
-        return (activation_reference(x.float(), activation, layer.hidden.threshold) * scale).to(dtype)
+        return (activation_reference(x.float(), activation, threshold) * scale).to(dtype)
 
     def neurons(n: Tensor) -> Tensor:
         form = layer.hidden
@@ -174,18 +193,23 @@ def dense_block(
         )
         return gate.mul_(up)
 
-    def whole(linear: Linear, x: Tensor, weight: Tensor, unit: float = 1.0) -> Tensor:
-        """x weight + bias of all ranks, weight (n, d). The bias is added before one rounding, or in fp32 behind it."""
+    def whole(linear: Linear, x: Tensor, kind: Arrangement, unit: float = 1.0) -> Tensor:
+        """x weight + bias of all ranks. The bias is added before one rounding, or in fp32 behind it."""
+        made = of_codes(linear, x, torch.float32, kind, Ending(unit=1 / unit))
+        if made is not None:
+            return join.total(made)
+        rows = numbers(linear.weight, kind is Arrangement.BESIDE)
+        weight = rows if kind is Arrangement.ROWS else rows.T
         if unit == 1 and type(join) is Join and linear.bias.dtype == dtype:
             return torch.addmm(linear.bias, x, weight)
         return join.total((x @ weight).float() / unit + linear.bias.float())
 
     def out(mixed: Tensor) -> Tensor:
-        return whole(layer.out, mixed, numbers(layer.out.weight, beside=layer.packed).T)
+        return whole(layer.out, mixed, Arrangement.BESIDE if layer.packed else Arrangement.COLUMNS)
 
     def down(made: Tensor) -> Tensor:
-        rows = numbers(layer.down.weight)
-        return whole(layer.down, made, rows if layer.down_transposed or layer.packed else rows.T, unit)
+        by_neuron = layer.down_transposed or layer.packed
+        return whole(layer.down, made, Arrangement.ROWS if by_neuron else Arrangement.COLUMNS, unit)
 
     return SimpleNamespace(
         post_norm=dims.post_norm,
