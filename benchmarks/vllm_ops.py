@@ -36,12 +36,12 @@ from dejavu_train.families import ModelDims
 ACTIVE, CHOSEN = 0.06, 0.1  # of a token's neurons
 WAYS = ("dense", "zeroskip", "dejavu", "whole")
 SOURCES = ("dejavu_vllm.kernels.live_rows", "dejavu_vllm.kernels.chosen_rows")
-LIVE = itertools.product((256, 512, 1024), (128, 256, 512), (16, 32))
+LIVE = itertools.product((256, 512, 1024), (128, 256, 512), (16, 32, 64), ((4, 2), (8, 1)))
 TRIED: dict[str, list[tuple[int, ...]]] = {  # stage: what --try-settings runs in place of the kernels' tables
-    "live": [(own, rows, block, 4, 2) for own, block, rows in LIVE],
+    "live": [(own, rows, block, *more) for own, block, rows, more in LIVE],
     "chosen": [(own, rows, block, 4) for own, rows, block in itertools.product((16, 32, 64), (2, 4, 8), (512, 1024))],
     "chosen, several": [
-        (own, rows, block, 4) for own, rows, block in itertools.product((32, 64), (16, 32), (64, 128, 256))
+        (own, rows, block, 4) for own, rows, block in itertools.product((16, 32, 64), (16, 32), (128, 256))
     ],
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from dejavu_train.kernels.common.activation import activation_reference
 from dejavu_train.kernels.common.kv_cache import KvCache
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.positions import Rotary, turned_reference
-from dejavu_train.kernels.dense.chunk_product import PLAIN, Arrangement, Ending
+from dejavu_train.kernels.dense.chunk_product import PLAIN, Arrangement, Ending, multiplies
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix
 from dejavu_train.kernels.stages.hidden import kept_unit
@@ -142,10 +142,11 @@ def dense_block(
         linear: Linear, x: Tensor, to: torch.dtype, kind: Arrangement = Arrangement.COLUMNS, ending: Ending = PLAIN
     ) -> Tensor | None:
         """(T, n) of a matrix that is multiplied as it lies, else None."""
-        if linear.weight.format is not Format.INT4 or len(x) > MULTIPLIED or dtype == torch.float32:
+        weight = linear.weight
+        if weight.format is not Format.INT4 or len(x) > MULTIPLIED or not multiplies(weight, dtype, kind):
             return None
         out = torch.empty(len(x), linear.bias.numel(), dtype=to, device=x.device)
-        ops.chunk_product(x.to(dtype), linear.weight, linear.bias, out, kind, ending)
+        ops.chunk_product(x.to(dtype), weight, linear.bias, out, kind, ending)
         return out
 
     def norm(ln: LayerNormWeights, x: Tensor) -> Tensor:

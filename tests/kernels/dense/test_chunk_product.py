@@ -18,15 +18,16 @@ COLUMNS, BESIDE, ROWS = Arrangement
 CASES = {  # arrangement, leading dimensions, columns, groups
     "a scale for each part of the walk": (COLUMNS, (3, 16), 256, 2),
     "several scales in a tile": (COLUMNS, (40,), 128, 4),
-    "one scale a row, odd width": (COLUMNS, (5, 7), 296, 1),
+    "one scale a row, odd numbers": (COLUMNS, (5, 7), 288, 1),
     "heads side by side": (BESIDE, (3, 40), 64, 1),
     "heads whose width is no power of two": (BESIDE, (2, 33), 80, 1),
-    "rows are inputs": (ROWS, (72,), 256, 2),
+    "rows are inputs": (ROWS, (72,), 512, 4),
+    "rows are inputs, outputs that fill no program": (ROWS, (33,), 296, 1),
     "rows are inputs, several scales in a tile": (ROWS, (40,), 64, 4),
 }
 
 
-def made(kind, leading, columns, groups, tokens, dtype=torch.float16):
+def made(kind, leading, columns, groups, tokens):
     """(x, weight, bias) of a case."""
     generator = torch.Generator().manual_seed(0)
     n = torch.Size(leading).numel()
@@ -37,7 +38,7 @@ def made(kind, leading, columns, groups, tokens, dtype=torch.float16):
     n_out = {COLUMNS: n, ROWS: columns, BESIDE: leading[-1]}[kind]
     x, bias = torch.randn(tokens, n_in, generator=generator), torch.randn(n_out, generator=generator)
     weight = Int4Rows(rows.words.to(DEVICE), rows.scales.to(DEVICE))
-    return x.to(DEVICE, dtype), weight, bias.to(DEVICE, dtype)
+    return x.half().to(DEVICE), weight, bias.half().to(DEVICE)
 
 
 def both(x, weight, bias, kind, ending=PLAIN, dtype=torch.float32):
@@ -47,34 +48,31 @@ def both(x, weight, bias, kind, ending=PLAIN, dtype=torch.float32):
     return outs
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_products_are_those_of_the_numbers(case, dtype):
-    if dtype == torch.bfloat16 and DEVICE == "cpu":
-        pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
+def test_products_are_those_of_the_numbers(case):
     kind = CASES[case][0]
-    got, want = both(*made(*CASES[case], tokens=20, dtype=dtype), kind)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    for tokens in (16, 20):
+        got, want = both(*made(*CASES[case], tokens=tokens), kind)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("flipped", [0, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_sums_of_any_cut(case, flipped):
+def test_sums_of_any_cut(case):
     kind = CASES[case][0]
     given = made(*CASES[case], tokens=16)
-    for programs in (1, 6):
-        with ChunkSettings(16, 64, 16, flipped, programs, 4, 1).in_use():
+    for outputs, inputs, programs in ((64, 64, 1), (128, 32, 60)):
+        with ChunkSettings(16, outputs, inputs, programs, 4, 1).in_use():
             got, want = both(*given, kind)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("programs", [1, 6])
+@pytest.mark.parametrize("programs", [1, 60])
 @pytest.mark.parametrize(
     "ending", [Ending("relu", unit=0.25, scale=0.5), Ending("relu2", 0.5), Ending("silu")], ids=lambda e: e.activation
 )
 def test_endings(ending, programs):
     given = made(*CASES["rows are inputs"], tokens=16)
-    with ChunkSettings(16, 32, 32, 1, programs, 4, 1).in_use():
+    with ChunkSettings(16, 32, 32, programs, 4, 1).in_use():
         got, want = both(*given, ROWS, ending, torch.float16)
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 
@@ -89,9 +87,11 @@ def test_a_nan_stays_in_its_token():
 def test_what_does_not_fit_is_refused():
     x, weight, bias = made(*CASES["rows are inputs"], tokens=16)
     out = torch.empty(16, bias.numel(), device=x.device)
-    with pytest.raises(ValueError, match="x: expected float16, bfloat16, got float32"):
+    with pytest.raises(ValueError, match="x: expected float16, got float32"):
         chunk_product(x.float(), weight, bias, out, ROWS)
-    with pytest.raises(ValueError, match=r"x: expected shape \(16, 256\), got \(16, 72\)"):
+    with pytest.raises(ValueError, match=r"x: expected shape \(16, 512\), got \(16, 72\)"):
         chunk_product(x, weight, bias, out)
-    with pytest.raises(ValueError, match="a bias of 255 numbers, expected 256"):
+    with pytest.raises(ValueError, match="a bias of 511 numbers, expected 512"):
         chunk_product(x, weight, bias[:-1], out, ROWS)
+    with pytest.raises(ValueError, match="40 inputs in words, expected a multiple of 32"):
+        chunk_product(x, Int4Rows(weight.words[:, :5].contiguous(), weight.scales[:, :1].contiguous()), bias, out)
