@@ -11,7 +11,7 @@ registers, rounded as `unpack` rounds them, so both ways multiply the same. They
 cores, whose lane (g, t) = (lane / 4, lane % 4) takes pairs of columns of the rows g and g + 8. A lane unpacks whole
 words, so that no number moves between lanes:
 
-    rows are outputs    32 columns, four words of four pairs each, are taken as (pair, word). x is put in that order
+    rows are outputs    32 columns, four words of four pairs each, are taken as (pair, word), and x in that order
     rows are inputs     32 words, (warp, g), are 256 outputs in the order (pair, warp, half, g), and stored from it
 
 Where the inputs are split, a second kernel adds the parts in their order. Weights are read once for each TOKENS tokens.
@@ -27,8 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.activation import activation_of, activation_reference
+from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
 from dejavu_train.kernels.common.checks import check_device, check_dtype, check_shape, require
-from dejavu_train.kernels.common.launch import n_sms
+from dejavu_train.kernels.common.launch import as_dependent, n_sms, wait_for_predecessor
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.unpack import unpack_reference
 from dejavu_train.kernels.formats.int4 import COLUMNS_PER_WORD, Int4Rows
@@ -59,6 +60,7 @@ class ChunkSettings(Settings, stage="chunk"):
     programs: int
     warps: int
     stages: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,37 @@ def chunk_product_reference(
     out.copy_(value * ending.scale)
 
 
+@triton.constexpr_function
+def _raised_asm(high):
+    """PTX: two nibbles of a word, 16 bits apart, each in the number 1024. The compiler would take two instructions."""
+    mask = "0x00F000F0" if high else "0x000F000F"
+    return "{ .reg .b32 magic; mov.b32 magic, 0x64006400; lop3.b32 $0, $1, " + mask + ", magic, 0xEA; }"
+
+
 @triton.jit
-def _halves(words, SHIFT: tl.constexpr):
-    """1024 plus the raised codes of a pair of columns, (.., 2) fp16."""
-    raised = ((words >> SHIFT) & 0x000F000F) | 0x64006400
+def _codes(words, HIGH: tl.constexpr, ASM: tl.constexpr = ASSEMBLY):
+    """Codes of a pair of columns, (.., 2) fp16: those in the low nibble of a byte, or in the high one. Exact."""
+    if ASM:
+        raised = assembly(_raised_asm(HIGH), "=r,r", (words,), PURE=True)
+    else:
+        raised = (words & (0x00F000F0 if HIGH else 0x000F000F)) | 0x64006400
     low = raised.to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.join(low, (raised >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+    pair = tl.join(low, (raised >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+    if HIGH:
+        pair = pair * 0.0625 - 72.0  # of 1024 + 16 times the raised code
+    else:
+        pair -= 1032.0
+    return pair
 
 
 @triton.jit
 def _numbers(words, scales):
     """fp16 of words (R, W): (R, W, 2, 2, 2), column 2 i + s of a word at [s, i % 2, i / 2]."""
-    raised = tl.join(tl.join(_halves(words, 0), _halves(words, 4)), tl.join(_halves(words, 8), _halves(words, 12)))
-    return (raised - 1032.0) * scales[:, :, None, None, None]
+    later = words >> 8
+    codes = tl.join(
+        tl.join(_codes(words, False), _codes(words, True)), tl.join(_codes(later, False), _codes(later, True))
+    )
+    return codes * scales[:, :, None, None, None]
 
 
 @triton.jit
@@ -107,47 +127,77 @@ def _ended(sums, bias, outputs, there, unit, scale, ACT: tl.constexpr, THRESHOLD
 
 
 @triton.jit
-def _chunk_kernel(
-    x, words, scales, bias, out, n_tokens, n_out, n_in, width, group, n_groups, part, unit, scale,
-    ACT: tl.constexpr, THRESHOLD: tl.constexpr, KIND: tl.constexpr, ONE_SCALE: tl.constexpr, SPLIT: tl.constexpr,
-    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+def _place(own, first, end, n_out, KIND: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """(row, word of the row, whether it is there) of the words that inputs from ``first`` on have for outputs of a
+    program."""
+    if KIND == "rows":
+        row, column = (first + tl.arange(0, K)).to(tl.int64)[:, None], own // 8 + tl.arange(0, N // 8)[None, :]
+        there = (row < end) & (8 * column < n_out)
+    else:
+        row, column = (own + tl.arange(0, N)).to(tl.int64)[:, None], first // 8 + tl.arange(0, K // 8)[None, :]
+        there = (row < n_out) & (8 * column < end)
+        if KIND == "beside":
+            row, column = row + column // (WIDTH // 8) * n_out, column % (WIDTH // 8)
+    return row, column, there
+
+
+@triton.jit
+def _scales_of(
+    scales, own, first, end, n_out, KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    """Scales of these words, or where a row has one for all of them (N, 1)."""
+    if KIND != "rows" and GROUP % K == 0:
+        row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, 8)
+    else:
+        row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, K)
+    if WHOLE:
+        there = first < end
+    return tl.load(scales + row * (WIDTH // GROUP) + column // (GROUP // 8), mask=there, other=0.0)
+
+
+@triton.jit
+def _chunk_kernel(
+    x, words, scales, bias, out, n_tokens, n_out, n_in, part, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
     t = tl.program_id(1) * T + tl.arange(0, T)
+    own = tl.program_id(0) * N
     begin = tl.program_id(2) * part
     end = tl.minimum(n_in, begin + part)
     sums = tl.zeros((N, T), tl.float32)
+    i = tl.arange(0, K)
+    if KIND != "rows":  # 32 columns, (word, pair, 2), in the order (pair, word, 2)
+        i = tl.max_contiguous(tl.multiple_of(i // 32 * 32 + i // 2 % 4 * 8 + i // 8 % 4 * 2 + i % 2, 2), 2)
+    if AHEAD:
+        step = _scales_of(scales, own, begin, end, n_out, KIND, WIDTH, GROUP, WHOLE, N, K)
     for first in range(begin, end, K):
-        k = first + tl.arange(0, K)
-        asked = (t < n_tokens)[:, None] & (k < end)[None, :]
-        given = tl.load(x + t[:, None] * n_in + k[None, :], mask=asked, other=0.0)
-        if KIND == "rows":
-            row, column = k.to(tl.int64)[:, None], tl.program_id(0) * (N // 8) + tl.arange(0, N // 8)[None, :]
-            there = (k < end)[:, None] & (8 * column < n_out)
+        if AHEAD:
+            coming = _scales_of(scales, own, first + K, end, n_out, KIND, WIDTH, GROUP, WHOLE, N, K)
         else:
-            row = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)[:, None]
-            column = first // 8 + tl.arange(0, K // 8)[None, :]
-            there = (row < n_out) & (8 * column < end)
-            if KIND == "beside":
-                row, column = row + column // (width // 8) * n_out, column % (width // 8)
-        word = tl.load(words + row * (width // 8) + column, mask=there, other=0)
-        if ONE_SCALE:
-            row = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)[:, None]
-            known = row < n_out
-            if KIND == "beside":
-                row += first // width * n_out
-            step = tl.load(scales + row * n_groups + first % width // group, mask=known, other=0.0)
+            step = _scales_of(scales, own, first, end, n_out, KIND, WIDTH, GROUP, WHOLE, N, K)
+        k = first + i
+        row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, K)
+        at, from_x = words + row * (WIDTH // 8) + column, x + t[:, None] * n_in + k[None, :]
+        if WHOLE:
+            given, word = tl.load(from_x), tl.load(at)
         else:
-            step = tl.load(scales + row * n_groups + 8 * column // group, mask=there, other=0.0)
+            given = tl.load(from_x, mask=(t < n_tokens)[:, None] & (k < end)[None, :], other=0.0)
+            word = tl.load(at, mask=there, other=0)
         numbers = _numbers(word, step)
         if KIND == "rows":
             numbers = tl.permute(tl.reshape(numbers, (K, N // 64, 8, 2, 2, 2)), (5, 4, 1, 3, 2, 0))
         else:
             numbers = tl.permute(tl.reshape(numbers, (N, K // 32, 4, 2, 2, 2)), (0, 1, 5, 4, 2, 3))
         sums = tl.dot(tl.reshape(numbers, (N, K)), tl.trans(given), sums)
+        if AHEAD:
+            step = coming
     n = tl.arange(0, N)
     if KIND == "rows":
         n = 8 * (n // 16 % (N // 64) * 8 + n % 8) + 2 * (n // (N // 4) % 2 + 2 * (n // (N // 2))) + n // 8 % 2
-    n += tl.program_id(0) * N
+    n += own
     at = t.to(tl.int64)[None, :] * n_out + n[:, None]
     inside = (t < n_tokens)[None, :] & (n < n_out)[:, None]
     if SPLIT:
@@ -160,20 +210,15 @@ def _chunk_kernel(
 @triton.jit
 def _add_parts_kernel(
     parts, bias, out, size, n_out, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         sums += tl.load(parts + part * size + at, mask=at < size, other=0.0)
     value = _ended(sums, bias, at % n_out, at < size, unit, scale, ACT, THRESHOLD)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
-
-
-def in_lane_order(x: Tensor) -> Tensor:
-    """x (T, n) fp16 with each 32 columns, (word, pair, 2), in the order (pair, word, 2)."""
-    pairs = x.view(torch.int32).view(len(x), -1, 4, 4)
-    return pairs.transpose(2, 3).contiguous().view(torch.float16).view(x.shape)
 
 
 def multiplies(weight: Int4Rows, dtype: torch.dtype, kind: Arrangement) -> bool:
@@ -220,15 +265,16 @@ def chunk_product(
     part = triton.cdiv(triton.cdiv(n_in, tile_k), wanted) * tile_k
     parts = triton.cdiv(n_in, part)
     to = out if parts == 1 else torch.empty(parts, tokens, n_out, dtype=torch.float32, device=x.device)
-    numbers = ending.unit, ending.scale
+    numbers, dependent = (ending.unit, ending.scale), as_dependent(True, x.device)
     constants = {"ACT": activation_of(ending.activation, ending.threshold), "THRESHOLD": ending.threshold}
+    whole = tokens % tile_t == n_out % tile_n == n_in % tile_k == 0
     _chunk_kernel[(*grid, parts)](
-        x if by_row else in_lane_order(x), weight.words, weight.scales, bias, to, tokens, n_out, n_in, columns, group,
-        groups, part, *numbers, **constants, KIND=str(kind), ONE_SCALE=not by_row and group % tile_k == 0,
-        SPLIT=parts > 1, T=tile_t, N=tile_n, K=tile_k, num_warps=settings.warps, num_stages=settings.stages,
+        x, weight.words, weight.scales, bias, to, tokens, n_out, n_in, part, *numbers, **constants, KIND=str(kind),
+        AHEAD=bool(settings.ahead), WIDTH=columns, GROUP=group, WHOLE=whole, SPLIT=parts > 1, T=tile_t, N=tile_n,
+        K=tile_k,        num_warps=settings.warps, num_stages=settings.stages, **dependent,
     )  # fmt: skip
     if parts > 1:
         size = tokens * n_out
         _add_parts_kernel[(triton.cdiv(size, SUM_BLOCK),)](
-            to, bias, out, size, n_out, *numbers, **constants, PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4
+            to, bias, out, size, n_out, *numbers, **constants, PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4, **dependent
         )  # fmt: skip

@@ -38,10 +38,10 @@ class Scorer:
 
 
 SETTINGS = {  # by tokens as they are padded
-    1: RowsSettings(32, 4, 1024),
-    16: RowsSettings(32, 16, 128),
-    32: RowsSettings(64, 32, 128),
-    64: RowsSettings(64, 32, 128),
+    1: RowsSettings(32, 8, 512),
+    16: RowsSettings(32, 16, 256),
+    32: RowsSettings(32, 16, 128),
+    64: RowsSettings(32, 16, 128),
 }
 
 

@@ -20,10 +20,10 @@ from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
 from dejavu_vllm.kernels.lists import RowsSettings, check_matrix, check_tokens, list_of, padded_tokens, write_numbers
 
 SETTINGS = {  # by tokens as they are padded
-    1: RowsSettings(512, 32, 256, stages=2),
-    16: RowsSettings(512, 32, 128, stages=2),
-    32: RowsSettings(1024, 32, 128, stages=2),
-    64: RowsSettings(1024, 32, 128, stages=2),
+    1: RowsSettings(1024, 32, 256, stages=2),
+    16: RowsSettings(1024, 32, 256, stages=2),
+    32: RowsSettings(512, 32, 512, stages=2),
+    64: RowsSettings(512, 32, 256, stages=2),
 }
 
 
