@@ -83,6 +83,16 @@ def write_rows(matrix: Matrix, numbers: Tensor) -> None:
     matrix.scales.copy_(coded.scales)
 
 
+def union_of(share: float, rows: int) -> float:
+    """The share of the neurons that independent rows keep live together, each this share, by the beta distribution."""
+    if share >= OVERLAP:
+        return 1 - (1 - share) ** rows
+    spread, silent = (1 - OVERLAP) / (OVERLAP - share), 1.0
+    for drawn in range(rows):
+        silent *= ((1 - share) * spread + drawn) / (spread + drawn)
+    return 1 - silent
+
+
 def overlap_of(active: Tensor) -> float:
     """The share of a token's active neurons that another token has, of active (T, n) bool, neighbours compared."""
     both, own = (active[1:] & active[:-1]).sum(), active[:-1].sum()

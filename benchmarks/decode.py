@@ -75,7 +75,7 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, sh
         predictors,
         EngineOptions(
             batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), release=True, screen=cell.screen,
-            zeros="read" if cell.engine == "dense" else "auto",
+            zeros=cell.zeros,
         ),
     )  # fmt: skip
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once

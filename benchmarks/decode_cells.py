@@ -52,6 +52,11 @@ class Cell:
         )
         return " ".join(changed)
 
+    @property
+    def zeros(self) -> str:
+        """What the engine does with rows of silent neurons."""
+        return "read" if self.engine == "dense" else "auto"
+
 
 def read_cells(text: str) -> list[Cell]:
     """Words key=value[,value...] to the cells of all their combinations.

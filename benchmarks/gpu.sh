@@ -77,7 +77,7 @@ part() {
     vllm) PYTHONPATH=packages/dejavu-vllm:$PYTHONPATH bench vllm vllm_ops --out "$out/vllm_ops.csv" ;;
     ranks)
       step ranks "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m benchmarks.tensor_parallel \
-        --out "$out/tensor_parallel.csv" --cells goals ${try:+--rehearse} ;;
+        --out "$out/tensor_parallel.csv" --models 6.7b 66b --cells goals ${try:+--rehearse} ;;
     layers)
       local sizes="--shape 30b --tokens 32768"
       if [ -n "$try" ]; then sizes="--shape tiny --tokens 2000 --device cpu"; fi

@@ -1,5 +1,6 @@
-"""Timing on a GPU: kernels in a graph with weights rotated past the L2, consecutive steps, and the best read."""
+"""Timing: kernels in a graph with weights rotated past the L2, consecutive steps, and a GPU's best read."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -59,3 +60,13 @@ def step_times(run: Callable[[], None], n: int, warm: int = 4) -> list[float]:
         event.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def cpu_times(run: Callable[[], object], n: int, warm: int = 4) -> list[float]:
+    """Milliseconds of n calls on a CPU, behind those that warm up."""
+    times = []
+    for _ in range(warm + n):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times[warm:]

@@ -7,17 +7,19 @@ DATA holds general_train.jsonl.xz, books_train_*.jsonl.xz, and the files of the 
 
     pretrain      torchrun on all GPUs; a held-out text stops it early
     predictors    train.py: own text, collecting, training on all GPUs, calibration. Then GPTQ
-    measure       a process a GPU: eight texts, eight tasks, ms a token, lossless speed
+    measure       a process a GPU: eight texts, eight tasks, ms a token, rows of real text, lossless speed
 
 Each process writes its rows at once. rows.csv: scale, what was measured,
 weights, selection, subject, value. times.csv: every process, its exit code and seconds.
 
 Rehearsal: `--scale tiny --device cpu --gpus 2 --work /tmp/w --out /tmp/o`
+In a hurry: `--set pretrain_seconds=300 own_tokens=90000 heads=1 --quantize=--quantizer=rtn --only texts,speed,real`
 """
 
 import argparse
 import dataclasses
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,11 +32,10 @@ from benchmarks.one_model_rows import gather
 from benchmarks.rows import ROOT, command_line
 from benchmarks.texts import TEXTS
 
-DENSITY, HEADS = 0.1, 0.85  # at which the bundle is calibrated
+DENSITY = 0.1  # of the neurons, at which the bundle is calibrated
 DRAFTED = 0.2  # of the neurons, with all heads: lossless drafts
-PAIRS = (f"{DENSITY}/1", f"{2 * DENSITY}/1", f"{DENSITY}/{HEADS}")  # of neurons and heads
 HELDOUT = ("general", "books", "docs")  # the first one stops pretraining
-PROMPTS = ("general", "docs", "wikitext", "code")  # texts that lossless decoding continues
+PROMPTS = ("general", "docs", "wikitext", "code")  # texts that are continued
 CALL = [sys.executable, "-m"]
 
 
@@ -61,6 +62,17 @@ class Scale:
     new_tokens: int = 192
     prompt: int = 128
     pretrain_seconds: float = 540.0
+    heads: float = 0.85  # at which the bundle is calibrated. 1: heads have no predictors
+
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """Densities of neurons and heads that are measured."""
+        return f"{DENSITY}/1", f"{2 * DENSITY}/1", *([f"{DENSITY}/{self.heads}"] if self.heads < 1 else [])
+
+    def changed(self, words: Sequence[str]) -> "Scale":
+        """The scale with other values, of words name=value."""
+        given = dict(word.split("=") for word in words)
+        return dataclasses.replace(self, **{name: type(getattr(self, name))(each) for name, each in given.items()})
 
 
 SCALES = {
@@ -87,11 +99,11 @@ class Run:
     """The folders and the processes of a run.
 
     Args:
-        options: scale, device, gpus, data, texts, work, out, pretrain_seconds, only.
+        options: those of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.scale = options, SCALES[options.scale]
+        self.options, self.scale = options, SCALES[options.scale].changed(options.set)
         self.work, self.rows, self.texts = Path(options.work), Path(options.out), Path(options.texts)
         name, self.mine = f"opt-{options.scale}", self.work / "mine"
         self.model, self.int4 = self.work / name, self.work / "int4" / name  # rows say the name
@@ -126,7 +138,7 @@ class Run:
             shutil.copy(ROOT / "checkpoints/opt-mini" / name, self.model)
         data = Path(options.data)
         texts = [*data.glob("books_train_*.jsonl.xz"), *data.glob("general_train.jsonl.xz")]
-        texts += [self.texts / "train_docs.jsonl"]
+        texts += [*self.texts.glob("train_docs.jsonl*")]
         command = [*self.together(options.gpus), "-m", "dejavu_train.extras.pretrain", f"--output={self.model}"]
         command += ["--text", *map(str, sorted(texts))]
         command += ["--heldout", *(str(self.texts / f"{name}.jsonl") for name in HELDOUT)]
@@ -135,7 +147,7 @@ class Run:
             "learning_rate": scale.learning_rate, "batch_rows": scale.rows, "micro_rows": scale.micro_rows,
             "warmup_steps": scale.warmup_steps, "device": options.device, "checkpoint_seconds": 100_000,
             "compile": "true" if options.device == "cuda" else "false", "patience": 3, "validation_steps": 50,
-            "seconds": options.pretrain_seconds or scale.pretrain_seconds,
+            "seconds": scale.pretrain_seconds,
         }  # fmt: skip
         self.step("pretrain", [*command, *(f"--{name}={value}" for name, value in {**sizes, **settings}.items())])
 
@@ -155,14 +167,16 @@ class Run:
                 "--collect.train_tokens=null", "--collect.val_tokens=null", "--collect.calibration_tokens=null",
                 f"--collect.dtype={'float16' if on_gpu else 'float32'}", f"--mlp.rank={scale.rank}",
                 f"--heads.rank={scale.head_rank}", f"--mlp.steps={scale.steps}", f"--heads.steps={scale.steps}",
-                f"--calibrate.mlp_density={DENSITY}", f"--calibrate.head_density={HEADS}", "--trainer.logger=false",
+                f"--calibrate.mlp_density={DENSITY}", f"--calibrate.head_density={scale.heads}",
+                f"--heads.enabled={str(scale.heads < 1).lower()}", "--trainer.logger=false",
                 f"--trainer.accelerator={'gpu' if on_gpu else 'cpu'}", "--data.num_workers=0",
                 *([] if on_gpu else ["--calibrate.sensitivity_tokens=512", "--calibrate.head_loss_tokens=512"]),
-                "--jobs=auto" if on_gpu else f"--jobs={self.options.gpus}",
+                "--jobs=auto" if on_gpu else f"--jobs={self.options.gpus}", *shlex.split(self.options.train),
             ])  # fmt: skip
         if not (self.int4 / "config.json").is_file():
             command = [*CALL, "dejavu_train.quantize", f"--model={self.model}", f"--output={self.int4}", *text]
-            self.step("gptq", [*command, f"--tokens={10 * scale.d_ffn + 512}"], [0])
+            command += [f"--tokens={10 * scale.d_ffn + 512}", *shlex.split(self.options.quantize)]
+            self.step("gptq", command, [0])
         if (self.bundle / "bundle.json").is_file() and (self.int4 / "config.json").is_file():
             relabel(self.bundle, self.int4, self.int4_bundle)
         shutil.rmtree(self.mine / "activations", ignore_errors=True)
@@ -212,7 +226,10 @@ def measurements(run: Run) -> list[Job]:
     kinds = (("fp16", run.model, run.bundle), ("int4", run.int4, run.int4_bundle))
     jobs = [text_job(run, i, list(TEXTS)[i::count], device) for i in range(min(count, len(TEXTS)))]
     for weights, model, bundle in kinds:
-        jobs += [lossless_job(run, weights, model, bundle, device), *speed_jobs(run, weights, model, bundle, device)]
+        jobs += [
+            *speed_jobs(run, weights, model, bundle, device), rows_job(run, weights, model, bundle, device),
+            lossless_job(run, weights, model, bundle, device),
+        ]  # fmt: skip
     return jobs + [job for kind in kinds for job in task_jobs(run, *kind, device)]
 
 
@@ -221,22 +238,31 @@ def text_job(run: Run, number: int, names: Sequence[str], device: str) -> Job:
     command = [*CALL, "benchmarks.quantize", "report", f"--model={run.model}", f"--data={run.texts}", device]
     command += ["--tf32", f"--texts={','.join(names)}", f"--tokens={run.scale.text_tokens}", "--batch-tokens=8192"]
     command += [f"--weights=gptq={run.int4}", f"--bundle={run.bundle}"]
-    command += [f"--csv={run.rows / f'texts-{number}.csv'}", "--densities", *PAIRS]
+    command += [f"--csv={run.rows / f'texts-{number}.csv'}", "--densities", *run.scale.pairs]
     return Job(f"texts-{number}", command, (run.int4, run.bundle))
 
 
 def task_jobs(run: Run, weights: str, model: Path, bundle: Path, device: str) -> list[Job]:
     """Answers to the questions of the tasks, dense and at each selection."""
     jobs = []
-    for pair in PAIRS:
+    for pair in run.scale.pairs:
         neurons, heads = pair.split("/")
         name = f"tasks-{weights}-{neurons}-{heads}"
         command = ["env", f"DEJAVU_RESULTS={run.rows / name}", *CALL, "benchmarks.tasks", f"--model={model}", device]
         command += [f"--config={ROOT / 'configs/eval/opt-mini.yaml'}", f"--bundle={bundle}", "--shots=[0]", "--text=[]"]
-        command += [f"--folder={Path(run.options.data) / 'tasks'}", f"--limit={run.scale.questions}"]
+        command += [f"--folder={run.options.data}", f"--limit={run.scale.questions}"]
         command += [f"--mlp_density={neurons}", f"--head_density={heads}"]
         jobs.append(Job(name, command, (model, bundle)))
     return jobs
+
+
+def rows_job(run: Run, weights: str, model: Path, bundle: Path, device: str) -> Job:
+    """Rows of real text together, of one kind of weights."""
+    name = f"real-rows-{weights}"
+    command = [*CALL, "benchmarks.real_rows", f"--model={model}", f"--bundle={bundle}", device]
+    command += [f"--prompt={run.scale.prompt}", f"--mlp-density={DENSITY}", f"--out={run.rows / name}.csv"]
+    command += ["--texts", *(str(run.texts / f"{text}.jsonl") for text in PROMPTS)]
+    return Job(name, command, (model, bundle))
 
 
 def lossless_job(run: Run, weights: str, model: Path, bundle: Path, device: str) -> Job:
@@ -255,7 +281,7 @@ def speed_jobs(run: Run, weights: str, model: Path, bundle: Path, device: str) -
     scale, on_gpu = run.scale, run.options.device == "cuda"
     dense = (["dense"] if weights == "fp16" else []) + (["dense-engine"] if on_gpu else ["dense-cpu"])
     sparse, jobs = "triton" if on_gpu else "cpu", []
-    for pair in PAIRS:
+    for pair in scale.pairs:
         neurons, heads = pair.split("/")
         name = f"speed-{weights}-{neurons}-{heads}"
         infer = [
@@ -264,7 +290,7 @@ def speed_jobs(run: Run, weights: str, model: Path, bundle: Path, device: str) -
             f"--new_tokens={min(64, scale.new_tokens)}", f"--timing_mlp_density={neurons}",
             f"--timing_head_density={heads}", f"--dtype={'float16' if on_gpu else 'float32'}",
         ]  # fmt: skip
-        timed = ",".join([*(dense if pair == PAIRS[0] else ()), sparse])
+        timed = ",".join([*(dense if pair == scale.pairs[0] else ()), sparse])
         one = [f"--output={run.rows / name}", f"--timing_backends=[{timed}]"]
         jobs.append(Job(name, [sys.executable, *infer, *one], (model, bundle)))
     return jobs
@@ -279,7 +305,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--texts", default=".data", help="what `benchmarks.texts prepare` wrote")
     parser.add_argument("--work", default="/dev/shm/one")
     parser.add_argument("--out", required=True, help="a folder for rows and logs")
-    parser.add_argument("--pretrain-seconds", type=float, default=0.0, help="at most; 0: those of the scale")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="what else the scale says")
+    parser.add_argument("--train", default="", help="more flags of train.py, in one word")
+    parser.add_argument("--quantize", default="", help="the same of dejavu_train.quantize")
     parser.add_argument("--only", default="", help="measurements, by how their names begin: lossless,speed")
     run = Run(parser.parse_args(argv))
     run.pretrain()

@@ -127,6 +127,18 @@ ZEROS = Table(
     order=lambda name: (*by_size(name[0]), name[1]),
 )  # fmt: skip
 
+REAL_ROWS = Table(
+    f"{RESULTS}/real_rows.csv",
+    {"model": "model", "weights": "kind", "rows": "batch"},
+    (
+        *(Column(f"{words}, %", name, form=".1f", times=100) for words, name in (
+            ("live together", "live"), ("if independent", "independent"), ("as modelled", "modelled"))),
+        Column("overlap", "overlap", form=".2f"), READ, SKIP, SPARSE, *GAINS,
+    ),
+    "`python -m benchmarks.real_rows`",
+    derived={"kind": lambda row: {"int4": "4 bits", "float16": "fp16"}.get(row["weights"], row["weights"])},
+    order=lambda name: (*by_size(name[0]), name[1] == "4 bits", int(name[2])),
+)  # fmt: skip
 
 EXACT_TOKENS = Table(
     f"{RESULTS}/exact_tokens.csv",
@@ -206,8 +218,8 @@ def place_of(row: Row) -> str:
 def unit_shares(row: Row) -> str:
     """The shares of neurons and heads that a step of several GPUs selects."""
     found = options_of(row)
-    if row["engine"] == "dense":
-        return "dense"
+    if row["engine"] != "sparse":
+        return str(row["engine"])
     return f"{found.get('mlp_density', '0.1')}, {SELECTED[found.get('head_density', '0.5')]}"
 
 
@@ -218,13 +230,14 @@ def slowest(heading: str, *selected: str) -> Column:
 SEVERAL = Table(
     f"{RESULTS}/tensor_parallel.csv",
     {"shapes, GPUs": "place", "weights": "kind"},
-    (ALL := slowest("dense, ms", "dense"), slowest("sparse, all heads, ms", "0.1, all heads"),
-     slowest("85 % of the heads", "0.1, 85 %"), HALF := slowest("50 % of the heads", "0.1, 50 %"),
+    (ALL := slowest("dense, ms", "dense"), slowest("exact, ms", "exact"),
+     slowest("sparse, all heads, ms", "0.1, all heads"), slowest("85 % of the heads", "0.1, 85 %"),
+     HALF := slowest("50 % of the heads", "0.1, 50 %"),
      times("half of the heads over dense", HALF, ALL),
      times("a quarter of all units over dense", slowest("", "0.25, 25 %"), ALL),
      Column("a sum, us", "sum_us", {"selected": "dense"}, ".2g")),
     "`torchrun --nproc-per-node 4 -m benchmarks.tensor_parallel --models 175b --cells goals`, and others",
-    {"engine": ("dense", "sparse"), "batch": "1", "prompt": "128", "slowest_ms": bool},
+    {"engine": ("dense", "exact", "sparse"), "batch": "1", "prompt": "128", "slowest_ms": bool},
     {"place": place_of, "kind": lambda row: "4 bits" if row["weights"] == "int4" else "fp16", "selected": unit_shares},
     chosen=lambda rows: [row for row in rows if row["sums"].startswith("pushed")],
     order=lambda name: (*by_size(name[0].partition(",")[0]), name[0], name[1] != "fp16"),
@@ -868,6 +881,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "exact": exact_at(USUAL, batch="1"),
     "exact-batches": EXACT_BATCHES,
     "zeros": ZEROS,
+    "real-rows": REAL_ROWS,
     "exact-tokens": EXACT_TOKENS,
     "first-token": FIRST_TOKEN,
     "decode-rivals": DECODE,

@@ -14,8 +14,7 @@ CPUs.
 
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from benchmarks.decode_problem import (
     set_thresholds,
     start,
 )
-from benchmarks.harness import best_read, measure, step_times
+from benchmarks.harness import best_read, cpu_times, measure, step_times
 from benchmarks.rows import STEP, append_row, command_line, five_digits, gpu_versions, made_now
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.memory import DoesNotFit, describe_memory
@@ -57,11 +56,11 @@ COLUMNS = (
     "share_of_floor note sources"
 ).split()
 CELLS = [
-    "engine=dense,sparse prompt=128,1024",
+    "engine=dense,exact,sparse prompt=128,1024",
     "engine=sparse head_density=0.85",
     "engine=sparse mlp_density=0.25 head_density=0.25",
-    "engine=dense,sparse weights=int4 lm_head=int4 head_density=0.85 predictors=int4 site=1",
-    "engine=dense,sparse batch=8 mlp_density=0.29",
+    "engine=dense,exact,sparse weights=int4 lm_head=int4 head_density=0.85 predictors=int4 site=1",
+    "engine=dense,exact,sparse batch=8 mlp_density=0.29",
 ]
 SUMS = {"fastest": None, "nccl": GroupSums, "pushed": PushedSums}
 TINY = ModelDims(64, 256, 4, 8, 400, 256)
@@ -99,12 +98,12 @@ def run_cell(
         mlp, heads = (1 - (1 - union) ** (1 / cell.batch) for union in (cell.mlp_density, cell.head_density))
         narrow = ranks.shard.dims
         predictors = random_predictors(
-            narrow, rank, mlp, heads, cell.site, cell.predictors, cell.heads_site, str(device)
+            narrow, rank, mlp, heads, cell.site, cell.predictors, cell.heads_site, str(device), active_share
         )
     context = min(dims.max_positions, cell.prompt + steps + EXTRA)
     options = EngineOptions(
-        batch=cell.batch, context=context, release=True, ops="triton" if gpu else "reference"
-    )  # fmt: skip
+        batch=cell.batch, context=context, release=True, ops="triton" if gpu else "reference", zeros=cell.zeros
+    )
     engine = DecodeEngine(own_weights(ranks, cell, active_share, device), predictors, options, ranks)
     with torch.no_grad(), group.waiting():
         start(engine, cell.prompt, steps + EXTRA)
@@ -116,15 +115,6 @@ def run_cell(
     row["slowest_ms"] = max(group.gather(round(1e6 * row["p50_ms"]))) / 1e6
     row["gb_per_rank"] = max(group.gather(round(1e9 * row.pop("gb_per_step")))) / 1e9
     return row | {"rank": rank if engine.predictors else 0, "note": describe_memory(engine.memory)}
-
-
-def cpu_times(run: Callable[[], object], n: int) -> list[float]:
-    times = []
-    for _ in range(n):
-        began = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - began))
-    return times
 
 
 def time_of_sum(ranks: Ranks, dims: ModelDims, batch: int) -> float:

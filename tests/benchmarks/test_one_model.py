@@ -16,14 +16,14 @@ from benchmarks.table_specs import ONE_MODEL, TABLES
 def run(tmp_path):
     return Run(argparse.Namespace(
         scale="1.3b", device="cpu", gpus=4, data=str(tmp_path), texts=str(tmp_path), work=str(tmp_path / "work"),
-        out=str(tmp_path / "out"), pretrain_seconds=0.0, only="",
+        out=str(tmp_path / "out"), only="", set=[], train="", quantize="",
     ))  # fmt: skip
 
 
 def test_measurements_wait_for_what_they_need_and_failures_leave_others_alone(run, tmp_path, monkeypatch):
     jobs = measurements(run)
     assert jobs[0].name == "texts-0" and jobs[-1].name == "tasks-int4-0.1-0.85", "tasks are what may be missing"
-    assert len({job.name for job in jobs}) == len(jobs) == 18
+    assert len({job.name for job in jobs}) == len(jobs) == 20
     assert "--tokens=30000" in jobs[0].command
     there, taken = tmp_path / "there", []
     there.touch()

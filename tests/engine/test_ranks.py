@@ -211,6 +211,21 @@ def test_kernels_run_a_shard(packed):
         torch.testing.assert_close(kernels, plain, atol=2e-2 if packed else 2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_ranks_that_leave_silent_neurons_out_write_what_one_engine_writes(rows):
+    model = random_opt(d_model=64, n_heads=2, d_ffn=128, n_layers=1, vocab=80, positions=32)
+    prompts = rows_of(4, 5, 3, vocab=80)[:rows]
+    expected = reference_engine(model, None, batch=rows).generate(prompts, 3, stop_tokens=())
+
+    def run(sums):
+        engines = [engine_of(model, None, sums, ops="triton", batch=rows, context=16, graph=False, zeros=zeros)
+                   for zeros in ("skip", "read")]  # fmt: skip
+        assert [engine.plan.half(0, "mlp").skips for engine in engines] == [True, False]
+        return [engine.generate(prompts, 3, stop_tokens=()) for engine in engines]
+
+    assert on_ranks(2, run) == [[expected] * 2] * 2
+
+
 def test_a_layer_has_two_sums_and_a_step_one_of_logits(model):
     counted = []
 
