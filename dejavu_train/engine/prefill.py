@@ -32,10 +32,10 @@ from dejavu_train.kernels.stages.hidden import kept_unit
 from dejavu_train.kernels.verify.attend_slots import SLOTS
 
 HEAD_ROWS = 4096  # of the LM head at once
-SIZES = (16, 64, 128, 256, 512, 1024)  # rows of a chunk
+SIZES = (16, 32, 64, 128, 256, 512, 1024)  # rows of a chunk
 MOST, MOST_PACKED = 512, 1024  # rows of a whole chunk: each unpacks 4-bit weights once more
 MULTIPLIED = 128  # rows of a chunk that reads 4-bit weights as codes, at most
-SLOTTED, SLOTTED_PACKED = 8, 32  # tokens that passes of eight slots, which read codes as they are, take less time for
+SLOTTED = 8  # tokens that one pass of eight slots takes less time for
 ONE_GPU = Join()
 
 

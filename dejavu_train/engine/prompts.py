@@ -17,7 +17,6 @@ from dejavu_train.engine.prefill import (
     MOST,
     MOST_PACKED,
     SLOTTED,
-    SLOTTED_PACKED,
     Chunk,
     chunks_of,
     logits_of,
@@ -46,7 +45,7 @@ class Prompts:
         packed = core.weights.packed
         self.most = MOST_PACKED if packed else MOST
         has_slots = self._alone and engine_refusal(core.shape, runs.VERIFIED) is None
-        self.slotted = has_slots * (SLOTTED_PACKED if packed else SLOTTED)
+        self.slotted = has_slots * SLOTTED
         self._chunk = torch.zeros(3, dtype=torch.int32, device=core.device)
         self._given: dict[int, torch.Tensor] = {}
         self._passes: dict[int, SlotPass] = {}

@@ -53,7 +53,7 @@ def text(rows, b, n=100):
 
 
 def test_chunks_follow_from_positions_alone():
-    assert chunks_of(16, 256) == [Chunk(0, 16, 16)] and chunks_of(17, 256) == [Chunk(0, 17, 64)]
+    assert chunks_of(16, 256) == [Chunk(0, 16, 16)] and chunks_of(17, 256) == [Chunk(0, 17, 32)]
     whole = [Chunk(0, 256, 256), Chunk(256, 256, 256)]
     assert chunks_of(512, 256) == whole and chunks_of(513, 256) == [*whole, Chunk(512, 1, 16)]
     assert chunks_of(20, 256, slotted=32) == [Chunk(0, 8, 8), Chunk(8, 8, 8), Chunk(16, 4, 8)]

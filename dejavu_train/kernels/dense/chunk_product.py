@@ -8,8 +8,8 @@ w[i, a d + c], as an output projection has them head by head.
 
 A program owns TOKENS tokens and some outputs, and walks over a part of the inputs. Codes become fp16 numbers in
 registers, rounded as `unpack` rounds them, so both ways multiply the same. They are the left operand of the tensor
-cores, whose lane (g, t) = (lane / 4, lane % 4) takes pairs of columns of the rows g and g + 8. A lane unpacks whole
-words, so that no number moves between lanes:
+cores. Lane (g, t) = (lane / 4, lane % 4) takes pairs of columns of the rows g and g + 8. It unpacks whole words, so
+that no number moves between lanes:
 
     rows are outputs    32 columns, four words of four pairs each, are taken as (pair, word), and x in that order
     rows are inputs     32 words, (warp, g), are 256 outputs in the order (pair, warp, half, g), and stored from it
@@ -60,12 +60,11 @@ class ChunkSettings(Settings, stage="chunk"):
     programs: int
     warps: int
     stages: int
-    ahead: int = 0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What becomes of a sum: act(unit * sum + bias) * scale."""
+    """Fate of a sum: act(unit * sum + bias) * scale."""
 
     activation: str = "none"
     threshold: float = 0.0
@@ -160,7 +159,7 @@ def _scales_of(
 def _chunk_kernel(
     x, words, scales, bias, out, n_tokens, n_out, n_in, part, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr,
     KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
-    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     t = tl.program_id(1) * T + tl.arange(0, T)
@@ -171,13 +170,7 @@ def _chunk_kernel(
     i = tl.arange(0, K)
     if KIND != "rows":  # 32 columns, (word, pair, 2), in the order (pair, word, 2)
         i = tl.max_contiguous(tl.multiple_of(i // 32 * 32 + i // 2 % 4 * 8 + i // 8 % 4 * 2 + i % 2, 2), 2)
-    if AHEAD:
-        step = _scales_of(scales, own, begin, end, n_out, KIND, WIDTH, GROUP, WHOLE, N, K)
     for first in range(begin, end, K):
-        if AHEAD:
-            coming = _scales_of(scales, own, first + K, end, n_out, KIND, WIDTH, GROUP, WHOLE, N, K)
-        else:
-            step = _scales_of(scales, own, first, end, n_out, KIND, WIDTH, GROUP, WHOLE, N, K)
         k = first + i
         row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, K)
         at, from_x = words + row * (WIDTH // 8) + column, x + t[:, None] * n_in + k[None, :]
@@ -186,14 +179,12 @@ def _chunk_kernel(
         else:
             given = tl.load(from_x, mask=(t < n_tokens)[:, None] & (k < end)[None, :], other=0.0)
             word = tl.load(at, mask=there, other=0)
-        numbers = _numbers(word, step)
+        numbers = _numbers(word, _scales_of(scales, own, first, end, n_out, KIND, WIDTH, GROUP, WHOLE, N, K))
         if KIND == "rows":
             numbers = tl.permute(tl.reshape(numbers, (K, N // 64, 8, 2, 2, 2)), (5, 4, 1, 3, 2, 0))
         else:
             numbers = tl.permute(tl.reshape(numbers, (N, K // 32, 4, 2, 2, 2)), (0, 1, 5, 4, 2, 3))
         sums = tl.dot(tl.reshape(numbers, (N, K)), tl.trans(given), sums)
-        if AHEAD:
-            step = coming
     n = tl.arange(0, N)
     if KIND == "rows":
         n = 8 * (n // 16 % (N // 64) * 8 + n % 8) + 2 * (n // (N // 4) % 2 + 2 * (n // (N // 2))) + n // 8 % 2
@@ -270,7 +261,7 @@ def chunk_product(
     whole = tokens % tile_t == n_out % tile_n == n_in % tile_k == 0
     _chunk_kernel[(*grid, parts)](
         x, weight.words, weight.scales, bias, to, tokens, n_out, n_in, part, *numbers, **constants, KIND=str(kind),
-        AHEAD=bool(settings.ahead), WIDTH=columns, GROUP=group, WHOLE=whole, SPLIT=parts > 1, T=tile_t, N=tile_n,
+        WIDTH=columns, GROUP=group, WHOLE=whole, SPLIT=parts > 1, T=tile_t, N=tile_n,
         K=tile_k,        num_warps=settings.warps, num_stages=settings.stages, **dependent,
     )  # fmt: skip
     if parts > 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dejavu_train.kernels.common.checks import require
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
 from dejavu_vllm.kernels.lists import RowsSettings, check_matrix, check_tokens, list_of, padded_tokens, write_numbers
 
 FEW = 8  # tokens whose first half of a predictor is multiplied without tensor cores
@@ -62,7 +62,7 @@ def _hidden_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     k = tl.arange(0, BLOCK)
-    wait_for_predecessor(PDL)
+    start_dependents_and_wait(PDL)
     sums = ()
     for _ in tl.static_range(TOKENS):
         sums = sums + (tl.zeros((R, BLOCK), tl.float32),)
@@ -104,14 +104,14 @@ def _scores(hidden, up, offset, own, inside, batch, RANK: tl.constexpr, RANKS: t
     if TOKENS == 1:
         k = tl.arange(0, RANKS)
         rows = tl.load(at + k[None, :], mask=inside[:, None] & (k < RANK)[None, :], other=0.0)
-        wait_for_predecessor(PDL)
+        start_dependents_and_wait(PDL)
         one = tl.load(hidden + k, mask=k < RANK, other=0.0).to(tl.float32)
         made = tl.sum(rows.to(tl.float32) * one[None, :], 1)[:, None]
     else:
         CHUNK: tl.constexpr = min(RANKS, 64)
         k = tl.arange(0, CHUNK)
         b = tl.arange(0, TOKENS)
-        wait_for_predecessor(PDL)
+        start_dependents_and_wait(PDL)
         made = tl.zeros((own.shape[0], TOKENS), tl.float32)
         for first in tl.static_range(0, RANK, CHUNK):
             there = first + k < RANK
@@ -165,7 +165,7 @@ def _chosen_rows_kernel(
     if scores is None:
         score = _scores(hidden, up, offset, own, inside, batch, RANK, RANKS, TOKENS, PDL)
     else:
-        wait_for_predecessor(PDL)
+        start_dependents_and_wait(PDL)
         at = scores + b[None, :] * score_stride + own[:, None]
         score = tl.load(at, mask=inside[:, None] & seen, other=float("-inf"))
     chosen = (score > cut) & inside[:, None] & seen

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import require
-from dejavu_train.kernels.common.launch import use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.launch import start_dependents_and_wait, use_pdl
 from dejavu_vllm.kernels.lists import RowsSettings, check_matrix, check_tokens, list_of, padded_tokens, write_numbers
 
 SETTINGS = {  # by tokens as they are padded
@@ -57,7 +57,7 @@ def _live_rows_kernel(
     split = tl.program_id(1)
     own = split * OWN + tl.arange(0, OWN)
     listed += split * OWN  # programs of other columns write the same there
-    wait_for_predecessor(PDL)
+    start_dependents_and_wait(PDL)
     count = write_numbers(listed, own, _live_numbers(h, stride, batch, own, own < n, TOKENS))
     r = tl.arange(0, R)
     b = tl.arange(0, TOKENS)
@@ -95,7 +95,7 @@ def _add_splits_kernel(
     inside = at < size
     total = tl.zeros((CHUNK, BLOCK), tl.float32)
     s = tl.arange(0, CHUNK)
-    wait_for_predecessor(PDL)
+    start_dependents_and_wait(PDL)
     for first in tl.static_range(0, SPLITS, CHUNK):
         part = partials + (first + s)[:, None] * size + at[None, :]
         total += tl.load(part, mask=(first + s < SPLITS)[:, None] & inside[None, :], other=0.0)
