@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from dejavu_train.kernels.attention import attend_chunk, out_projection
 from dejavu_train.kernels.common import launch
-from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
@@ -21,7 +21,8 @@ from dejavu_train.kernels.common.limits import Products, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense import dense_batch, dense_rows, screened_head, unpack
+from dejavu_train.kernels.dense import chunk_product, dense_batch, dense_rows, screened_head, unpack
+from dejavu_train.kernels.dense.chunk_product import Arrangement
 from dejavu_train.kernels.dense.dense_batch import dense_add, qkv_batch
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.formats.int4 import Int4Rows
@@ -262,8 +263,15 @@ def further_cases(d: int) -> Iterator[Case]:
         rows, out = halves(tokens, h, 3, d // h), halves(tokens, h, d // h)
         chunk = torch.ones(3, dtype=torch.int32)
         yield f"attend_chunk {d} {tokens}", partial(attend_chunk.attend_chunk, rows, own.every, chunk, out)
+    for tokens, kind in itertools.product((16, 128), Arrangement):
+        given = {
+            Arrangement.COLUMNS: (halves(tokens, d), int4_rows(n, d), halves(n), halves(tokens, n)),
+            Arrangement.BESIDE: (halves(tokens, d), int4_rows(h, d, d // h), halves(d), torch.empty(tokens, d)),
+            Arrangement.ROWS: (halves(tokens, n), int4_rows(n, d), halves(d), torch.empty(tokens, d)),
+        }[kind]
+        yield f"chunk_product {d} {tokens} {kind}", partial(chunk_product.chunk_product, *given, kind)
     for by_head, beside in ((int4_rows(n, d), False), (int4_rows(h, d, d // h), True)):
-        yield f"unpack {d} {beside}", partial(unpack.unpack, by_head, torch.float16, beside)
+        yield f"unpack {d} {beside}", partial(unpack.unpack, by_head, torch.float16, beside, True)
     scratch = attend.AttentionScratch.empty(1, h, d // h, own.cache.capacity, "cpu")
     for name, heads in (("flash_decode", own.heads), ("flash_decode all", None)):
         given = (HeadStep(own.q, own.cache, own.ones, heads), torch.empty(1, d), scratch)
@@ -298,7 +306,6 @@ def further_cases(d: int) -> Iterator[Case]:
     yield f"down_batch {d}", partial(mlp_batch.down_batch, active, own.mlp, *pair_of_rows, True)
     inbox = rank_sum.Inbox.of(1, torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4, d, dtype=torch.int64))
     yield f"rank_sum {d}", partial(rank_sum.rank_sum, x, x, inbox, True)
-    yield f"written_out {d}", partial(written_out, int4_rows(n, d), True)
 
 
 def slot_cases(own: Layer, out: Any, down: Any) -> Iterator[Case]:

@@ -24,13 +24,13 @@ from dejavu_train.kernels.common.checks import (
     check_tensor,
     require,
 )
-from dejavu_train.kernels.common.int4_numbers import written_out_by_output
 from dejavu_train.kernels.common.lane_queue import even_room
 from dejavu_train.kernels.common.launch import n_sms, use_pdl
 from dejavu_train.kernels.common.limits import HEAD_DIMS, MOST_TOKENS
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.dense_batch import dense_add
+from dejavu_train.kernels.dense.unpack import unpack
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Matrix, Rows
@@ -115,7 +115,7 @@ def project_heads(
         elif batch <= MOST_TOKENS:
             launch_tokens(mixed, weight, LinearSink(out, bias, residual), pdl, segments=n_heads)
         else:
-            dense_add(mixed, Rows(written_out_by_output(weight, pdl)), bias, residual, out, pdl=pdl)
+            dense_add(mixed, Rows(unpack(weight, torch.float16, True, pdl)), bias, residual, out, pdl=pdl)
         return
     sink, source = LinearSink(out, bias, residual), None if selection is None else HeadSource(selection.row_bits)
     if weight.format is Format.INT4:

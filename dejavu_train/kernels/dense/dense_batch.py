@@ -12,7 +12,7 @@ Up to eight tokens x (B, .) fp16 multiply with 4-bit rows, which are read once a
 fp32. Programs walk over the rows, sixteen at a time, with all tokens in their registers (`stages.int4_tokens`), where
 one token takes the place of two. Neurons that are selected have `stages.hidden`, rows by head
 `attention.out_projection`. fc2, whose rows are neurons, has a kernel of its own (`int4_fc2`). More tokens than eight
-are worth writing the matrix out once in fp16 (`int4_numbers`).
+are worth writing the matrix out once in fp16 (`unpack`).
 """
 
 from typing import Any, NamedTuple, TypeGuard
@@ -25,11 +25,11 @@ from torch.nn import functional as F
 
 from dejavu_train.kernels.common.activation import activation_of, activation_reference
 from dejavu_train.kernels.common.checks import FLOAT_TYPES, check_int4, check_tensor
-from dejavu_train.kernels.common.int4_numbers import numbers_of
 from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.launch import wait_for_predecessor
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
 from dejavu_train.kernels.common.limits import MOST_TOKENS
+from dejavu_train.kernels.dense.unpack import numbers_of
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights

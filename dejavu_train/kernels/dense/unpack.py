@@ -13,22 +13,31 @@ import triton.language as tl
 from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, require
+from dejavu_train.kernels.common.launch import as_dependent, wait_for_predecessor
+from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Matrix
 
 ROWS, WORDS = 4, 64
 
 
-def unpack_reference(rows: Int4Rows, dtype: torch.dtype, beside: bool = False) -> Tensor:
-    """Plain torch: as `unpack`, called alike."""
+def unpack_reference(rows: Int4Rows, dtype: torch.dtype, beside: bool = False, pdl: bool = False) -> Tensor:
+    """Plain torch: as `unpack`, called alike. ``pdl`` means nothing to it."""
     whole = rows.dense(dtype)
     return whole.transpose(0, 1).flatten(1) if beside else whole.flatten(0, -2)
+
+
+def numbers_of(weight: Matrix, pdl: bool = False) -> Tensor:
+    """A matrix of any format as numbers, of 4 bits in fp16."""
+    return unpack(weight, torch.float16, pdl=pdl) if weight.format is Format.INT4 else weight.numbers
 
 
 @triton.jit
 def _unpack_kernel(
     words, scales, out, n_rows, n_words, inner, row_stride, block_stride, group, n_groups,
-    ROW_TILE: tl.constexpr, WORD_TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr, WORD_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(PDL)
     r = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
     w = tl.program_id(1) * WORD_TILE + tl.arange(0, WORD_TILE)
     i = tl.arange(0, 8)
@@ -42,7 +51,7 @@ def _unpack_kernel(
     tl.store(out + to[:, :, None] + i[None, None, :], value, mask=there[:, :, None])
 
 
-def unpack(rows: Int4Rows, dtype: torch.dtype, beside: bool = False) -> Tensor:
+def unpack(rows: Int4Rows, dtype: torch.dtype, beside: bool = False, pdl: bool = False) -> Tensor:
     """The matrix (n, d) as numbers.
 
     Args:
@@ -63,6 +72,6 @@ def unpack(rows: Int4Rows, dtype: torch.dtype, beside: bool = False) -> Tensor:
     grid = triton.cdiv(n_rows, ROWS), triton.cdiv(columns // 8, WORDS)
     _unpack_kernel[grid](
         rows.words, rows.scales, out, n_rows, columns // 8, inner, width, columns, rows.group, rows.scales.shape[-1],
-        ROW_TILE=ROWS, WORD_TILE=WORDS, num_warps=4,
+        ROW_TILE=ROWS, WORD_TILE=WORDS, num_warps=4, **as_dependent(pdl, out.device),
     )  # fmt: skip
     return out

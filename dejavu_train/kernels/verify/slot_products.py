@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dejavu_train.kernels.common.checks import check_device, check_projection, check_rows, check_shape, check_tensor
-from dejavu_train.kernels.common.int4_numbers import written_out
 from dejavu_train.kernels.common.kv_cache import HeadStep
 from dejavu_train.kernels.common.limits import takes_down
+from dejavu_train.kernels.dense.unpack import numbers_of
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import Linear, Matrix, MlpWeights, Rows
 from dejavu_train.kernels.mlp.int4_fc2 import int4_fc2
@@ -89,7 +89,7 @@ def slot_linear(
     elif takes_down(weight.group, n, SLOTS.value) and residual is not None and bias is not None:
         int4_fc2(x, weight, bias, residual, out, scratch.sums, pdl, unit, every=True)
     else:
-        launch_slots(x, Rows(written_out(weight, pdl)), sink, scratch, turned, unit, pdl)
+        launch_slots(x, Rows(numbers_of(weight, pdl)), sink, scratch, turned, unit, pdl)
 
 
 def slot_qkv_reference(x: Tensor, weights: Linear, step: HeadStep, scratch: ProductScratch | None) -> None:

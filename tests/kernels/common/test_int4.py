@@ -1,8 +1,6 @@
 import pytest
 import torch
-from int4_helpers import random_rows
 
-from dejavu_train.kernels.common.int4_numbers import written_out, written_out_by_output
 from dejavu_train.kernels.formats.int4 import dequantise, pack_int4, unpack_int4
 
 
@@ -36,21 +34,3 @@ def test_mistakes_are_named():
         pack_int4(torch.full((1, 8), 8))
     with pytest.raises(ValueError, match="do not divide"):
         dequantise(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 3).half())
-
-
-@pytest.mark.parametrize(("shape", "group"), [((5, 64), 32), ((2, 3, 4, 40), 40)])
-def test_rows_written_out_are_the_rounded_matrix(device, shape, group):
-    weight = random_rows(device, *shape, group=group)
-    assert torch.equal(written_out(weight), weight.dense().half())
-
-
-def test_an_out_projection_written_out_has_a_row_an_output(device):
-    weight = random_rows(device, 3, 6, 32, group=32)
-    expected = weight.dense().half().transpose(0, 1).reshape(6, 96)
-    assert torch.equal(written_out_by_output(weight), expected)
-
-
-@pytest.mark.gpu
-def test_a_large_matrix_is_written_out():
-    weight = random_rows("cuda", 16384, 4096)
-    assert torch.equal(written_out(weight), weight.dense().half())
