@@ -34,7 +34,7 @@ from dejavu_train.kernels.verify.attend_slots import SLOTS
 HEAD_ROWS = 4096  # of the LM head at once
 SIZES = (16, 32, 64, 128, 256, 512, 1024)  # rows of a chunk
 MOST, MOST_PACKED = 512, 1024  # rows of a whole chunk: each unpacks 4-bit weights once more
-MULTIPLIED = 128  # rows of a chunk that reads 4-bit weights as codes, at most
+MULTIPLIED, MULTIPLIED_ROWS = 128, 64  # rows of a chunk that reads 4-bit weights as codes, at most; of down
 SLOTTED = 8  # tokens that one pass of eight slots takes less time for
 ONE_GPU = Join()
 
@@ -143,7 +143,8 @@ def dense_block(
     ) -> Tensor | None:
         """(T, n) of a matrix that is multiplied as it lies, else None."""
         weight = linear.weight
-        if weight.format is not Format.INT4 or len(x) > MULTIPLIED or not multiplies(weight, dtype, kind):
+        most = MULTIPLIED_ROWS if kind is Arrangement.ROWS else MULTIPLIED
+        if weight.format is not Format.INT4 or len(x) > most or not multiplies(weight, dtype, kind):
             return None
         out = torch.empty(len(x), linear.bias.numel(), dtype=to, device=x.device)
         ops.chunk_product(x.to(dtype), weight, linear.bias, out, kind, ending)
