@@ -88,14 +88,15 @@ def run_chunk(
     """
     at = (chunk[1] + torch.arange(size, device=tokens.device)).clamp(max=tokens.shape[1] - 1)  # of real tokens no more
     x = embedded(weights, tokens.index_select(0, chunk[:1].long())[0, at], at)
+    # Zero behind the real tokens at first, and later what an earlier layer left.
+    heads = torch.zeros(size, weights.shape.n_heads, weights.shape.head_dim, dtype=caches[0].k.dtype, device=x.device)
     for layer, cache in zip(weights.layers, caches, strict=True):
         block = dense_block(weights, layer, ops, at, join)
         rows = block.project(before_half(block, block.norm_attn, x))
-        out = torch.zeros(size, weights.shape.n_heads, weights.shape.head_dim, dtype=rows.dtype, device=x.device)
-        ops.attend_chunk(rows, cache, chunk, out)
-        x = behind_half(block, block.norm_attn, x + block.out(out.flatten(1)))
+        ops.attend_chunk(rows, cache, chunk, heads)
+        x = behind_half(block, block.norm_attn, block.out(heads.flatten(1), x))
         made = block.neurons(before_half(block, block.norm_mlp, x))
-        x = behind_half(block, block.norm_mlp, x + block.down(made))
+        x = behind_half(block, block.norm_mlp, block.down(made, x))
     return x
 
 
@@ -139,15 +140,16 @@ def dense_block(
         return weight.numbers.flatten(0, -2)
 
     def of_codes(
-        linear: Linear, x: Tensor, to: torch.dtype, kind: Arrangement = Arrangement.COLUMNS, ending: Ending = PLAIN
-    ) -> Tensor | None:
+        linear: Linear, x: Tensor, to: torch.dtype, kind: Arrangement = Arrangement.COLUMNS, ending: Ending = PLAIN,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """(T, n) of a matrix that is multiplied as it lies, else None."""
         weight = linear.weight
         most = MULTIPLIED_ROWS if kind is Arrangement.ROWS else MULTIPLIED
         if weight.format is not Format.INT4 or len(x) > most or not multiplies(weight, dtype, kind):
             return None
         out = torch.empty(len(x), linear.bias.numel(), dtype=to, device=x.device)
-        ops.chunk_product(x.to(dtype), weight, linear.bias, out, kind, ending)
+        ops.chunk_product(x.to(dtype), weight, linear.bias, out, kind, ending, residual)
         return out
 
     def norm(ln: LayerNormWeights, x: Tensor) -> Tensor:
@@ -195,23 +197,24 @@ def dense_block(
         )
         return gate.mul_(up)
 
-    def whole(linear: Linear, x: Tensor, kind: Arrangement, unit: float = 1.0) -> Tensor:
-        """x weight + bias of all ranks. The bias is added before one rounding, or in fp32 behind it."""
-        made = of_codes(linear, x, torch.float32, kind, Ending(unit=1 / unit))
+    def whole(linear: Linear, x: Tensor, residual: Tensor, kind: Arrangement, unit: float = 1.0) -> Tensor:
+        """residual + x weight + bias of all ranks. The bias is added before one rounding, or in fp32 behind it."""
+        alone = type(join) is Join
+        made = of_codes(linear, x, torch.float32, kind, Ending(unit=1 / unit), residual if alone else None)
         if made is not None:
-            return join.total(made)
+            return made if alone else residual + join.total(made)
         rows = numbers(linear.weight, kind is Arrangement.BESIDE)
         weight = rows if kind is Arrangement.ROWS else rows.T
-        if unit == 1 and type(join) is Join and linear.bias.dtype == dtype:
-            return torch.addmm(linear.bias, x, weight)
-        return join.total((x @ weight).float() / unit + linear.bias.float())
+        if unit == 1 and alone and linear.bias.dtype == dtype:
+            return residual + torch.addmm(linear.bias, x, weight)
+        return residual + join.total((x @ weight).float() / unit + linear.bias.float())
 
-    def out(mixed: Tensor) -> Tensor:
-        return whole(layer.out, mixed, Arrangement.BESIDE if layer.packed else Arrangement.COLUMNS)
+    def out(mixed: Tensor, residual: Tensor) -> Tensor:
+        return whole(layer.out, mixed, residual, Arrangement.BESIDE if layer.packed else Arrangement.COLUMNS)
 
-    def down(made: Tensor) -> Tensor:
+    def down(made: Tensor, residual: Tensor) -> Tensor:
         by_neuron = layer.down_transposed or layer.packed
-        return whole(layer.down, made, Arrangement.ROWS if by_neuron else Arrangement.COLUMNS, unit)
+        return whole(layer.down, made, residual, Arrangement.ROWS if by_neuron else Arrangement.COLUMNS, unit)
 
     return SimpleNamespace(
         post_norm=dims.post_norm,

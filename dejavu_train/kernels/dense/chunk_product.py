@@ -1,7 +1,8 @@
 """Products of a chunk of tokens with 4-bit rows, which are unpacked where they are multiplied:
 
-    y[t, i] = act(unit sum_j x[t, j] w[i, j] + bias[i]) scale        w[i, j] = code[i, j] * scale[i, j / group], rounded
-    y[t, i] = act(unit sum_j x[t, j] w[j, i] + bias[i]) scale        where rows are inputs, as those of down are
+    y[t, i] = act(unit sum_j x[t, j] w[i, j] + bias[i]) scale + residual[t, i]
+    y[t, i] = act(unit sum_j x[t, j] w[j, i] + bias[i]) scale + residual[t, i]    rows are inputs, as those of down
+    w[i, j] = code[i, j] * scale[i, j / group], rounded
 
 x (T, n_in) fp16. `formats.int4` has the layout of words. Rows (A, n, d) may hold the inputs of their leading number:
 w[i, a d + c], as an output projection has them head by head.
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.activation import activation_of, activation_reference
 from dejavu_train.kernels.common.assembly import ASSEMBLY, assembly
-from dejavu_train.kernels.common.checks import check_device, check_dtype, check_shape, require
+from dejavu_train.kernels.common.checks import check_device, check_dtype, check_shape, check_tensor, require
 from dejavu_train.kernels.common.launch import as_dependent, n_sms, wait_for_predecessor
 from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.dense.unpack import unpack_reference
@@ -77,13 +78,13 @@ PLAIN = Ending()
 
 def chunk_product_reference(
     x: Tensor, weight: Int4Rows, bias: Tensor, out: Tensor, kind: Arrangement = Arrangement.COLUMNS,
-    ending: Ending = PLAIN,
+    ending: Ending = PLAIN, residual: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Plain torch: as `chunk_product`, called alike."""
     rows = unpack_reference(weight, x.dtype, kind is Arrangement.BESIDE).float()
     sums = x.float() @ (rows if kind is Arrangement.ROWS else rows.T)
     value = activation_reference(ending.unit * sums + bias.flatten().float(), ending.activation, ending.threshold)
-    out.copy_(value * ending.scale)
+    out.copy_(value * ending.scale if residual is None else value * ending.scale + residual)
 
 
 @triton.constexpr_function
@@ -120,9 +121,15 @@ def _numbers(words, scales):
 
 
 @triton.jit
-def _ended(sums, bias, outputs, there, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr):
-    offset = tl.load(bias + outputs, mask=there, other=0.0).to(tl.float32)
-    return ACT(unit * sums + offset, THRESHOLD) * scale
+def _store_ended(
+    out, at, sums, bias, outputs, residual, inside, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr
+):
+    """out[at] where `inside`, of sums for these outputs."""
+    offset = tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)
+    value = ACT(unit * sums + offset, THRESHOLD) * scale
+    if residual is not None:
+        value += tl.load(residual + at, mask=inside, other=0.0)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -157,9 +164,9 @@ def _scales_of(
 
 @triton.jit
 def _chunk_kernel(
-    x, words, scales, bias, out, n_tokens, n_out, n_in, part, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
-    T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    x, words, scales, bias, residual, out, n_tokens, n_out, n_in, part, unit, scale, ACT: tl.constexpr,
+    THRESHOLD: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    SPLIT: tl.constexpr, T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     t = tl.program_id(1) * T + tl.arange(0, T)
@@ -194,22 +201,20 @@ def _chunk_kernel(
     if SPLIT:
         tl.store(out + tl.program_id(2).to(tl.int64) * n_tokens * n_out + at, sums, mask=inside)
     else:
-        value = _ended(sums, bias, n[:, None], (n < n_out)[:, None], unit, scale, ACT, THRESHOLD)
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        _store_ended(out, at, sums, bias, n[:, None], residual, inside, unit, scale, ACT, THRESHOLD)
 
 
 @triton.jit
 def _add_parts_kernel(
-    parts, bias, out, size, n_out, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    parts, bias, residual, out, size, n_out, unit, scale, ACT: tl.constexpr, THRESHOLD: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         sums += tl.load(parts + part * size + at, mask=at < size, other=0.0)
-    value = _ended(sums, bias, at % n_out, at < size, unit, scale, ACT, THRESHOLD)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+    _store_ended(out, at, sums, bias, at % n_out, residual, at < size, unit, scale, ACT, THRESHOLD)
 
 
 def multiplies(weight: Int4Rows, dtype: torch.dtype, kind: Arrangement) -> bool:
@@ -221,13 +226,13 @@ def multiplies(weight: Int4Rows, dtype: torch.dtype, kind: Arrangement) -> bool:
 
 def chunk_product(
     x: Tensor, weight: Int4Rows, bias: Tensor, out: Tensor, kind: Arrangement = Arrangement.COLUMNS,
-    ending: Ending = PLAIN,
+    ending: Ending = PLAIN, residual: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Products of tokens x (T, n_in) with all rows of a matrix, written to out (T, n_out) of any dtype.
 
     Args:
         weight: rows with any leading dimensions, which count as one. Matrices (A, n, d) where ``kind`` is "beside".
-        bias: (n_out,) with any dimensions.
+        bias: (n_out,) with any dimensions. residual: as out, in fp32.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit, or a device without kernels.
@@ -247,6 +252,8 @@ def chunk_product(
     tokens, by_row = len(x), kind is Arrangement.ROWS
     check_shape("x", x, tokens, n_in)
     check_shape("out", out, tokens, n_out)
+    if residual is not None:
+        check_tensor("residual", residual, (tokens, n_out), (torch.float32,), x)
     require(bias.numel() == n_out, f"a bias of {bias.numel()} numbers, expected {n_out}")
     settings = ChunkSettings.find("int4", x.device, tokens=tokens, rows=by_row)
     tile_n, tile_k = ROW_OUTPUTS if by_row else settings.outputs, settings.inputs
@@ -256,16 +263,17 @@ def chunk_product(
     part = triton.cdiv(triton.cdiv(n_in, tile_k), wanted) * tile_k
     parts = triton.cdiv(n_in, part)
     to = out if parts == 1 else torch.empty(parts, tokens, n_out, dtype=torch.float32, device=x.device)
-    numbers, dependent = (ending.unit, ending.scale), as_dependent(True, x.device)
     constants = {"ACT": activation_of(ending.activation, ending.threshold), "THRESHOLD": ending.threshold}
+    constants |= as_dependent(True, x.device)
     whole = tokens % tile_t == n_out % tile_n == n_in % tile_k == 0
     _chunk_kernel[(*grid, parts)](
-        x, weight.words, weight.scales, bias, to, tokens, n_out, n_in, part, *numbers, **constants, KIND=str(kind),
-        WIDTH=columns, GROUP=group, WHOLE=whole, SPLIT=parts > 1, T=tile_t, N=tile_n,
-        K=tile_k,        num_warps=settings.warps, num_stages=settings.stages, **dependent,
+        x, weight.words, weight.scales, bias, residual, to, tokens, n_out, n_in, part, ending.unit, ending.scale,
+        KIND=str(kind), WIDTH=columns, GROUP=group, WHOLE=whole, SPLIT=parts > 1, T=tile_t, N=tile_n, K=tile_k,
+        num_warps=settings.warps, num_stages=settings.stages, **constants,
     )  # fmt: skip
     if parts > 1:
         size = tokens * n_out
         _add_parts_kernel[(triton.cdiv(size, SUM_BLOCK),)](
-            to, bias, out, size, n_out, *numbers, **constants, PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4, **dependent
+            to, bias, residual, out, size, n_out, ending.unit, ending.scale, PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4,
+            **constants,
         )  # fmt: skip

@@ -41,10 +41,10 @@ def made(kind, leading, columns, groups, tokens):
     return x.half().to(DEVICE), weight, bias.half().to(DEVICE)
 
 
-def both(x, weight, bias, kind, ending=PLAIN, dtype=torch.float32):
+def both(x, weight, bias, kind, ending=PLAIN, dtype=torch.float32, residual=None):
     outs = [torch.empty(len(x), bias.numel(), dtype=dtype, device=x.device) for _ in range(2)]
-    chunk_product(x, weight, bias, outs[0], kind, ending)
-    chunk_product_reference(x, weight, bias, outs[1], kind, ending)
+    chunk_product(x, weight, bias, outs[0], kind, ending, residual)
+    chunk_product_reference(x, weight, bias, outs[1], kind, ending, residual)
     return outs
 
 
@@ -73,7 +73,7 @@ def test_sums_of_any_cut(case):
 def test_endings(ending, programs):
     given = made(*CASES["rows are inputs"], tokens=16)
     with ChunkSettings(16, 32, 32, programs, 4, 1).in_use():
-        got, want = both(*given, ROWS, ending, torch.float16)
+        got, want = both(*given, ROWS, ending, torch.float16, torch.randn(16, 512, device=DEVICE))
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 
 
