@@ -156,6 +156,22 @@ EXACT_TOKENS = Table(
 )  # fmt: skip
 
 
+VLLM_STEP = Column("dense, us", "us", {"way": "dense"}, ".0f")
+VLLM = Table(
+    f"{RESULTS}/vllm_ops.csv",
+    {"shapes": "shapes", "tokens": "tokens"},
+    (
+        part("live together", "live", ".0f", way="dense"),
+        part("chosen together", "chosen", ".0f", way="dense"),
+        VLLM_STEP,
+        *(times(way, Column(way, "us", {"way": way}), VLLM_STEP) for way in ("zeroskip", "dejavu")),
+    ),
+    "`python -m benchmarks.vllm_ops` on a GPU",
+    derived={"shapes": named},
+    order=lambda name: (*by_size(name[0]), int(name[1])),
+)  # fmt: skip
+
+
 FIRST_TOKEN = Table(
     f"{RESULTS}/first_token.csv",
     {"shapes": "shapes", "prompt, tokens": "length"},
@@ -884,6 +900,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "real-rows": REAL_ROWS,
     "exact-tokens": EXACT_TOKENS,
     "first-token": FIRST_TOKEN,
+    "vllm": VLLM,
     "decode-rivals": DECODE,
     "decode-families": FAMILY_STEPS,
     "several-gpus": SEVERAL,

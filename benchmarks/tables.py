@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, the model card and docs/ from committed rows: make tables
+"""Writes the tables of README.md, the model card, the plug-in and docs/ from committed rows: make tables
 
     python -m benchmarks.tables             writes them
     python -m benchmarks.tables --check     writes nothing, exits with 1 where a file would change
@@ -28,6 +28,7 @@ FILES = (
     *(f"docs/results/{name}.md" for name in "demo families frontier four-bits serving speed texts".split()),
     *(f"docs/notes/{name}.md" for name in ("lossless", "one-model", "by-layers")),
     "checkpoints/opt-mini/README.md",
+    "packages/dejavu-vllm/README.md",
 )
 CURVE = "docs/results/curve.png"
 DEMO_SOURCES = ("dejavu_train.run.pipeline", "dejavu_train.evaluation.run")
