@@ -12,10 +12,11 @@ from int4_helpers import random_rows
 
 from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
+from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.memory import check_room, late_bytes, weight_bytes
 from dejavu_train.engine.mlp import Mlp
 from dejavu_train.engine.model_weights import weights_of_model
-from dejavu_train.engine.ops import operations
+from dejavu_train.engine.ops import TorchOps, operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
 from dejavu_train.engine.planned import HalfPlan, Kernels, Run
@@ -269,6 +270,24 @@ def test_memory_is_counted_before_it_is_taken(model):
     assert "launch settings" not in made.describe()  # plain torch launches none
     own = weight_bytes(model, torch.float32)  # biases and LayerNorms beside them
     assert held["weights"] < own < held["weights"] + 4 * 20 * shape.n_layers * (shape.d_model + shape.d_ffn)
+
+
+@pytest.mark.parametrize("name", ["350m", "fatrelu", "drelu", "nemotron", "bloom"])
+def test_a_prompt_multiplies_codes_as_it_multiplies_numbers(monkeypatch, name):
+    """Chunks of few tokens take the product of codes, longer ones write matrices out. Both round weights alike."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "n_head": 4}
+    own, (row,) = four_bits(random_family(name, **sizes, intermediate_size=128, ffn_dim=128)), rows_of(40)
+    asked, kept = [], []
+    product = TorchOps.chunk_product
+    monkeypatch.setattr(TorchOps, "chunk_product", staticmethod(lambda *given: (asked.append(given), product(*given))))
+    for most in (0, 128):
+        monkeypatch.setattr("dejavu_train.engine.prefill.MULTIPLIED", most)
+        monkeypatch.setattr("dejavu_train.engine.prefill.MULTIPLIED_ROWS", most)
+        made = DecodeEngine(own, None, EngineOptions(dtype=torch.float16, ops="reference", context=64))
+        made.begin([Row.of_prompt(row, 60)])
+        assert bool(asked) == bool(most)
+        kept.append(torch.cat([cache.k[0, :, :39].flatten().float() for cache in made.core.caches]))
+    torch.testing.assert_close(kept[1], kept[0], rtol=0.02, atol=0.01 * kept[0].abs().max().item())
 
 
 def test_what_does_not_fit_is_refused_with_the_parts(monkeypatch):
