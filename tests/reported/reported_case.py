@@ -1,13 +1,11 @@
 """What rows of tests/reported begin with: the tiny model with its bundles, and whether two models agree."""
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import OPTForCausalLM
 
 from dejavu_train import Bundle, SparseOPTForCausalLM
@@ -50,18 +48,6 @@ class Case:
         if backend == "triton":
             options = {"ops": "reference"} | options
         return SparseOPTForCausalLM.from_model(dense or self.dense(), bundle or self.bundle, backend, **options)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "model.safetensors")
-
-    def copied(self, tensors: dict[str, torch.Tensor] | None = None) -> Path:
-        """The model's folder anew, with other tensors where they are given."""
-        folder = self.own / "model"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(self.folder, folder)
-        if tensors is not None:
-            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return folder
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """Reported faults of the server: numbers, text behind prompts, OpenAI's protocol, work before the count."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,6 @@ from dejavu_train.extras.serving.replies import Refusal, event
 from dejavu_train.extras.serving.requests import Completion, Reader
 from dejavu_train.ground.errors import UserError
 from dejavu_train.sparse.model import SparseCausalLM
-
-CHAT = {"messages": [{"role": "user", "content": "the model"}]}
 
 
 def served(case: Case, folder: Any = None, **options: Any) -> Running:
@@ -65,15 +62,6 @@ def a_first_space(case: Case) -> bool:
     return all(found)
 
 
-def a_role_in_every_chunk(case: Case) -> list[str]:
-    server = served(case)
-    server.served.app.state.reader.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    body = {"model": NAME, "max_tokens": 9, "stream": True, **CHAT}
-    raw = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).text
-    parts = [json.loads(part[6:]) for part in raw.split("\n\n") if part.startswith("data: {")]
-    return [part["choices"][0]["delta"]["role"] for part in parts if "role" in part["choices"][0]["delta"]]
-
-
 def separators(_: Case) -> int:
     return len(event({"text": "a\u2028b\u2029c\x85d\x0be"}).splitlines())
 
@@ -99,7 +87,6 @@ ROWS = (
     Row("T1", "a penalty that fp32 does not hold", the_next_client("repetition_penalty", 1e-46, 1e-39, 1e-38)),
     Row("T1", "a share that fp32 does not hold", the_next_client("top_p", 5e-324, 1e-46, 1e-39)),
     Row("T3", "the first space behind a prompt", a_first_space),
-    Row("T4", "the role of a streamed message", a_role_in_every_chunk, ["assistant"]),
     Row("T4", "separators of lines in a stream", separators, 2),
     Row("T5", "a list of ids with a wrong member", a_long_list_with_a_wrong_member),
     Row("T5", "an empty key", an_empty_key),
