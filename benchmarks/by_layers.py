@@ -34,9 +34,8 @@ from safetensors.torch import save_file
 
 from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import RANKS, SHAPES
+from benchmarks.random_folder import random_bundle
 from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
-from dejavu_train.bundle.artifact import Bundle
-from dejavu_train.bundle.spec import PredictorSpec, tensor_name
 from dejavu_train.calibration.by_layers import ByLayers, loss_increases_by_layers, measure_heads
 from dejavu_train.calibration.curves import HEAD_PROBES, MLP_PROBES
 from dejavu_train.calibration.sensitivity import SensitivityProbe
@@ -66,7 +65,6 @@ GB, WINDOW = 1e9, 512
 SOURCES = ("dejavu_train.data.collect_layers", "dejavu_train.calibration.by_layers", "dejavu_train.quantize.stream",
            "dejavu_train.training.finetune")  # fmt: skip
 OUTER, STAGES = "model-outer.safetensors", ("collect", "calibrate", "quantise", "tune")
-TENTH = 1.2816  # what a tenth of standard normal numbers exceed
 
 
 def sizes_of(arguments: argparse.Namespace) -> ModelDims:
@@ -223,21 +221,10 @@ def quantise(shape: ModelDims, model: Path, run: Path, row: dict[str, Any], devi
     batches[0].stream.remove()
 
 
-def random_bundle(shape: ModelDims, rank: int) -> Bundle:
-    """Predictors of all neurons, whose logits for normed inputs are about standard normal. A tenth is selected."""
-    specs, tensors, mlp = {}, {}, Target.MLP
-    for layer in range(shape.n_layers):
-        key, predictor = UnitKey(layer, mlp), LowRankPredictor(shape.d_model, rank, shape.d_ffn)
-        made = {name: tensor.detach().half() for name, tensor in predictor.named_parameters()}
-        tensors |= {tensor_name(layer, mlp, name): tensor for name, tensor in made.items()}
-        specs[key] = PredictorSpec(layer, mlp, key.site.input, layer, rank, shape.d_model, shape.d_ffn, threshold=TENTH)
-    return Bundle("random", shape=shape, specs=specs, tensors=tensors, metadata={}, weight_hash="", tokenizer_hash="")
-
-
 def tune(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any]) -> None:
     """Some steps. No state is kept, so nothing is written."""
     windows = [window.ids.tolist() for window in random_windows(shape, row["tokens"])]
-    bundle = random_bundle(shape, RANKS.get(row["shape"], 16))
+    bundle = random_bundle(shape, RANKS.get(row["shape"], 16), (0.1, 1.0))
     finetune(walk, bundle, windows, TuneConfig(steps=row["steps"]), FLOAT16)
 
 

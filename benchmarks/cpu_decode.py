@@ -16,7 +16,6 @@ families have no rivals: transformers would need four bytes a weight.
 """
 
 import argparse
-import math
 import platform
 import statistics
 import time
@@ -30,16 +29,16 @@ import torch
 from benchmarks import beside_llama
 from benchmarks.decode_hf import random_model
 from benchmarks.decode_problem import ACTIVE, SHAPES, STD, sets_of
+from benchmarks.random_folder import random_bundle
 from benchmarks.rows import CPU_STEP, append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import SPARSE
 from dejavu_train.engine.cpu.bandwidth import Reader
 from dejavu_train.engine.cpu.engine import usable_cores
-from dejavu_train.engine.cpu.selectors import CpuPredictor
 from dejavu_train.engine.cpu_limits import STORED
 from dejavu_train.engine.inputs import Row
-from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Positions
 from dejavu_train.models.load import load_model
 
@@ -74,31 +73,6 @@ def random_weights(shape: ModelDims, stored: str, active_share: float) -> CpuWei
     for layer in range(shape.n_layers):
         weights.model.in_bias[layer] = sets.biases(layer).numpy() + shape.threshold
     return weights
-
-
-def random_predictors(shape: ModelDims, rank: int, mlp_density: float, head_density: float) -> list[CpuPredictor]:
-    """Random predictors in int8 that select about these shares. None for a share of 1.
-
-    A LayerNorm's output has norm sqrt(d), so logits are normal with deviation 1 once B is scaled by the norm of A x.
-    """
-    generator = torch.Generator().manual_seed(1)
-    specs = []
-    for layer in range(shape.n_layers):
-        for target, density, r in ((Target.MLP, mlp_density, rank), (Target.HEADS, head_density, 32)):
-            if density == 1:
-                continue
-            n = shape.units(target)
-            down = torch.randn(r, shape.d_model, generator=generator) / math.sqrt(shape.d_model)
-            up = torch.randn(n, r, generator=generator) / math.sqrt(r)
-            scales = {f"{name}_scale": weight.abs().amax(1) / 127 for name, weight in (("down", down), ("up", up))}
-            down = (down / scales["down_scale"][:, None]).round().to(torch.int8)
-            up = (up / scales["up_scale"][:, None]).round().to(torch.int8)
-            site = UnitKey(layer, target).site
-            threshold = statistics.NormalDist().inv_cdf(1 - density)
-            specs.append(
-                CpuPredictor(layer, target, site, "int8", down, up, torch.zeros(n), threshold=threshold, **scales)
-            )
-    return specs
 
 
 def our_rival(name: str, engine: CpuEngine, rows: list[list[int]], steps: int) -> Rival:
@@ -201,8 +175,8 @@ def our_engines(args: argparse.Namespace, context: int) -> tuple[ModelDims, list
             weights = random_weights(shape, stored, args.active_share)
             engines.append((f"dense-{stored}", CpuEngine(weights, **options)))
             for heads in args.head_densities:
-                predictors = random_predictors(shape, args.rank, args.mlp_density, heads)
-                engines.append((f"sparse-{stored}", CpuEngine(weights, predictors, **options)))
+                used = random_bundle(shape, args.rank, (args.mlp_density, heads), "int8")
+                engines.append((f"sparse-{stored}", CpuEngine(weights, used, **options)))
             continue
         model, bundle = load_model(args.model), Bundle.from_pretrained(args.bundle)
         for name, used in (("dense", None), ("sparse", bundle.at(args.mlp_density, args.head_densities[0]))):

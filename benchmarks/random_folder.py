@@ -2,11 +2,11 @@
 
     python -m benchmarks.random_folder 6.7b /tmp/opt-6.7b
 
-For what starts from a folder, such as `benchmarks.serve`. A predictor's threshold is a quantile of its logits on
-random inputs, which a layer's norm makes of any. The tokenizer is opt-mini's.
+For what starts from a folder, such as `benchmarks.serve`. The tokenizer is opt-mini's.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -20,31 +20,34 @@ from benchmarks.rows import command_line
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import PREDICTORS_FOLDER
 from dejavu_train.bundle.spec import PredictorSpec, tensor_name
-from dejavu_train.families import TARGETS, ModelDims
+from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.models.load import load_tokenizer, weight_hash
 from dejavu_train.models.tokenizer_hash import tokenizer_hash
+from dejavu_train.predictors.checkpoint import stored_tensors
+from dejavu_train.predictors.low_rank import LowRankPredictor
 
 TOKENIZER = "checkpoints/opt-mini"  # any: of a prompt for random weights
-STD, HEAD_RANK, INPUTS = 0.02, 16, 256
+HEAD_RANK = 32
 
 
-def random_bundle(shape: ModelDims, rank: int, mlp_density: float, head_density: float, device: str) -> Bundle:
-    """Random predictors. Thresholds of zero, to be moved by `set_thresholds`."""
-    generator = torch.Generator(device).manual_seed(1)
-    entries, tensors = {}, {}
-    for layer in range(shape.n_layers):
-        for target, site, density in (("mlp", "mlp_in", mlp_density), ("heads", "attn_in", head_density)):
-            n, r = shape.units(target), rank if target == "mlp" else HEAD_RANK
-            for name, size in (("down", (r, shape.d_model)), ("up", (n, r)), ("bias", (n,))):
-                tensor = torch.zeros(size, dtype=torch.float16, device=device)
-                if name != "bias":
-                    tensor.normal_(0, STD, generator=generator)
-                tensors[tensor_name(layer, target, name)] = tensor.cpu()
-            tensors[tensor_name(layer, target, "frequency")] = torch.ones(n)
-            entries[layer, target] = PredictorSpec(
-                layer, target, site, layer, r, shape.d_model, n, threshold=0.0, density=density
-            )
-    return Bundle("random", "random", shape, entries, tensors)
+def random_bundle(shape: ModelDims, rank: int, densities: tuple[float, float], dtype: str = "float16") -> Bundle:
+    """Random predictors of MLPs and of heads that select about these shares. None for a share of 1.
+
+    What a norm leaves has length sqrt(d), so a new predictor's logits are about standard normal.
+    """
+    specs, tensors = {}, {}
+    for layer, (target, density) in itertools.product(range(shape.n_layers), zip(TARGETS, densities, strict=True)):
+        if density == 1:
+            continue
+        key, n = UnitKey(layer, target), shape.units(target)
+        made = LowRankPredictor(shape.d_model, rank if target == Target.MLP else HEAD_RANK, n)
+        stored = stored_tensors(made, dtype) | {"frequency": torch.ones(n)}
+        tensors |= {tensor_name(layer, target, name): tensor for name, tensor in stored.items()}
+        threshold = statistics.NormalDist().inv_cdf(1 - density)
+        specs[key] = PredictorSpec(
+            *key, key.site.input, layer, made.rank, shape.d_model, n, dtype=dtype, threshold=threshold, density=density
+        )
+    return Bundle("random", "random", shape, specs, tensors)
 
 
 def set_active_share(model: OPTForCausalLM, share: float) -> None:
@@ -62,18 +65,9 @@ def write(name: str, shape: ModelDims, folder: Path, densities: tuple[float, flo
     set_active_share(model, ACTIVE)
     model.save_pretrained(folder)
     load_tokenizer(TOKENIZER).save_pretrained(folder)
-    bundle = random_bundle(shape, rank, *densities, device)
-    inputs = torch.randn(INPUTS, shape.d_model, device=device)
-    specs = {}
-    for layer in range(shape.n_layers):
-        for target, density in zip(TARGETS, densities, strict=True):
-            down, up = (bundle.tensors[tensor_name(layer, target, part)].to(device).float() for part in ("down", "up"))
-            logits = (inputs @ down.T @ up.T).flatten()
-            kept = max(1, int(density * logits.numel()))
-            threshold = float(logits.topk(kept).values[-1])
-            specs[layer, target] = dataclasses.replace(bundle.specs[layer, target], threshold=threshold)
     hashes = {"weight_hash": weight_hash(str(folder)), "tokenizer_hash": tokenizer_hash(str(folder))}
-    dataclasses.replace(bundle, model=str(folder), specs=specs, **hashes).save_pretrained(folder / PREDICTORS_FOLDER)
+    bundle = random_bundle(shape, rank, densities)
+    dataclasses.replace(bundle, model=str(folder), **hashes).save_pretrained(folder / PREDICTORS_FOLDER)
 
 
 def main() -> None:
