@@ -147,6 +147,14 @@ def bundle(tiny_opt):
     return make_bundle(tiny_opt).at(mlp_density=0.3, head_density=0.5)
 
 
+@pytest.fixture(scope="module")
+def bundle_folder(bundle, tmp_path_factory) -> Path:
+    """The folder of the bundle."""
+    folder = tmp_path_factory.mktemp("bundle-folder") / "bundle"
+    bundle.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
     """About 300 KB of plain text: some 70 documents, so that none of the four sets is empty."""

@@ -9,7 +9,6 @@ import tomllib
 from importlib.metadata import version
 
 import pytest
-from bundles import make_bundle
 from conftest import REPOSITORY
 from test_imports import TRAINING_ONLY, python
 
@@ -81,13 +80,6 @@ assert "torch" not in sys.modules
 """
     line = "error: training needs lightning, torchmetrics, h5py: pip install 'dejavu-train[train]'"
     assert python(code, TRAINING_ONLY).splitlines() == [line, line]
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(tiny_opt, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("examples") / "bundle"
-    make_bundle(tiny_opt).at(mlp_density=0.2).save_pretrained(folder)
-    return folder
 
 
 def example(name, *argv) -> int:

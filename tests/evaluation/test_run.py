@@ -29,10 +29,8 @@ TEXT_KEYS = {
 
 
 @pytest.fixture(scope="module")
-def bundle_folder(tiny_opt, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run") / "bundle"
-    make_bundle(tiny_opt).at(0.1, 0.85).save_pretrained(folder)
-    return folder
+def bundle(tiny_opt):
+    return make_bundle(tiny_opt).at(0.1, 0.85)
 
 
 @pytest.fixture(scope="module")

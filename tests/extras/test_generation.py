@@ -18,10 +18,8 @@ from dejavu_train.models.load import load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def bundle_folder(tiny_opt, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generation") / "bundle"
-    make_bundle(tiny_opt).save_pretrained(folder)
-    return folder
+def bundle(tiny_opt):
+    return make_bundle(tiny_opt)
 
 
 @pytest.fixture(scope="module")

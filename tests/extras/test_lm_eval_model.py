@@ -40,18 +40,6 @@ def instances(kind, arguments):
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_opt):
-    return make_bundle(tiny_opt).at(mlp_density=0.4, head_density=0.5)
-
-
-@pytest.fixture(scope="module")
-def bundle_folder(tiny_opt, bundle, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bundle")
-    bundle.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_task_files(tmp_path_factory.mktemp("data"))
 

@@ -8,7 +8,6 @@ import threading
 
 import httpx
 import pytest
-from bundles import make_bundle
 from serving_helpers import NAME, Running
 from transformers import AutoTokenizer
 
@@ -22,10 +21,8 @@ CONTEXT = 200
 
 
 @pytest.fixture(scope="module")
-def server(tiny_opt, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fair") / "bundle"
-    make_bundle(tiny_opt).at(0.3, 0.75).save_pretrained(folder)
-    return Running(tiny_opt, folder, rows=4, queue=CLIENTS, context=CONTEXT)
+def server(tiny_opt, bundle_folder):
+    return Running(tiny_opt, bundle_folder, rows=4, queue=CLIENTS, context=CONTEXT)
 
 
 @pytest.fixture(scope="module")

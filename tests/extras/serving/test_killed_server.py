@@ -9,7 +9,6 @@ import time
 import httpx
 import openai
 import pytest
-from bundles import make_bundle
 from small_runs import start_main
 
 ASKED = {"model": "tiny", "prompt": "the model reads a token", "max_tokens": 380, "n": 16, "seed": 1}
@@ -30,10 +29,9 @@ def texts(page):
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(names))
 
 
-def started(tiny_opt, tmp_path):
+def started(tiny_opt, bundle_folder, tmp_path):
     """A server's process, its address and a client."""
-    make_bundle(tiny_opt).at(0.3, 0.75).save_pretrained(tmp_path / "bundle")
-    flags = f"--model={tiny_opt} --bundle={tmp_path}/bundle --name=tiny"
+    flags = f"--model={tiny_opt} --bundle={bundle_folder} --name=tiny"
     flags += " --backend=cpu --rows=1 --context=400 --port=0"
     process = start_main(flags.split(), tmp_path / "log", "dejavu_train.extras.serving.command")
     url = address(tmp_path / "log", process)
@@ -41,8 +39,8 @@ def started(tiny_opt, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_texts_end_after_a_signal(tiny_opt, tmp_path, number):
-    process, _, client = started(tiny_opt, tmp_path)
+def test_texts_end_after_a_signal(tiny_opt, bundle_folder, tmp_path, number):
+    process, _, client = started(tiny_opt, bundle_folder, tmp_path)
     parts = client.completions.create(**ASKED, **LEAST, stream=True)
     ends = [next(parts).choices[0].finish_reason]
     os.kill(process.pid, number)
@@ -56,8 +54,8 @@ def test_texts_end_after_a_signal(tiny_opt, tmp_path, number):
     assert "Traceback" not in said and f"interrupted by {number.name};" in said
 
 
-def test_clients_of_a_killed_server_have_an_error_within_five_seconds(tiny_opt, tmp_path):
-    process, url, client = started(tiny_opt, tmp_path)
+def test_clients_of_a_killed_server_have_an_error_within_five_seconds(tiny_opt, bundle_folder, tmp_path):
+    process, url, client = started(tiny_opt, bundle_folder, tmp_path)
 
     def whole():
         return client.completions.create(**ASKED, **LEAST)

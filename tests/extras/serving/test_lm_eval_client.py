@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from bundles import make_bundle
 from serving_helpers import NAME, Running
 from task_files import PEOPLE
 
@@ -21,13 +20,6 @@ ITEMS = [
     {"question": f"the model reads what {who} keeps, so", "choices": [" the layer", f" {who} reads it", " a token."]}
     for who in PEOPLE
 ]
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_opt, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("harness") / "bundle"
-    make_bundle(tiny_opt).at(0.3, 0.75).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +74,9 @@ def close(answers, others):
 
 
 @pytest.mark.parametrize("start", ["prompt", 0])
-def test_a_harness_scores_the_server_as_it_scores_the_model(tiny_opt, bundle, tasks, start):
+def test_a_harness_scores_the_server_as_it_scores_the_model(tiny_opt, bundle_folder, tasks, start):
     """Dense prompts are the dense model's, by transformers. A server that is sparse from 0 on is the sparse model."""
-    server = Running(tiny_opt, bundle, rows=4, context=128, sparse_from=start)
+    server = Running(tiny_opt, bundle_folder, rows=4, context=128, sparse_from=start)
     asked = {"base_url": f"{server.url}/v1/completions", "tokenizer": str(tiny_opt), "model": NAME, "max_length": 120}
     asked |= {"num_concurrent": 2, "max_retries": 1, "batch_size": 2, "add_bos_token": start == 0}  # as DejavuLM
     scored = tasks[:1] if start == 0 else tasks
@@ -95,7 +87,7 @@ def test_a_harness_scores_the_server_as_it_scores_the_model(tiny_opt, bundle, ta
             pretrained=load_model(str(tiny_opt)), tokenizer=tokenizer, max_length=120, batch_size=1, add_bos_token=False
         )
     else:
-        sparse = SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle, "gather")
+        sparse = SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle_folder, "gather")
         local = DejavuLM(sparse, tokenizer, sparse_from=0, max_length=120, batch_size=1)
     found = evaluated(local, scored[:2])
     assert close({name: served[name] for name in found}, found) == len(ITEMS) * (3 if start == 0 else 4)

@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from bundles import make_bundle
 from serving_helpers import NAME, Running
 from transformers import AutoTokenizer
 
@@ -26,15 +25,8 @@ DRAWN = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "temperature": 1.3, 
 
 
 @pytest.fixture(scope="module")
-def stored_bundle(tiny_opt, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served") / "bundle"
-    make_bundle(tiny_opt).at(0.3, 0.75).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(tiny_opt, stored_bundle):
-    return Running(tiny_opt, stored_bundle, rows=4, queue=6, context=400)
+def server(tiny_opt, bundle_folder):
+    return Running(tiny_opt, bundle_folder, rows=4, queue=6, context=400)
 
 
 def has_ipv6():
@@ -50,9 +42,9 @@ def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(server):
     assert server.listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_a_greedy_text_is_that_of_generate(server, tiny_opt, stored_bundle):
+def test_a_greedy_text_is_that_of_generate(server, tiny_opt, bundle_folder):
     found = server.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=20, temperature=0)
-    model = SparseOPTForCausalLM.from_pretrained(tiny_opt, stored_bundle, "cpu", sparse_from="prompt")
+    model = SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle_folder, "cpu", sparse_from="prompt")
     tokenizer = AutoTokenizer.from_pretrained(tiny_opt)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     made = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
@@ -156,8 +148,8 @@ def test_an_address_of_another_machine_is_one_line(host):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_for_the_log_is_told_once(tiny_opt, stored_bundle, tmp_path, capfd):
-    running = Running(tiny_opt, stored_bundle, rows=1, context=128, log="/dev/full")
+def test_a_full_disk_for_the_log_is_told_once(tiny_opt, bundle_folder, tmp_path, capfd):
+    running = Running(tiny_opt, bundle_folder, rows=1, context=128, log="/dev/full")
     asked = [running.client().completions.create(**DRAWN).choices[0].text for _ in range(3)]
     assert len(set(asked)) == 1
     told = [line for line in capfd.readouterr().err.splitlines() if "log" in line]
@@ -169,8 +161,8 @@ def test_a_full_disk_for_the_log_is_told_once(tiny_opt, stored_bundle, tmp_path,
         LogFile(str(tmp_path))
 
 
-def test_a_log_has_a_line_for_each_request(tiny_opt, stored_bundle, tmp_path):
-    running = Running(tiny_opt, stored_bundle, rows=1, context=128, log=str(tmp_path / "log"))
+def test_a_log_has_a_line_for_each_request(tiny_opt, bundle_folder, tmp_path):
+    running = Running(tiny_opt, bundle_folder, rows=1, context=128, log=str(tmp_path / "log"))
     running.client().completions.create(**DRAWN)
     httpx.get(f"{running.url}/nothing")
     lines = (tmp_path / "log").read_text().splitlines()
@@ -211,16 +203,16 @@ def test_a_prompt_that_is_read_for_long_does_not_hold_up_others(server, monkeypa
         assert asked.result().choices[0].text
 
 
-def test_a_server_that_is_ending_says_so(tiny_opt, stored_bundle):
-    running = Running(tiny_opt, stored_bundle, rows=1, context=128)
+def test_a_server_that_is_ending_says_so(tiny_opt, bundle_folder):
+    running = Running(tiny_opt, bundle_folder, rows=1, context=128)
     running.served.line.close()
     with pytest.raises(openai.InternalServerError, match="the server is ending; ask again later") as refused:
         running.client().completions.create(**DRAWN)
     assert refused.value.status_code == 503
 
 
-def test_a_key_and_a_chat(tiny_opt, stored_bundle):
-    running = Running(tiny_opt, stored_bundle, rows=1, context=128, key="secret", lossless=True)
+def test_a_key_and_a_chat(tiny_opt, bundle_folder):
+    running = Running(tiny_opt, bundle_folder, rows=1, context=128, key="secret", lossless=True)
     with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
         running.client().models.list()
     client = running.client(api_key="secret")
@@ -237,8 +229,8 @@ def test_a_key_and_a_chat(tiny_opt, stored_bundle):
     assert httpx.get(f"{running.url}/health").status_code == 200, "for whoever watches, without a key"
 
 
-def test_a_bug_in_the_thread_ends_the_server_with_errors(tiny_opt, stored_bundle):
-    running = Running(tiny_opt, stored_bundle, rows=1, context=128)
+def test_a_bug_in_the_thread_ends_the_server_with_errors(tiny_opt, bundle_folder):
+    running = Running(tiny_opt, bundle_folder, rows=1, context=128)
 
     def break_down(n):
         raise ZeroDivisionError("planted")
@@ -249,8 +241,8 @@ def test_a_bug_in_the_thread_ends_the_server_with_errors(tiny_opt, stored_bundle
     assert isinstance(running.served.line.failure, ZeroDivisionError)
 
 
-def test_after_the_drain_requests_end_in_an_error_and_streams_too(tiny_opt, stored_bundle, capfd):
-    running = Running(tiny_opt, stored_bundle, rows=2, context=400, drain=0.2)
+def test_after_the_drain_requests_end_in_an_error_and_streams_too(tiny_opt, bundle_folder, capfd):
+    running = Running(tiny_opt, bundle_folder, rows=2, context=400, drain=0.2)
     step = running.served.line.rows.step
     running.served.line.rows.step = lambda n: time.sleep(0.05) or step(1)
     asked = DRAWN | {"max_tokens": 380, "extra_body": {"min_tokens": 380}}
@@ -269,10 +261,10 @@ def test_after_the_drain_requests_end_in_an_error_and_streams_too(tiny_opt, stor
 
 
 @pytest.mark.parametrize("lossless", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_many_clients_for_some_seconds(request, tiny_opt, stored_bundle, lossless):
+def test_many_clients_for_some_seconds(request, tiny_opt, bundle_folder, lossless):
     """Every request ends in a text or in an error of OpenAI's form, and nothing is left behind."""
     if lossless:
-        server = Running(tiny_opt, stored_bundle, rows=1, queue=6, context=400, lossless=True)
+        server = Running(tiny_opt, bundle_folder, rows=1, queue=6, context=400, lossless=True)
     else:
         server = request.getfixturevalue("server")
     load = Load(f"{server.url}/v1", NAME, most=40)
