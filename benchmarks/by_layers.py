@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import RANKS, SHAPES
 from benchmarks.random_folder import random_bundle
 from benchmarks.rows import ROOT, append_row, command_line, device_name, made_now
@@ -44,6 +43,7 @@ from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.recording import Recording
 from dejavu_train.data.shards import ActivationManifest, ShardEntry, layer_folder
 from dejavu_train.data.windows import Window, plan_shards
+from dejavu_train.extras.pretrain.models import config_values
 from dejavu_train.families import TARGETS, ModelDims, Target, UnitKey
 from dejavu_train.ground.files import replacing, write_json
 from dejavu_train.ground.progress import set_up_logging
@@ -78,7 +78,7 @@ def make(shape: ModelDims, folder: Path, device: torch.device) -> None:
     if (folder / INDEX).is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config_values(shape) | {"dtype": "float16", "dropout": 0.0})
+    write_json(folder / "config.json", config_values("opt", dataclasses.asdict(shape)) | {"dtype": "float16"})
     d, f, names = shape.d_model, shape.d_ffn, {}
 
     def normal(*size: int) -> torch.Tensor:
@@ -209,7 +209,11 @@ def calibrate(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any])
 
 def quantise(shape: ModelDims, model: Path, run: Path, row: dict[str, Any], device: torch.device) -> None:
     """GPTQ of the first two layers."""
-    source, values, stream = StoredTensors(str(model)), config_values(shape), run / "quantise"
+    source, values, stream = (
+        StoredTensors(str(model)),
+        config_values("opt", dataclasses.asdict(shape)),
+        run / "quantise",
+    )
     skeleton = Skeleton(values, source, device)
     windows = [window.ids for window in random_windows(shape, row["tokens"])]
     batches = embed(skeleton, windows, 8, stream, [row["shape"], row["tokens"]])

@@ -8,6 +8,7 @@ Nothing is downloaded: a folder with a config.json alone is enough.
     python -m benchmarks.check_sizes --plan             hours by figures of an H200 that are stated
 """
 
+import dataclasses
 import json
 import logging
 import tempfile
@@ -20,6 +21,7 @@ from benchmarks.decode_problem import SHAPES
 from benchmarks.rows import command_line, made_now
 from dejavu_train.extras.hosts.forecast import forecast
 from dejavu_train.extras.hosts.hardware import PlanConfig, hardware_of
+from dejavu_train.extras.pretrain.models import config_values
 from dejavu_train.families import ModelDims
 from dejavu_train.ground.files import write_json
 from dejavu_train.models.load import resolve_device
@@ -47,21 +49,11 @@ def whole_run(config: RunConfig, shape: ModelDims) -> dict[str, float]:
     return stage_seconds(Estimate.measure(config.settled(shape), shape), rows, tokens_to_sample(config))
 
 
-def config_values(shape: ModelDims) -> dict[str, Any]:
-    """The config.json of an OPT of this shape."""
-    return {
-        "model_type": "opt", "architectures": ["OPTForCausalLM"], "hidden_size": shape.d_model,
-        "word_embed_proj_dim": shape.d_model, "ffn_dim": shape.d_ffn, "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads, "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions, "do_layer_norm_before": True, "activation_function": "relu",
-    }  # fmt: skip
-
-
 def row_of(name: str, time_it: bool) -> dict[str, Any]:
     """What the configuration of an OPT takes. ``hours`` are timed here, or those of a stated GPU."""
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_values(shape)))
+        (Path(folder) / "config.json").write_text(json.dumps(config_values("opt", dataclasses.asdict(shape))))
         config = parse_config(
             ["--config", f"configs/opt-{name}.yaml", "--model", folder, "--trainer.logger", "null", "--output", folder]
         )

@@ -1,12 +1,11 @@
-"""Writes rows, dataclasses of plain values, as CSV, and reads them again."""
+"""Writes rows, dataclasses or mappings of plain values, as CSV, and reads them again."""
 
 import csv
-import dataclasses
 import io
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ EARLIER = {"mlp_density": "asked_mlp_density", "head_density": "asked_head_densi
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Fields are columns. Floats have six significant digits, None and NaN are empty."""
+    """Fields, or keys, are columns. Floats have six significant digits, None and NaN are empty."""
+    made = [row if isinstance(row, Mapping) else vars(row) for row in rows]
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([field.name for field in dataclasses.fields(rows[0])])
-    for row in rows:
-        writer.writerow([_cell(value) for value in dataclasses.astuple(row)])
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in made for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in made)
     write_text(path, buffer.getvalue())
 
 

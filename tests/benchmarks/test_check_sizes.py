@@ -1,5 +1,6 @@
 """What a run takes, by size: the rows that --help check prints, and the script that writes them."""
 
+import dataclasses
 import json
 
 from benchmarks import check_sizes
@@ -23,7 +24,7 @@ def test_disk_and_weights_are_those_of_the_configurations():
 
 def test_a_size_is_timed(tmp_path, monkeypatch):
     small = ModelDims(64, 256, 2, 4, 300, 2048)
-    assert dims_of(check_sizes.config_values(small)) == small
+    assert dims_of(check_sizes.config_values("opt", dataclasses.asdict(small))) == small
     monkeypatch.setattr(check_sizes, "SHAPES", {"1.3b": small})
     monkeypatch.setattr("sys.argv", ["check_sizes", "--only", "1.3b", "--out", str(tmp_path / "sizes.json")])
     parse = check_sizes.parse_config

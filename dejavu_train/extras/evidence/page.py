@@ -6,10 +6,10 @@ from typing import Any
 
 from dejavu_train.evaluation.html_report import picture, rendered, rows_table
 from dejavu_train.evaluation.report import Table
+from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.extras.evidence.cell import Row
 from dejavu_train.extras.evidence.picture import draw, means
 from dejavu_train.extras.evidence.verdict import verdict
-from dejavu_train.extras.survey.page import write_csv
 from dejavu_train.ground.files import write_text
 
 PAGE = "evidence.html"

@@ -1,6 +1,5 @@
 """Writes a survey down: CSV rows, a picture, a page in Markdown that begins with the verdict."""
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +8,13 @@ from typing import Any
 
 from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, pyplot, save
 from dejavu_train.evaluation.perplexity import increase
+from dejavu_train.evaluation.rows import write_csv
 from dejavu_train.extras.survey.decoder import DecoderParts
 from dejavu_train.extras.survey.measure import Selection, SurveyResult
 from dejavu_train.extras.survey.speed import GPUS, Machine, step_bytes
 from dejavu_train.families import Target
 from dejavu_train.families.dims import CARRIED, listed
-from dejavu_train.ground.files import replacing, write_text
+from dejavu_train.ground.files import write_text
 
 LOSS = 0.03
 """The largest increase of perplexity, by the oracle, that a verdict calls little."""
@@ -207,15 +207,6 @@ def _units(row: Mapping[str, Any]) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [lines[0], "| " + " | ".join("---" for _ in rows[0]) + " |", *lines[1:]]
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows as CSV, floats with six significant digits."""
-    with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: f"{each:.6g}" if isinstance(each, float) else each for name, each in row.items()})
 
 
 def _draw(found: Found, rows: Sequence[Mapping[str, Any]], stem: Path) -> bool:
