@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundles import make_bundle
 from safetensors.torch import save_file
 
 from dejavu_train.evaluation.check import check
@@ -80,10 +79,8 @@ def test_an_observation_without_a_bundle_wants_a_model():
         (["--device_map=nonsense"], "--device_map must be one of auto, balanced"),
     ],
 )
-def test_infer_refuses_before_it_measures(tiny_opt, text_file, tmp_path, capsys, flags, words):
-    (tmp_path / "bundle").mkdir()
-    make_bundle(tiny_opt).save_pretrained(tmp_path / "bundle")
-    base = [f"--model={tiny_opt}", f"--bundle={tmp_path / 'bundle'}", f"--text={text_file}", "--window=64"]
+def test_infer_refuses_before_it_measures(tiny_opt, bundle_folder, text_file, tmp_path, capsys, flags, words):
+    base = [f"--model={tiny_opt}", f"--bundle={bundle_folder}", f"--text={text_file}", "--window=64"]
     base += [f"--output={tmp_path / 'out'}", "--prompt=8", "--new_tokens=4", "--device=cpu"]
     for only_check in ([], ["--check"]):
         assert exit_on_user_error(infer, [*base, *flags, *only_check]) == 2

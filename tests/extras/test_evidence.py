@@ -258,13 +258,14 @@ def test_a_run_that_was_ended_goes_on_and_the_page_is_complete(asked, tmp_path, 
 
 
 def test_a_plan_measures_nothing_and_a_budget_names_what_it_leaves_out(asked, tmp_path, offline, capsys, monkeypatch):
-    command = ["evidence", *asked, "--output", str(tmp_path), "--parts", "speed"]
+    command = ["evidence", *asked, "--output", str(tmp_path), "--parts", "speed,tasks"]
     monkeypatch.setattr(speed, "measure", lambda *_: pytest.fail("a cell was measured"))
     assert main([*command, "--plan"]) == 0
     said = capsys.readouterr().out
     assert all(words in said for words in ("speed: ", "4 bits: made by gptq first", "cells left", "in all "))
+    assert "tasks: 1 cells left" in said and "left out, tasks: mmlu: " in said and "HF_HUB_OFFLINE is set" in said
     assert list(tmp_path.iterdir()) == []
-    assert main([*command, "--budget", "1e-9"]) == 0
+    assert main([*command, "--parts", "speed", "--budget", "1e-9"]) == 0
     found = json.loads((tmp_path / "results.json").read_text())
     left_out = [one for one in found["not_measured"] if "--budget" in one["why"]]
     assert found["rows"]["speed"] == [] and len(left_out) > 5

@@ -13,11 +13,15 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A unit of work. ``seconds`` are estimated. A :class:`UserError` of ``run`` says why there are no rows."""
+    """A unit of work. ``seconds`` are estimated. A :class:`UserError` of ``run`` says why there are no rows.
+
+    What can lack, such as data of the hub, is looked up by ``check``, which measures nothing.
+    """
 
     name: str
     seconds: float
     run: Callable[[], Sequence[Row]]
+    check: Callable[[], object] = lambda: None
 
 
 @dataclasses.dataclass

@@ -41,6 +41,15 @@ class PartRun:
     def left(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.name not in self.ledger.cells]
 
+    def look(self) -> None:
+        """Leave out the cells whose data lack, before they are begun."""
+        for cell in self.left:
+            try:
+                cell.check()
+            except UserError as error:
+                self.missing.append((f"{self.name}: {cell.name}", first_line(error)))
+                self.cells.remove(cell)
+
     @property
     def rows(self) -> list[Row]:
         kept = self.ledger.cells
@@ -86,11 +95,12 @@ def run(config: EvidenceConfig) -> Path | None:
     transformers.utils.logging.disable_progress_bar()
     subject = Subject(config)
     parts = prepare(subject)
-    said = plan(parts, subject)
     if config.plan:
-        print(said)
+        for part in parts:
+            part.look()
+        print(plan(parts, subject))
         return None
-    logger.info("%s", said)
+    logger.info("%s", plan(parts, subject))
     began, page_path = time.monotonic(), Path()
     total = sum(len(part.cells) for part in parts)
     limit = None if config.budget is None else config.budget * HOUR

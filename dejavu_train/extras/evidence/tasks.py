@@ -21,16 +21,21 @@ def work(subject: Subject) -> Work:
     for task in config.tasks:
         count = (config.limit or EXAMPLES) * (57 if task == MMLU else 1)
         seconds = subject.rates.load + 2.5 * count * TOKENS * (1 + config.shots) * subject.rates.token
-        made.cells.append(Cell(task, seconds, partial(measure, subject, task)))
+        made.cells.append(Cell(task, seconds, partial(measure, subject, task), partial(_questions, subject, task, 1)))
     return made
 
 
-def _questions(subject: Subject, task: str, folder: str | None) -> Any:
-    from dejavu_train.extras.tasks.tasks import build_questions
+def _questions(subject: Subject, task: str, limit: int | None) -> Any:
+    """The first ``limit`` questions. Raises UserError where its data are neither local nor on the hub."""
+    from dejavu_train.extras.tasks.tasks import build_questions, quiet  # imports lm-eval
+
+    def build(folder: str | None) -> Any:
+        options = AskedOptions((task,), (), folder, (config.shots,), limit, seed=1234 + config.seed)
+        return build_questions((task,), options, config.shots)
 
     config = subject.config
-    options = AskedOptions((task,), (), folder, (config.shots,), config.limit, seed=1234 + config.seed)
-    return build_questions((task,), options, config.shots)
+    quiet()
+    return subject.local_or_hub(build)
 
 
 def measure(subject: Subject, task: str) -> list[Row]:
@@ -42,8 +47,7 @@ def measure(subject: Subject, task: str) -> list[Row]:
     from dejavu_train.extras.tasks import tasks as asked  # imports lm-eval
     from dejavu_train.extras.tasks.model import DejavuLM
 
-    asked.quiet()
-    questions = subject.local_or_hub(lambda folder: _questions(subject, task, folder))
+    questions = _questions(subject, task, subject.config.limit)
     dense = DejavuLM(subject.dense, subject.tokenizer, 0)
     runs = [asked.ask(dense, questions)]
     if subject.bundle is not None:
