@@ -209,14 +209,10 @@ def calibrate(walk: LayerWalk, shape: ModelDims, run: Path, row: dict[str, Any])
 
 def quantise(shape: ModelDims, model: Path, run: Path, row: dict[str, Any], device: torch.device) -> None:
     """GPTQ of the first two layers."""
-    source, values, stream = (
-        StoredTensors(str(model)),
-        config_values("opt", dataclasses.asdict(shape)),
-        run / "quantise",
-    )
+    source, values = StoredTensors(str(model)), config_values("opt", dataclasses.asdict(shape))
     skeleton = Skeleton(values, source, device)
     windows = [window.ids for window in random_windows(shape, row["tokens"])]
-    batches = embed(skeleton, windows, 8, stream, [row["shape"], row["tokens"]])
+    batches = embed(skeleton, windows, 8, run / "quantise", [row["shape"], row["tokens"]])
     layers = quantised_layers(
         skeleton, MatrixReader(source, values), row_layouts("opt", shape), QuantizeConfig(), batches
     )

@@ -5,14 +5,14 @@ import json
 import shutil
 
 import pytest
+from conftest import REPOSITORY
 from family_models import HYBRIDS
 from small_runs import flags
 
-from benchmarks import hardware as script
-from benchmarks.check_sizes import config_values
 from benchmarks.decode_problem import SHAPES
 from dejavu_train.extras.hosts.forecast import START_SECONDS, forecast, model_passes, predictor_memory, stated
-from dejavu_train.extras.hosts.hardware import FILE, Hardware, hardware_of, known_hardware
+from dejavu_train.extras.hosts.hardware import Hardware, hardware_of, known_hardware
+from dejavu_train.extras.pretrain.models import config_values
 from dejavu_train.families import Target, dims_of
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims
@@ -81,14 +81,10 @@ def test_a_layer_without_a_target_counts_by_its_own_weights(known):
     assert stated(known[0], shape, GPU, 1e9).token == pytest.approx(2 * numbers / GPU.tflops / 1e12)
 
 
-def test_rates_are_those_of_rows():
-    assert json.loads(FILE.read_text()) == script.rows(), "write them anew: python -m benchmarks.hardware"
-
-
 def test_predictors_of_a_row_that_was_measured(tmp_path):
     """Eight predictors of the 6.7B shape. Only what a step takes comes from the same row."""
-    (row,) = [json.loads(line) for line in (script.ROOT / script.TRAINING).read_text().splitlines()]
-    (tmp_path / "config.json").write_text(json.dumps(config_values(SHAPES["6.7b"])))
+    (row,) = map(json.loads, (REPOSITORY / "benchmarks/results/training.jsonl").read_text().splitlines())
+    (tmp_path / "config.json").write_text(json.dumps(config_values("opt", dataclasses.asdict(SHAPES["6.7b"]))))
     config = parse_config([f"--model={tmp_path}", "--mlp.rank=256", "--mlp.steps=1000", "--heads.steps=600"])
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=1024))
     estimate = stated(config, SHAPES["6.7b"], known_hardware()["H200"], float("inf"))  # files were in memory
@@ -117,7 +113,7 @@ def test_a_model_by_its_config_alone(alone, tmp_path, capsys):
 
 def test_what_a_large_model_needs(tmp_path, capsys, text_file):
     """By layers a layer and the embeddings on the GPU, two blocks of memory beside it, and the states that are more."""
-    (tmp_path / "config.json").write_text(json.dumps(config_values(SHAPES["66b"])))
+    (tmp_path / "config.json").write_text(json.dumps(config_values("opt", dataclasses.asdict(SHAPES["66b"]))))
     large = [f"--model={tmp_path}", "--plan.gpu=h100", "--collect.dtype=float16", "--calibrate.head_loss_tokens=0"]
     assert exit_on_user_error(main, large) == 0
     printed = capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Speeds that GPUs are known for, for a forecast (``train.py --plan``). Readable without torch.
 
-The figures come from rows of benchmarks/results by ``benchmarks/hardware.py``. Each names its row.
+Each figure of hardware.json names the rows of benchmarks/results that it comes from.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Hardware:
 
 
 def known_hardware() -> dict[str, Hardware]:
-    """By name what ``benchmarks/hardware.py`` wrote."""
+    """The GPUs of hardware.json by name."""
     return {row["gpu"]: Hardware(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))}
 
 
