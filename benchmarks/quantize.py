@@ -11,101 +11,52 @@ no second stage.
 """
 
 import argparse
-import dataclasses
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.rows import SCORE, append_row, command_line, five_digits, made_now
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.cost_model import predictor_bytes
 from dejavu_train.bundle.selector import PredictorSelector
 from dejavu_train.data.text import TextSource, load_documents
-from dejavu_train.evaluation.perplexity import BOOTSTRAPS, EvalBatch, EvalCorpus, eval_batches, hold_out
-from dejavu_train.families import ModelDims, dims_of
+from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, hold_out
+from dejavu_train.extras.evidence.quality import score
+from dejavu_train.extras.evidence.variants import Variant
+from dejavu_train.families import ModelDims, Target, UnitKey, dims_of
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.models.int4_sizes import part_sizes
 from dejavu_train.models.load import load_model, load_tokenizer, resolve_device
+from dejavu_train.predictors.metrics import SelectionSums
 from dejavu_train.sparse.masked import masking
 
 WINDOW = 512
 TEXTS = "docs,readmes,licences,general,books,wikitext,code"
 DENSITIES = ("0.08/1", "0.1/1", "0.2/1", "0.1/0.85", "0.2/0.85")
+ALL = (1.0, 1.0)
+Sums = Mapping[UnitKey, SelectionSums]
 
 
-@dataclasses.dataclass
-class Scored:
-    """Sums over a text: nats and divergences per document. read: what a token reads of a block on average, in bytes."""
+def block_bytes(shape: ModelDims, bundle: Bundle | None, sums: Sums, four_bits: bool) -> tuple[float, float, float]:
+    """Shares: of the bytes of fp16 blocks what was read, and of neurons and heads what was selected.
 
-    nats: np.ndarray
-    kl: np.ndarray
-    selected: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
-    hit: dict[int, float] = dataclasses.field(default_factory=dict)
-    units: float = 0.0
-
-
-@torch.no_grad()
-def log_probabilities(model: Any, batch: EvalBatch) -> Tensor:
-    """(real positions, V) fp32."""
-    hidden = model.model.decoder(input_ids=batch.ids, use_cache=False).last_hidden_state
-    return F.log_softmax(model.lm_head(hidden[batch.real]).float(), dim=-1)
-
-
-@torch.no_grad()
-def score(
-    model: Any, bundle: Bundle | None, batches: Sequence[EvalBatch], dense: Sequence[Tensor], documents: int
-) -> Scored:
-    """Every batch through the model, its weights as they are and, with a bundle, only what that selects."""
-    total = Scored(np.zeros(documents), np.zeros(documents))
-    selector = None if bundle is None else PredictorSelector(bundle, model.device)
-    selected: dict[tuple[int, str], Tensor] = {}  # counts on the model's device, which is not waited for
-    hit: dict[int, Tensor] = {}
-    for batch, reference in zip(batches, dense, strict=True):
-
-        def observe(layer: int, target: str, keep: Tensor | None, values: Tensor, real: Tensor = batch.real) -> None:
-            if keep is not None:
-                selected[layer, target] = selected.get((layer, target), 0) + keep[real].sum()
-            if target == "mlp":
-                active = values[real] > 0
-                hit[layer] = hit.get(layer, 0) + (active if keep is None else active & keep[real]).sum()
-
-        if selector is None:
-            logs = log_probabilities(model, batch)
-        else:
-            with masking(model, selector, observe=observe, means=selector.bundle.head_means()):
-                logs = log_probabilities(model, batch)
-        targets = batch.targets[batch.real]
-        nats = -logs.gather(1, targets[:, None])[:, 0].double()
-        kl = (reference.exp() * (reference - logs)).sum(-1).double()
-        document = np.repeat(batch.document, batch.real.sum(1).cpu().numpy())
-        np.add.at(total.nats, document, nats.cpu().numpy())
-        np.add.at(total.kl, document, kl.cpu().numpy())
-        total.units += len(targets)
-    total.selected = {key: float(count) for key, count in selected.items()}
-    total.hit = {layer: float(count) for layer, count in hit.items()}
-    return total
-
-
-def block_bytes(shape: ModelDims, bundle: Bundle | None, scored: Scored, four_bits: bool) -> tuple[float, float, float]:
-    """Shares: of the bytes of fp16 blocks what was read, and of neurons and heads what was selected."""
+    sums: of what was selected. A layer and target without sums runs whole.
+    """
     sizes = part_sizes(shape)
     d, n = shape.d_model, shape.d_ffn
     plain = {part: 2 * (d * n if part in ("up", "down") else d * d) for part in sizes}
     cost = {part: size.nbytes if four_bits else plain[part] for part, size in sizes.items()}
     read, neurons, heads = 0.0, 0.0, 0.0
     for layer in range(shape.n_layers):
-        kept = scored.selected.get((layer, "heads"))
-        heads_share = 1.0 if kept is None else kept / scored.units / shape.n_heads
-        kept = scored.selected.get((layer, "mlp"))
-        mlp_share = 1.0 if kept is None else kept / scored.units / n
-        hit = 1.0 if kept is None else scored.hit[layer] / scored.units / n
+        mlp, of_heads = (sums.get(UnitKey(layer, target)) for target in (Target.MLP, Target.HEADS))
+        heads_share = 1.0 if of_heads is None else of_heads.density
+        mlp_share, hit = (1.0, 1.0) if mlp is None else (mlp.density, mlp.density * mlp.precision)
         read += sum(cost[part] for part in sizes if part not in ("up", "down")) * heads_share
         read += cost["up"] * mlp_share + cost["down"] * hit
         neurons, heads = neurons + mlp_share, heads + heads_share
@@ -114,32 +65,16 @@ def block_bytes(shape: ModelDims, bundle: Bundle | None, scored: Scored, four_bi
     return read / (shape.n_layers * sum(plain.values())), neurons / shape.n_layers, heads / shape.n_layers
 
 
-def paired(difference: np.ndarray, tokens: Sequence[int]) -> tuple[float, float | None]:
-    """A difference of nats per document as its mean over tokens, and its bootstrap error over documents."""
-    counts = np.asarray(tokens, dtype=np.float64)
-    if len(counts) < 2:
-        return float(difference.sum() / counts.sum()), None
-    picks = np.random.default_rng(0).integers(len(counts), size=(BOOTSTRAPS, len(counts)))
-    resampled = difference[picks].sum(axis=1) / counts[picks].sum(axis=1)
-    return float(difference.sum() / counts.sum()), float(resampled.std(ddof=1))
-
-
-def row_of(
-    options: argparse.Namespace, shape: ModelDims, text: str, corpus: EvalCorpus, weights: str,
-    asked: tuple[float, float], bundle: Bundle | None, scored: Scored, dense: Scored,
-) -> dict[str, Any]:  # fmt: skip
-    """What was measured of a text, by some weights and what a bundle selects, beside the dense fp16 model."""
-    tokens = corpus.document_tokens
-    increase, error = paired(scored.nats - dense.nats, tokens)
-    read, mlp, heads = block_bytes(shape, bundle, scored, weights != "fp16")
-    return {
-        "model": Path(options.model).name, "what": "report", "weights": weights,
-        "predictors": "none" if bundle is None else "before", "text": text, "documents": len(tokens),
-        "tokens": corpus.tokens, "asked_mlp_density": asked[0], "asked_head_density": asked[1],
-        "mlp_selected": mlp, "head_selected": heads, "block_bytes": read, "kl": float(scored.kl.sum() / corpus.tokens),
-        "perplexity": float(np.exp(scored.nats.sum() / corpus.tokens)), "increase": increase, "error": error,
-        "seed": options.seed, "versions": f"torch {torch.__version__}; transformers {transformers.__version__}",
-    }  # fmt: skip
+def scored(
+    dense: Any, model: Any, bundle: Bundle, corpus: EvalCorpus, asked: tuple[float, float], batch_tokens: int
+) -> tuple[dict[str, Any], Sums]:
+    """How far a model lies from the dense one in fp16, and what the bundle selects of it at these densities."""
+    context, sums = contextlib.nullcontext, {}
+    if asked != ALL:
+        (found,) = evaluate(model, bundle, corpus, [EvalSetting("predicted", *asked)], batch_tokens)
+        selector = PredictorSelector(bundle.at(*asked), model.device, model)
+        context, sums = partial(masking, model, selector, means=bundle.head_means(model.device)), found.sums
+    return score(Variant(dense), Variant(model, context), corpus, batch_tokens), sums
 
 
 def report(options: argparse.Namespace) -> None:
@@ -148,27 +83,31 @@ def report(options: argparse.Namespace) -> None:
     tokenizer, device = load_tokenizer(options.model), resolve_device(options.device)
     folders = {"fp16": options.model, **options.weights}
     models = {name: load_model(folder, device=device) for name, folder in folders.items()}
-    shape, about = dims_of(models["fp16"].config), made_now(*SCORE)
-
-    def add(*measured: Any) -> None:
-        row = five_digits(row_of(options, shape, *measured))
-        append_row(options.csv, row | about)
-        names = ("text", "weights", "asked_mlp_density", "asked_head_density", "kl", "increase", "block_bytes")
-        print("  ".join(f"{name} {row[name]}" for name in names), flush=True)
-
+    shape = dims_of(models["fp16"].config)
+    shared = made_now(*SCORE) | {
+        "model": Path(options.model).name, "what": "report", "seed": options.seed,
+        "versions": f"torch {torch.__version__}; transformers {transformers.__version__}",
+    }  # fmt: skip
     for text in options.texts.split(","):
         documents = load_documents(TextSource(source=f"{options.data}/{text}.jsonl"))[0]
         corpus = hold_out(documents, tokenizer, WINDOW, options.tokens)
-        batches = list(eval_batches(corpus, options.batch_tokens, device))
-        dense = [log_probabilities(models["fp16"], batch) for batch in batches]
-        scored = partial(score, batches=batches, dense=dense, documents=len(corpus.document_tokens))
-        alone = {name: scored(model, None) for name, model in models.items()}
-        for name, found in alone.items():
-            add(text, corpus, name, (1.0, 1.0), None, found, alone["fp16"])
-        for asked in options.densities:
-            moved = bundle.at(*asked)
-            for name in [name for name in models if name in ("fp16", *options.sparse.split(","))]:
-                add(text, corpus, name, asked, moved, scored(models[name], moved), alone["fp16"])
+        sparse = [name for name in models if name in ("fp16", *options.sparse.split(","))]
+        pairs = [(name, ALL) for name in models] + [(name, each) for each in options.densities for name in sparse]
+        for name, asked in pairs:
+            found, sums = scored(models["fp16"], models[name], bundle, corpus, asked, options.batch_tokens)
+            moved, error = None if asked == ALL else bundle.at(*asked), found["increase_error"]
+            read, mlp, heads = block_bytes(shape, moved, sums, name != "fp16")
+            row = five_digits({
+                "weights": name, "predictors": "none" if moved is None else "before", "text": text,
+                "documents": len(corpus.document_tokens), "tokens": corpus.tokens,
+                "asked_mlp_density": asked[0], "asked_head_density": asked[1], "mlp_selected": mlp,
+                "head_selected": heads, "block_bytes": read, "kl": found["kl_mean"],
+                "perplexity": found["perplexity"], "increase": math.log1p(found["increase"]),
+                "error": None if error is None else error / (1 + found["increase"]),
+            })  # fmt: skip
+            append_row(options.csv, row | shared)
+            names = ("text", "weights", "asked_mlp_density", "asked_head_density", "kl", "increase", "block_bytes")
+            print("  ".join(f"{name} {row[name]}" for name in names), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

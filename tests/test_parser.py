@@ -67,9 +67,6 @@ def test_a_file_names_its_base(write):
     own = write("own.yaml", "base: base.yaml\nmlp: {steps: 9}")
     config = parse_config(["--config", own])
     assert (config.seed, config.mlp.rank, config.mlp.steps) == (4, 5, 9)
-    for text, said in (("base: own.yaml", "own.yaml is its own base"), ("base: 3", "base must name another YAML file")):
-        with pytest.raises(UserError, match=said):
-            parse_config(["--config", write("own.yaml", text)])
     with pytest.raises(UserError, match=r"no config file .*nowhere.yaml"):
         parse_config(["--config", write("own.yaml", "base: nowhere.yaml")])
 
@@ -262,6 +259,7 @@ def test_mistakes(argv, message):
         ("mlp:\n  rank: 8\n  rank: 9", "has mlp.rank twice"),
         ("base: ./mine.yaml", "mine.yaml is its own base, named by"),
         ("base: ''", "base must name another YAML file, got"),
+        ("base: 3", "base must name another YAML file, got"),
     ],
 )
 def test_mistakes_in_a_file(write, text, message):
