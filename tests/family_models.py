@@ -23,6 +23,8 @@ from dejavu_train.families import blocks_of, family_of
 from dejavu_train.families.base import logits_of
 from dejavu_train.families.block import causal, forward_block, positions_like
 from dejavu_train.families.published_classes import BambooConfig, MiniCPMConfig
+from dejavu_train.models.load import load_model
+from dejavu_train.sparse.model import SparseCausalLM
 
 SIZES = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 320,
@@ -97,6 +99,13 @@ def save_family(name: str, folder: Path, **overrides) -> Path:
     save_tiny_tokenizer(folder)
     random_family(name, **overrides).save_pretrained(folder)
     return folder
+
+
+def sparse(folder: Path, bundle, backend: str, sparse_from=0, **options):
+    """The model of a folder through a backend. The engine triton takes reference operations."""
+    ops = {"ops": "reference"} if backend == "triton" else {}
+    model = load_model(str(folder))
+    return SparseCausalLM.from_model(model, bundle, backend, sparse_from=sparse_from, **ops, **options)
 
 
 def padded(columns=12, seed=0):

@@ -1,18 +1,14 @@
-"""Every family through the CPU engine: what `mask` says over 256 tokens, texts, padding on the left, 8 bits, files."""
+"""Every family through the CPU engine: what `mask` says over 256 tokens, texts, 8 bits."""
 
 import pytest
 import torch
 from bundles import make_bundle
 from decode_helpers import tokens
-from family_models import CASES, padded, save_family
+from family_models import CASES, save_family, sparse
 
-from dejavu_train import SparseForCausalLM
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights, Sampling
 from dejavu_train.engine.draft import Draft
 from dejavu_train.models.load import load_model
-from dejavu_train.sparse.model import SparseCausalLM
-
-WRITTEN = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -30,10 +26,6 @@ def engine(folder, bundle):
     return CpuEngine(load_model(str(folder)), bundle, batch=3, threads=2)
 
 
-def sparse(folder, bundle, backend, sparse_from="prompt"):
-    return SparseCausalLM.from_model(load_model(str(folder)), bundle, backend, sparse_from=sparse_from)
-
-
 def masked_nll(folder, bundle, row):
     with torch.no_grad():
         logits = sparse(folder, bundle, "mask", 0)(torch.tensor([row])).logits[0]
@@ -49,16 +41,6 @@ def test_scores_equal_those_of_mask_over_256_tokens(folder, bundle, engine):
     assert alone.state.watermark[:, 0].min() < 256  # some unit was skipped at the end, so others were filled in
     found = engine.score([tokens(40, seed=1), row, tokens(9, seed=2)])
     torch.testing.assert_close(found[1], expected, atol=1e-4, rtol=1e-4)
-
-
-def test_left_padded_rows_are_written_as_mask_writes_them(folder, bundle, tmp_path):
-    inputs = padded(8, 4)
-    model = sparse(folder, bundle, "cpu")
-    written = model.generate(**inputs, **WRITTEN)
-    assert model.backend == "cpu" and torch.equal(written, sparse(folder, bundle, "mask").generate(**inputs, **WRITTEN))
-    model.save_pretrained(tmp_path)
-    loaded = SparseForCausalLM.from_pretrained(tmp_path, backend="auto", sparse_from="prompt")
-    assert loaded.backend == "cpu" and torch.equal(loaded.generate(**inputs, **WRITTEN), written)
 
 
 def test_a_prompt_at_once_is_a_prompt_step_by_step(engine):

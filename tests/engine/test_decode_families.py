@@ -1,14 +1,13 @@
-"""Every family on the decode engine, by reference operations: as `mask`, dense as transformers, saved and loaded."""
+"""Every family on the decode engine, by reference operations: as `mask`, dense as transformers."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from bundles import make_bundle
-from family_models import CASES, YARN, padded, random_family, save_family
+from family_models import CASES, YARN, padded, random_family, save_family, sparse
 
 from benchmarks.random_weights import weights_of_shape
-from dejavu_train import SparseForCausalLM
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.model_weights import weights_of_model
@@ -16,9 +15,6 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.fused import FusedPart
 from dejavu_train.models.load import load_model
-from dejavu_train.sparse.model import SparseCausalLM
-
-GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -31,13 +27,6 @@ def bundle(folder):
     return make_bundle(folder, means=True).at(0.4, 0.6)
 
 
-def sparse(folder, bundle, backend="triton", sparse_from=3, **options):
-    ops = {"ops": "reference"} if backend == "triton" else {}
-    return SparseCausalLM.from_model(
-        load_model(str(folder)), bundle, backend, sparse_from=sparse_from, **ops, **options
-    )
-
-
 @torch.no_grad()
 def logits(model, inputs):
     return model(**inputs).logits[inputs["attention_mask"].bool()]
@@ -47,27 +36,15 @@ def test_norms_behind_a_rotation_undo_the_factor_of_yarn(tmp_path):
     inputs = padded()
     save_family("nanochat", tmp_path, rope_parameters=YARN, rms_norm_eps=0.1)
     expected = logits(load_model(str(tmp_path)), inputs)
-    found = logits(sparse(tmp_path, make_bundle(tmp_path).at(1.0, 1.0)), inputs)
+    found = logits(sparse(tmp_path, make_bundle(tmp_path).at(1.0, 1.0), "triton", 3), inputs)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_scores_are_those_of_mask_over_skipped_and_back_filled_groups(folder, bundle, lookahead):
     made, inputs = make_bundle(folder, lookahead=True).at(0.4, 0.6) if lookahead else bundle, padded(24)
-    found, expected = (logits(sparse(folder, made, kind), inputs) for kind in ("triton", "mask"))
+    found, expected = (logits(sparse(folder, made, kind, 3), inputs) for kind in ("triton", "mask"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_padded_rows_are_written_as_by_mask_and_by_the_saved_model(folder, bundle, tmp_path):
-    inputs = padded(9, 4)
-    model = sparse(folder, bundle, sparse_from="prompt")
-    written = model.generate(**inputs, **GREEDY)
-    assert torch.equal(written, sparse(folder, bundle, "mask", sparse_from="prompt").generate(**inputs, **GREEDY))
-    assert model._runtime.gatherer is None, "the engine must have done it"
-    model.save_pretrained(tmp_path)
-    loaded = SparseForCausalLM.from_pretrained(tmp_path, backend="mask")
-    loaded.sparse_from = "prompt"
-    assert torch.equal(loaded.generate(**inputs, **GREEDY), written)
 
 
 def test_a_model_that_shares_its_weights_with_the_engine_stays_what_it_is(folder, bundle):

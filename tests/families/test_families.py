@@ -8,7 +8,7 @@ import pytest
 import torch
 from bundles import make_bundle, without_inputs
 from conftest import save_tiny_tokenizer
-from family_models import CASES, SIZES, YARN, logits_by_layers, padded, random_family, save_family
+from family_models import CASES, SIZES, YARN, logits_by_layers, padded, random_family, save_family, sparse
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     ArceeConfig,
@@ -102,11 +102,11 @@ def test_weights_are_those_of_the_matrices(folder, dense, tied):
 @pytest.mark.parametrize("backend", ["mask", "gather"])
 def test_given_positions_count_where_transformers_counts_them(folder, bundle, dense, backend):
     ids = torch.randint(3, 300, (2, 10), generator=torch.Generator().manual_seed(1))
-    sparse = SparseCausalLM.from_model(load_model(str(folder)), bundle.at(1.0, 1.0), backend)
+    model = sparse(folder, bundle.at(1.0, 1.0), backend)
     for positions in (torch.arange(10) * 3, torch.arange(10) % 5, torch.arange(10).flip(0)):
         given = {"input_ids": ids, "position_ids": positions.expand(2, 10)}
         with torch.no_grad():
-            torch.testing.assert_close(sparse(**given).logits, dense(**given).logits, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(model(**given).logits, dense(**given).logits, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather", "auto"])
@@ -115,7 +115,7 @@ def test_padding_within_a_row_counts_where_transformers_counts_it(folder, bundle
     ids = torch.randint(3, 300, (2, 10), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[0, 3:6] = 0
-    model = SparseCausalLM.from_model(load_model(str(folder)), bundle.at(1.0, 1.0), backend)
+    model = sparse(folder, bundle.at(1.0, 1.0), backend)
     with torch.no_grad():
         got, expected = (each(ids, attention_mask=mask).logits[mask.bool()] for each in (model, dense))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
@@ -125,7 +125,7 @@ def test_sparse_from_counts_the_positions_that_a_family_has(folder, bundle, dens
     """Given ones, but for ALiBi, which counts off the mask."""
     ids, late = torch.arange(3, 11)[None], torch.arange(8)[None] + 40
     for backend in ("mask", "gather"):
-        model = SparseCausalLM.from_model(load_model(str(folder)), bundle, backend, sparse_from=40)
+        model = sparse(folder, bundle, backend, sparse_from=40)
         with torch.no_grad():
             got, expected = (each(ids, position_ids=late).logits for each in (model, dense))
         alike = torch.allclose(got, expected, rtol=1e-5, atol=2e-5)
@@ -136,8 +136,8 @@ def test_sparse_from_counts_the_positions_that_a_family_has(folder, bundle, dens
 def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder, bundle, columns):
     inputs = padded(columns)
     real = inputs["attention_mask"].bool()
-    mask = SparseCausalLM.from_model(load_model(str(folder)), bundle, "mask", sparse_from=3)
-    gather = SparseCausalLM.from_model(load_model(str(folder)), bundle, "gather", sparse_from=3)
+    mask = sparse(folder, bundle, "mask", sparse_from=3)
+    gather = sparse(folder, bundle, "gather", sparse_from=3)
     kept = []
     gather._runtime.gather(gather).on_select = lambda layer, target, column, keep: kept.append((target, keep))
     with torch.no_grad():
@@ -147,25 +147,26 @@ def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder,
     assert (groups[1:, 1].int() - groups[:-1, 1].int()).amax() == 1  # and selected again
 
 
-def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path):
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
-    inputs = padded(8, 4)
-    gather = SparseCausalLM.from_model(load_model(str(folder)), bundle, "gather", sparse_from="prompt")
-    written = gather.generate(**inputs, **settings)
-    mask = SparseCausalLM.from_model(load_model(str(folder)), bundle, "mask", sparse_from="prompt")
-    assert torch.equal(written, mask.generate(**inputs, **settings))
-    gather.save_pretrained(tmp_path)
-    gather.sparse_from = 0  # as a model is loaded
+@pytest.mark.parametrize("backend", ["gather", "cpu", "triton"])
+def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path, backend):
+    """Those of rows with padding on the left: as `mask` writes them, and as the saved model does."""
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
+    inputs, model = padded(9, 4), sparse(folder, bundle, backend, "prompt")
+    written = model.generate(**inputs, **settings)
+    assert model.backend == backend and (backend == "gather") == (model._runtime.gatherer is not None)
+    assert torch.equal(written, sparse(folder, bundle, "mask", "prompt").generate(**inputs, **settings))
+    model.save_pretrained(tmp_path)
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == f"dejavu_sparse_{kind}"
+    assert Bundle.from_pretrained(tmp_path / "predictors").shape == bundle.shape
     for cls in (AutoModelForCausalLM, SparseForCausalLM):
         loaded = cls.from_pretrained(tmp_path)
-        assert torch.equal(loaded(**inputs).logits, gather(**inputs).logits)
-    assert Bundle.from_pretrained(tmp_path / "predictors").shape == bundle.shape
+        loaded.sparse_from = "prompt"
+        assert torch.equal(loaded.generate(**inputs, **settings), written)
 
 
 def test_pipelines_streamers_and_the_guard_take_every_family(folder, bundle, capsys):
-    model = SparseCausalLM.from_model(load_model(str(folder)), bundle, "gather", guard=Guard(every=2))
+    model = sparse(folder, bundle, "gather", guard=Guard(every=2))
     tokenizer = load_tokenizer(str(folder))
     streamer = TextStreamer(tokenizer)
     written = pipeline("text-generation", model=model, tokenizer=tokenizer)("the token", max_new_tokens=4)
@@ -338,15 +339,15 @@ def test_of_two_names_of_rotary_positions_transformers_takes_the_older():
 def test_keys_count_as_the_classes_of_transformers_read_them(name, changes, tmp_path):
     config = type(CASES[name]).from_dict({**CASES[name].to_dict(), **changes})
     save_tiny_tokenizer(tmp_path)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    model.save_pretrained(tmp_path)
+    dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    dense.save_pretrained(tmp_path)
     both = {**CASES[name].to_dict(), **changes}  # of two names of a size one is out of date
     (tmp_path / "config.json").write_text(json.dumps(both))
     check_folder(str(tmp_path), read_dims(str(tmp_path)))
-    sparse = SparseCausalLM.from_model(load_model(str(tmp_path)), make_bundle(tmp_path).at(1.0, 1.0), "gather")
+    model = sparse(tmp_path, make_bundle(tmp_path).at(1.0, 1.0), "gather")
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
-        torch.testing.assert_close(sparse(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(model(ids).logits, dense.eval()(ids).logits, rtol=1e-5, atol=2e-5)
 
 
 def test_a_threshold_of_zero_is_one():
