@@ -7,7 +7,6 @@ import tempfile
 from contextlib import ExitStack
 
 import pytest
-from bundles import make_bundle
 from forgotten import forget_modules
 
 from dejavu_train import SparseOPTForCausalLM
@@ -38,11 +37,6 @@ def hide(monkeypatch):
             monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
 
         yield hidden
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_opt):
-    return make_bundle(tiny_opt).at(mlp_density=0.3)
 
 
 def test_triton(hide, tiny_opt, bundle, caplog):

@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from bundles import make_bundle
-from conftest import save_tiny_opt
 from rank_helpers import processes
 
 import dejavu_train.evaluation.run  # noqa: F401  before processes are forked
@@ -13,18 +11,10 @@ from dejavu_train.evaluation.ranks import check_ranks
 from dejavu_train.ground.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("infer-ranks")
-    model = save_tiny_opt(folder / "model")
-    make_bundle(model).at(mlp_density=0.3, head_density=0.5).save_pretrained(folder / "bundle")
-    return folder / "bundle"
-
-
-def test_all_ranks_compute_and_the_first_one_prints(bundle, tmp_path):
+def test_all_ranks_compute_and_the_first_one_prints(bundle_folder, tmp_path):
     def run(rank):
         flags = ["--tokens", "0", "--timing", "false", "--new_tokens", "8", "--generate", "the model reads"]
-        main(["--bundle", str(bundle), *flags, "--output", str(tmp_path / "results")])
+        main(["--bundle", str(bundle_folder), *flags, "--output", str(tmp_path / "results")])
 
     codes, said = processes(tmp_path, run)
     assert codes == [0, 0], said
@@ -33,9 +23,9 @@ def test_all_ranks_compute_and_the_first_one_prints(bundle, tmp_path):
     assert json.loads((tmp_path / "results" / "results.json").read_text())["timing"] == []
 
 
-def test_a_mistake_is_one_line_of_the_first_rank(bundle, tmp_path):
+def test_a_mistake_is_one_line_of_the_first_rank(bundle_folder, tmp_path):
     def run(rank):
-        main(["--bundle", str(bundle), "--tokens", "0", "--timing", "false", "--generate", "a " * 600])
+        main(["--bundle", str(bundle_folder), "--tokens", "0", "--timing", "false", "--generate", "a " * 600])
 
     codes, said = processes(tmp_path, run)
     errors = [line for each in said for line in each if "error" in line]
@@ -51,6 +41,6 @@ def test_a_mistake_is_one_line_of_the_first_rank(bundle, tmp_path):
         (["--tokens", "0", "--timing_backends", "mask"], "dense-engine, triton, got mask"),
     ],
 )
-def test_what_several_processes_do_not_do_is_said_in_a_line(bundle, flags, words):
+def test_what_several_processes_do_not_do_is_said_in_a_line(bundle_folder, flags, words):
     with pytest.raises(UserError, match=words):
-        check_ranks(read_config(["--bundle", str(bundle), *flags]))
+        check_ranks(read_config(["--bundle", str(bundle_folder), *flags]))
