@@ -1,16 +1,18 @@
-"""Pretraining of every family: its forward pass against transformers, what the L1 penalty is of, a whole tiny run."""
+"""Pretraining of every family: its loss against transformers, what the L1 penalty is of, a whole tiny run."""
 
 import json
 
 import pytest
 import torch
 from conftest import make_text
+from torch.nn.functional import cross_entropy
 
-from dejavu_train.extras.pretrain.forward import forward_with_activations, penalised, training_loss
+from dejavu_train.extras.pretrain.forward import penalised, training_loss
 from dejavu_train.extras.pretrain.run import PretrainConfig, make_model, make_optimizers, pretrain
 from dejavu_train.families import blocks_of, dims_of
 from dejavu_train.families.dims import Activation
 from dejavu_train.ground.errors import UserError
+from dejavu_train.models.hooks import at_module, hooked
 from dejavu_train.models.load import load_model
 
 FAMILIES = {
@@ -40,17 +42,6 @@ def model(request):
     return model
 
 
-def test_forward_equals_transformers(model):
-    ids, seen = torch.randint(4, 320, (2, 20)), []
-    hook = blocks_of(model)[1].down.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with torch.no_grad():
-        expected = model(ids).logits
-        hook.remove()
-        hidden, activations = forward_with_activations(model, ids)
-        torch.testing.assert_close(model.get_output_embeddings()(hidden), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(activations[1].reshape(-1, 128), seen[0].reshape(-1, 128), rtol=1e-4, atol=1e-4)
-
-
 def test_embeddings_are_tied_and_matrices_of_layers_have_muon(model):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     muon, adam = make_optimizers(model, _config("opt"))
@@ -59,13 +50,16 @@ def test_embeddings_are_tied_and_matrices_of_layers_have_muon(model):
     assert sum(len(group["params"]) for group in adam.param_groups) == len(list(model.parameters())) - len(matrices)
 
 
-def test_the_penalty_adds_sizes_of_what_neurons_give(model):
-    rows, kind = torch.randint(4, 320, (2, 20)), dims_of(model.config).activation
+def test_the_loss_is_transformers_and_the_penalty_adds_sizes_of_what_neurons_give(model):
+    rows, kind, given = torch.randint(4, 320, (2, 20)), dims_of(model.config).activation, []
+    places = [at_module(block.down, "input", given.append) for block in blocks_of(model)]
+    with torch.no_grad(), hooked(places):
+        logits = model(rows[:, :-1]).logits
     (alone, _), (loss, entropy) = (training_loss(model, blocks_of(model), kind, rows, l1) for l1 in (0.0, 0.5))
     assert float(alone.detach()) == float(entropy)
-    _, activations = forward_with_activations(model, rows[:, :-1])
+    torch.testing.assert_close(entropy, cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
     power = 0.5 if kind == Activation.RELU2 else 1.0
-    expected = sum(float((each.abs() ** power).mean().detach()) for each in activations)
+    expected = sum(float((each.abs() ** power).mean()) for each in given)
     assert float((loss - entropy).detach()) == pytest.approx(0.5 * expected, rel=1e-3) and expected > 0
     loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

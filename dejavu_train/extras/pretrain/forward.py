@@ -15,27 +15,6 @@ from dejavu_train.families.dims import Activation
 _LEAST_SQUARE = 1e-10  # the slope of a root has no end at zero
 
 
-def forward_with_activations(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The forward pass on unpadded rows, from the model's own modules.
-
-    It needs no mask and hands out what the neurons give.
-
-    Args:
-        ids: (B, T) int64.
-
-    Returns:
-        Final hidden states (B, T, d_model) and per layer the activations (B, T, d_ffn).
-    """
-    family, activations = family_of(model), []
-    positions = positions_like(ids)
-    hidden = family.embed(model, ids, positions)
-    for block in family.blocks(model):
-        hidden, neurons = forward_block(block, hidden, causal(block), positions)
-        activations.append(neurons)
-    norm = family.final_norm(model)
-    return hidden if norm is None else norm(hidden), activations
-
-
 def penalised(kind: Activation, neurons: Tensor) -> Tensor:
     """Values (..., n) whose mean is the L1 penalty: the size of what neurons give, of squares that of the root.
 

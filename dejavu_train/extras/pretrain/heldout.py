@@ -10,49 +10,30 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from dejavu_train.data.text import TextSource, load_documents, split_of
-from dejavu_train.data.tokens import START_TOKEN, windows
-from dejavu_train.extras.pretrain.forward import forward_with_activations
+from dejavu_train.bundle.artifact import Bundle
+from dejavu_train.data.text import Document, TextSource, load_documents, split_of
+from dejavu_train.data.tokens import START_TOKEN
+from dejavu_train.evaluation.perplexity import EvalSetting, evaluate, hold_out
 from dejavu_train.extras.pretrain.ranks import Ranks
-from dejavu_train.families import blocks_of, dims_of
-from dejavu_train.families.base import logits_of
-from dejavu_train.families.block import active_neurons
+from dejavu_train.families import Target, dims_of
 from dejavu_train.ground.errors import UserError
 
 HELDOUT_ROWS = 64
+WINDOWS_AT_ONCE = 16
 
 
-@torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], window: int) -> dict[str, Any]:
-    """Score whole texts with the model as it is (fp32 sums): bits per byte, perplexity, tokens, density per layer."""
-    device = next(model.parameters()).device
-    nats, tokens, n_bytes = 0.0, 0, 0
-    kind, blocks = dims_of(model.config).activation, blocks_of(model)
-    norms = [torch.linalg.vector_norm(block.down.weight.float(), dim=0) for block in blocks]
-    active = torch.zeros(len(blocks), dtype=torch.float64)
-    pad = 1
-    for text in texts:
-        n_bytes += len(text.encode())
-        rows = windows(tokenizer, text, window)
-        for start in range(0, len(rows), 16):
-            part = rows[start : start + 16]
-            width = max(map(len, part))
-            ids = torch.tensor([row + [pad] * (width - len(row)) for row in part], device=device)
-            hidden, activations = forward_with_activations(model, ids)
-            logits = logits_of(model, hidden).float()[:, :-1]
-            real = ids[:, 1:] != pad
-            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            nats += losses[real.flatten()].double().sum().item()
-            tokens += int(real.sum())
-            for layer, activation in enumerate(activations):
-                needed = active_neurons(kind, activation[:, 1:][real], norms[layer])
-                active[layer] += needed.float().mean(dim=1).double().sum().cpu()
+    """Score whole texts with the model as it is: bits per byte, perplexity, tokens, density of each layer's neurons."""
+    held = hold_out([Document(str(i), text) for i, text in enumerate(texts)], tokenizer, window, None)
+    bundle = Bundle.exact("pretrained", dims_of(model.config))
+    (found,) = evaluate(model, bundle, held, [EvalSetting("dense")], WINDOWS_AT_ONCE * window)
+    nats = float(found.nats.sum())
     return {
-        "bits_per_byte": nats / math.log(2) / n_bytes,
-        "perplexity": math.exp(nats / tokens),
-        "tokens": tokens,
-        "bytes": n_bytes,
-        "density": [round(value, 5) for value in (active / tokens).tolist()],
+        "bits_per_byte": nats / math.log(2) / held.bytes,
+        "perplexity": math.exp(nats / held.tokens),
+        "tokens": held.tokens,
+        "bytes": held.bytes,
+        "density": [round(found.sums[key].active_density, 5) for key in sorted(found.sums) if key.target == Target.MLP],
     }
 
 
