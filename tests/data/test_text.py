@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import pickle
@@ -10,10 +9,9 @@ import re
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from conftest import make_text
+from files.kinds import parquet, zstd
 
 from dejavu_train.data.ngrams import shared_ngrams
 from dejavu_train.data.paragraphs import (
@@ -183,19 +181,6 @@ LINES, ARRAY = "\n".join(map(json.dumps, ROWS)).encode(), json.dumps(ROWS, inden
 def without_bytes(value):
     """Ids that do not hold what a compressor writes, such as the time."""
     return "" if isinstance(value, bytes) else None
-
-
-def zstd(data):
-    made = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(made, "zstd") as packed:
-        packed.write(data)
-    return made.getvalue().to_pybytes()
-
-
-def parquet(rows):
-    made = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made)
-    return made.getvalue()
 
 
 @pytest.mark.parametrize(("name", "content"), [

@@ -69,14 +69,14 @@ class Base:
 # ------------------------------------------------------------------------------------------------------------- texts
 
 
-def _zstd(data: bytes) -> bytes:
+def zstd(data: bytes) -> bytes:
     made = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(made, "zstd") as packed:
         packed.write(data)
     return made.getvalue().to_pybytes()
 
 
-def _parquet(rows: list[Any]) -> bytes:
+def parquet(rows: list[Any]) -> bytes:
     made = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made)
     return made.getvalue()
@@ -86,10 +86,10 @@ FORMS: dict[str, Callable[[list[str]], bytes]] = {
     ".txt": lambda texts: "\n\n".join(texts).encode(),
     ".jsonl": lambda texts: "\n".join(json.dumps({"text": text}) for text in texts).encode(),
     ".json": lambda texts: json.dumps([{"text": text} for text in texts], indent=1).encode(),
-    ".parquet": lambda texts: _parquet([{"text": text} for text in texts]),
+    ".parquet": lambda texts: parquet([{"text": text} for text in texts]),
 }
 PACKED: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, ".gz": lambda data: gzip.compress(data, mtime=0), ".xz": lzma.compress, ".zst": _zstd,
+    "": bytes, ".gz": lambda data: gzip.compress(data, mtime=0), ".xz": lzma.compress, ".zst": zstd,
     ".bz2": bz2.compress,
 }  # fmt: skip
 UNPACKED: dict[str, Callable[[bytes], bytes]] = {
