@@ -47,9 +47,9 @@ bundle: .venv/train
 report: $(if $(TASKS),.venv/dev,.venv/train)
 	.venv/bin/python -m papers.deja_vu.observe --config papers/deja_vu/configs/observe.yaml --bundle $(DEMO)/bundle \
 		--output $(DEMO) --tokens 4000 --slow_tokens 1000 --parts residual,units,attention,union,selections,predictors
-	.venv/bin/python -m dejavu_train.extras.generation --config configs/generation/opt-mini.yaml \
+	.venv/bin/dejavu generation --config configs/generation/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO) --prompts 8 --new_tokens 32 --every 16
-	test -z "$(TASKS)" || .venv/bin/python -m dejavu_train.extras.tasks --config configs/eval/opt-mini.yaml \
+	test -z "$(TASKS)" || .venv/bin/dejavu tasks --config configs/eval/opt-mini.yaml \
 		--bundle $(DEMO)/bundle --output $(DEMO)/tasks --folder "$(TASKS)" --text '[]' --limit 50 --shots 0
 	.venv/bin/python -m dejavu_train.evaluation.html_report $(DEMO)
 

@@ -1,6 +1,6 @@
 """Rows of downstream tasks: python -m benchmarks.tasks --config configs/eval/opt-mini.yaml
 
-Takes the options of `python -m dejavu_train.extras.tasks`. Appends the rows with their conditions, as they come,
+Takes the options of `dejavu tasks`. Appends the rows with their conditions, as they come,
 to tasks.csv in benchmarks/results, or in the folder that DEJAVU_RESULTS names.
 """
 

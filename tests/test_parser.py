@@ -81,8 +81,8 @@ def test_a_shipped_config_says_only_what_differs(path):
 UNPARSED = {"...", "--help", "my_run.yaml", "$rank"}  # a command with one of these is not tried
 
 
-def _commands(command: str = r"(?:train|infer)\.py") -> list[list[str]]:
-    """Commands of python, those of train.py and infer.py, in README, Makefile, cards and docs."""
+def _commands(command: str = r"python (?:train|infer)\.py") -> list[list[str]]:
+    """Commands, those of train.py and infer.py, in README, Makefile, cards and docs."""
     docs = [path for path in (REPOSITORY / "docs").rglob("*.md") if path.parent.name != "notes"]  # notes: of the past
     files = [REPOSITORY / "README.md", REPOSITORY / "Makefile", *docs]
     files += [REPOSITORY / "checkpoints/opt-mini/README.md", *CONFIGS.rglob("*.yaml")]
@@ -91,7 +91,7 @@ def _commands(command: str = r"(?:train|infer)\.py") -> list[list[str]]:
     for path in files:
         text = re.sub(r"\\\n\s*", "", path.read_text())  # lines that go on
         text = re.sub(r'--wrap "([^"]*)"', r"\1", text.replace("$(DEMO)", "checkpoints/demo"))
-        found += re.findall(rf"python {command}(?= )[^`\n;|]*", text)
+        found += re.findall(rf"{command}(?= )[^`\n;|]*", text)
     return [shlex.split(line.rstrip(".,").removeprefix("python ")) for line in found]
 
 
@@ -106,7 +106,7 @@ def test_every_command_of_the_documentation_parses():
 
 
 def test_every_command_of_evaluation_in_the_documentation_parses():
-    parsers = {r"papers\.deja_vu\.observe": read_observe, r"dejavu_train\.extras\.generation": read_generation}
+    parsers = {r"python -m papers\.deja_vu\.observe": read_observe, "dejavu generation": read_generation}
     try:
         from dejavu_train.extras.tasks.config import TasksConfig
         from dejavu_train.extras.tasks.run import read_config as read_tasks
@@ -114,11 +114,11 @@ def test_every_command_of_evaluation_in_the_documentation_parses():
     except ImportError:
         pass  # without the extra eval
     else:
-        parsers[r"dejavu_train\.extras\.tasks"] = lambda flags: read_tasks(TasksConfig, flags, "")
-        parsers[r"papers\.deja_vu\.(?:tables|record)"] = read_tables
-    for module, read in parsers.items():
-        commands = [words for words in _commands(f"-m {module}") if words[-1] != "picture"]
-        assert commands, module
+        parsers["dejavu tasks"] = lambda flags: read_tasks(TasksConfig, flags, "")
+        parsers[r"python -m papers\.deja_vu\.(?:tables|record)"] = read_tables
+    for command, read in parsers.items():
+        commands = [words for words in _commands(command) if words[-1] != "picture"]
+        assert commands, command
         for _, _, *flags in commands:
             read(flags)
 
@@ -128,7 +128,7 @@ def test_commands_of_task_rows_in_the_documentation_parse():
     from dejavu_train.extras.tasks.config import TasksConfig
     from dejavu_train.extras.tasks.run import read_config as read_tasks
 
-    commands = _commands(r"-m benchmarks\.tasks")
+    commands = _commands(r"python -m benchmarks\.tasks")
     assert commands
     for _, _, *flags in commands:
         read_tasks(TasksConfig, flags, "")

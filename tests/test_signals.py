@@ -181,11 +181,11 @@ def test_every_other_command_ends(tiny_opt, text_file, tmp_path, name, number, c
         assert {row["text"] for row in json.loads((output / kept).read_text())["quality"]} == {text_file.stem}
 
 
-@both_signals(["extras.tasks", "extras.pretrain", "quantize"])
+@both_signals(["tasks", "pretrain", "quantize"])
 def test_the_imports_of_a_command_end(name, number, code, tmp_path):
     quantize = name == "quantize"  # says what it will do before it loads torch
     words = ["--quantizer=rtn", f"--output={tmp_path / 'out'}"] if quantize else ["--help"]
-    command = [sys.executable, "-m", f"dejavu_train.{name}", *words]
+    command = [sys.executable, "-m", "dejavu_train", name, *words]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text(), process)
     process.send_signal(number)

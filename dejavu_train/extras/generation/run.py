@@ -1,6 +1,6 @@
 """Generates from held-out prompts, dense and sparse, and writes how far they are apart.
 
-    python -m dejavu_train.extras.generation --config configs/generation/opt-mini.yaml
+    dejavu generation --config configs/generation/opt-mini.yaml
 
 Perplexity of a text that is given does not show how errors accumulate in a text that is being made. The reference is
 the dense model through the same backend, so that all models round alike and draw the same random numbers. Into the

@@ -1,4 +1,4 @@
-"""python -m dejavu_train.extras.tasks --config configs/eval/opt-mini.yaml: dense and sparse on the same examples.
+"""``dejavu tasks --config configs/eval/opt-mini.yaml``: dense and sparse on the same examples.
 
 Writes results.json (settings, rows) into the output folder, with ``log_samples`` also what was asked and answered.
 """
