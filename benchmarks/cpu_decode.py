@@ -134,14 +134,8 @@ def row_of(rival: Rival, batch: int, bandwidth: float, tokens: int) -> dict[str,
     """The measured columns of one rival. tokens: all steps that it took, those not counted included."""
     times = [1e3 * seconds for seconds in rival.times]
     cuts = statistics.quantiles(times, n=5, method="inclusive")
-    row: dict[str, Any] = {
-        "engine": rival.name,
-        "stored": rival.stored,
-        "steps": len(times),
-        "p20_ms": cuts[0],
-        "p80_ms": cuts[3],
-    }
-    row["p50_ms"] = statistics.median(times)
+    row: dict[str, Any] = {"engine": rival.name, "stored": rival.stored, "steps": len(times)}
+    row |= {"p20_ms": cuts[0], "p50_ms": statistics.median(times), "p80_ms": cuts[3]}
     row["mlp_selected"] = statistics.mean(rival.mlp) if rival.mlp else 1.0
     row["head_selected"] = statistics.mean(rival.heads) if rival.heads else 1.0
     if rival.n_bytes:

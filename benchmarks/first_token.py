@@ -116,12 +116,8 @@ def main() -> int:
             kind = "fp16" if cuda else "float32"
             keep(name, "transformers", kind, rival_times(model, given, cuda))
             model.forward = torch.compile(model.forward, dynamic=False)
-            keep(
-                name,
-                "transformers, compiled",
-                kind,
-                rival_times(model, {n: given[n] for n in lengths if n in (1, 16, 128, 1024)}, cuda),
-            )
+            few = {n: given[n] for n in lengths if n in (1, 16, 128, 1024)}
+            keep(name, "transformers, compiled", kind, rival_times(model, few, cuda))
             del model
             gc.collect()
             torch.cuda.empty_cache()

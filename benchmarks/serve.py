@@ -287,11 +287,7 @@ def write_load(options: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
-    parts = {
-        "speed": write_speed,
-        "load": write_load,
-        "engine": engine_process,
-    }  # engine: the process that speed starts
+    parts = {"speed": write_speed, "load": write_load, "engine": engine_process}  # speed starts the engine's process
     parser.add_argument("what", choices=list(parts), metavar="{speed,load}")
     parser.add_argument("--model", default="checkpoints/opt-mini")
     parser.add_argument("--bundle", default="checkpoints/opt-mini/bundle")
