@@ -35,7 +35,7 @@ from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.codes import stored_width, unscaled
 from dejavu_train.kernels.stages import up_rows
 from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights, check_matrix, down_reference
-from dejavu_train.kernels.stages.up_rows import BlockSizes
+from dejavu_train.kernels.stages.up_rows import BlockSizes, block_rows
 
 PARTS = {tl.float32: 1, tl.float16: 2, tl.bfloat16: 3}  # of 16 bits, whose sum a hidden value is
 WARPS = 4
@@ -113,25 +113,19 @@ def selected_heads(row_bits, H: tl.constexpr, H_TILE: tl.constexpr, SHARE: tl.co
 
 
 @triton.jit
-def _store_selected(logits, limit, state, rows, number, lists, n, batch, S: tl.constexpr):
+def _store_selected(logits, limit, state, rows, inside, number, lists, n, batch, S: tl.constexpr):
     """Bits and list of the neurons `rows` (block,) by their logits: (block,) of one batch row, else (block, batch)."""
-    inside = rows < n
     if S.batch == 1:
         if lists.logits is not None:
             tl.store(lists.logits + rows, logits, mask=inside)
-        chosen = (logits > limit) & inside  # False for NaN
-        if state is not None:
-            chosen = by_state(chosen, state, inside)
-        bits = chosen.to(tl.int32)
+        bits = by_state((logits > limit) & inside, state, inside).to(tl.int32)  # False for NaN
         some = bits
     else:
         b = tl.arange(0, S.batch)
         valid = inside[:, None] & (b < batch)[None, :]
         if lists.logits is not None:
             tl.store(lists.logits + b[None, :].to(tl.int64) * n + rows[:, None], logits, mask=valid)
-        chosen = (logits > limit) & valid
-        if state is not None:
-            chosen = by_state(chosen, state, valid)
+        chosen = by_state((logits > limit) & valid, state, valid)
         bits = tl.sum(chosen.to(tl.int32) << b[None, :], 1)
         some = (bits != 0).to(tl.int32)
     tl.store(lists.row_bits + rows, bits, mask=inside)
@@ -146,6 +140,41 @@ def _store_selected(logits, limit, state, rows, number, lists, n, batch, S: tl.c
 
 
 @triton.jit
+def begin_block(rows_of, place, batch, READ: tl.constexpr, S: tl.constexpr):
+    """Reads of a block before its program waits: its rows of up, scales, biases, the threshold, states of the batch."""
+    rows, inside = block_rows(place, S)
+    begun = READ(rows_of.up, place, S)
+    scale = 1.0
+    if rows_of.scale is not None:
+        scale = tl.load(rows_of.scale + rows, mask=inside, other=0.0)
+    offset = 0.0
+    if rows_of.bias is not None:
+        offset = tl.load(rows_of.bias + rows, mask=inside, other=0.0).to(tl.float32)
+    limit = tl.load(rows_of.threshold)
+    state = 1
+    if rows_of.row_state is not None:
+        if S.batch == 1:
+            state = tl.load(rows_of.row_state)
+        else:
+            b = tl.arange(0, S.batch)
+            state = tl.load(rows_of.row_state + b, mask=b < batch, other=0)[None, :]
+    return begun, scale, offset, limit, state
+
+
+@triton.jit
+def block_logits(
+    block, hidden, rows_of, place, batch, MULTIPLY: tl.constexpr, S: tl.constexpr, MADE_HERE: tl.constexpr
+):
+    """Logits (block,) of one batch row, else (block, batch), of what `begin_block` read."""
+    logits = MULTIPLY(block[0], hidden, rows_of.up, place, batch, S, MADE_HERE)
+    if rows_of.scale is not None:
+        logits = logits * (block[1] if S.batch == 1 else block[1][:, None])
+    if rows_of.bias is not None:
+        logits += block[2] if S.batch == 1 else block[2][:, None]
+    return logits
+
+
+@triton.jit
 def select_block(
     number, hidden, rows_of, lists, n, batch, READ: tl.constexpr, MULTIPLY: tl.constexpr, S: tl.constexpr,
     PDL: tl.constexpr, arrived=None, COUNT: tl.constexpr = 0,
@@ -155,30 +184,14 @@ def select_block(
     rows_of: `UpRows`. lists: `Lists`. READ, MULTIPLY: a way of `up_rows`. COUNT: so many programs of this grid make
     hidden, and count themselves in `arrived`. 0: it is there.
     """
-    rows = number * S.block + tl.arange(0, S.block)
-    inside = rows < n
-    begun = READ(rows_of.up, number, n, S)
-    if rows_of.scale is not None:
-        scale = tl.load(rows_of.scale + rows, mask=inside, other=0.0)
-    if rows_of.bias is not None:
-        offset = tl.load(rows_of.bias + rows, mask=inside, other=0.0).to(tl.float32)
-    limit = tl.load(rows_of.threshold)
-    state = None
-    if rows_of.row_state is not None:
-        if S.batch == 1:
-            state = tl.load(rows_of.row_state)
-        else:
-            b = tl.arange(0, S.batch)
-            state = tl.load(rows_of.row_state + b, mask=b < batch, other=0)[None, :]
+    place = (number * S.block, 1, n)
+    block = begin_block(rows_of, place, batch, READ, S)
     wait_for_predecessor(PDL)
     if COUNT > 0:
         wait_for_count(arrived, COUNT)
-    logits = MULTIPLY(begun, hidden, rows_of.up, number, n, batch, S, COUNT > 0)
-    if rows_of.scale is not None:
-        logits = logits * (scale if S.batch == 1 else scale[:, None])
-    if rows_of.bias is not None:
-        logits += offset if S.batch == 1 else offset[:, None]
-    _store_selected(logits, limit, state, rows, number, lists, n, batch, S)
+    logits = block_logits(block, hidden, rows_of, place, batch, MULTIPLY, S, COUNT > 0)
+    rows, inside = block_rows(place, S)
+    _store_selected(logits, block[3], block[4], rows, inside, number, lists, n, batch, S)
 
 
 @triton.jit(do_not_specialize=["n", "batch"])

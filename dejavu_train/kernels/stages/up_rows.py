@@ -2,7 +2,8 @@
 
     sums[i, b] = sum_r up[i, r] hidden[b, r]      rows i of a block of `up`, numbers or codes without their scales
 
-A way is a pair of functions. The first reads what may be on its way before a program waits.
+A way is a pair of functions. The first reads what may be on its way before a program waits. place: the first row of a
+block, how far its rows lie apart, and the end of the rows.
 
 | way | rows of the batch | formats | before the wait | where |
 | --- | --- | --- | --- | --- |
@@ -59,10 +60,17 @@ def saturated(z, TYPE: tl.constexpr):
 
 
 @triton.jit
-def read_registers(up, number, n, S: tl.constexpr):
+def block_rows(place, S: tl.constexpr):
+    """(rows of a block (block,), whether they are there)."""
+    rows = place[0] + tl.arange(0, S.block) * place[1]
+    return rows, rows < place[2]
+
+
+@triton.jit
+def read_registers(up, place, S: tl.constexpr):
     """The block in pieces (block, chunk), and what is left of the columns behind them."""
-    rows = number * S.block + tl.arange(0, S.block)
-    inside = (rows < n)[:, None]
+    rows, there = block_rows(place, S)
+    inside = there[:, None]
     at = up + rows.to(tl.int64)[:, None] * S.width
     columns = tl.arange(0, S.chunk)
     tiles = ()
@@ -86,7 +94,7 @@ def _last_columns(S: tl.constexpr):
 
 
 @triton.jit
-def multiply_registers(tiles, hidden, up, number, n, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
+def multiply_registers(tiles, hidden, up, place, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
     columns = tl.arange(0, S.chunk)
     acc = tl.zeros((S.block, S.chunk), tl.float32)
     for j in tl.static_range(S.width // S.chunk):
@@ -100,7 +108,7 @@ def multiply_registers(tiles, hidden, up, number, n, batch, S: tl.constexpr, MAD
 
 
 @triton.jit
-def read_nothing(up, number, n, S: tl.constexpr):
+def read_nothing(up, place, S: tl.constexpr):
     return ()
 
 
@@ -149,12 +157,12 @@ def _add_products(sums, w, operands):
 
 
 @triton.jit
-def multiply_tiles(_, hidden, up, number, n, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
+def multiply_tiles(_, hidden, up, place, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
     STORED: tl.constexpr = up.dtype.element_ty
     TYPE: tl.constexpr = STORED if STORED == tl.float32 or STORED == tl.bfloat16 else tl.float16
     EACH: tl.constexpr = product_columns(S.batch, S.parts)
-    rows = number * S.block + tl.arange(0, S.block)
-    inside = (rows < n)[:, None]
+    rows, there = block_rows(place, S)
+    inside = there[:, None]
     k = tl.arange(0, S.chunk)
     at = up + rows.to(tl.int64)[:, None] * S.width + k[None, :]
     sums = tl.zeros((S.block, S.batch * EACH), tl.float32)
@@ -201,16 +209,17 @@ def units_of(words):
 
 
 @triton.jit
-def read_words(up, number, n, S: tl.constexpr):
+def read_words(up, place, S: tl.constexpr):
     """All words of the block, in rounds of L / 2 rows."""
     W: tl.constexpr = S.rank // 8
     HALF: tl.constexpr = S.lanes // 2
     lane = tl.arange(0, S.lanes)
     words = ()
     for k in tl.static_range(S.block // HALF):
-        row = number * S.block + k * HALF + lane // 32 * 16 + lane % 32 // 4
+        row = place[0] + (k * HALF + lane // 32 * 16 + lane % 32 // 4) * place[1]
         at = up.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * W
-        words = words + row_words(8 * W, at, (row < n, row + 8 < n), 0, lane, W, units_of(W), 1)
+        there = (row < place[2], row + 8 * place[1] < place[2])
+        words = words + row_words(8 * W * place[1], at, there, 0, lane, W, units_of(W), 1)
     return words
 
 
@@ -267,7 +276,7 @@ def _unit_planes(hidden, lane, W: tl.constexpr, CACHE: tl.constexpr = THROUGH_L1
 
 
 @triton.jit
-def multiply_row_words(words, hidden, up, number, n, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
+def multiply_row_words(words, hidden, up, place, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
     W: tl.constexpr = S.rank // 8
     V: tl.constexpr = word_vector(W)
     UNITS: tl.constexpr = units_of(W)
@@ -310,7 +319,7 @@ def _planes(planes, word, W: tl.constexpr):
 
 
 @triton.jit
-def multiply_words(words, planes, up, number, n, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
+def multiply_words(words, planes, up, place, batch, S: tl.constexpr, MADE_HERE: tl.constexpr):
     """planes: hidden as `predict_rows.predict_words` leaves it, int32 pairs (2, B, rank / 8, 4) of both parts.
 
     Up to four batch rows have their two parts in neighbouring columns, more take a product each.
