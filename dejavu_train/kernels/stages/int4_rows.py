@@ -172,10 +172,15 @@ def ask_first_rows(queue, words, scales, rows, lane, m: tl.constexpr):
 
 
 @triton.jit
+def new_queue(lane, m: tl.constexpr):
+    """An empty queue, one a kernel."""
+    return lane_queue(lane, max(m.room, row_queue_bytes(m.words, m.group, m.lanes, m.ahead)))
+
+
+@triton.jit
 def first_rows(words, scales, rows, lane, m: tl.constexpr):
     """`ask_first_rows` of a new queue, one a kernel."""
-    queue = lane_queue(lane, max(m.room, row_queue_bytes(m.words, m.group, m.lanes, m.ahead)))
-    return ask_first_rows(queue, words, scales, rows, lane, m)
+    return ask_first_rows(new_queue(lane, m), words, scales, rows, lane, m)
 
 
 @triton.jit

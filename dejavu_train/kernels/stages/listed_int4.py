@@ -46,6 +46,7 @@ from dejavu_train.kernels.stages.int4_rows import (
     ask_first_rows,
     first_rows,
     int4_rows_step,
+    new_queue,
     pairs_ahead,
     rows_of_list,
     with_offsets,
@@ -293,10 +294,15 @@ def _rows_held(how: tl.constexpr, listed, held, first, lane):
 
 
 @triton.jit
-def _times_up(how: tl.constexpr, queue, listed, held, up, n, act: tl.constexpr, lane):
-    """(queue, list, how many it holds) of the list's values times up's products of their rows."""
+def _products_held(
+    how: tl.constexpr, queue, listed, held, matrix, n, act: tl.constexpr, FIRST: tl.constexpr, lane
+):  # fmt: skip
+    """(queue, list, how many it holds) of the list's rows whose value is not zero.
+
+    FIRST: values are activations of the matrix's products. Else they are the list's values times up's products.
+    """
     rows = _rows_held(how, listed, held, 0, lane)
-    queue, s = ask_first_rows(queue, up.parts[0], up.parts[1], rows, lane, how.form)
+    queue, s = ask_first_rows(queue, matrix.parts[0], matrix.parts[1], rows, lane, how.form)
     slot = 0
     again = written_anew(listed)
     kept = 0
@@ -304,32 +310,48 @@ def _times_up(how: tl.constexpr, queue, listed, held, up, n, act: tl.constexpr, 
         entries = first + tl.arange(0, ROWS)
         own, values = one_row(listed, entries, how.capacity)
         own = tl.where(entries < held, own, 0)
-        offsets = tl.load(up.bias + own).to(tl.float32)
+        offsets = tl.load(matrix.bias + own).to(tl.float32)
         next_rows = _rows_held(how, listed, held, first + 16, lane)
         products, queue, slot, s = int4_rows_step(
-            queue, slot, s, n, up.parts[0], up.parts[1], rows, next_rows, lane, how.form
+            queue, slot, s, n, matrix.parts[0], matrix.parts[1], rows, next_rows, lane, how.form
         )
         products += offsets
-        if act.both:
+        if FIRST or act.both:
             products = act.function(products, act.threshold)
-        values = tl.where(entries < held, values * products, 0.0)
+        values = products * how.unit if FIRST else values * products
+        values = tl.where(entries < held, values, 0.0)
         again, kept = append_rows(again, kept, own, values, values != 0, how.capacity)
         rows = next_rows
     return queue, again, kept
 
 
 @triton.jit
-def _int4_finish(how: tl.constexpr, state, gate, up, down, n, partials, act: tl.constexpr, lane):
-    queue = emptied(state[0], lane)
-    listed = state[4]
-    held = state[5]
+def _int4_rest(how: tl.constexpr, queue, listed, held, gate, up, down, n, partials, act: tl.constexpr, lane):
+    """Products behind the first ones, whose rows and values the list holds."""
+    queue = emptied(queue, lane)
     tl.debug_barrier()  # the list is written, and no warp reads words of the first matrix any more
     if gate is not None:
-        queue, listed, held = _times_up(how, queue, listed, held, up, n, act, lane)
+        queue, listed, held = _products_held(how, queue, listed, held, up, n, act, False, lane)
         queue = emptied(queue, lane)
         tl.debug_barrier()
     to = partials + tl.program_id(0) * (8 * how.words)
     _sums_of_columns(queue, down.parts[0], down.parts[1], listed, held, to, lane, how)
+
+
+@triton.jit
+def _int4_finish(how: tl.constexpr, state, gate, up, down, n, partials, act: tl.constexpr, lane):
+    _int4_rest(how, state[0], state[4], state[5], gate, up, down, n, partials, act, lane)
+
+
+@triton.jit
+def _int4_run(how: tl.constexpr, chosen, rows, gate, up, down, n, partials, act: tl.constexpr, lane):
+    listed = rows_list(tl.program_id(0), how.capacity)
+    listed, held = append_rows(listed, 0, rows, tl.zeros(rows.shape, tl.float32), chosen, how.capacity)
+    tl.debug_barrier()
+    first = gate if gate is not None else up
+    queue = new_queue(lane, how.form)
+    queue, listed, held = _products_held(how, queue, listed, held, first, n, act, True, lane)
+    _int4_rest(how, queue, listed, held, gate, up, down, n, partials, act, lane)
 
 
 @keyed
@@ -355,22 +377,30 @@ class Int4Neurons(NamedTuple):
     products: Any = _int4_products
     add: Any = _int4_add
     finish: Any = _int4_finish
+    run: Any = _int4_run
 
 
 def launch(x: Tensor, weights: MlpWeights, norm: bool, every: bool) -> ListedLaunch:
     """Launch for matrices of 4 bits whose groups are of one size. every: the list holds all neurons."""
     n, d = weights.up.weight.shape
+    settings = Int4MlpSettings.find("int4", x.device, d=d, gated=weights.gate is not None, all=every)
+    most = most_splits(x.device)
+    programs = min(max(settings.programs * n_sms(x.device), triton.cdiv(n, MOST_ROWS)), most)
+    capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
+    require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * most}, which {most} lists hold")
+    return int4_launch(x, weights, norm, settings, programs, capacity)
+
+
+def int4_launch(
+    x: Tensor, weights: MlpWeights, norm: bool, settings: Int4MlpSettings, programs: int, capacity: int
+) -> ListedLaunch:
+    """Launch of so many programs, whose lists have room for `capacity` rows."""
+    n, d = weights.up.weight.shape
     groups = [check_int4(f"{name}.weight", linear.weight, (n, d), x).group for name, linear in weights.named()]
-    group, device = groups[0], x.device
+    group, words, warps = groups[0], d // 8, settings.warps
     require(set(groups) == {group}, f"an MLP's matrices must have groups of one size, not {groups}")
     check_dtype("x", x, (torch.float32 if norm else torch.float16,))
-    settings = Int4MlpSettings.find("int4", device, d=d, gated=weights.gate is not None, all=every)
-    most = most_splits(device)
-    programs = min(max(settings.programs * n_sms(device), triton.cdiv(n, MOST_ROWS)), most)
-    capacity = ROWS.value * triton.cdiv(n, ROWS.value * programs)
-    room = QUEUE_BYTES - (norm_bytes(d // 8, group, settings.warps) if norm else 0)
-    require(capacity <= MOST_ROWS, f"{n} neurons: at most {MOST_ROWS * most}, which {most} lists hold")
-    words, warps = d // 8, settings.warps
+    room = QUEUE_BYTES - (norm_bytes(words, group, warps) if norm else 0)
     form = Int4Form(
         words, group, 32 * warps, pairs_of_a_warp(words, unit_vector(words, group), warps),
         pairs_ahead(words, group, warps, settings.ahead, room), listed=True,

@@ -1,0 +1,139 @@
+"""The second half of a predictor and the MLP of one token in one grid, whose programs own neurons:
+
+    out[j] = residual[j] + bias[j] + sum_k h[k] down[k, j]    over the neurons k that the predictor selects
+
+Selection is that of `select`, h that of `mlp`. A program multiplies the predictor's rows of its own neurons, and lists
+those that it selects in shared memory. These it multiplies as a program of `mlp` does its part of a list. So there is
+no list of all programs, and no launch that makes one. What it costs is that programs have unlike numbers of rows.
+
+A format gives the functions of `stages.mlp` and one more, `run`: both products of what is chosen of a block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dejavu_train.kernels.common.checks import check_device, check_shape, require
+from dejavu_train.kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.limits import Products, takes_row_words
+from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
+from dejavu_train.kernels.common.row_state import by_state
+from dejavu_train.kernels.common.settings import Settings
+from dejavu_train.kernels.formats.format import Format
+from dejavu_train.kernels.formats.matrix import MlpWeights
+from dejavu_train.kernels.stages.listed import ListedLaunch, constants
+from dejavu_train.kernels.stages.listed_int4 import Int4MlpSettings, int4_launch
+from dejavu_train.kernels.stages.mlp import ActivationFunction, NeuronRows, hidden_reference
+from dejavu_train.kernels.stages.predictor import Predictor
+from dejavu_train.kernels.stages.select import (
+    begin_block,
+    block_logits,
+    check_selects,
+    row_words_launch,
+    select_arguments,
+    select_reference,
+)
+from dejavu_train.kernels.stages.up_rows import block_rows
+
+
+@dataclass(frozen=True)
+class OwnedMlpSettings(Settings, stage="owned_int4"):
+    """Those of `Int4MlpSettings`. spread: neurons of a program lie as far apart as there are programs, else they are
+    neighbours."""
+
+    programs: int
+    warps: int
+    ahead: int
+    registers: int
+    spread: int
+
+
+def mlp_owned_reference(
+    x: Tensor, weights: MlpWeights, predictor: Predictor, residual: Tensor, out: Tensor, row_state: Tensor | None = None
+) -> None:
+    """Plain torch, in place, in the dtype of x."""
+    select_reference(predictor, row_state)
+    h = torch.where(predictor.selection.to_mask(1), hidden_reference(x, weights), 0.0)
+    out.copy_(h @ weights.down.weight.dense(x.dtype) + weights.down.bias.to(x.dtype) + residual)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _mlp_owned_kernel(
+    hidden, rows_of, row_bits, x, gate, up, down, partials, n, how: tl.constexpr, act: tl.constexpr,
+    READ: tl.constexpr, MULTIPLY: tl.constexpr, S: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, how.lanes)
+    program = tl.program_id(0)
+    if SPREAD:
+        place = (program, tl.num_programs(0), n)
+    else:
+        each = (n + tl.num_programs(0) - 1) // tl.num_programs(0)
+        place = (program * each, 1, tl.minimum(n, program * each + each))
+    block = begin_block(rows_of, place, 1, READ, S)
+    wait_for_predecessor(PDL)
+    given = how.read_input(how, x, lane)
+    logits = block_logits(block, hidden, rows_of, place, 1, MULTIPLY, S, False)
+    rows, inside = block_rows(place, S)
+    chosen = by_state((logits > block[3]) & inside, block[4], inside)
+    tl.store(row_bits + rows, chosen.to(tl.int32), mask=inside)
+    how.run(how, chosen, rows, gate, up, down, given, partials, act, lane)
+
+
+def mlp_owned(
+    x: Tensor,
+    weights: MlpWeights,
+    predictor: Predictor,
+    residual: Tensor,
+    out: Tensor,
+    row_state: Tensor | None = None,
+    partials: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Reads predictor.hidden. Of the selection row_bits alone are written. Bitwise deterministic.
+
+    x (1, d) fp16, weights of 4 bits, a predictor of nibbles with a threshold. residual and out (1, d) fp32. row_state:
+    (1) int32 as `select` takes it. pdl: as `select` takes it.
+
+    Errors: shapes, dtypes, groups, more neurons than programs' registers hold, a CPU tensor.
+    """
+    n, d = weights.up.weight.shape
+    check_device("x", x)
+    for name, tensor in (("x", x), ("residual", residual), ("out", out)):
+        check_shape(name, tensor, 1, d)
+    for name, linear in weights.named():
+        check_shape(f"{name}.bias", linear.bias, d if name == "down" else n)
+    check_selects(predictor, row_state)
+    require(weights.up.weight.format is Format.INT4, "programs own neurons of 4-bit weights")
+    launch, spread, selects = owned_launch(x, weights, predictor)
+    partials = partial_sums(d, x.device) if partials is None else partials
+    check_shape("partials", partials, most_splits(x.device), d)
+    partials, pdl = partials.view(launch.sums), use_pdl(pdl, x.device)
+    matrices = {name: NeuronRows(linear.weight.parts(), linear.bias) for name, linear in weights.named()}
+    hidden, rows_of, lists, _, _ = select_arguments(predictor, row_state)
+    _mlp_owned_kernel[(launch.programs,)](
+        hidden, rows_of, lists.row_bits, x.view(torch.int32), matrices.get("gate"), matrices["up"],
+        matrices["down"]._replace(bias=None), partials, n, constants(launch.how), ActivationFunction.of(weights.hidden),
+        **selects, SPREAD=spread, PDL=pdl, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
+    )  # fmt: skip
+    add_partials(partials, launch.programs, weights.down.bias, residual, out, pdl)
+
+
+def owned_launch(x: Tensor, weights: MlpWeights, predictor: Predictor) -> tuple[ListedLaunch, bool, dict[str, Any]]:
+    """(launch, whether a program's neurons lie apart, constants of `block_logits`)."""
+    n, d = weights.up.weight.shape
+    rank, device = predictor.hidden.shape[1], x.device
+    found = OwnedMlpSettings.find("int4", device, d=d, gated=weights.gate is not None)
+    programs = min(found.programs * n_sms(device), most_splits(device))
+    block = max(triton.next_power_of_2(triton.cdiv(n, programs)), 16 * found.warps)
+    require(
+        predictor.products is Products.ROW_WORDS and takes_row_words(rank, block, 32 * found.warps),
+        f"{programs} programs of {found.warps} warps do not take {n} neurons of a predictor of rank {rank} by"
+        f" {predictor.products}",
+    )
+    settings = Int4MlpSettings(found.programs, found.warps, found.ahead, found.registers)
+    selects = row_words_launch(block, rank, found.warps).constants
+    return int4_launch(x, weights, False, settings, programs, block), bool(found.spread), selects
