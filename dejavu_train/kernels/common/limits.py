@@ -6,6 +6,8 @@ HEAD_DIMS = (16, 32, 64, 80, 128)
 MOST_TOKENS = 8  # rows of a batch that multiply with 4-bit rows, or with nibbles of a predictor, as they are
 ROW_LANES = 64  # threads of a program that selects for one row by nibbles
 MOST_WORDS = 96  # of 4-bit rows of a predictor, for a lane
+OWNED_ROWS = 256  # of a program that owns neurons, at most: its list of them lies in shared memory
+OWNERS, OWNERS_WARPS = 128, 8  # programs that own neurons and run at once on a large GPU, and their warps
 SCREENED_WIDTHS = 16  # columns of a screened LM head are a multiple: a thread reads sixteen codes at once
 TILE_ROWS = 16  # of q/k/v
 TILED_FROM = 5121  # model dimensions from which all tiles of q/k/v are not there at once
@@ -59,6 +61,12 @@ def takes_row_words(rank: int, block: int, lanes: int) -> bool:
     rounds, vector = block // (lanes // 2), word_vector(rank // 8)
     words = 2 * rounds * vector * -(-rank // (32 * vector))
     return rank % 8 == 0 and block % (lanes // 2) == 0 and rounds in (1, 2, 4) and words <= MOST_WORDS
+
+
+def owned_block(n: int, rank: int, programs: int, warps: int) -> int:
+    """Rows of nibbles that each of so many programs holds where they own n neurons, 0 where it has no room."""
+    rows = max(1 << (-(-n // programs) - 1).bit_length(), 16 * warps)
+    return rows if rows <= OWNED_ROWS and takes_row_words(rank, rows, 32 * warps) else 0
 
 
 def takes_nibbles(rows: int, rank: int, d: int) -> bool:

@@ -5,6 +5,7 @@
 Selection is that of `select`, h that of `mlp`. A program multiplies the predictor's rows of its own neurons, and lists
 those that it selects in shared memory. These it multiplies as a program of `mlp` does its part of a list. So there is
 no list of all programs, and no launch that makes one. What it costs is that programs have unlike numbers of rows.
+A program's neurons are neighbours: lying far apart they took longer.
 
 A format gives the functions of `stages.mlp` and one more, `run`: both products of what is chosen of a block.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, check_shape, require
 from dejavu_train.kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
-from dejavu_train.kernels.common.limits import Products, takes_row_words
+from dejavu_train.kernels.common.limits import Products, owned_block
 from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.common.row_state import by_state
 from dejavu_train.kernels.common.settings import Settings
@@ -42,37 +43,39 @@ from dejavu_train.kernels.stages.up_rows import block_rows
 
 @dataclass(frozen=True)
 class OwnedMlpSettings(Settings, stage="owned_int4"):
-    """Those of `Int4MlpSettings`. spread: neurons of a program lie as far apart as there are programs, else they are
-    neighbours."""
+    """Fields are those of `Int4MlpSettings`."""
 
     programs: int
     warps: int
     ahead: int
     registers: int
-    spread: int
 
 
 def mlp_owned_reference(
-    x: Tensor, weights: MlpWeights, predictor: Predictor, residual: Tensor, out: Tensor, row_state: Tensor | None = None
+    x: Tensor,
+    weights: MlpWeights,
+    predictor: Predictor,
+    residual: Tensor,
+    out: Tensor,
+    row_state: Tensor | None = None,
+    partials: Tensor | None = None,
 ) -> None:
-    """Plain torch, in place, in the dtype of x."""
+    """Plain torch, in place, in fp32. fp64 when x is fp64."""
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
     select_reference(predictor, row_state)
-    h = torch.where(predictor.selection.to_mask(1), hidden_reference(x, weights), 0.0)
-    out.copy_(h @ weights.down.weight.dense(x.dtype) + weights.down.bias.to(x.dtype) + residual)
+    h = torch.where(predictor.selection.to_mask(1), hidden_reference(x.to(wide), weights), 0.0)
+    out.copy_(h @ weights.down.weight.dense(wide) + weights.down.bias.to(wide) + residual)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _mlp_owned_kernel(
     hidden, rows_of, row_bits, x, gate, up, down, partials, n, how: tl.constexpr, act: tl.constexpr,
-    READ: tl.constexpr, MULTIPLY: tl.constexpr, S: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
+    READ: tl.constexpr, MULTIPLY: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, how.lanes)
-    program = tl.program_id(0)
-    if SPREAD:
-        place = (program, tl.num_programs(0), n)
-    else:
-        each = (n + tl.num_programs(0) - 1) // tl.num_programs(0)
-        place = (program * each, 1, tl.minimum(n, program * each + each))
+    each = (n + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.program_id(0) * each
+    place = (begin, tl.minimum(n, begin + each))
     block = begin_block(rows_of, place, 1, READ, S)
     wait_for_predecessor(PDL)
     given = how.read_input(how, x, lane)
@@ -108,7 +111,7 @@ def mlp_owned(
         check_shape(f"{name}.bias", linear.bias, d if name == "down" else n)
     check_selects(predictor, row_state)
     require(weights.up.weight.format is Format.INT4, "programs own neurons of 4-bit weights")
-    launch, spread, selects = owned_launch(x, weights, predictor)
+    launch, selects = owned_launch(x, weights, predictor)
     partials = partial_sums(d, x.device) if partials is None else partials
     check_shape("partials", partials, most_splits(x.device), d)
     partials, pdl = partials.view(launch.sums), use_pdl(pdl, x.device)
@@ -117,23 +120,25 @@ def mlp_owned(
     _mlp_owned_kernel[(launch.programs,)](
         hidden, rows_of, lists.row_bits, x.view(torch.int32), matrices.get("gate"), matrices["up"],
         matrices["down"]._replace(bias=None), partials, n, constants(launch.how), ActivationFunction.of(weights.hidden),
-        **selects, SPREAD=spread, PDL=pdl, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
+        **selects, PDL=pdl, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
     )  # fmt: skip
     add_partials(partials, launch.programs, weights.down.bias, residual, out, pdl)
 
 
-def owned_launch(x: Tensor, weights: MlpWeights, predictor: Predictor) -> tuple[ListedLaunch, bool, dict[str, Any]]:
-    """(launch, whether a program's neurons lie apart, constants of `block_logits`)."""
+def owned_launch(x: Tensor, weights: MlpWeights, predictor: Predictor) -> tuple[ListedLaunch, dict[str, Any]]:
+    """(launch, constants of `block_logits`). Neurons that one wave of programs has no room for take several."""
     n, d = weights.up.weight.shape
     rank, device = predictor.hidden.shape[1], x.device
     found = OwnedMlpSettings.find("int4", device, d=d, gated=weights.gate is not None)
-    programs = min(found.programs * n_sms(device), most_splits(device))
-    block = max(triton.next_power_of_2(triton.cdiv(n, programs)), 16 * found.warps)
+    wave = found.programs * n_sms(device)
+    fits = (p for p in range(wave, most_splits(device) + 1, wave) if owned_block(n, rank, p, found.warps))
+    programs = next(fits, 0) if predictor.products is Products.ROW_WORDS else 0
     require(
-        predictor.products is Products.ROW_WORDS and takes_row_words(rank, block, 32 * found.warps),
-        f"{programs} programs of {found.warps} warps do not take {n} neurons of a predictor of rank {rank} by"
+        programs > 0,
+        f"programs of {found.warps} warps do not take {n} neurons of a predictor of rank {rank} by"
         f" {predictor.products}",
     )
-    settings = Int4MlpSettings(found.programs, found.warps, found.ahead, found.registers)
+    block = owned_block(n, rank, programs, found.warps)
+    settings = Int4MlpSettings(**vars(found))
     selects = row_words_launch(block, rank, found.warps).constants
-    return int4_launch(x, weights, False, settings, programs, block), bool(found.spread), selects
+    return int4_launch(x, weights, False, settings, programs, block), selects

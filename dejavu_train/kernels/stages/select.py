@@ -184,7 +184,7 @@ def select_block(
     rows_of: `UpRows`. lists: `Lists`. READ, MULTIPLY: a way of `up_rows`. COUNT: so many programs of this grid make
     hidden, and count themselves in `arrived`. 0: it is there.
     """
-    place = (number * S.block, 1, n)
+    place = (number * S.block, n)
     block = begin_block(rows_of, place, batch, READ, S)
     wait_for_predecessor(PDL)
     if COUNT > 0:

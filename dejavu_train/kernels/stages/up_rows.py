@@ -3,7 +3,7 @@
     sums[i, b] = sum_r up[i, r] hidden[b, r]      rows i of a block of `up`, numbers or codes without their scales
 
 A way is a pair of functions. The first reads what may be on its way before a program waits. place: the first row of a
-block, how far its rows lie apart, and the end of the rows.
+block, and the end of its rows.
 
 | way | rows of the batch | formats | before the wait | where |
 | --- | --- | --- | --- | --- |
@@ -62,8 +62,8 @@ def saturated(z, TYPE: tl.constexpr):
 @triton.jit
 def block_rows(place, S: tl.constexpr):
     """(rows of a block (block,), whether they are there)."""
-    rows = place[0] + tl.arange(0, S.block) * place[1]
-    return rows, rows < place[2]
+    rows = place[0] + tl.arange(0, S.block)
+    return rows, rows < place[1]
 
 
 @triton.jit
@@ -216,10 +216,9 @@ def read_words(up, place, S: tl.constexpr):
     lane = tl.arange(0, S.lanes)
     words = ()
     for k in tl.static_range(S.block // HALF):
-        row = place[0] + (k * HALF + lane // 32 * 16 + lane % 32 // 4) * place[1]
+        row = place[0] + k * HALF + lane // 32 * 16 + lane % 32 // 4
         at = up.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * W
-        there = (row < place[2], row + 8 * place[1] < place[2])
-        words = words + row_words(8 * W * place[1], at, there, 0, lane, W, units_of(W), 1)
+        words = words + row_words(8 * W, at, (row < place[1], row + 8 < place[1]), 0, lane, W, units_of(W), 1)
     return words
 
 

@@ -10,6 +10,7 @@ from predictor_helpers import predictor_of
 from test_mlp import check
 from test_nibbles import make_predictor
 
+from dejavu_train.kernels.common.limits import Products, owned_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
 from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights
@@ -60,12 +61,17 @@ def run(device, problem, state=1, pdl=False):
     return listed, owned, reference
 
 
-@pytest.mark.parametrize("spread", [0, 1])
 @pytest.mark.parametrize("state", [0, 1, 2])
 @pytest.mark.parametrize(("n", "d", "rank", "group", "warps"), [(70, 64, 16, 32, 1), (150, 320, 40, 64, 2)])
-def test_what_a_list_selects_and_makes(device, spread, state, n, d, rank, group, warps):
-    with OwnedMlpSettings(1, warps, 2, 255, spread).in_use():
+def test_what_a_list_selects_and_makes(device, state, n, d, rank, group, warps):
+    with OwnedMlpSettings(1, warps, 2, 255).in_use():
         run(device, problem(device, n, d, rank, group), state)
+
+
+def test_neurons_that_one_wave_has_no_room_for(device):
+    with OwnedMlpSettings(1, 1, 2, 255).in_use():
+        assert owned_block(250, 16, 3, 1) == 0 and owned_block(250, 16, 6, 1) == 64
+        run(device, problem(device, 250, 64, 16, 32))
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -76,22 +82,19 @@ def test_activations_and_a_gate(device, gated, hidden):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_queues_in_assembly(device, queues_in_assembly, gated):
-    with OwnedMlpSettings(1, 2, 2, 255, 1).in_use():
+    with OwnedMlpSettings(1, 2, 2, 255).in_use():
         run(device, problem(device, 90, 320, 16, 32, gated=gated))
 
 
 def test_what_no_kernel_takes(device):
-    x, weights, predictor = problem(device, 200, 64, 16, 32)
+    x, weights, predictor = problem(device, 70, 64, 16, 32)
     out = torch.empty(1, 64, device=device)
-    with OwnedMlpSettings(1, 1, 2, 255, 0).in_use(), pytest.raises(ValueError, match="do not take 200 neurons"):
-        mlp_owned(x, weights, predictor, out, out)
+    with pytest.raises(ValueError, match="do not take 70 neurons of a predictor of rank 16 by rows in regi"):
+        mlp_owned(x, weights, replace(predictor, products=Products.ROW_TILES), out, out)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [2048, 2560, 4096, 5120])
-@pytest.mark.parametrize("spread", [0, 1])
-def test_real_shapes(d, spread):
-    settings = replace(OwnedMlpSettings.find("int4", torch.device("cuda"), d=d, gated=False), spread=spread)
-    with settings.in_use():
-        for density in (0.0, 0.1, 1.0):
-            run("cuda", problem("cuda", 4 * d, d, d // 16, 128, density=density), pdl=True)
+def test_real_shapes(d):
+    for density in (0.0, 0.1, 1.0):
+        run("cuda", problem("cuda", 4 * d, d, d // 16, 128, density=density), pdl=True)
