@@ -10,7 +10,7 @@ from four_bit_models import four_bits
 
 from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
-from dejavu_train.engine.inputs import Sampling
+from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Packer
 from dejavu_train.families import ModelDims
@@ -33,6 +33,15 @@ def poison(engine):
         tensor.fill_(float("nan"))
 
 
+def assert_alike(off, plain, where):
+    """Bounds on what the kernels are off by that of plain torch, for both flip at single tokens. Returns a message."""
+    said = [f"{each.median():.2g} / {each.mean():.2g} / {each.max():.2g}" for each in (off, plain)]
+    message = f"{where}: median, mean and maximum off {said[0]}; plain torch's {said[1]}"
+    print(message)
+    assert off.median() <= 3 * plain.median() + 0.01 and off.mean() <= 2 * plain.mean() + 0.05, message
+    return message
+
+
 def assert_as_close_as_plain_torch(model, bundle, rows, expected, where, **options):
     """Log-likelihoods (nats) of the kernels and of plain torch on inputs rounded alike, both against the fp32 mask's.
 
@@ -49,10 +58,7 @@ def assert_as_close_as_plain_torch(model, bundle, rows, expected, where, **optio
         found = engine.score(rows)
         offs[ops] = torch.cat([(nll - want).abs() for nll, want in zip(found, expected, strict=True)])
     off, plain = offs["triton"], offs["reference"]
-    said = [f"{each.median():.2g} / {each.mean():.2g} / {each.max():.2g}" for each in (off, plain)]
-    message = f"{where}: median, mean and maximum off {said[0]}; plain torch's {said[1]}"
-    print(message)
-    assert off.median() <= 3 * plain.median() + 0.01 and off.mean() <= 2 * plain.mean() + 0.05, message
+    message = assert_alike(off, plain, where)
     if bundle is None:
         assert off.max() <= 2 * plain.max() + 0.05, message
 
@@ -111,15 +117,25 @@ def test_the_choice_of_batches(batch):
     assert_as_close_as_plain_torch(model, bundle, rows, expected, f"batch {batch}")
 
 
-def test_greedy_tokens_are_those_of_the_mask():
+@pytest.mark.parametrize("options", [{}, {"int4": True}], ids=str)
+def test_greedy_tokens_are_those_of_the_mask(options):
+    """Behind the tokens written so far, each by how far it lies below the mask's largest logit."""
     model = four_bits(random_opt(d_model=256, n_heads=4, d_ffn=776, positions=256))
-    bundle, prompt = random_bundle(model, rank=16), rows_of(20)[0]
-    engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", dtype=torch.float16))
-    row = list(prompt)
-    for token in engine.generate([prompt], 40, stop_tokens=())[0]:
-        logits, _ = masked_logits(model, bundle, row, sparse_from=len(prompt))
-        assert logits[-1].max() - logits[-1, token] < 2e-2, "another token than the mask's, and no near-tie"
-        row.append(token)
+    bundle, prompt = random_bundle(model, rank=16, **options), rows_of(20)[0]
+    row, chosen = list(prompt), {}
+    for ops in ("triton", "reference"):
+        engine = DecodeEngine(model, bundle, EngineOptions(device="cuda", dtype=torch.float16, ops=ops))
+        if ops == "triton":
+            row += engine.generate([prompt], 40, stop_tokens=())[0]
+        engine.begin([Row(row, len(row), sparse_from=len(prompt), prefilled=len(prompt))], score=True)
+        chosen[ops] = [int(engine.core.logits[0].argmax())]
+        while len(chosen[ops]) < 40:
+            engine.step("greedy", score=True)
+            chosen[ops].append(int(engine.core.logits[0].argmax()))
+    assert chosen["triton"] == row[len(prompt) :]
+    expected = masked_logits(model, bundle, row, sparse_from=len(prompt))[0][len(prompt) - 1 : -1]
+    below = [expected.amax(1) - expected[range(40), chosen[ops]] for ops in ("triton", "reference")]
+    assert_alike(*below, f"greedy tokens {options}")
 
 
 @pytest.mark.parametrize("batch", [1, 3])
