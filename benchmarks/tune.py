@@ -64,6 +64,7 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "live_down": {"programs": (4, 8), "block": (512, 1024), "rows": (4, 8), "warps": (2, 4)},
     "listed": {"programs": (1, 2), "block": (512, 1024, 2048, 4096), "rows": (1, 2, 4), "warps": (4, 8, 16)},
     "listed_int4": {"programs": (1, 2), "warps": (4, 8), "ahead": (2, 3, 4), "registers": (128, 168, 200, 224)},
+    "owned_int4": {"programs": (1, 2), "warps": (4, 8), "ahead": (2, 4), "registers": (128, 168, 200)},
     "predict": {"rows": (3, 5, 7), "block": (512, 1024, 2048), "warps": (4, 8)},
     "predict_rows": {"block": (64, 128), "stages": (3, 4), "warps": (4, 8)},
     "project": {"rows": (4, 8, 16, 32), "width": (256, 512, 1024), "warps": (2, 4, 8), "stages": (0, 3, 4)},

@@ -26,7 +26,7 @@ class CarriedBuffers:
     | hidden, one a layer | (1, rank) | site_predict, or qkv_select itself | qkv_select | each step |
     | arrived | (1) | qkv_select | qkv_select | sums of mlp_ahead |
     | normalised | (B, d) | the MLP's predictor, or layer_norm | the MLP | each layer |
-    | packed | (n) | pack, attend_pack, or the predictor | the MLP | each layer |
+    | packed | (n) | pack, attend_pack, or the predictor | an MLP over a list | each layer |
 
     inputs and factors are written at the present position. estimate and moments are of a norm that comes late.
     arrived counts programs that have made hidden. packed is the list of neurons without gaps.

@@ -11,6 +11,7 @@ from torch import Tensor
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import Attention
 from dejavu_train.engine.mlp import Mlp
+from dejavu_train.engine.planned import Kernels
 from dejavu_train.families import Target, UnitKey
 
 
@@ -57,6 +58,9 @@ class GuardedMlp:
         neurons = self.mlp.neurons
         assert neurons is not None
         neurons.join()
+        if self.mlp.plan.kernels is Kernels.OWNED_GRID:
+            assert neurons.runner is not None
+            neurons.runner.select(self.mlp.work.pdl)
         self.selected = neurons.selection.to_mask(len(x))
 
     def multiply(self, x: Tensor, out: Tensor) -> None:

@@ -72,6 +72,14 @@ class Mlp:
         source, norm = (work.carried.normalised, None) if plan.own else (x, weights.norm2)
         work.ops.listed_mlp(source, norm, weights.mlp, base, rows, out, work.partials, plan.early, pdl=work.pdl)
 
+    def _owned_grid(self, x: Tensor, base: Tensor, out: Tensor) -> None:
+        work, neurons = self.work, self.neurons
+        assert neurons is not None and neurons.runner is not None
+        work.ops.owned_mlp(
+            work.carried.normalised, self.weights.mlp, neurons.runner.in_use, base, out, work.state.row_state,
+            work.partials, pdl=work.pdl,
+        )  # fmt: skip
+
     def _listed_batch(self, x: Tensor, base: Tensor, out: Tensor) -> None:
         work, weights, neurons = self.work, self.weights.mlp, self.neurons
         assert neurons is not None
@@ -114,6 +122,7 @@ class Mlp:
 WAYS = {
     Kernels.ROWS: Mlp._rows,
     Kernels.LISTED_GRID: Mlp._listed_grid,
+    Kernels.OWNED_GRID: Mlp._owned_grid,
     Kernels.LISTED_BATCH: Mlp._listed_batch,
     Kernels.LISTED_CODES: Mlp._listed_codes,
     Kernels.PRODUCTS: Mlp._products,

@@ -8,6 +8,7 @@ from dejavu_train.kernels.lookahead import attend_pack, mlp_ahead, qkv_select
 from dejavu_train.kernels.mlp import int4_fc2, live_down, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, norm, predict, predict_rows, qkv, select
+from dejavu_train.kernels.stages.mlp_owned import mlp_owned, mlp_owned_reference
 from dejavu_train.kernels.verify import attend_slots, screened_slots, slot_products
 
 
@@ -29,6 +30,7 @@ class StepOps:
     layer_norm = staticmethod(norm.layer_norm)
     pack = staticmethod(pack.pack)
     listed_mlp = staticmethod(mlp.mlp)
+    owned_mlp = staticmethod(mlp_owned)
     mlp_ahead = staticmethod(mlp_ahead.mlp_ahead)
     up_batch = staticmethod(mlp_batch.up_batch)
     down_batch = staticmethod(mlp_batch.down_batch)
@@ -70,6 +72,7 @@ class TorchOps(StepOps):
     layer_norm = staticmethod(of_numbers(reference.layer_norm))
     pack = staticmethod(of_numbers(reference.pack))
     listed_mlp = staticmethod(of_numbers(reference.listed_mlp))
+    owned_mlp = staticmethod(of_numbers(mlp_owned_reference))
     mlp_ahead = staticmethod(of_numbers(reference.mlp_ahead))
     up_batch = staticmethod(of_numbers(reference.up_batch))
     down_batch = staticmethod(of_numbers(reference.down_batch))

@@ -40,10 +40,13 @@ from dejavu_train.kernels.common.limits import (
     HEAD_DIMS,
     INT4_CARVEOUT,
     MOST_TOKENS,
+    OWNERS,
+    OWNERS_WARPS,
     ROW_LANES,
     SCREENED_WIDTHS,
     SPARSE_CARVEOUT,
     Products,
+    owned_block,
     screen_bytes,
     selection_block,
     takes_down,
@@ -351,7 +354,11 @@ class _Chooser:
             place = Place.GRIDS
         selected, reason = self._neurons_selected(facts.union)
         packer, early = None, None
-        if self.batch == 1:
+        products, how = self._products(facts, place)
+        apart = self._not_owned(facts, ahead, place, products)
+        if not apart:
+            kernels = Kernels.OWNED_GRID
+        elif self.batch == 1:
             kernels = Kernels.LISTED_GRID
             packer = Packer.ATTENTION if place is Place.GRIDS else Packer.KERNEL
             # Data written two launches ago is complete, so the kernel may read it before it waits for the launch before
@@ -364,8 +371,9 @@ class _Chooser:
             kernels, packer = Kernels.LISTED_CODES, Packer.PREDICTOR if listed else Packer.KERNEL
         elif selected:
             kernels = Kernels.LISTED_BATCH
-        products, how = self._products(facts, place)
         why.append(f"predictor by {products}: {how}")
+        if apart and self.packed and self.batch == 1:
+            why.append(f"a list comes before up and down: {apart}")
         if facts.second_stage:
             why.append("candidates of a second stage are read whole: it saves bytes, and no time here")
         if facts.stored not in (facts.format, ""):
@@ -378,6 +386,20 @@ class _Chooser:
             union=facts.union, hidden=hidden, gated=self.dims.gated,
             skips=self.dims.activation in SILENT if selected else skips,
         )  # fmt: skip
+
+    def _not_owned(self, facts: PredictorFacts, ahead: int, place: Place, products: Products) -> str:
+        """Reason against programs that select among neurons of their own, at the MLP's own site."""
+        if self.batch > 1 or not self.packed:
+            return "such programs take one row and 4-bit weights"
+        if ahead or place is not Place.SITE:
+            return "the predictor runs before the half in front"
+        if facts.top_k is not None:
+            return "an exact top k needs the logits of all neurons"
+        if products is not Products.ROW_WORDS:
+            return f"the predictor goes by {products}"
+        if not owned_block(self.dims.d_ffn, facts.rank, OWNERS, OWNERS_WARPS):
+            return f"{OWNERS} programs have no room for {self.dims.d_ffn} neurons of rank {facts.rank}"
+        return ""
 
     def _neurons_selected(self, union: float) -> tuple[bool, str]:
         if self.batch == 1:

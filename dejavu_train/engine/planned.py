@@ -47,6 +47,7 @@ class Kernels(StrEnum):
     QKV_WITH_PREDICTOR = "q/k/v beside the MLP's predictor"
     ROWS = "up, then down"
     LISTED_GRID = "up and down in one grid over a list"
+    OWNED_GRID = "the predictor's second product, up and down in one grid whose programs own neurons"
     LISTED_BATCH = "up, then down, over the list of several rows"
     LISTED_CODES = "up over the list of several rows, then down"
     PRODUCTS = "up, then down, as products of several rows"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dejavu_train.engine.carried import CarriedBuffers
 from dejavu_train.engine.ops import StepOps
-from dejavu_train.engine.planned import HalfPlan, Place, StepPlan
+from dejavu_train.engine.planned import HalfPlan, Kernels, Place, StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.ranks.joins import Join
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
@@ -93,7 +93,7 @@ class Workspace:
 
 
 class SitePredictor:
-    """Runs one predictor where its site is made. The half of its target reads `selection` after `join`.
+    """Runs one predictor where its site is made. The half of its target reads `selection` after `join`, or selects.
 
     Args:
         predictor: of one (layer, target).
@@ -118,6 +118,7 @@ class SitePredictor:
         self.work, self.norm = work, norm
         self.stream = work.ahead if plan.place is Place.STREAM else None
         self.normalised_out = normalised_out
+        self.selects = plan.kernels is not Kernels.OWNED_GRID
         assert plan.products is not None
         self.in_use = Predictor.of(
             predictor.weights, predictor.threshold, selection, plan.products, len(work.hidden), predictor.top_k,
@@ -145,7 +146,12 @@ class SitePredictor:
                 normalised = torch.empty_like(x, dtype=torch.float16 if products is Products.WORDS else x.dtype)
             ops.layer_norm(x, self.norm, normalised, pdl=pdl)
             ops.predict_rows(normalised, self.in_use, pdl=pdl)
-        ops.select(self.in_use, self.work.state.row_state, pdl=pdl)
+        if self.selects:
+            self.select(pdl)
+
+    def select(self, pdl: bool) -> None:
+        """The second half, which some MLPs run themselves."""
+        self.work.ops.select(self.in_use, self.work.state.row_state, pdl=pdl)
 
     def join(self) -> None:
         """Let the current stream wait for the selection."""

@@ -17,7 +17,7 @@ from dejavu_train.kernels.common import launch
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
 from dejavu_train.kernels.common.late_norm import LateNorm
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
-from dejavu_train.kernels.common.limits import Products, selection_block
+from dejavu_train.kernels.common.limits import OWNERS, OWNERS_WARPS, Products, owned_block, selection_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.positions import Alibi, Rotary
 from dejavu_train.kernels.common.selection import Selection
@@ -32,6 +32,7 @@ from dejavu_train.kernels.mlp import int4_fc2, live_down, pack
 from dejavu_train.kernels.sample import sampling
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages import attend, hidden, mlp, mlp_batch, predict, predict_rows, qkv, rank_sum, select
+from dejavu_train.kernels.stages.mlp_owned import mlp_owned
 from dejavu_train.kernels.stages.norm import HeadNorms, layer_norm, norm_heads
 from dejavu_train.kernels.stages.predictor import HeadPredictor, HeadSite, Predictor, PredictorWeights
 from dejavu_train.kernels.stages.rows import launch_tokens
@@ -194,6 +195,10 @@ def int4_cases(d: int) -> Iterator[Case]:
     alone = own.predictor(nibbles, alone=True)
     yield f"predict {d} nibbles", partial(predict.predict, x, ln, alone, halves(1, d), True)
     yield f"select {d} nibbles", partial(select.select, alone, own.ones, pdl=True)
+    if owned_block(n, rank, OWNERS, OWNERS_WARPS):
+        for name, weights in (("", own.mlp), ("gated_", own.gated)):
+            given = (mixed, weights, alone, x, own.y, own.ones, own.partials)
+            yield f"{name}mlp_owned {d}", partial(mlp_owned, *given, True)
     for batch in (2, 8):
         yield from select_cases(own, nibbles, batch)
     for kind, predictor in predictors.items():

@@ -174,6 +174,30 @@ def test_what_the_lists_and_early_reads_are():
     assert plan(facts(top_k=9), batch=2).half(5, Target.MLP).packer is Packer.KERNEL
 
 
+@pytest.mark.parametrize(
+    ("dims", "given", "formats", "options", "reason"),
+    [
+        (OPT_6B, {}, INT4, {}, ""),
+        (OPT_6B, {}, HALF, {}, "such programs take one row and 4-bit weights"),
+        (OPT_6B, {}, INT4, {"batch": 2}, "such programs take one row and 4-bit weights"),
+        (OPT_6B, {"ahead": 1}, INT4, {}, "the predictor runs before the half in front"),
+        (OPT_6B, {"ahead": 2}, INT4, {"look_ahead": "inline"}, "the predictor runs before the half in front"),
+        (OPT_6B, {"top_k": 9}, INT4, {}, "an exact top k needs the logits of all neurons"),
+        (OPT_6B, {"format": "float16"}, INT4, {}, "the predictor goes by rows in registers"),
+        (OPT_66B, {"rank": 576}, INT4, {}, "128 programs have no room for 36864 neurons of rank 576"),
+    ],
+)
+def test_whose_programs_own_neurons(dims, given, formats, options, reason):
+    made = plan(facts(dims, **{"rank": 256, **given}), formats, dims, **options)
+    half = made.half(5, Target.MLP)
+    assert (half.kernels is K.OWNED_GRID) == (not reason)
+    if reason:
+        told = formats is INT4 and "batch" not in options
+        assert (f"a list comes before up and down: {reason}" in made.describe()) == told
+    else:
+        assert (half.packer, half.early) == (None, None) and "whose programs own neurons" in made.describe()
+
+
 def test_narrow_dense_steps_of_four_bits_run_in_one_grid():
     small = ModelDims(2048, 8192, 24, 32, 50272, 2048)
     formats = Formats("int4", "float16", "float16", part_sizes(small)["down"].group)
