@@ -119,6 +119,7 @@ for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):
         _case(f"{_bits}, guard, {_batch} rows", _packed, {}, batch=_batch, guard=True, crossover=True)
 for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):
     _case(f"{_bits}, second stage", _packed, {"cascade": True})
+_case("4 bits, guard, int4 predictors, 1 rows", True, {"int4": True}, guard=True)
 _case("4 bits, dense and wide", True, None, pays_from=256)
 _case("a screen", False, {}, screen=True)
 for _packed, _bits in ((False, "16 bits"), (True, "4 bits")):

@@ -48,7 +48,7 @@ def test_codes_and_scales_are_the_models_own(model):
 @pytest.mark.parametrize(
     "options",
     [None, {}, {"means": True, "relu": True, "lookahead": 1}, {"top_k": 0.4, "dense_layers": (1,)},
-     {"lookahead": 1, "int4": True, "targets": ("mlp",)}, {"lookahead": 1, "int4": True, "means": True},
+     {"int4": True}, {"lookahead": 1, "int4": True, "targets": ("mlp",)}, {"lookahead": 1, "int4": True, "means": True},
      {"cascade": True, "lookahead": 1}],
     ids=str,
 )  # fmt: skip

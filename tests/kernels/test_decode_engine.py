@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import decode_helpers
 import pytest
@@ -73,6 +74,28 @@ def test_several_rows_with_4_bit_weights(device, options):
     assert {half.packer is Packer.PREDICTOR for half in plans} == {nibbles and "lookahead" not in options}
     for one, other in zip(found["triton"], found["reference"], strict=True):
         torch.testing.assert_close(one, other, atol=0.05, rtol=0.01)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_one_row_whose_programs_own_neurons(device, guarded):
+    """A guard's dense steps select without them."""
+    model = four_bits(random_opt(d_model=64, n_heads=2, d_ffn=72, positions=32))
+    bundle, rows, found = random_bundle(model, rank=8, int4=True), rows_of(4), {}
+    for ops in ("triton", "reference"):
+        kept = []
+        guard = SimpleNamespace(
+            threshold=lambda key: torch.full((1,), 0.3, device=device), due=lambda: True, tensors=lambda: [],
+            measure=lambda key, rows, keep, *_, to=kept: to.append((key.target, keep)), move=lambda rows: None,
+        ) if guarded else None  # fmt: skip
+        options = EngineOptions(device=device, context=8, ops=ops, graph=False, dtype=torch.float16, guard=guard)
+        engine = DecodeEngine(model, bundle, options)
+        assert {half.kernels for half in engine.plan.halves[1::2]} == {Kernels.OWNED_GRID}
+        found[ops] = engine.score(rows, 1)[0], kept
+    (one, selected), (other, expected) = found.values()
+    torch.testing.assert_close(one, other, atol=0.05, rtol=0.01)
+    assert len(selected) == len(expected) == (4 * 3 if guarded else 0)
+    for (target, mask), (_, wanted) in zip(selected, expected, strict=True):
+        assert target == "heads" or (mask.any() and (mask == wanted).float().mean() > 0.9)
 
 
 @pytest.mark.parametrize("options", [{"means": True}, {"relu": True}], ids=str)
