@@ -73,11 +73,12 @@ class Mlp:
         work.ops.listed_mlp(source, norm, weights.mlp, base, rows, out, work.partials, plan.early, pdl=work.pdl)
 
     def _owned_grid(self, x: Tensor, base: Tensor, out: Tensor) -> None:
-        work, neurons = self.work, self.neurons
+        weights, work, neurons = self.weights, self.work, self.neurons
         assert neurons is not None and neurons.runner is not None
+        source, norm = (work.carried.normalised, None) if self.plan.own else (x, weights.norm2)
         work.ops.owned_mlp(
-            work.carried.normalised, self.weights.mlp, neurons.runner.in_use, base, out, work.state.row_state,
-            work.partials, pdl=work.pdl,
+            source, norm, weights.mlp, neurons.runner.in_use, base, out, work.state.row_state, work.partials,
+            pdl=work.pdl,
         )  # fmt: skip
 
     def _listed_batch(self, x: Tensor, base: Tensor, out: Tensor) -> None:

@@ -388,11 +388,11 @@ class _Chooser:
         )  # fmt: skip
 
     def _not_owned(self, facts: PredictorFacts, ahead: int, place: Place, products: Products) -> str:
-        """Reason against programs that select among neurons of their own, at the MLP's own site."""
+        """Reason against programs that select among neurons of their own."""
         if self.batch > 1 or not self.packed:
             return "such programs take one row and 4-bit weights"
-        if ahead or place is not Place.SITE:
-            return "the predictor runs before the half in front"
+        if place is not Place.SITE or (ahead and self.options.look_ahead != "inline"):
+            return "the whole predictor runs beside other kernels"
         if facts.top_k is not None:
             return "an exact top k needs the logits of all neurons"
         if products is not Products.ROW_WORDS:

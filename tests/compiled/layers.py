@@ -196,9 +196,12 @@ def int4_cases(d: int) -> Iterator[Case]:
     yield f"predict {d} nibbles", partial(predict.predict, x, ln, alone, halves(1, d), True)
     yield f"select {d} nibbles", partial(select.select, alone, own.ones, pdl=True)
     if owned_block(n, rank, OWNERS, OWNERS_WARPS):
-        for name, weights in (("", own.mlp), ("gated_", own.gated)):
-            given = (mixed, weights, alone, x, own.y, own.ones, own.partials)
-            yield f"{name}mlp_owned {d}", partial(mlp_owned, *given, True)
+        for name, *source in (
+            ("", mixed, None, own.mlp),
+            ("gated_", mixed, None, own.gated),
+            ("norm_", x, ln, own.mlp),
+        ):
+            yield f"{name}mlp_owned {d}", partial(mlp_owned, *source, alone, x, own.y, own.ones, own.partials, True)
     for batch in (2, 8):
         yield from select_cases(own, nibbles, batch)
     for kind, predictor in predictors.items():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_device, check_shape, require
 from dejavu_train.kernels.common.launch import n_sms, use_pdl, wait_for_predecessor
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products, owned_block
 from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.common.row_state import by_state
@@ -53,6 +54,7 @@ class OwnedMlpSettings(Settings, stage="owned_int4"):
 
 def mlp_owned_reference(
     x: Tensor,
+    ln: LayerNormWeights | None,
     weights: MlpWeights,
     predictor: Predictor,
     residual: Tensor,
@@ -63,22 +65,28 @@ def mlp_owned_reference(
     """Plain torch, in place, in fp32. fp64 when x is fp64."""
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     select_reference(predictor, row_state)
-    h = torch.where(predictor.selection.to_mask(1), hidden_reference(x.to(wide), weights), 0.0)
+    n = x.to(wide) if ln is None else layer_norm_reference(x, ln, wide)
+    h = torch.where(predictor.selection.to_mask(1), hidden_reference(n, weights), 0.0)
     out.copy_(h @ weights.down.weight.dense(wide) + weights.down.bias.to(wide) + residual)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _mlp_owned_kernel(
-    hidden, rows_of, row_bits, x, gate, up, down, partials, n, how: tl.constexpr, act: tl.constexpr,
-    READ: tl.constexpr, MULTIPLY: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
+    hidden, rows_of, row_bits, x, norm, gate, up, down, partials, n, how: tl.constexpr, act: tl.constexpr,
+    READ: tl.constexpr, MULTIPLY: tl.constexpr, S: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, how.lanes)
     each = (n + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = tl.program_id(0) * each
     place = (begin, tl.minimum(n, begin + each))
     block = begin_block(rows_of, place, 1, READ, S)
+    if NORM:
+        norms = how.read_norm(how, norm, lane)
     wait_for_predecessor(PDL)
-    given = how.read_input(how, x, lane)
+    if NORM:
+        given, _, _ = how.normalise(how, x, norms, norm, lane)
+    else:
+        given = how.read_input(how, x, lane)
     logits = block_logits(block, hidden, rows_of, place, 1, MULTIPLY, S, False)
     rows, inside = block_rows(place, S)
     chosen = by_state((logits > block[3]) & inside, block[4], inside)
@@ -88,6 +96,7 @@ def _mlp_owned_kernel(
 
 def mlp_owned(
     x: Tensor,
+    ln: LayerNormWeights | None,
     weights: MlpWeights,
     predictor: Predictor,
     residual: Tensor,
@@ -98,8 +107,8 @@ def mlp_owned(
 ) -> None:
     """Reads predictor.hidden. Of the selection row_bits alone are written. Bitwise deterministic.
 
-    x (1, d) fp16, weights of 4 bits, a predictor of nibbles with a threshold. residual and out (1, d) fp32. row_state:
-    (1) int32 as `select` takes it. pdl: as `select` takes it.
+    x (1, d) fp32, or fp16 without a LayerNorm. Weights of 4 bits, a predictor of nibbles with a threshold. residual and
+    out (1, d) fp32. row_state: (1) int32 as `select` takes it. pdl: as `select` takes it.
 
     Errors: shapes, dtypes, groups, more neurons than programs' registers hold, a CPU tensor.
     """
@@ -111,21 +120,24 @@ def mlp_owned(
         check_shape(f"{name}.bias", linear.bias, d if name == "down" else n)
     check_selects(predictor, row_state)
     require(weights.up.weight.format is Format.INT4, "programs own neurons of 4-bit weights")
-    launch, selects = owned_launch(x, weights, predictor)
+    launch, selects = owned_launch(x, weights, predictor, ln is not None)
     partials = partial_sums(d, x.device) if partials is None else partials
     check_shape("partials", partials, most_splits(x.device), d)
     partials, pdl = partials.view(launch.sums), use_pdl(pdl, x.device)
     matrices = {name: NeuronRows(linear.weight.parts(), linear.bias) for name, linear in weights.named()}
     hidden, rows_of, lists, _, _ = select_arguments(predictor, row_state)
     _mlp_owned_kernel[(launch.programs,)](
-        hidden, rows_of, lists.row_bits, x.view(torch.int32), matrices.get("gate"), matrices["up"],
-        matrices["down"]._replace(bias=None), partials, n, constants(launch.how), ActivationFunction.of(weights.hidden),
-        **selects, PDL=pdl, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=pdl,
+        hidden, rows_of, lists.row_bits, x.view(torch.int32) if ln is None else x, None if ln is None else ln.args(),
+        matrices.get("gate"), matrices["up"], matrices["down"]._replace(bias=None), partials, n, constants(launch.how),
+        ActivationFunction.of(weights.hidden), **selects, NORM=ln is not None, PDL=pdl, num_warps=launch.warps,
+        maxnreg=launch.registers, launch_pdl=pdl,
     )  # fmt: skip
     add_partials(partials, launch.programs, weights.down.bias, residual, out, pdl)
 
 
-def owned_launch(x: Tensor, weights: MlpWeights, predictor: Predictor) -> tuple[ListedLaunch, dict[str, Any]]:
+def owned_launch(
+    x: Tensor, weights: MlpWeights, predictor: Predictor, norm: bool
+) -> tuple[ListedLaunch, dict[str, Any]]:
     """(launch, constants of `block_logits`). Neurons that one wave of programs has no room for take several."""
     n, d = weights.up.weight.shape
     rank, device = predictor.hidden.shape[1], x.device
@@ -141,4 +153,4 @@ def owned_launch(x: Tensor, weights: MlpWeights, predictor: Predictor) -> tuple[
     block = owned_block(n, rank, programs, found.warps)
     settings = Int4MlpSettings(**vars(found))
     selects = row_words_launch(block, rank, found.warps).constants
-    return int4_launch(x, weights, False, settings, programs, block), selects
+    return int4_launch(x, weights, norm, settings, programs, block), selects

@@ -10,6 +10,7 @@ from predictor_helpers import predictor_of
 from test_mlp import check
 from test_nibbles import make_predictor
 
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind, layer_norm_reference
 from dejavu_train.kernels.common.limits import Products, owned_block
 from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.common.selection import PackedSelection, Selection
@@ -38,8 +39,8 @@ def problem(device, n, d, rank, group, hidden=RELU, gated=False, density=0.5, bl
     return torch.randn(1, d, device=device).half(), weights, predictor
 
 
-def run(device, problem, state=1, pdl=False):
-    """Outputs of both ways, the list's and the owners'. Rows that are not selected are not read."""
+def run(device, problem, state=1, pdl=False, ln=None):
+    """Outputs of both ways, the list's and the owners'. Rows that are not selected are not read. ln: of x, or None."""
     x, weights, predictor = problem
     n, d = weights.up.weight.shape
     row_state = torch.tensor([state], dtype=torch.int32, device=device)
@@ -49,15 +50,16 @@ def run(device, problem, state=1, pdl=False):
     residual = torch.randn(1, d, device=device)
     listed, owned = (torch.full((1, d), NAN, device=device) for _ in range(2))
     given = poisoned(weights, bits == 0)
-    mlp(x, None, given, residual, rows, listed, partial_sums(d, device).fill_(NAN))
+    source = x if ln is None else x.float()
+    mlp(source, ln, given, residual, rows, listed, partial_sums(d, device).fill_(NAN))
     predictor.selection.row_bits.fill_(-77)
-    mlp_owned(x, given, predictor, residual, owned, row_state, partial_sums(d, device).fill_(NAN), pdl)
+    mlp_owned(source, ln, given, predictor, residual, owned, row_state, partial_sums(d, device).fill_(NAN), pdl)
     assert torch.equal(predictor.selection.row_bits, bits)
     for out in (listed, owned):
-        check(out, x, weights, residual, bits != 0, "int4")
+        check(out, x if ln is None else layer_norm_reference(x, ln, x.dtype), weights, residual, bits != 0, "int4")
     reference = torch.empty(1, d, dtype=torch.float64, device=device)
     wide = replace(predictor, weights=replace(predictor.weights, bias=predictor.weights.bias.double()))
-    mlp_owned_reference(x.double(), weights, wide, residual, reference, row_state)
+    mlp_owned_reference(x.double(), ln, weights, wide, residual, reference, row_state)
     return listed, owned, reference
 
 
@@ -72,6 +74,14 @@ def test_neurons_that_one_wave_has_no_room_for(device):
     with OwnedMlpSettings(1, 1, 2, 255).in_use():
         assert owned_block(250, 16, 3, 1) == 0 and owned_block(250, 16, 6, 1) == 64
         run(device, problem(device, 250, 64, 16, 32))
+
+
+@pytest.mark.parametrize("kind", list(NormKind))
+def test_a_norm_of_its_own(device, kind):
+    shift = None if kind is NormKind.RMS_NORM else torch.randn(320, device=device)
+    run(
+        device, problem(device, 90, 320, 16, 32), ln=LayerNormWeights(torch.randn(320, device=device), shift, kind=kind)
+    )
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -90,7 +100,7 @@ def test_what_no_kernel_takes(device):
     x, weights, predictor = problem(device, 70, 64, 16, 32)
     out = torch.empty(1, 64, device=device)
     with pytest.raises(ValueError, match="do not take 70 neurons of a predictor of rank 16 by rows in regi"):
-        mlp_owned(x, weights, replace(predictor, products=Products.ROW_TILES), out, out)
+        mlp_owned(x, None, weights, replace(predictor, products=Products.ROW_TILES), out, out)
 
 
 @pytest.mark.gpu
