@@ -395,9 +395,10 @@ class _Chooser:
             return "the whole predictor runs beside other kernels"
         if facts.top_k is not None:
             return "an exact top k needs the logits of all neurons"
-        if products is not Products.ROW_WORDS:
+        if products not in (Products.ROW_WORDS, Products.REGISTERS):
             return f"the predictor goes by {products}"
-        if not owned_block(self.dims.d_ffn, facts.rank, OWNERS, OWNERS_WARPS):
+        size = 0 if products is Products.ROW_WORDS else DTYPE_BYTES.get(facts.format, 1)
+        if not owned_block(self.dims.d_ffn, facts.rank, size, OWNERS, OWNERS_WARPS):
             return f"{OWNERS} programs have no room for {self.dims.d_ffn} neurons of rank {facts.rank}"
         return ""
 

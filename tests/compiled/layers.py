@@ -195,13 +195,12 @@ def int4_cases(d: int) -> Iterator[Case]:
     alone = own.predictor(nibbles, alone=True)
     yield f"predict {d} nibbles", partial(predict.predict, x, ln, alone, halves(1, d), True)
     yield f"select {d} nibbles", partial(select.select, alone, own.ones, pdl=True)
-    if owned_block(n, rank, OWNERS, OWNERS_WARPS):
-        for name, *source in (
-            ("", mixed, None, own.mlp),
-            ("gated_", mixed, None, own.gated),
-            ("norm_", x, ln, own.mlp),
-        ):
-            yield f"{name}mlp_owned {d}", partial(mlp_owned, *source, alone, x, own.y, own.ones, own.partials, True)
+    owned = ("", mixed, None, own.mlp), ("gated_", mixed, None, own.gated), ("norm_", x, ln, own.mlp)
+    for kind, weights, size in (("nibbles", nibbles, 0), ("float16", pair(rank, d, n, torch.float16), 2)):
+        for name, *source in owned:
+            given = (*source, own.predictor(weights, alone=True), x, own.y, own.ones, own.partials)
+            if owned_block(n, rank, size, OWNERS, OWNERS_WARPS):
+                yield f"{name}mlp_owned {d} {kind}", partial(mlp_owned, *given, True)
     for batch in (2, 8):
         yield from select_cases(own, nibbles, batch)
     for kind, predictor in predictors.items():

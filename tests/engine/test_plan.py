@@ -184,7 +184,16 @@ def test_what_the_lists_and_early_reads_are():
         (OPT_6B, {"ahead": 1}, INT4, {}, "the whole predictor runs beside other kernels"),
         (OPT_6B, {"ahead": 2}, INT4, {"look_ahead": "stream"}, "the whole predictor runs beside other kernels"),
         (OPT_6B, {"top_k": 9}, INT4, {}, "an exact top k needs the logits of all neurons"),
-        (OPT_6B, {"format": "float16"}, INT4, {}, "the predictor goes by rows in registers"),
+        (OPT_6B, {"format": "float16"}, INT4, {}, ""),
+        (OPT_6B, {"format": "int8", "rank": 512}, INT4, {}, ""),
+        (
+            OPT_6B,
+            {"format": "float16", "rank": 512},
+            INT4,
+            {},
+            "128 programs have no room for 16384 neurons of rank 512",
+        ),
+        (OPT_6B, {"rank": 250}, INT4, {}, "the predictor goes by rows in registers, then tiles"),
         (OPT_66B, {"rank": 576}, INT4, {}, "128 programs have no room for 36864 neurons of rank 576"),
     ],
 )

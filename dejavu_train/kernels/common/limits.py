@@ -7,6 +7,7 @@ MOST_TOKENS = 8  # rows of a batch that multiply with 4-bit rows, or with nibble
 ROW_LANES = 64  # threads of a program that selects for one row by nibbles
 MOST_WORDS = 96  # of 4-bit rows of a predictor, for a lane
 OWNED_ROWS = 256  # of a program that owns neurons, at most: its list of them lies in shared memory
+OWNED_BYTES = 256  # of a predictor's numbers, for a thread of such a program
 OWNERS, OWNERS_WARPS = 128, 8  # programs that own neurons and run at once on a large GPU, and their warps
 SCREENED_WIDTHS = 16  # columns of a screened LM head are a multiple: a thread reads sixteen codes at once
 TILE_ROWS = 16  # of q/k/v
@@ -63,10 +64,14 @@ def takes_row_words(rank: int, block: int, lanes: int) -> bool:
     return rank % 8 == 0 and block % (lanes // 2) == 0 and rounds in (1, 2, 4) and words <= MOST_WORDS
 
 
-def owned_block(n: int, rank: int, programs: int, warps: int) -> int:
-    """Rows of nibbles that each of so many programs holds where they own n neurons, 0 where it has no room."""
-    rows = max(1 << (-(-n // programs) - 1).bit_length(), 16 * warps)
-    return rows if rows <= OWNED_ROWS and takes_row_words(rank, rows, 32 * warps) else 0
+def owned_block(n: int, rank: int, size: int, programs: int, warps: int) -> int:
+    """Rows that each of so many programs holds where they own n neurons, 0 where it has no room.
+
+    size: bytes of a predictor's number, 0 = nibbles as words.
+    """
+    rows, threads = max(1 << (-(-n // programs) - 1).bit_length(), 16 * warps), 32 * warps
+    fits = rows * rank * size <= OWNED_BYTES * threads if size else takes_row_words(rank, rows, threads)
+    return rows if rows <= OWNED_ROWS and fits else 0
 
 
 def takes_nibbles(rows: int, rank: int, d: int) -> bool:

@@ -35,11 +35,14 @@ from dejavu_train.kernels.stages.select import (
     begin_block,
     block_logits,
     check_selects,
+    registers_launch,
     row_words_launch,
     select_arguments,
     select_reference,
 )
 from dejavu_train.kernels.stages.up_rows import block_rows
+
+WIDEST = 64  # columns of a piece of a predictor's rows: wider pieces' sums take the registers of x
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,8 @@ def mlp_owned(
 ) -> None:
     """Reads predictor.hidden. Of the selection row_bits alone are written. Bitwise deterministic.
 
-    x (1, d) fp32, or fp16 without a LayerNorm. Weights of 4 bits, a predictor of nibbles with a threshold. residual and
-    out (1, d) fp32. row_state: (1) int32 as `select` takes it. pdl: as `select` takes it.
+    x (1, d) fp32, or fp16 without a LayerNorm. Weights of 4 bits, a predictor with a threshold, of numbers or nibbles.
+    residual and out (1, d) fp32. row_state: (1) int32 as `select` takes it. pdl: as `select` takes it.
 
     Errors: shapes, dtypes, groups, more neurons than programs' registers hold, a CPU tensor.
     """
@@ -143,14 +146,16 @@ def owned_launch(
     rank, device = predictor.hidden.shape[1], x.device
     found = OwnedMlpSettings.find("int4", device, d=d, gated=weights.gate is not None)
     wave = found.programs * n_sms(device)
-    fits = (p for p in range(wave, most_splits(device) + 1, wave) if owned_block(n, rank, p, found.warps))
-    programs = next(fits, 0) if predictor.products is Products.ROW_WORDS else 0
+    words, up = predictor.products is Products.ROW_WORDS, predictor.weights.up
+    size = 0 if words else up.element_size()
+    fits = (p for p in range(wave, most_splits(device) + 1, wave) if owned_block(n, rank, size, p, found.warps))
+    programs = next(fits, 0) if words or predictor.products is Products.REGISTERS else 0
     require(
         programs > 0,
         f"programs of {found.warps} warps do not take {n} neurons of a predictor of rank {rank} by"
         f" {predictor.products}",
     )
-    block = owned_block(n, rank, programs, found.warps)
+    block = owned_block(n, rank, size, programs, found.warps)
     settings = Int4MlpSettings(**vars(found))
-    selects = row_words_launch(block, rank, found.warps).constants
-    return int4_launch(x, weights, norm, settings, programs, block), selects
+    selects = row_words_launch(block, rank, found.warps) if words else registers_launch(up, block, rank, WIDEST)
+    return int4_launch(x, weights, norm, settings, programs, block), selects.constants

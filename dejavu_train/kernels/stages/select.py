@@ -215,13 +215,14 @@ class SelectLaunch:
         return {"READ": self.READ, "MULTIPLY": self.MULTIPLY, "S": constant_fields(self.S)}
 
 
-def registers_launch(up: Tensor, block: int, rank: int) -> SelectLaunch:
-    """One row of the batch, all rows of a block in registers. Numbers, or codes of a byte."""
+def registers_launch(up: Tensor, block: int, rank: int, widest: int = 256) -> SelectLaunch:
+    """One row of the batch, all rows of a block in registers. Numbers, or codes of a byte. widest: columns of a
+    piece."""
     size = up.element_size()
     # Columns of a piece: a power of two, whole lines of memory where possible. One of 64 or more that divides the rank
     # takes the fewest instructions, but 64 of one byte are half a line.
-    divisor = min(rank & -rank, 256)
-    chunk = divisor if size > 1 and divisor >= 64 else min(128, 1 << (rank.bit_length() - 1))
+    divisor = min(rank & -rank, widest)
+    chunk = divisor if size > 1 and divisor >= 64 else min(128, widest, 1 << (rank.bit_length() - 1))
     warps = SelectSettings.find("float", up.device, block=block, bytes=block * rank * size).warps
     sizes = BlockSizes(block, rank, rank, chunk=chunk)
     return SelectLaunch(up_rows.read_registers, up_rows.multiply_registers, sizes, warps)

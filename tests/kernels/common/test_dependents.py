@@ -306,7 +306,7 @@ def test_5_embed_triggers_behind_its_wait_and_stands_between_advance_and_who_rea
             "inputs": {"predict", "add_ahead"}, "estimate": {"mlp"}, "moments": {"mlp", "add_ahead"},
             "arrived": {"qkv_select", "add_ahead"}, "packed": {"attend_pack"}, "normalised": set(),
         }),
-        ("4 bits, own sites, 1 rows", {"packed": {"pack"}, "normalised": {"predict"}}),
+        ("16 bits, own sites, 1 rows", {"packed": {"pack"}, "normalised": {"predict"}}),
         ("4 bits, int4 predictors, 1 rows", {"packed": set(), "normalised": {"predict"}}),
         ("4 bits, int4 predictors, 2 rows", {"packed": {"select"}, "normalised": {"layer_norm"}}),
     ],

@@ -72,8 +72,18 @@ def test_what_a_list_selects_and_makes(device, state, n, d, rank, group, warps):
 
 def test_neurons_that_one_wave_has_no_room_for(device):
     with OwnedMlpSettings(1, 1, 2, 255).in_use():
-        assert owned_block(250, 16, 3, 1) == 0 and owned_block(250, 16, 6, 1) == 64
+        assert owned_block(250, 16, 0, 3, 1) == 0 and owned_block(250, 16, 0, 6, 1) == 64
         run(device, problem(device, 250, 64, 16, 32))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.int8], ids=str)
+def test_predictors_of_numbers(device, kind):
+    x, weights, found = problem(device, 150, 64, 20, 32)
+    up = 0.3 * torch.randn(150, 20, device=device)
+    own = replace(found.weights, up=up.to(kind), up_scale=None)
+    if kind is torch.int8:
+        own = replace(own, up=(100 * up).clamp(-127, 127).to(kind), up_scale=torch.full((150,), 0.01, device=device))
+    run(device, (x, weights, replace(found, weights=own, products=Products.REGISTERS)))
 
 
 @pytest.mark.parametrize("kind", list(NormKind))
