@@ -36,10 +36,11 @@ from benchmarks.rows import append_row, command_line, device_name, made_now, nee
 from dejavu_train.ground.files import write_text
 from dejavu_train.kernels.common import settings
 from dejavu_train.kernels.common.settings import Lookup, SettingsFile, SettingsRow, Values
+from dejavu_train.kernels.stages.predictor import Predictor, PredictorWeights
 from tests.compiled import layers as compiled_layers
 
 BETTER = 0.98  # of a time: what is less good is noise
-DENSITY = 0.15  # of the MLP's rows, where a list of them is read
+DENSITY = 0.15  # of the MLP's rows, where some are selected
 BROKEN = "broken"  # in place of a time: refused, or the process ended
 # Stage, or stage and format -> field -> values, in the order in which they are varied. Other fields stay.
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -106,6 +107,12 @@ class FilledLayer(compiled_layers.Layer):
             for part in weight.parts():
                 _ = part.normal_(0, 0.02) if part.is_floating_point() else part.random_()
         self.x.normal_()
+
+    def predictor(self, weights: PredictorWeights, alone: bool = False) -> Predictor:
+        """With biases above the threshold for a part of the rows, because hidden values are zero."""
+        assert weights.bias is not None
+        weights.bias[:: round(1 / DENSITY)] = 2.0
+        return super().predictor(weights, alone)
 
     def select(self) -> None:
         """All heads, and a part of the MLP's rows. Kernels that select write other lists."""
