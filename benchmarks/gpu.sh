@@ -44,7 +44,8 @@ part() {
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
           --target-processes all "$python" -m pytest -q -x -p no:cacheprovider -p no:xdist \
           tests/kernels/stages/test_listed_int4.py tests/kernels/stages/test_mlp_owned.py \
-          tests/kernels/mlp/test_int4_fc2.py tests/kernels/dense/test_int4_batch.py tests/kernels/attention/test_int4_qkv.py tests/kernels/verify
+          tests/kernels/mlp/test_int4_fc2.py tests/kernels/dense/test_int4_batch.py \
+          tests/kernels/attention/test_int4_qkv.py tests/kernels/verify
       done ;;
     exact)
       local all="engine=dense,exact,sparse head_density=1.0" packed="weights=int4 predictors=int4"
