@@ -88,7 +88,7 @@ tag: release
 	.venv/bin/python -m benchmarks.release --tag
 
 wheels: | .venv/bin/python
-	$(PIP) setuptools
+	$(PIP) 'setuptools>=77'
 	.venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels . packages/opt-mini packages/dejavu-vllm
 
 docs: .venv/docs

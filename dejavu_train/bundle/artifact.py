@@ -237,6 +237,11 @@ class Bundle:
             refuse_foreign(values, model)
             given = weight_hash(model, self.weight_hash.startswith("full:"), revision)
         if given != self.weight_hash:
+            if self.model == os.path.abspath(model):
+                raise UserError(
+                    f"the weights in {model} are not those that its predictors were made for: weight hash {given[:12]},"
+                    f" not {self.weight_hash[:12]}; write the folder anew, or train predictors for these weights"
+                )
             raise UserError(
                 f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"
                 f" {model if given != model else 'this model'} has {given[:12]} (another model or revision);"

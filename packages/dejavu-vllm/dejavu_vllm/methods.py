@@ -78,6 +78,8 @@ class ZeroSkipConfig(QuantizationConfig):
                 model_name,
                 self.neurons.activation,
             )
+        else:
+            logger.info("zeroskip: rows of neurons that %s leaves at zero are not read", self.neurons.activation)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if not isinstance(layer, LinearBase):
@@ -107,6 +109,7 @@ class DejavuConfig(ZeroSkipConfig):
         """Check that the bundle beside the weights is theirs."""
         check_bundle(model_name)
         self.folder, self.neurons = model_name, neurons_of(hf_config.get_text_config().to_dict())
+        logger.info("dejavu: rows of neurons that the predictors of %s do not choose are not read", model_name)
 
     def method_of(self, layer: LinearBase, prefix: str) -> Any:
         *_, last = prefix.split(".")
