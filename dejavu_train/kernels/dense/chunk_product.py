@@ -157,9 +157,12 @@ def _scales_of(
         row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, 8)
     else:
         row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, K)
+    at = scales + row * (WIDTH // GROUP) + column // (GROUP // 8)
     if WHOLE:
-        there = first < end
-    return tl.load(scales + row * (WIDTH // GROUP) + column // (GROUP // 8), mask=there, other=0.0)
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=there, other=0.0)
+    return found
 
 
 @triton.jit

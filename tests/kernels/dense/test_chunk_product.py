@@ -24,6 +24,9 @@ CASES = {  # arrangement, leading dimensions, columns, groups
     "rows are inputs": (ROWS, (72,), 512, 4),
     "rows are inputs, outputs that fill no program": (ROWS, (33,), 296, 1),
     "rows are inputs, several scales in a tile": (ROWS, (40,), 64, 4),
+    "tiles that are full": (COLUMNS, (128,), 128, 1),
+    "tiles of heads that are full": (BESIDE, (2, 128), 64, 2),
+    "tiles that are full, rows are inputs": (ROWS, (64,), 256, 2),
 }
 
 
