@@ -253,6 +253,9 @@ def chunk_product(
         n_out, n_in = leading[-1], columns * (n_rows // leading[-1])
     require(multiplies(weight, x.dtype, kind), f"{n_in} inputs in words, expected a multiple of {LANE_COLUMNS}")
     tokens, by_row = len(x), kind is Arrangement.ROWS
+    require(tokens > 0, "x: no tokens, expected one or more")
+    for name, tensor in (("bias", bias), ("words", weight.words), ("scales", weight.scales)):
+        check_shape(name, tensor, *tensor.shape)
     check_shape("x", x, tokens, n_in)
     check_shape("out", out, tokens, n_out)
     if residual is not None:

@@ -96,5 +96,9 @@ def test_what_does_not_fit_is_refused():
         chunk_product(x, weight, bias, out)
     with pytest.raises(ValueError, match="a bias of 511 numbers, expected 512"):
         chunk_product(x, weight, bias[:-1], out, ROWS)
+    with pytest.raises(ValueError, match="bias: expected a contiguous tensor"):
+        chunk_product(x, weight, bias.repeat_interleave(2)[::2], out, ROWS)
+    with pytest.raises(ValueError, match="x: no tokens"):
+        chunk_product(x[:0], weight, bias, out[:0], ROWS)
     with pytest.raises(ValueError, match="40 inputs in words, expected a multiple of 32"):
         chunk_product(x, Int4Rows(weight.words[:, :5].contiguous(), weight.scales[:, :1].contiguous()), bias, out)
