@@ -48,7 +48,7 @@ def shares(model: Any, ids: torch.Tensor, prompt: int, batches: list[int]) -> di
         active = tensors["activation"][:, prompt:] != 0  # (documents, steps, neurons)
         frequency = active.double().mean((0, 1))
         for batch in batches:
-            rows = active.unflatten(0, (-1, batch))
+            rows = active[: len(active) // batch * batch].unflatten(0, (-1, batch))
             live, independent = rows.any(1).double().mean(), (1 - (1 - frequency) ** batch).mean()
             overlap = overlap_of(rows.movedim(1 if batch > 1 else 2, 0).flatten(1))
             found[batch].append([float(frequency.mean()), float(live), float(independent), overlap])

@@ -1,11 +1,11 @@
 """The dense prompt phase of a GPU: chunks of few sizes, K/V written into the engine's static caches.
 
-    prompt of 600 tokens    0 .. 255 | 256 .. 511 | 512 .. 599, as 128 rows of which 88 are real
+    prompt of 600 tokens in fp16    0 .. 511 | 512 .. 599, as 128 rows of which 88 are real
 
 Products are those of torch. Attention of a chunk is a kernel, whose row, position and length lie on the device. So each
-size is one graph. Matrices of 4 bits are multiplied as they lie by chunks of up to `MULTIPLIED` rows. For longer ones
-they are written out in the model's dtype one after another, each into the memory of the one before. A prompt is never
-run beside another.
+size is one graph. Chunks of up to `MULTIPLIED` rows in fp16, of up to `MULTIPLIED_ROWS` for down, multiply matrices of
+4 bits as they lie. For others a matrix is written out in the model's dtype, into the memory of the one before. A prompt
+is never run beside another.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def run_chunk(
     """
     at = (chunk[1] + torch.arange(size, device=tokens.device)).clamp(max=tokens.shape[1] - 1)  # of real tokens no more
     x = embedded(weights, tokens.index_select(0, chunk[:1].long())[0, at], at)
-    # Zero behind the real tokens at first, and later what an earlier layer left.
+    # Zeros, since the reference writes real tokens alone.
     heads = torch.zeros(size, weights.shape.n_heads, weights.shape.head_dim, dtype=caches[0].k.dtype, device=x.device)
     for layer, cache in zip(weights.layers, caches, strict=True):
         block = dense_block(weights, layer, ops, at, join)

@@ -17,7 +17,7 @@ def test_unions_of_the_distribution_are_those_that_were_published():
 def test_shares_of_rows_together():
     model, ids = random_opt(n_layers=2), torch.randint(3, 300, (8, 12))
     ids[1::2] = ids[::2]  # pairs of rows that are the same
-    found = shares(model, ids, 4, [1, 2, 4])
+    found = shares(model, ids, 4, [1, 2, 3, 4])
     alone, pairs, fours = (found[batch] for batch in (1, 2, 4))
     assert alone["one"] == alone["live"] == pairs["live"] < fours["live"] < 1
     assert pairs["overlap"] == 1 > fours["overlap"] > 0

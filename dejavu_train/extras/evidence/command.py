@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         EvidenceConfig,
         argv,
         "dejavu evidence",
-        "Measure what a model gains and loses, and write a page. --plan only says hours and bytes.",
+        "Measure what a model gains and loses, and write a page. --plan only says hours, bytes and lacking data.",
     )
     config.check()
     set_up_logging()

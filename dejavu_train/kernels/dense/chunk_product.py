@@ -157,9 +157,12 @@ def _scales_of(
         row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, 8)
     else:
         row, column, there = _place(own, first, end, n_out, KIND, WIDTH, N, K)
+    at = scales + row * (WIDTH // GROUP) + column // (GROUP // 8)
     if WHOLE:
-        there = first < end
-    return tl.load(scales + row * (WIDTH // GROUP) + column // (GROUP // 8), mask=there, other=0.0)
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=there, other=0.0)
+    return found
 
 
 @triton.jit
@@ -250,6 +253,9 @@ def chunk_product(
         n_out, n_in = leading[-1], columns * (n_rows // leading[-1])
     require(multiplies(weight, x.dtype, kind), f"{n_in} inputs in words, expected a multiple of {LANE_COLUMNS}")
     tokens, by_row = len(x), kind is Arrangement.ROWS
+    require(tokens > 0, "x: no tokens, expected one or more")
+    for name, tensor in (("bias", bias), ("words", weight.words), ("scales", weight.scales)):
+        check_shape(name, tensor, *tensor.shape)
     check_shape("x", x, tokens, n_in)
     check_shape("out", out, tokens, n_out)
     if residual is not None:

@@ -24,6 +24,9 @@ CASES = {  # arrangement, leading dimensions, columns, groups
     "rows are inputs": (ROWS, (72,), 512, 4),
     "rows are inputs, outputs that fill no program": (ROWS, (33,), 296, 1),
     "rows are inputs, several scales in a tile": (ROWS, (40,), 64, 4),
+    "tiles that are full": (COLUMNS, (128,), 128, 1),
+    "tiles of heads that are full": (BESIDE, (2, 128), 64, 2),
+    "tiles that are full, rows are inputs": (ROWS, (64,), 256, 2),
 }
 
 
@@ -93,5 +96,9 @@ def test_what_does_not_fit_is_refused():
         chunk_product(x, weight, bias, out)
     with pytest.raises(ValueError, match="a bias of 511 numbers, expected 512"):
         chunk_product(x, weight, bias[:-1], out, ROWS)
+    with pytest.raises(ValueError, match="bias: expected a contiguous tensor"):
+        chunk_product(x, weight, bias.repeat_interleave(2)[::2], out, ROWS)
+    with pytest.raises(ValueError, match="x: no tokens"):
+        chunk_product(x[:0], weight, bias, out[:0], ROWS)
     with pytest.raises(ValueError, match="40 inputs in words, expected a multiple of 32"):
         chunk_product(x, Int4Rows(weight.words[:, :5].contiguous(), weight.scales[:, :1].contiguous()), bias, out)
