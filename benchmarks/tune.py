@@ -46,14 +46,6 @@ BROKEN = "broken"  # in place of a time: refused, or the process ended
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "advance": {"warps": (4, 8, 16, 32), "parts": (32, 64, 128)},
     "attend": {"positions": (32, 64, 128), "warps": (1, 2, 4)},
-    "chunk": {
-        "tokens": (16, 32, 64, 128),
-        "outputs": (64, 128),
-        "inputs": (32, 64, 128),
-        "programs": (1, 2, 4, 8),
-        "warps": (4, 8),
-        "stages": (3, 4),
-    },
     "down_batch": {"rows": (32, 64, 128), "stages": (3, 4, 5, 6), "stripe": (32, 64, 128)},
     "down_int4": {
         "programs": (2, 3, 4),

@@ -280,14 +280,15 @@ def test_a_prompt_multiplies_codes_as_it_multiplies_numbers(monkeypatch, name):
     asked, kept = [], []
     product = TorchOps.chunk_product
     monkeypatch.setattr(TorchOps, "chunk_product", staticmethod(lambda *given: (asked.append(given), product(*given))))
-    for most in (0, 128):
+    for most, ops in ((0, "reference"), (128, "reference"), (128, "triton")):
         monkeypatch.setattr("dejavu_train.engine.prefill.MULTIPLIED", most)
         monkeypatch.setattr("dejavu_train.engine.prefill.MULTIPLIED_ROWS", most)
-        made = DecodeEngine(own, None, EngineOptions(dtype=torch.float16, ops="reference", context=64))
+        made = DecodeEngine(own, None, EngineOptions(dtype=torch.float16, ops=ops, context=64))
         made.begin([Row.of_prompt(row, 60)])
         assert bool(asked) == bool(most)
         kept.append(torch.cat([cache.k[0, :, :39].flatten().float() for cache in made.core.caches]))
-    torch.testing.assert_close(kept[1], kept[0], rtol=0.02, atol=0.01 * kept[0].abs().max().item())
+    for other in kept[1:]:
+        torch.testing.assert_close(other, kept[0], rtol=0.02, atol=0.01 * kept[0].abs().max().item())
 
 
 def test_what_does_not_fit_is_refused_with_the_parts(monkeypatch):
