@@ -239,8 +239,9 @@ class Bundle:
         if given != self.weight_hash:
             if self.model == os.path.abspath(model):
                 raise UserError(
-                    f"the weights in {model} are not those that its predictors were made for: weight hash {given[:12]},"
-                    f" not {self.weight_hash[:12]}; write the folder anew, or train predictors for these weights"
+                    f"the bundle belongs to other weights: those in {model} have changed since, from weight hash"
+                    f" {self.weight_hash[:12]} to {given[:12]}; put them back, write the folder anew, or train and"
+                    " calibrate predictors for these weights"
                 )
             raise UserError(
                 f"the bundle belongs to other weights: made for {self.model} with weight hash {self.weight_hash[:12]},"

@@ -182,48 +182,49 @@ def _train(
             return training_loss(model, blocks, kind, rows, 0.0)  # not compiled: that would be another graph
 
     model.train()
-    shown = Progress("pretraining", config.steps, "step", step)
     first, began, saved_at, offset = step, time.monotonic(), time.monotonic(), elapsed
     looks = 1 if device.type == "cpu" else LOOK_STEPS  # a look keeps the queue of kernels short, so the clock is true
-    while True:
-        progress = max(
-            step / config.steps if config.steps else 0.0, elapsed / config.seconds if config.seconds else 0.0
-        )
-        if progress >= 1:
-            break
-        factor = learning_rate_factor(progress, step, config.warmup_steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate * factor
-        parts = ranks.own(sampler(step)).split(config.micro_rows or config.batch_rows)
-        entropy = torch.stack([add_gradients(rows) for rows in parts]).sum()
-        ranks.sum([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step == first + 1:
-            began = time.monotonic()  # the first step compiles; it is not training time
-        if step % looks == 0:
-            if not math.isfinite(entropy.item()):
-                raise UserError(f"the loss is not finite at step {step}; lower --learning_rate and remove {state_path}")
-            now = time.monotonic()
-            elapsed, stops, saves = ranks.largest(
-                offset + now - began, signals.pending(), now - saved_at >= config.checkpoint_seconds
+    with Progress("pretraining", config.steps, "step", step) as shown:
+        while True:
+            progress = max(
+                step / config.steps if config.steps else 0.0, elapsed / config.seconds if config.seconds else 0.0
             )
-            shown.describe("pretraining", f"{ranks.count * entropy.item():.4f} nats a token, {elapsed:.0f} s")
-            if stops or saves:
-                save()
-                signals.stop_if_pending()
-                saved_at = time.monotonic()
-        shown.update()
-        if heldout is not None and step % config.validation_steps == 0:
-            logger.info("step %d: %.4f nats a token of %s", step, heldout.score(score_of), config.heldout[0])
-            if heldout.exhausted:
-                logger.info("stopped early: %d scores were worse than the best", config.patience)
+            if progress >= 1:
                 break
-    shown.close()
+            factor = learning_rate_factor(progress, step, config.warmup_steps)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = config.learning_rate * factor
+            parts = ranks.own(sampler(step)).split(config.micro_rows or config.batch_rows)
+            entropy = torch.stack([add_gradients(rows) for rows in parts]).sum()
+            ranks.sum([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step += 1
+            if step == first + 1:
+                began = time.monotonic()  # the first step compiles; it is not training time
+            if step % looks == 0:
+                if not math.isfinite(entropy.item()):
+                    raise UserError(
+                        f"the loss is not finite at step {step}; lower --learning_rate and remove {state_path}"
+                    )
+                now = time.monotonic()
+                elapsed, stops, saves = ranks.largest(
+                    offset + now - began, signals.pending(), now - saved_at >= config.checkpoint_seconds
+                )
+                shown.describe("pretraining", f"{ranks.count * entropy.item():.4f} nats a token, {elapsed:.0f} s")
+                if stops or saves:
+                    save()
+                    signals.stop_if_pending()
+                    saved_at = time.monotonic()
+            shown.update()
+            if heldout is not None and step % config.validation_steps == 0:
+                logger.info("step %d: %.4f nats a token of %s", step, heldout.score(score_of), config.heldout[0])
+                if heldout.exhausted:
+                    logger.info("stopped early: %d scores were worse than the best", config.patience)
+                    break
     made = {"steps": step, "seconds": round(elapsed, 1), "tokens": step * config.batch_rows * config.context}
     return made | ({} if heldout is None else {"heldout_nats": [round(nats, 4) for nats in heldout.nats]})
 
