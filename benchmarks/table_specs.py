@@ -35,6 +35,7 @@ CARD, LOSSLESS = "checkpoints/opt-mini/pretraining.json", f"{RESULTS}/lossless.c
 MINI, HUNDRED = f"{PAGES}/texts/opt-mini.csv", f"{PAGES}/texts/opt-100m.csv"
 FAMILY_ROWS = f"{PAGES}/families/rows.csv"
 TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")
+STUDY = "scripts that have left ([past scripts](docs/notes/past-scripts.md))"
 
 
 def options_of(row: Row) -> dict[str, str]:
@@ -527,6 +528,39 @@ TEXT_MATRIX = Table(
     links=(MINI, HUNDRED),
 )  # fmt: skip
 
+GUARD = Table(
+    f"{PAGES}/texts/guard.csv",
+    {"trained on": "training", "text": "text", "dense tokens": "dense", "thresholds": "moved"},
+    (
+        Column("increase, %", "increase", form=increase), Column("more bytes, %", "more_bytes", form=".1f", times=100),
+        Column("retained mass", "retained_mass", form=".3f"),
+    ),
+    STUDY,
+    {"every": ("0", "32"), "promise": "bundle"},
+    {"dense": lambda row: f"1 in {row['every']}" if row["every"] != "0" else "none",
+     "moved": lambda row: "moved" if row["control"] == "True" else "the bundle's"},
+)  # fmt: skip
+
+
+def best_ranks(rows: list[Row]) -> list[Row]:
+    """Of the ranks of one method the one of least divergence on calibration text."""
+    best: dict[str, str] = {}
+    for row in sorted(rows, key=lambda row: float(row["calibration_nats"] or 0)):
+        best.setdefault(row["method"].split(",")[0], row["method"])
+    return [row for row in rows if row["method"] == best[row["method"].split(",")[0]]]
+
+
+RIVALS = Table(
+    f"{PAGES}/frontier/rivals.csv",
+    {"chosen by": "method"},
+    (Column("bytes, %", "mlp_bytes", form=shares),
+     *(Column(text, "increase", {"text": text}, increase) for text in TEXTS)),
+    STUDY,
+    {"asked_bytes": "0.1"},
+    chosen=best_ranks,
+    order=lambda name: (name[0] != "oracle", name[0] != "predictors", name[0]),
+)  # fmt: skip
+
 
 def int4_rows(root: Path) -> list[Row]:
     """Reports of 4 bits, the newest of each text and seed, with the increase above 4 bits alone, in nats."""
@@ -876,6 +910,8 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "serve-speed": SERVE_SPEED,
     "serve-load": SERVE_LOAD,
     "texts": TEXT_MATRIX,
+    "guard": GUARD,
+    "rivals": RIVALS,
     "four-bits": FOUR_BITS,
     "families-runs": runs_table,
     "families": FAMILIES,

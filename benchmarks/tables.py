@@ -25,7 +25,7 @@ from dejavu_train.evaluation.schema import current
 FILES = (
     "README.md",
     *(f"docs/guides/{name}.md" for name in ("families", "lossless", "sweeps")),
-    *(f"docs/results/{name}.md" for name in "demo families four-bits serving speed texts".split()),
+    *(f"docs/results/{name}.md" for name in "demo families frontier four-bits serving speed texts".split()),
     *(f"docs/notes/{name}.md" for name in ("lossless", "one-model", "by-layers")),
     "checkpoints/opt-mini/README.md",
     "packages/dejavu-vllm/README.md",
