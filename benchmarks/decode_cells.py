@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def zeros(self) -> str:
-        """What the engine does with rows of silent neurons."""
+        """The engine's option: read rows of silent neurons, or let the plan choose."""
         return "read" if self.engine == "dense" else "auto"
 
 

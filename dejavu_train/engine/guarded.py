@@ -11,7 +11,6 @@ from torch import Tensor
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import Attention
 from dejavu_train.engine.mlp import Mlp
-from dejavu_train.engine.planned import Kernels
 from dejavu_train.families import Target, UnitKey
 
 
@@ -58,8 +57,7 @@ class GuardedMlp:
         neurons = self.mlp.neurons
         assert neurons is not None
         neurons.join()
-        if self.mlp.plan.kernels is Kernels.OWNED_GRID:
-            assert neurons.runner is not None
+        if neurons.runner is not None and not neurons.runner.selects:
             neurons.runner.select(self.mlp.work.pdl)
         self.selected = neurons.selection.to_mask(len(x))
 

@@ -149,7 +149,7 @@ def test_gather_selects_as_mask_does_over_skipped_and_back_filled_groups(folder,
 
 @pytest.mark.parametrize("backend", ["gather", "cpu", "triton"])
 def test_texts_are_saved_and_written_alike(folder, bundle, tmp_path, backend):
-    """Those of rows with padding on the left: as `mask` writes them, and as the saved model does."""
+    """Texts of rows with padding on the left: as `mask` writes them, and as the saved model does."""
     settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, "eos_token_id": None}
     inputs, model = padded(9, 4), sparse(folder, bundle, backend, "prompt")
     written = model.generate(**inputs, **settings)

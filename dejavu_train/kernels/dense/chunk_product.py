@@ -221,7 +221,7 @@ def _add_parts_kernel(
 
 
 def multiplies(weight: Int4Rows, dtype: torch.dtype, kind: Arrangement) -> bool:
-    """Whether `chunk_product` takes a matrix for tokens of a dtype."""
+    """Say whether `chunk_product` takes a matrix for tokens of a dtype."""
     *leading, columns = weight.shape
     inputs = columns * (leading[0] if kind is Arrangement.BESIDE else 1)
     return dtype == torch.float16 and (kind is Arrangement.ROWS or inputs % LANE_COLUMNS == 0)

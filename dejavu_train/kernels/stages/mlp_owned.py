@@ -24,7 +24,6 @@ from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_
 from dejavu_train.kernels.common.limits import Products, owned_block
 from dejavu_train.kernels.common.partial_sums import add_partials, most_splits, partial_sums
 from dejavu_train.kernels.common.row_state import by_state
-from dejavu_train.kernels.common.settings import Settings
 from dejavu_train.kernels.formats.format import Format
 from dejavu_train.kernels.formats.matrix import MlpWeights
 from dejavu_train.kernels.stages.listed import ListedLaunch, constants
@@ -46,13 +45,8 @@ WIDEST = 64  # columns of a piece of a predictor's rows: wider pieces' sums take
 
 
 @dataclass(frozen=True)
-class OwnedMlpSettings(Settings, stage="owned_int4"):
-    """Fields are those of `Int4MlpSettings`."""
-
-    programs: int
-    warps: int
-    ahead: int
-    registers: int
+class OwnedMlpSettings(Int4MlpSettings, stage="owned_int4"):
+    """Settings of programs that own neurons, which hold several times the rows of a step."""
 
 
 def mlp_owned_reference(
@@ -156,6 +150,5 @@ def owned_launch(
         f" {predictor.products}",
     )
     block = owned_block(n, rank, size, programs, found.warps)
-    settings = Int4MlpSettings(**vars(found))
     selects = row_words_launch(block, rank, found.warps) if words else registers_launch(up, block, rank, WIDEST)
-    return int4_launch(x, weights, norm, settings, programs, block), selects.constants
+    return int4_launch(x, weights, norm, found, programs, block), selects.constants
