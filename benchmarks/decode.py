@@ -75,7 +75,7 @@ def started_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, sh
         predictors,
         EngineOptions(
             batch=cell.batch, context=min(2048, cell.prompt + steps + EXTRA), release=True, screen=cell.screen,
-            zeros=cell.zeros,
+            zeros=cell.zeros, one_kernel=cell.one_kernel,
         ),
     )  # fmt: skip
     weights.layers[:] = engine.weights.layers  # the next cell starts from this layout: a 66B model exists once
@@ -96,6 +96,8 @@ def run_engine(cell: Cell, name: str, weights: DecodeWeights, steps: int, share:
         masked = sorted({half.target for half in engine.plan.halves if half.run is Run.MASKED})
         if masked:  # all layers of these shapes are alike
             notes.append(f"{' and '.join(masked)} computed whole and masked")
+        if engine.plan.one_kernel is not None:
+            notes.append("all layers in one kernel")
     row["positions"] = f"{cell.prompt}-{cell.prompt + steps}"
     row["rank"] = (cell.rank or RANKS[name]) if engine.predictors else 0
     row["note"] = " ".join(notes)

@@ -27,6 +27,7 @@ class Cell:
         screen: whether the token is found through an int8 screen of the LM head.
         site: halves between the site that the MLP's predictor reads and fc1.
         heads_site: halves between the site that the heads' predictor reads and q/k/v.
+        one_kernel: whether all layers may run as one kernel.
     """
 
     engine: str = "sparse"
@@ -41,6 +42,7 @@ class Cell:
     screen: bool = False
     site: int = 0
     heads_site: int = 0
+    one_kernel: bool = True
 
     @property
     def options(self) -> str:

@@ -164,6 +164,13 @@ def logits_of(engine: DecodeEngine, predictor: TargetPredictor) -> torch.Tensor:
     return predict_reference(x, weights, layer.norm2 if later else layer.norm1)
 
 
+def by_chain(engine: DecodeEngine) -> None:
+    """A step that leaves the residual stream in front of every half, as one kernel of all layers does not."""
+    kernel, engine.core.one_kernel = engine.core.one_kernel, None
+    engine.core.eager("greedy", False)
+    engine.core.one_kernel = kernel
+
+
 def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float, n_steps: int = 9) -> None:
     """Thresholds at quantiles of the logits on the model's own activations.
 
@@ -172,7 +179,7 @@ def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float
     """
     pools: dict[tuple[int, str], list[torch.Tensor]] = {key: [] for key in engine.predictors}
     for step in range(n_steps):
-        engine.core.eager("greedy", False)
+        by_chain(engine)
         for key, predictor in engine.predictors.items():
             if step <= n_steps // 3:
                 pools[key].clear()
@@ -194,7 +201,7 @@ def measured(engine: DecodeEngine, n_steps: int = 3) -> dict[str, float]:
     active_sums = dict.fromkeys(("one", "together", "hit", "selected"), 0.0)  # neurons, summed over steps and layers
     total, earlier, overlaps = 0.0, {}, []
     for _ in range(n_steps):
-        engine.core.eager("greedy", False)
+        by_chain(engine)
         screen = engine.core.screen
         total += engine.weights.lm_head.nbytes if screen is None else screen.read_bytes()
         context = engine.state.position.double()  # the step has moved on by one

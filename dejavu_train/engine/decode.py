@@ -22,6 +22,7 @@ from dejavu_train.engine.facts import facts_of
 from dejavu_train.engine.inputs import Row, Sampling, check_rows, rows_of
 from dejavu_train.engine.memory import check_room, describe_memory, free_bytes, held_bytes, weight_bytes
 from dejavu_train.engine.model_weights import engine_dtype, formats_of, weights_of_model
+from dejavu_train.engine.one_kernel import with_one_kernel
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import plan_step, read_as_codes, with_screen
 from dejavu_train.engine.planned import Engine
@@ -132,6 +133,7 @@ class DecodeEngine(Session):
             loaded = {key: shard.predictor(each) for key, each in loaded.items()}
         if guard is not None:
             loaded = {key: replace(each, threshold=guard.threshold(key)) for key, each in loaded.items()}
+        plan = with_one_kernel(plan, loaded, device)
         self.plan = plan = with_screen(plan, options.screen, free_bytes(device) if device.type == "cuda" else None)
         self.memory = held_bytes(weights, loaded) | dict(plan.coming)
         check_room(plan.coming, device)
@@ -318,6 +320,9 @@ class DecodeEngine(Session):
         for b, position in enumerate(fault):
             if position:
                 what = f"the logits of row {b} for the token at position {position} hold NaN"
+                if self.core.one_kernel is not None and (why := self.core.one_kernel.fault()):
+                    what += f", because the kernel of all layers stopped ({why})"
+                    self.core.one_kernel.reset()
                 faults[b] = not_finite(what, self.weights.embedding.dtype)
                 faults[b].tokens = tokens[b, :position].tolist()
         return Sight(tokens, [position + 1 for position in last], [bool(each) for each in done], faults)

@@ -17,6 +17,7 @@ import torch
 from dejavu_train.engine.cpu_plan import plan_compiled
 from dejavu_train.engine.facts import PredictorFacts, why_all
 from dejavu_train.engine.memory import SLACK, cache_bytes, late_bytes, scratch_bytes
+from dejavu_train.engine.one_kernel_plan import one_kernel_sizes
 from dejavu_train.engine.options import EngineOptions, check_zeros
 from dejavu_train.engine.planned import (
     Early,
@@ -114,6 +115,9 @@ def plan_step(
     widths = [facts.rank for facts in mlps if facts is not None]
     scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, widths)
     coming = cache_bytes(dims, batch, context, DTYPE_BYTES[formats.dtype], kept) | {"scratch": scratch}
+    skips = all(half.skips for half in halves[1::2])
+    sizes, why = one_kernel_sizes(dims, predictors, formats, options, ranks, skips)
+    plan = replace(plan, one_kernel=sizes, one_kernel_why=why if formats.packed and batch == 1 else "")
     return replace(plan, coming=coming, carveout=carveout(halves, formats.packed))
 
 

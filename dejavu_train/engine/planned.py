@@ -9,6 +9,7 @@ from dejavu_train.families import ModelDims, Site, Target, UnitKey
 from dejavu_train.families.dims import Activation
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, Products
 from dejavu_train.kernels.formats.matrix import Hidden
+from dejavu_train.kernels.persistent.sizes import StepSizes
 
 
 class Engine(StrEnum):
@@ -156,6 +157,7 @@ class StepPlan:
             screen of it. coming: bytes that an engine takes beside weights and predictors, by what they are for.
         codes_down: down of few rows is multiplied from its codes. carveout: percent of shared memory.
         ranks: GPUs that run the step together. `dims` are those of one.
+        one_kernel: sizes of the kernel that runs all layers instead of what the halves say, or None and why not.
     """
 
     engine: Engine
@@ -169,6 +171,8 @@ class StepPlan:
     ranks: int = 1
     screened: bool = False
     head_why: str = "all logits"
+    one_kernel: StepSizes | None = None
+    one_kernel_why: str = ""
     coming: Mapping[str, int] = field(default_factory=dict)
 
     def half(self, layer: int, target: Target | str) -> HalfPlan:
@@ -205,6 +209,10 @@ class StepPlan:
                 " two sums over GPUs a layer, and one of logits"
             )
         lines.append(f"weights in {self.formats.layers}, LM head in {self.formats.head}: {self.head_why}")
+        if self.one_kernel is not None:
+            return "\n".join([*lines, f"all layers in one kernel, which reads {self.one_kernel.neurons} neurons"])
+        if self.one_kernel_why:
+            lines.append(f"layers as a chain of kernels, not one kernel: {self.one_kernel_why}")
         for target, name in ((Target.HEADS, "attention"), (Target.MLP, "MLP")):
             mine = enumerate(half for half in self.halves if half.target == target)
             for (text, why), group in itertools.groupby(mine, key=lambda pair: (str(pair[1]), pair[1].why)):

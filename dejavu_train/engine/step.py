@@ -17,6 +17,7 @@ from dejavu_train.bundle.guard import GuardState
 from dejavu_train.engine.attention import Attention
 from dejavu_train.engine.guarded import GuardedAttention, GuardedMlp
 from dejavu_train.engine.mlp import Mlp
+from dejavu_train.engine.one_kernel import layers_in_one
 from dejavu_train.engine.ops import operations
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Engine, Kernels, Packer, Place, Run, StepPlan
@@ -32,6 +33,7 @@ from dejavu_train.kernels.common.limits import selection_block
 from dejavu_train.kernels.common.selection import Selection
 from dejavu_train.kernels.dense.screened_head import ScreenedHead
 from dejavu_train.kernels.lookahead.mlp_ahead import LateSite
+from dejavu_train.kernels.persistent.decoder_layers import DecoderLayers
 from dejavu_train.kernels.sample.sampling import TokenState
 from dejavu_train.kernels.stages.predictor import HeadSite, head_selection
 
@@ -103,6 +105,9 @@ class DecodeStep:
         self.selections = {key: each.selection for key, each in chosen.items()}
         self.caches = [self._cache(layer) for layer in range(shape.n_layers)]
         self.layers = self._layers(chosen)
+        self.one_kernel: DecoderLayers | None = None
+        if plan.one_kernel is not None:
+            self.one_kernel = layers_in_one(plan.one_kernel, weights, predictors, self.caches, self.state)
         self.measured = None if guard is None else [self._measured(i, layer) for i, layer in enumerate(self.layers)]
 
     def _layers(self, chosen: Mapping[UnitKey, TargetSelection]) -> list[Layer]:
@@ -217,6 +222,10 @@ class DecodeStep:
         with self.on_device():
             self.ops.embed(self.state, weights.embedding, weights.positions, self.x[0], pdl=self.work.pdl)
             self._normalise(self.x[0], weights.embedding_norm)
+            if self.one_kernel is not None:
+                self.one_kernel(self.x[0], self.x[-1])
+                self.tail(mode, score)
+                return
             halves = zip(weights.layers, layers, self.x[::2], self.x[1::2], self.x[2::2], strict=False)
             for own, layer, x, between, out in halves:
                 for predictor in layer.at_attention:

@@ -1,0 +1,59 @@
+"""All layers of a step in one kernel: where sizes and formats allow that.
+
+What it does not take runs as a chain of kernels, and `DecodeEngine.describe` says why.
+"""
+
+from collections.abc import Mapping
+
+from dejavu_train.engine.facts import PredictorFacts
+from dejavu_train.engine.options import EngineOptions
+from dejavu_train.engine.planned import Formats
+from dejavu_train.families import ModelDims, Target, UnitKey
+from dejavu_train.families.dims import Activation, Norm, Positions
+from dejavu_train.kernels.persistent.sizes import GROUP, Neurons, StepSizes
+
+
+def one_kernel_sizes(
+    dims: ModelDims,
+    predictors: Mapping[UnitKey, PredictorFacts | None],
+    formats: Formats,
+    options: EngineOptions,
+    ranks: int,
+    skips: bool,
+) -> tuple[StepSizes | None, str]:
+    """(what the kernel would be compiled for, why it cannot be). One of the two is empty.
+
+    Args:
+        skips: rows of silent neurons are not read where a layer selects nothing.
+    """
+    chosen = [predictors.get(UnitKey(layer, Target.MLP)) for layer in range(dims.n_layers)]
+    facts = [each for each in chosen if each is not None]
+    sizes = StepSizes(
+        dims.d_model, dims.n_heads, dims.head_dim, dims.d_ffn, dims.n_layers,
+        Neurons.SELECTED if facts else Neurons.LIVE if skips else Neurons.ALL, facts[0].rank if facts else 0,
+    )  # fmt: skip
+    plain = dims.norm is Norm.LAYER_NORM and dims.positions is Positions.LEARNED and not dims.post_norm
+    for why, refused in (
+        ("none was asked for", not options.one_kernel),
+        (f"it takes one row, not {options.batch}", options.batch > 1),
+        ("it runs on one GPU", ranks > 1),
+        ("it takes 4-bit weights", not formats.packed),
+        (f"it takes groups of {GROUP}, not {formats.group}", formats.group != GROUP),
+        ("it has ReLU without a gate", dims.gated or dims.activation is not Activation.RELU),
+        ("it has LayerNorm in front of each half and learned positions", not plain or not dims.biases),
+        ("its heads share no K and V", dims.n_kv_heads != dims.n_heads),
+        ("a guard measures layer by layer", options.guarded),
+        ("it selects no heads", any(key[1] == Target.HEADS and each is not None for key, each in predictors.items())),
+        ("it selects in all layers or in none", bool(facts) and len(facts) < dims.n_layers),
+        ("predictors have one rank, a threshold and int4", any(
+            each.rank != sizes.rank or each.top_k is not None or each.format != "int4" for each in facts
+        )),
+        ("predictors read their layer's attn_in", any(
+            each is not None and each.site.half != 2 * layer for layer, each in enumerate(chosen)
+        )),
+        ("predictors of earlier sites run inline or on a stream", bool(facts) and options.look_ahead != "fused"),
+        (sizes.refusal, bool(sizes.refusal)),
+    ):  # fmt: skip
+        if refused:
+            return None, why
+    return sizes, ""

@@ -1,0 +1,1 @@
+"""All layers of a decoding step in one launch."""

@@ -1,0 +1,219 @@
+"""All decoder layers of a decoding step of one row as one cooperative kernel, over 4-bit weights where they lie.
+
+    for each layer:  x += out(attention(q, k, v of norm1(x)));  x += down(relu(up(norm2(x)))) of the neurons of a mode
+
+x (d,) fp32. Neurons: all, all but those that are zero in down, or those that the MLP's predictor selects from
+norm1(x). `layers.cu` has the kernel, and docs/notes/one-kernel.md explains it. `decoder_layers_reference` is the
+same in plain torch, without rounding.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dejavu_train.kernels.common.checks import check_shape, require
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.formats.codes import nibble_codes
+from dejavu_train.kernels.formats.int4 import Int4Rows, pack_int4
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.persistent.program import Launcher, Program
+from dejavu_train.kernels.persistent.sizes import (
+    EXCHANGE,
+    GROUP,
+    HEADS,
+    LAYER_BYTES,
+    PROGRAMS,
+    RANKS,
+    SYNC,
+    THREADS,
+    Neurons,
+    StepSizes,
+)
+from dejavu_train.kernels.stages.predictor import PredictorWeights
+
+SOURCE = Path(__file__).with_name("layers.cu")
+ARCH = "sm_90a"  # bulk copies and barriers of Hopper, and instructions of no other
+FAULTS = (
+    "", "a page was never free", "a page never came", "the list of neurons never came", "a program never came to the"
+    " barrier", "the predictor's hidden values never came", "a mask never came", "the neurons' values never came",
+    "a part of a head never came", "a sum left its range",
+)  # fmt: skip
+ERROR_AT = 4 * 32  # of sync
+
+
+@dataclass(frozen=True)
+class StepLayer:
+    """Tensors of one layer: Int4Rows as `engine.weights` lays them, down as rows of neurons, biases and norms in fp16.
+
+    cache: k and v (1, heads, capacity, head_dim) fp16. predictor: of the MLP, from norm1's output, as nibbles.
+    threshold: (1,) fp32.
+    """
+
+    qkv: Linear
+    out: Linear
+    up: Linear
+    down: Linear
+    norm1: LayerNormWeights
+    norm2: LayerNormWeights
+    cache: KvCache
+    predictor: PredictorWeights | None = None
+    threshold: Tensor | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of `Layer` in the source. A predictor's matrices are packed as rows of words."""
+        found: list[Tensor | None] = []
+        for linear in (self.qkv, self.out, self.up, self.down):
+            found += [*_rows(linear).parts(), linear.bias]
+        for norm in (self.norm1, self.norm2):
+            found += [norm.weight, norm.bias]
+        found += [self.cache.k, self.cache.v]
+        own = self.predictor
+        if own is None:
+            return [*found, *[None] * 6]
+        assert own.down_scale is not None and own.up_scale is not None and own.bias is not None
+        d, rank = _rows(self.qkv).shape[-1], len(own.down)
+        packed = (pack_int4(nibble_codes(*each)) for each in ((own.down, d), (own.up, rank)))
+        first, second = packed
+        return [*found, first, own.down_scale, second, own.up_scale, own.bias, self.threshold]
+
+
+def _rows(linear: Linear) -> Int4Rows:
+    weight = linear.weight
+    if not isinstance(weight, Int4Rows):
+        raise ValueError(f"expected a matrix of 4 bits, got {weight.format}")
+    return weight
+
+
+class DecoderLayers:
+    """The kernel with the tensors of a model, and what its programs tell each other.
+
+    Args:
+        layers: all of them, on a GPU of compute capability 9.0. position, row_state: (1,) int32, see `TokenState`.
+    Raises:
+        ValueError: shapes, dtypes or a scale's groups that it does not read. NoCompiler, RuntimeError: see `program`.
+    """
+
+    def __init__(self, sizes: StepSizes, layers: Sequence[StepLayer], position: Tensor, row_state: Tensor) -> None:
+        require(not sizes.refusal, sizes.refusal)
+        for layer in layers:
+            check_layer(sizes, layer)
+        self.sizes, self.position, self.row_state = sizes, position, row_state
+        device = position.device
+        self._held = [layer.tensors() for layer in layers]
+        largest = torch.stack([_rows(layer.down).scales.abs().amax().float() for layer in layers])
+        bits = largest.view(torch.int32).tolist()
+        table = [
+            [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [word]
+            for tensors, word in zip(self._held, bits, strict=True)
+        ]
+        self.table = torch.tensor(table, dtype=torch.int64, device=device)
+        require(self.table.shape[1] * 8 == LAYER_BYTES, "the table's rows are those of the source")
+        self.capacity, self.eps = layers[0].cache.capacity, layers[0].norm1.eps
+
+        def zeros(n: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(n, dtype=dtype, device=device)
+
+        self.delta, self.heads, self.hidden = zeros(3 * sizes.d, torch.int32), zeros(HEADS * EXCHANGE), zeros(RANKS[-1])
+        self.masks, self.sync = zeros(4 * PROGRAMS, torch.int32), zeros(SYNC, torch.int32)
+        shared = sizes.page_bytes * sizes.pages + sizes.small_bytes
+        with torch.cuda.device(device):
+            self.launch = Launcher.load(program_of(sizes), PROGRAMS, THREADS, shared)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """x (1, d) fp32 -> out (1, d), and K/V of the row's position into the caches.
+
+        A step that fails leaves NaN in out, and its reason in `fault`.
+        """
+        for name, tensor in (("x", x), ("out", out)):
+            check_shape(name, tensor, 1, self.sizes.d)
+        scratch = (self.delta, self.heads, self.hidden, self.masks, self.sync)
+        tensors = (self.table, x, out, self.position, self.row_state, *scratch)
+        numbers = ((len(self.table), ctypes.c_int), (self.capacity, ctypes.c_int), (self.eps, ctypes.c_float))
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        self.launch(stream, [*((tensor.data_ptr(), None) for tensor in tensors), *numbers])
+
+    def fault(self) -> str:
+        """Why a step failed since the last `reset`, or ""."""
+        return FAULTS[int(self.sync[ERROR_AT])]
+
+    def reset(self) -> None:
+        """Forget a step that failed."""
+        for tensor in (self.delta, self.heads, self.hidden, self.masks, self.sync):
+            tensor.zero_()
+
+
+def program_of(sizes: StepSizes) -> Program:
+    return Program(SOURCE.read_text(), "decoder_layers", sizes.defines, ARCH)
+
+
+def check_layer(sizes: StepSizes, layer: StepLayer) -> None:
+    """Raise ValueError for tensors that the kernel would misread."""
+    d, head_dim, heads, n = sizes.d, sizes.head_dim, sizes.heads, sizes.d_ffn
+    for name, linear, shape, group in (
+        ("qkv", layer.qkv, (heads, 3, head_dim, d), GROUP), ("out", layer.out, (heads, d, head_dim), head_dim),
+        ("up", layer.up, (n, d), GROUP), ("down", layer.down, (n, d), GROUP),
+    ):  # fmt: skip
+        rows = _rows(linear)
+        require(rows.shape == shape and rows.group == group, f"{name} is {rows.shape} in groups of {rows.group}")
+        require(linear.bias.dtype == torch.float16, f"{name}'s bias is {linear.bias.dtype}, expected float16")
+    for norm in (layer.norm1, layer.norm2):
+        for tensor in norm.folded:
+            require(tensor.dtype == torch.float16, f"a norm is {tensor.dtype}, expected float16")
+        require(norm.bias is not None and norm.eps == layer.norm1.eps, "norms need a bias and one eps")
+    cache = layer.cache
+    require(cache.k.dtype == cache.v.dtype == torch.float16 and len(cache.k) == 1, "caches are of one row in float16")
+    require(cache.watermark is None and cache.positions is None, "all K/V are there, and nothing is turned")
+    predictor = layer.predictor
+    require((predictor is not None) == (sizes.neurons is Neurons.SELECTED), "predictors are there, or none is")
+    if predictor is not None:
+        require(predictor.down.dtype == torch.uint8, "predictors are nibbles")
+        check_shape("down", predictor.down, sizes.rank, d // 2)
+        check_shape("up", predictor.up, n, sizes.rank // 2)
+
+
+def decoder_layers_reference(
+    sizes: StepSizes, layers: Sequence[StepLayer], x: Tensor, position: int, row_state: int = 1
+) -> Tensor:
+    """The same in float64, over the same codes. Caches stay as they are. Returns (1, d)."""
+    x = x.double()
+    for layer in layers:
+        n = normalised_reference(x, layer.norm1)
+        qkv = _dense(layer.qkv).view(-1, sizes.d) @ n[0] + layer.qkv.bias.double().flatten()
+        q, k, v = qkv.view(sizes.heads, 3, sizes.head_dim).unbind(1)
+        keys, values = (
+            torch.cat((cached[0, :, :position].double(), new.half().double()[:, None]), 1)
+            for cached, new in ((layer.cache.k, k), (layer.cache.v, v))
+        )
+        weights = torch.softmax((keys @ q[..., None])[..., 0] / math.sqrt(sizes.head_dim), -1)
+        mixed = (weights[:, None] @ values)[:, 0]
+        x = x + torch.einsum("hdk,hk->d", _dense(layer.out), mixed) + layer.out.bias.double()
+        hidden = (normalised_reference(x, layer.norm2) @ _dense(layer.up).T + layer.up.bias.double()).relu()
+        if layer.threshold is not None and row_state != 2:
+            hidden = hidden * (scores_reference(layer, n) > layer.threshold.double())
+        x = x + hidden @ _dense(layer.down) + layer.down.bias.double()
+    return x
+
+
+def scores_reference(layer: StepLayer, n: Tensor) -> Tensor:
+    """(1, d_ffn): what the predictor says of a norm's output n (1, d), in float64."""
+    own = layer.predictor
+    assert own is not None and own.down_scale is not None and own.up_scale is not None and own.bias is not None
+    hidden = (n @ nibble_codes(own.down, n.shape[1]).double().T) * own.down_scale.double()
+    hidden = hidden.relu() if own.relu else hidden
+    return (hidden @ nibble_codes(own.up, hidden.shape[1]).double().T) * own.up_scale.double() + own.bias.double()
+
+
+def _dense(linear: Linear) -> Tensor:
+    return linear.weight.dense(torch.float64)
+
+
+def normalised_reference(x: Tensor, norm: LayerNormWeights) -> Tensor:
+    """LayerNorm of x in its dtype."""
+    gain, shift = norm.folded
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], gain.double(), shift.double(), norm.eps)

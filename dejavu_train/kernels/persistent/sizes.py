@@ -1,0 +1,80 @@
+"""Sizes for which the kernel of all layers is compiled, and which there are. Loads no torch."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+PROGRAMS, THREADS = 128, 288
+HEADS = 32  # of four programs each
+GROUP = 128  # columns of a scale
+WIDTHS, HEAD_DIMS, RANKS = (2048, 4096), (64, 128), (128, 256)
+NEURONS = 128  # of a program, at most
+SMALL_BYTES, LAYER_BYTES = 20480, 200  # beside the pages: of a program and of a layer
+SHARED_BYTES = 232448  # of a multiprocessor that a program can have
+MOST_PAGES, LEAST_PAGES = 12, 6
+EXCHANGE, SYNC = 1280, 16 * 32  # words, as in the source
+
+
+class Neurons(IntEnum):
+    """Mode: which rows of an MLP a step reads."""
+
+    ALL = 0
+    LIVE = 1
+    SELECTED = 2
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Sizes for which the kernel is compiled. rank: of the MLPs' predictors, 0 = none. relu: within these."""
+
+    d: int
+    heads: int
+    head_dim: int
+    d_ffn: int
+    layers: int
+    neurons: Neurons
+    rank: int = 0
+    relu: bool = False
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page: 16 KB of rows, their scales, and room between them."""
+        rows = 16384 // (self.d // 2)
+        return 16384 + rows * (16 + self.d // 64)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the ring that fit beside the table of layers."""
+        return min(MOST_PAGES, (SHARED_BYTES - self.small_bytes) // self.page_bytes)
+
+    @property
+    def small_bytes(self) -> int:
+        """Bytes beside the pages: sums of every column, what programs tell each other, and the table of layers."""
+        return SMALL_BYTES + 4 * (self.d + self.d // 8) + LAYER_BYTES * self.layers
+
+    @property
+    def refusal(self) -> str:
+        """Why the kernel does not take these sizes, or ""."""
+        own = self.d_ffn // PROGRAMS
+        for what, got, allowed in (
+            ("a width", self.d, WIDTHS),
+            ("heads", self.heads, (HEADS,)),
+            ("a head dim", self.head_dim, HEAD_DIMS),
+            *((("a predictor's rank", self.rank, RANKS),) if self.neurons is Neurons.SELECTED else ()),
+        ):
+            if got not in allowed:
+                return f"it takes {what} of {' or '.join(map(str, allowed))}, not {got}"
+        if self.heads * self.head_dim != self.d:
+            return "it takes heads that are as wide as the model together"
+        if self.d_ffn % (32 * PROGRAMS) or own > NEURONS:
+            return f"it takes neurons in a multiple of {32 * PROGRAMS}, {NEURONS * PROGRAMS} at most, not {self.d_ffn}"
+        if self.pages < LEAST_PAGES:
+            return f"{self.layers} layers leave no room for its pages"
+        return ""
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """Macros of the source."""
+        return {
+            "D": self.d, "HEADS": self.heads, "HEAD_DIM": self.head_dim, "D_FFN": self.d_ffn, "PAGES": self.pages,
+            "MODE": int(self.neurons), "RANK": self.rank, "PREDICTOR_RELU": int(self.relu),
+        }  # fmt: skip

@@ -1,0 +1,77 @@
+"""Random layers of shapes that the kernel of all layers takes, and thresholds that no rounding crosses."""
+
+import torch
+
+from dejavu_train.kernels.common.kv_cache import KvCache
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.formats.int4 import Int4Rows
+from dejavu_train.kernels.formats.matrix import Linear
+from dejavu_train.kernels.persistent.decoder_layers import (
+    StepLayer,
+    decoder_layers_reference,
+    normalised_reference,
+    scores_reference,
+)
+from dejavu_train.kernels.persistent.sizes import Neurons, StepSizes
+from dejavu_train.kernels.stages.predictor import PredictorWeights
+
+
+def sizes_of(d, n_layers, neurons, relu=False):
+    rank = d // 16 if neurons is Neurons.SELECTED else 0
+    return StepSizes(d, 32, d // 32, 4 * d, n_layers, neurons, rank, relu)
+
+
+def random_layers(sizes, capacity, device, seed=0):
+    """Layers whose scales have either sign. In a step that skips silent neurons, most are silent."""
+    generator = torch.Generator(device).manual_seed(seed)
+    d, hd, n, h = sizes.d, sizes.head_dim, sizes.d_ffn, sizes.heads
+    unit = 0.02 * (4096 / d) ** 0.5 / 4.6
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, generator=generator)
+
+    def rows(*shape, groups):
+        words = torch.randint(-(2**31), 2**31 - 1, (*shape[:-1], shape[-1] // 8), device=device, generator=generator)
+        scales = (torch.rand(*shape[:-1], groups, device=device, generator=generator) + 0.5) * unit
+        return Int4Rows(words.int(), (scales * normal(*scales.shape).sign()).half())
+
+    def linear(*shape, groups, bias, shift=0.0):
+        return Linear(rows(*shape, groups=groups), (0.1 * normal(*bias) + shift).half())
+
+    def norm():
+        return LayerNormWeights((1 + 0.2 * normal(d)).half(), (0.1 * normal(d)).half())
+
+    def nibbles(rows, columns):
+        return torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device, generator=generator)
+
+    def scales(n):
+        return (torch.rand(n, device=device, generator=generator) + 0.5) * 0.01
+
+    silent = -1.5 if sizes.neurons is Neurons.LIVE else 0.0
+    for _ in range(sizes.layers):
+        predictor = threshold = None
+        if sizes.rank:
+            first, second = nibbles(sizes.rank, d), nibbles(n, sizes.rank)
+            predictor = PredictorWeights(
+                first, second, 0.1 * normal(n), scales(sizes.rank), scales(n), relu=sizes.relu
+            )  # fmt: skip
+            threshold = torch.zeros(1, device=device)
+        cache = KvCache(*(normal(1, h, capacity, hd).half() for _ in range(2)), torch.zeros(0, device=device))
+        yield StepLayer(
+            linear(h, 3, hd, d, groups=d // 128, bias=(h, 3, hd)),
+            linear(h, d, hd, groups=1, bias=(d,)),
+            linear(n, d, groups=d // 128, bias=(n,), shift=silent),
+            linear(n, d, groups=d // 128, bias=(d,)),
+            norm(), norm(), cache, predictor, threshold,
+        )  # fmt: skip
+
+
+def put_thresholds(sizes, layers, x, position, density=0.1):
+    """Thresholds that select about `density` of the neurons, each in a wide gap between two scores."""
+    for layer in layers:
+        scores = scores_reference(layer, normalised_reference(x.double(), layer.norm1))[0]
+        top, at = scores.sort(descending=True).values, int(density * sizes.d_ffn)
+        near = slice(at - 40, at + 40)
+        first = int((top[near] - top[at - 39 : at + 41]).argmax()) + at - 40
+        layer.threshold.fill_(float((top[first] + top[first + 1]) / 2))
+        x = decoder_layers_reference(sizes, [layer], x, position)

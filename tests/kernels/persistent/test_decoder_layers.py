@@ -1,0 +1,144 @@
+"""All layers in one kernel: on a GPU against plain torch, elsewhere what the compiler makes and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layer_models import put_thresholds, random_layers, sizes_of
+
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.persistent.decoder_layers import (
+    DecoderLayers,
+    check_layer,
+    decoder_layers_reference,
+    program_of,
+)
+from dejavu_train.kernels.persistent.program import NoCompiler, Program
+from dejavu_train.kernels.persistent.sizes import LEAST_PAGES, Neurons
+
+WIDTHS = (2048, 4096)
+MODES = list(Neurons)
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def compiler():
+    try:
+        Program("", "", {}, "sm_90a").compiled()
+    except NoCompiler as error:
+        pytest.skip(str(error).splitlines()[0])
+
+
+@pytest.mark.parametrize("neurons", MODES)
+@pytest.mark.parametrize("d", WIDTHS)
+def test_the_compiler_needs_no_more_than_a_multiprocessor_has(d, neurons):
+    compiler()
+    sizes = sizes_of(d, 48, neurons)
+    _, log = program_of(sizes).compiled(verbose=True)
+    (used,) = [int(line.split("Used ")[1].split()[0]) for line in log.splitlines() if "Used " in line]
+    # Twelve warps a quarter's registers: nine are there, and a quarter of the multiprocessor has three of them.
+    assert used <= 168 and sizes.pages >= LEAST_PAGES
+
+
+def test_a_source_that_does_not_compile_says_where():
+    compiler()
+    with pytest.raises(NoCompiler, match="layers.cu.*error"):
+        Program("int x = y;", "none", {}, "sm_90a").compiled()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"d": 2560}, "a width of 2048 or 4096, not 2560"), ({"heads": 40}, "heads of 32, not 40"),
+        ({"head_dim": 80}, "a head dim of 64 or 128, not 80"), ({"head_dim": 64}, "as wide as the model"),
+        ({"rank": 192}, "rank of 128 or 256, not 192"), ({"d_ffn": 20480}, "16384 at most, not 20480"),
+        ({"d_ffn": 16000}, "a multiple of 4096"), ({"layers": 700}, "no room for its pages"),
+    ],
+)  # fmt: skip
+def test_sizes_that_it_does_not_take_are_named(changed, said):
+    assert sizes_of(4096, 32, Neurons.SELECTED).refusal == ""
+    assert said in replace(sizes_of(4096, 32, Neurons.SELECTED), **changed).refusal
+
+
+def test_tensors_that_it_would_misread_are_refused():
+    sizes = sizes_of(2048, 1, Neurons.ALL)
+    (layer,) = random_layers(sizes, 64, "cpu")
+    check_layer(sizes, layer)
+    up, norm = layer.up, layer.norm1
+    for wrong, said in (
+        (replace(layer, up=replace(up, bias=up.bias.float())), "up's bias is torch.float32"),
+        (replace(layer, up=replace(up, weight=up.weight.view(4096, 4096))), "up is"),
+        (replace(layer, norm2=LayerNormWeights(norm.weight, norm.bias, eps=1e-6)), "one eps"),
+        (replace(layer, norm1=LayerNormWeights(norm.weight.float(), norm.bias)), "a norm is torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_layer(sizes, wrong)
+
+
+def problem(d, n_layers, neurons, position, relu=False):
+    """(sizes, layers, input, the kernel)."""
+    sizes = sizes_of(d, n_layers, neurons, relu)
+    layers = list(random_layers(sizes, 200, "cuda"))
+    x = torch.randn(1, d, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    if sizes.rank:
+        put_thresholds(sizes, layers, x, position)
+    at, state = (torch.full((1,), value, dtype=torch.int32, device="cuda") for value in (position, 1))
+    return sizes, layers, x, DecoderLayers(sizes, layers, at, state)
+
+
+def off(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("position", [0, 1, 31, 32, 150, 199])
+@pytest.mark.parametrize("neurons", MODES)
+@pytest.mark.parametrize("d", WIDTHS)
+class TestOnAGpu:
+    pytestmark = gpu
+
+    def test_it_equals_plain_torch(self, d, neurons, position):
+        for relu in (False, True) if neurons is Neurons.SELECTED else (False,):
+            sizes, layers, x, kernel = problem(d, 3, neurons, position, relu)
+            for layer in layers:  # what lies behind the position was never written
+                layer.cache.k[:, :, position:], layer.cache.v[:, :, position:] = float("nan"), float("nan")
+            out = torch.full_like(x, float("nan"))
+            expected = decoder_layers_reference(sizes, layers, x, position)
+            kernel(x, out)
+            assert not kernel.fault() and off(out, expected) < 5e-4
+            assert all(layer.cache.k[:, :, position].isfinite().all() for layer in layers)
+            if sizes.rank:
+                kernel.row_state.fill_(2)
+                kernel(x, out)
+                assert off(out, decoder_layers_reference(sizes, layers, x, position, row_state=2)) < 5e-4
+
+
+@pytest.mark.parametrize("neurons", MODES)
+class TestStepsOnAGpu:
+    pytestmark = gpu
+
+    def test_a_thousand_steps_are_equal_beside_another_stream(self, neurons):
+        _, _, x, kernel = problem(4096, 4, neurons, 130)
+        out, first = torch.zeros_like(x), torch.zeros_like(x)
+        kernel(x, first)
+        load, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for step in range(1000):
+            if step % 50 == 0:
+                with torch.cuda.stream(beside):
+                    torch.mm(load, load)
+            kernel(x, out.zero_())
+            wrong += (out != first).any()
+        assert int(wrong) == 0 and not kernel.fault()
+
+    def test_a_sum_beyond_its_range_is_named_and_forgotten(self, neurons):
+        _, layers, x, kernel = problem(2048, 2, neurons, 40)
+        out, right = torch.zeros_like(x), torch.zeros_like(x)
+        kernel(x, right)
+        scales = layers[1].out.weight.scales
+        kept = scales.clone()
+        scales.fill_(float("inf"))
+        kernel(x, out)
+        assert out.isnan().all() and kernel.fault() == "a sum left its range"
+        scales.copy_(kept)
+        kernel.reset()
+        kernel(x, out)
+        assert torch.equal(out, right) and not kernel.fault()
