@@ -600,15 +600,15 @@ FOUR_BITS = Table(
 
 # Families
 
-FAMILY_NAMES = ("opt", "arcee", "llama-relu", "llama-drelu", "bloom")
+FAMILY_NAMES = ("opt", "arcee", "nemotron-h", "llama-relu", "llama-drelu", "bloom")
 READ_BY = {"self": "own input", "lookahead": "half a layer earlier"}  # training -> what predictors of neurons read
-BY_FAMILIES = "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"
+BY_FAMILIES = "`bash benchmarks/families.sh OUTPUT_FOLDER SIZE`"
 
 
 def family_order(model: str) -> tuple[int, int]:
     """Smaller models first, families as they are named."""
     family, _, size = model.rpartition("-")
-    return len(size), FAMILY_NAMES.index(family)
+    return int(size[:-1]), FAMILY_NAMES.index(family)
 
 
 def whole_runs(rows: list[Row]) -> list[Row]:
@@ -619,13 +619,21 @@ def whole_runs(rows: list[Row]) -> list[Row]:
     return [row for row in rows if len(texts[row["model"], row["training"], row["seed"]]) == len(TEXTS)]
 
 
+def mean_and_error(rows: Sequence[Row], name: str) -> str:
+    """The mean of increases over texts and seeds, and its error by documents, which are the same for all seeds."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["text"], []).append(float(row["error"] or 0))
+    return with_error(mean(numbers(rows, name)), math.hypot(*map(mean, errors.values())) / len(errors))
+
+
 FAMILIES = Table(
     FAMILY_ROWS,
     {"model": "model", "predictors read": "reads"},
     (
         Column("seeds", "seed", form=lambda rows, name: str(len({row[name] for row in rows}))),
         Column("bytes at 10 %, %", "mlp_bytes", {"asked_mlp_density": "0.1"}, shares),
-        *(Column(f"{100 * float(share):g} % asked", "increase", {"asked_mlp_density": share}, mean_increase)
+        *(Column(f"{100 * float(share):g} % asked", "increase", {"asked_mlp_density": share}, mean_and_error)
           for share in ("0.05", "0.1", "0.2", "0.5", "0.7")),
     ),
     BY_FAMILIES,
@@ -633,6 +641,32 @@ FAMILIES = Table(
     {"reads": lambda row: READ_BY[row["training"]]},
     whole_runs,
     lambda name: (name[1] != "own input", family_order(name[0])),
+)  # fmt: skip
+
+
+def active_by_layer(rows: Sequence[Row], name: str) -> str:
+    """Active neurons of each MLP in per cent, means over texts and seeds."""
+    texts = [text["density"] for row in rows for text in row[name].values()]
+    return " ".join(f"{100 * mean(layer):.1f}" for layer in zip(*texts, strict=True))
+
+
+def mean_bits(rows: Sequence[Row], name: str) -> str:
+    return f"{mean([text['bits_per_byte'] for row in rows for text in row[name].values()]):.3f}"
+
+
+ACTIVE = Table(
+    f"{PAGES}/families/models.jsonl",
+    {"model": "model"},
+    (
+        Column("seeds", "heldout", form=lambda rows, _: str(len(rows))),
+        Column("tokens, millions", "tokens", form=".0f", times=1e-6),
+        Column("bits per byte", "heldout", form=mean_bits),
+        Column("active neurons of each MLP, %", "heldout", form=active_by_layer),
+    ),
+    BY_FAMILIES,
+    {"model": lambda name: not name.startswith("bloom")},  # GELU has no zeros
+    {"model": lambda row: row["config"]["output"]},
+    order=lambda name: family_order(name[0]),
 )  # fmt: skip
 
 
@@ -915,6 +949,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "four-bits": FOUR_BITS,
     "families-runs": runs_table,
     "families": FAMILIES,
+    "families-active": ACTIVE,
     "lossless-opening": LOSSLESS_OPENING,
     "lossless-forced": LOSSLESS_FORCED,
     "one-model": ONE_MODEL_TABLE,
