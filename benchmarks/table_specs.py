@@ -33,7 +33,7 @@ RESULTS, PAGES = "benchmarks/results", "docs/results"
 DEMO, EXACT, ONE_MODEL = f"{RESULTS}/demo.json", f"{RESULTS}/exact.csv", f"{RESULTS}/one_model.csv"
 CARD, LOSSLESS = "checkpoints/opt-mini/pretraining.json", f"{RESULTS}/lossless.csv"
 MINI, HUNDRED = f"{PAGES}/texts/opt-mini.csv", f"{PAGES}/texts/opt-100m.csv"
-FAMILY_ROWS = f"{PAGES}/families/rows.csv"
+FAMILY_ROWS, FAMILY_MODELS = f"{PAGES}/families/rows.csv", f"{PAGES}/families/models.jsonl"
 TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")
 STUDY = "scripts that have left ([past scripts](docs/notes/past-scripts.md))"
 
@@ -644,29 +644,35 @@ FAMILIES = Table(
 )  # fmt: skip
 
 
+def active_rows(root: Path) -> list[Row]:
+    """A row for each seed, held-out text and MLP of the models whose activation has zeros."""
+    return [
+        {**model, "model": model["config"]["output"], "seed": model["config"]["seed"], "mlp": mlp, "active": share,
+         "bits": text["bits_per_byte"]}
+        for model in read_rows(root / FAMILY_MODELS) if model["config"]["family"] != "bloom"
+        for text in model["heldout"].values()
+        for mlp, share in enumerate(text["density"])
+    ]  # fmt: skip
+
+
 def active_by_layer(rows: Sequence[Row], name: str) -> str:
     """Active neurons of each MLP in per cent, means over texts and seeds."""
-    texts = [text["density"] for row in rows for text in row[name].values()]
-    return " ".join(f"{100 * mean(layer):.1f}" for layer in zip(*texts, strict=True))
-
-
-def mean_bits(rows: Sequence[Row], name: str) -> str:
-    return f"{mean([text['bits_per_byte'] for row in rows for text in row[name].values()]):.3f}"
+    layers = range(max(row["mlp"] for row in rows) + 1)
+    return " ".join(f"{100 * mean([row[name] for row in rows if row['mlp'] == mlp]):.1f}" for mlp in layers)
 
 
 ACTIVE = Table(
-    f"{PAGES}/families/models.jsonl",
+    active_rows,
     {"model": "model"},
     (
-        Column("seeds", "heldout", form=lambda rows, _: str(len(rows))),
+        FAMILIES.columns[0],
         Column("tokens, millions", "tokens", form=".0f", times=1e-6),
-        Column("bits per byte", "heldout", form=mean_bits),
-        Column("active neurons of each MLP, %", "heldout", form=active_by_layer),
+        Column("bits per byte", "bits", form=lambda rows, name: f"{mean(numbers(rows, name)):.3f}"),
+        Column("active neurons of each MLP, %", "active", form=active_by_layer),
     ),
     BY_FAMILIES,
-    {"model": lambda name: not name.startswith("bloom")},  # GELU has no zeros
-    {"model": lambda row: row["config"]["output"]},
     order=lambda name: family_order(name[0]),
+    links=(FAMILY_MODELS,),
 )  # fmt: skip
 
 
