@@ -3,7 +3,8 @@
     python -m benchmarks.texts prepare --data DATA                        the eight texts and train_docs.jsonl, in .data
     python -m benchmarks.one_model --data DATA --out OUTPUT_FOLDER        the whole run; begun before, it goes on
 
-DATA holds general_train.jsonl.xz, books_train_*.jsonl.xz, and the files of the tasks in tasks/. Stages:
+DATA holds general_train.jsonl.xz, books_train_*.jsonl.xz, or token ids of both as pretraining reads them, and the files
+of the tasks in tasks/. Stages:
 
     pretrain      torchrun on all GPUs; a held-out text stops it early
     predictors    train.py: own text, collecting, training on all GPUs, calibration. Then GPTQ
@@ -137,8 +138,7 @@ class Run:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(ROOT / "checkpoints/opt-mini" / name, self.model)
         data = Path(options.data)
-        texts = [*data.glob("books_train_*.jsonl.xz"), *data.glob("general_train.jsonl.xz")]
-        texts += [*self.texts.glob("train_docs.jsonl*")]
+        texts = [*data.glob("books_train_*"), *data.glob("general_train.*"), *self.texts.glob("train_docs.*")]
         command = [*self.together(options.gpus), "-m", "dejavu_train.extras.pretrain", f"--output={self.model}"]
         command += ["--text", *map(str, sorted(texts))]
         command += ["--heldout", *(str(self.texts / f"{name}.jsonl") for name in HELDOUT)]

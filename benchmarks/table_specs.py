@@ -33,7 +33,7 @@ RESULTS, PAGES = "benchmarks/results", "docs/results"
 DEMO, EXACT, ONE_MODEL = f"{RESULTS}/demo.json", f"{RESULTS}/exact.csv", f"{RESULTS}/one_model.csv"
 CARD, LOSSLESS = "checkpoints/opt-mini/pretraining.json", f"{RESULTS}/lossless.csv"
 MINI, HUNDRED = f"{PAGES}/texts/opt-mini.csv", f"{PAGES}/texts/opt-100m.csv"
-FAMILY_ROWS = f"{PAGES}/families/rows.csv"
+FAMILY_ROWS, FAMILY_MODELS = f"{PAGES}/families/rows.csv", f"{PAGES}/families/models.jsonl"
 TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")
 STUDY = "scripts that have left ([past scripts](docs/notes/past-scripts.md))"
 
@@ -600,15 +600,15 @@ FOUR_BITS = Table(
 
 # Families
 
-FAMILY_NAMES = ("opt", "arcee", "llama-relu", "llama-drelu", "bloom")
+FAMILY_NAMES = ("opt", "arcee", "nemotron-h", "llama-relu", "llama-drelu", "bloom")
 READ_BY = {"self": "own input", "lookahead": "half a layer earlier"}  # training -> what predictors of neurons read
-BY_FAMILIES = "`bash benchmarks/families.sh OUTPUT_FOLDER 14m` and `100m` on four GPUs"
+BY_FAMILIES = "`bash benchmarks/families.sh OUTPUT_FOLDER SIZE`"
 
 
 def family_order(model: str) -> tuple[int, int]:
     """Smaller models first, families as they are named."""
     family, _, size = model.rpartition("-")
-    return len(size), FAMILY_NAMES.index(family)
+    return int(size[:-1]), FAMILY_NAMES.index(family)
 
 
 def whole_runs(rows: list[Row]) -> list[Row]:
@@ -619,13 +619,21 @@ def whole_runs(rows: list[Row]) -> list[Row]:
     return [row for row in rows if len(texts[row["model"], row["training"], row["seed"]]) == len(TEXTS)]
 
 
+def mean_and_error(rows: Sequence[Row], name: str) -> str:
+    """The mean of increases over texts and seeds, and its error by documents, which are the same for all seeds."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["text"], []).append(float(row["error"] or 0))
+    return with_error(mean(numbers(rows, name)), math.hypot(*map(mean, errors.values())) / len(errors))
+
+
 FAMILIES = Table(
     FAMILY_ROWS,
     {"model": "model", "predictors read": "reads"},
     (
         Column("seeds", "seed", form=lambda rows, name: str(len({row[name] for row in rows}))),
         Column("bytes at 10 %, %", "mlp_bytes", {"asked_mlp_density": "0.1"}, shares),
-        *(Column(f"{100 * float(share):g} % asked", "increase", {"asked_mlp_density": share}, mean_increase)
+        *(Column(f"{100 * float(share):g} % asked", "increase", {"asked_mlp_density": share}, mean_and_error)
           for share in ("0.05", "0.1", "0.2", "0.5", "0.7")),
     ),
     BY_FAMILIES,
@@ -633,6 +641,38 @@ FAMILIES = Table(
     {"reads": lambda row: READ_BY[row["training"]]},
     whole_runs,
     lambda name: (name[1] != "own input", family_order(name[0])),
+)  # fmt: skip
+
+
+def active_rows(root: Path) -> list[Row]:
+    """A row for each seed, held-out text and MLP of the models whose activation has zeros."""
+    return [
+        {**model, "model": model["config"]["output"], "seed": model["config"]["seed"], "mlp": mlp, "active": share,
+         "bits": text["bits_per_byte"]}
+        for model in read_rows(root / FAMILY_MODELS) if model["config"]["family"] != "bloom"
+        for text in model["heldout"].values()
+        for mlp, share in enumerate(text["density"])
+    ]  # fmt: skip
+
+
+def active_by_layer(rows: Sequence[Row], name: str) -> str:
+    """Active neurons of each MLP in per cent, means over texts and seeds."""
+    layers = range(max(row["mlp"] for row in rows) + 1)
+    return " ".join(f"{100 * mean([row[name] for row in rows if row['mlp'] == mlp]):.1f}" for mlp in layers)
+
+
+ACTIVE = Table(
+    active_rows,
+    {"model": "model"},
+    (
+        FAMILIES.columns[0],
+        Column("tokens, millions", "tokens", form=".0f", times=1e-6),
+        Column("bits per byte", "bits", form=lambda rows, name: f"{mean(numbers(rows, name)):.3f}"),
+        Column("active neurons of each MLP, %", "active", form=active_by_layer),
+    ),
+    BY_FAMILIES,
+    order=lambda name: family_order(name[0]),
+    links=(FAMILY_MODELS,),
 )  # fmt: skip
 
 
@@ -915,6 +955,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "four-bits": FOUR_BITS,
     "families-runs": runs_table,
     "families": FAMILIES,
+    "families-active": ACTIVE,
     "lossless-opening": LOSSLESS_OPENING,
     "lossless-forced": LOSSLESS_FORCED,
     "one-model": ONE_MODEL_TABLE,

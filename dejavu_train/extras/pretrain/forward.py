@@ -26,12 +26,13 @@ def penalised(kind: Activation, neurons: Tensor) -> Tensor:
 def run_layer(
     block: BlockParts, kind: Activation | None, hidden: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor | float]:
-    """A layer's states (B, T, d_model), and the mean of what is penalised of its neurons. kind: None penalises nothing.
+    """A layer's states (B, T, d_model), and the mean of what is penalised of the neurons that it has.
 
     It is what is compiled: one graph serves all layers, so that a deep model compiles as fast as a shallow one.
+    kind: None penalises nothing.
     """
     hidden, neurons = forward_block(block, hidden, causal(block), positions)
-    return hidden, 0.0 if kind is None else penalised(kind, neurons.float()).mean()
+    return hidden, 0.0 if kind is None or neurons is None else penalised(kind, neurons.float()).mean()
 
 
 def training_loss(

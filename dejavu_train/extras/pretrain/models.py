@@ -15,6 +15,7 @@ _PAD = 1
 
 # Type and activation of families whose keys are called as Llama's.
 _AS_LLAMA = {"arcee": ("arcee", "relu2"), "llama-relu": ("llama", "relu"), "llama-drelu": ("llama", "drelu")}
+_HYBRID = "M-M*-ME-"  # layers of a Nemotron-H, over and over
 
 
 def default_l1(family: str) -> float:
@@ -55,6 +56,14 @@ def config_values(family: str, sizes: Mapping[str, int]) -> dict[str, Any]:
         own = {
             "model_type": "bloom", "n_layer": sizes["n_layers"], "n_head": heads,
             "seq_length": sizes["max_positions"], "initializer_range": 0.02,
+        }  # fmt: skip
+    elif family == "nemotron-h":  # a quarter of its experts' neurons are shared ones; its class ties nothing
+        layers = (_HYBRID * sizes["n_layers"])[: sizes["n_layers"]]
+        own = usual | {
+            "model_type": "nemotron_h", "hybrid_override_pattern": layers, "tie_word_embeddings": False,
+            "intermediate_size": n, "num_key_value_heads": heads, "head_dim": d // heads, "mamba_num_heads": 2 * heads,
+            "mamba_head_dim": d // heads, "n_groups": 2, "ssm_state_size": 64, "chunk_size": 64, "n_routed_experts": 4,
+            "moe_intermediate_size": n // 4, "moe_shared_expert_intermediate_size": n,
         }  # fmt: skip
     else:
         kind, activation = _AS_LLAMA[family]

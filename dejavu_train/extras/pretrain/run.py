@@ -60,8 +60,9 @@ class PretrainConfig:
     folder."""
     heldout: tuple[str, ...] = ()
     """Texts to score at the end, never trained on. The first one can stop the training, see patience."""
-    family: Literal["opt", "arcee", "llama-relu", "llama-drelu", "bloom"] = "opt"
-    """Kind of layer: OPT (ReLU), Arcee (squared ReLU), Llama with ReLU in its gate or with dReLU, BLOOM (GELU)."""
+    family: Literal["opt", "arcee", "llama-relu", "llama-drelu", "bloom", "nemotron-h"] = "opt"
+    """Kind of layer: OPT (ReLU), Arcee (squared ReLU), Llama with ReLU in its gate or with dReLU, BLOOM (GELU).
+    Nemotron-H has Mamba layers, attention, mixtures and MLPs with squared ReLU."""
     vocab_size: int = 8192
     """Entries of the byte-level BPE."""
     d_model: int = 384
