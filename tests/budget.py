@@ -47,7 +47,11 @@ def files(commit: str | None) -> Iterator[tuple[str, str]]:
     """(path, text) of the files that count, of the working tree or of a commit."""
     if commit is None:
         for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
-            if name.endswith((".py", ".sh", ".cu", ".md")) and (ROOT / name).is_file() and not (ROOT / name).is_symlink():
+            if (
+                name.endswith((".py", ".sh", ".cu", ".md"))
+                and (ROOT / name).is_file()
+                and not (ROOT / name).is_symlink()
+            ):
                 yield name, (ROOT / name).read_text("utf-8")
         return
     with tarfile.open(fileobj=io.BytesIO(subprocess.check_output(["git", "archive", commit], cwd=ROOT))) as archive:

@@ -42,7 +42,7 @@ def test_likelihoods_are_those_of_the_chain(zeros):
     assert one.plan.one_kernel.neurons is (Neurons.LIVE if zeros == "skip" else Neurons.ALL), one.describe()
     assert chain.plan.one_kernel is None and "none was asked for" in chain.describe()
     found, expected = (each.score(ROWS)[0] for each in (one, chain))
-    assert (found - expected).abs().max() < 0.05
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
     # Single positions through the step, not a prompt's chunks.
     found, expected = (each.logits(ROWS, sparse_from=0)[0] for each in (one, chain))
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
@@ -71,18 +71,21 @@ def test_greedy_tokens_are_the_same_each_time():
 def test_a_step_that_fails_ends_its_row_by_name_and_the_next_one_runs():
     made = weights()
     one = engine(made, True)
-    right = one.generate([ROWS[0][:40]], 8)
+    right = one.generate([ROWS[0][:40]], 8, min_new_tokens=8)
     scales = one.weights.layers[2].out.weight.scales
     kept = scales.clone()
-    scales.fill_(float("inf"))
-    with pytest.raises(UserError, match="the kernel of all layers stopped"):
-        one.generate([ROWS[0][:40]], 8)
+
+    def break_weights(_row, _token):
+        scales.fill_(float("inf"))
+
+    with pytest.raises(UserError, match="the kernel of all layers stopped .a sum left its range"):
+        one.generate([ROWS[0][:40]], 8, min_new_tokens=8, callback=break_weights)
     scales.copy_(kept)
-    assert one.generate([ROWS[0][:40]], 8) == right
+    assert one.generate([ROWS[0][:40]], 8, min_new_tokens=8) == right
 
 
 def test_what_it_does_not_take_runs_as_a_chain_and_says_why():
     made = weights()
-    assert "it takes one row, not 2" in engine(made, True, batch=2).plan.one_kernel_why
+    assert engine(made, True, batch=2).plan.one_kernel is None
     narrow = replace(DIMS, d_model=1024, d_ffn=4096)
     assert "a width of 2048 or 4096, not 1024" in engine(weights(narrow), True).describe()
