@@ -19,9 +19,6 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dejavu_train.families import blocks_of, family_of
-from dejavu_train.families.base import logits_of
-from dejavu_train.families.block import causal, forward_block, positions_like
 from dejavu_train.families.published_classes import BambooConfig, MiniCPMConfig
 from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseCausalLM
@@ -114,12 +111,3 @@ def padded(columns=12, seed=0):
     mask = torch.ones_like(ids)
     ids[0, :5], mask[0, :5] = 1, 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def logits_by_layers(dense, ids) -> torch.Tensor:
-    """Logits of a dense model, by the parts that its family names, one layer after the other."""
-    family, positions = family_of(dense), positions_like(ids)
-    hidden = family.embed(dense, ids, positions)
-    for block in blocks_of(dense):
-        hidden, _ = forward_block(block, hidden, causal(block), positions)
-    return logits_of(dense, family.final_norm(dense)(hidden))

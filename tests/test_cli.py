@@ -26,24 +26,6 @@ def test_every_config_parses_and_reads_itself_again(path, tmp_path):
     assert again.to_json() == config.to_json() and calibrate_stage(again) == calibrate_stage(config)
 
 
-def test_flags_override_yaml():
-    config = parse_config(
-        [
-            "--config",
-            str(CONFIGS[0]),
-            "--mlp.rank",
-            "7",
-            "--layers",
-            "0-3",
-            "--mlp.ranks",
-            "{2: 5}",
-            "--trainer.devices=2",
-        ]
-    )
-    assert config.mlp.rank == 7 and config.layers == "0-3" and config.trainer["devices"] == 2
-    assert config.mlp.rank_of(2) == 5 and config.mlp.rank_of(3) == 7
-
-
 def test_print_config(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--mlp.rank=9", "--print_config"])
@@ -190,12 +172,6 @@ def test_a_run_of_an_earlier_version(run, capsys, collected):
     path = collected.parent / "run.json"
     path.write_text(path.read_text().replace('"schema": 2', '"schema": 1'))
     one_line(capsys, run(), "schema 1", "choose another --output or delete the folder")
-
-
-def test_a_run_that_made_nothing_gives_way(run, capsys, tmp_path):
-    one_line(capsys, run("--text.source=/nowhere/text.txt"), "/nowhere/text.txt")
-    with claimed_folder(parse_config(run())):
-        pass
 
 
 def test_two_invocations_of_different_settings_never_work_in_one_folder(run, capsys, collected):

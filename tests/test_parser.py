@@ -46,7 +46,7 @@ def test_later_files_win_and_flags_win_over_all(write):
     two = write("two.yaml", "mlp: {rank: 6, ranks: {1: 4}}\ntrainer: {max_epochs: 2}")
     config = parse_config(["--mlp.learning_rate", "1e-3", "--config", one, "--seed=3", "--config", two])
     assert (config.seed, config.mlp.rank, config.mlp.steps, config.mlp.learning_rate) == (3, 6, 7, 1e-3)
-    assert config.mlp.ranks == {0: 3, 1: 4}
+    assert config.mlp.ranks == {0: 3, 1: 4} and [config.mlp.rank_of(layer) for layer in range(3)] == [3, 4, 6]
     assert config.trainer == {"devices": 1, "precision": "16-mixed", "max_epochs": 2}
     assert parse_config(["--config", one, two]) == parse_config(["--config", one, "--config", two])
 

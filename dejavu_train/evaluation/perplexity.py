@@ -256,8 +256,10 @@ class _Evaluation:
         self.model, self.bundle, self.weights = model, bundle, weights
         self.tokens, n_documents = held.tokens, len(held.document_tokens)
         calibrated = (bundle.mean_density(Target.MLP), bundle.mean_density(Target.HEADS))
+        keys = dims_of(model.config).keys
         self.scored = {
-            row: EvalResult(row, np.zeros(n_documents), _no_sums(model), calibrated=calibrated) for row in rows
+            row: EvalResult(row, np.zeros(n_documents), {key: SelectionSums() for key in keys}, calibrated=calibrated)
+            for row in rows
         }
         self.selections = {row.selection for row in rows}
         self.groups: dict[tuple[float | None, float | None, int], dict[str, EvalSetting]] = {}
@@ -386,10 +388,6 @@ def window_nats(model: PreTrainedModel, batch: EvalBatch) -> np.ndarray:
     losses = logs.cpu().numpy()
     window = np.repeat(np.arange(len(batch.ids)), batch.real.sum(dim=1).cpu().numpy())
     return np.bincount(window, weights=losses, minlength=len(batch.ids))
-
-
-def _no_sums(model: PreTrainedModel) -> dict[UnitKey, SelectionSums]:
-    return {key: SelectionSums() for key in dims_of(model.config).keys}
 
 
 class _Meter:

@@ -94,13 +94,6 @@ def test_predictors_in_few_bits(bundle, tmp_path, dtype, stored, levels):
         Bundle.from_pretrained(tmp_path / "bundle")
 
 
-def test_predictor_has_the_deployed_weights_in_fp32(bundle):
-    predictor = bundle.predictor(1, "mlp")
-    stored = bundle.tensors["layers.1.mlp.up"]
-    assert stored.dtype == torch.float16 and predictor.up.dtype == torch.float32
-    torch.testing.assert_close(predictor.up, stored.float(), rtol=0, atol=0)
-
-
 def test_at_moves_thresholds_to_the_mean_density(bundle):
     for density in (0.05, 0.2, 0.5):
         moved = bundle.at(mlp_density=density)

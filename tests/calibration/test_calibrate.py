@@ -135,12 +135,6 @@ def test_a_mean_density_is_met_by_thresholds(run, tmp_path):
     assert "loss_increase" in again.specs[0, "mlp"].curve
 
 
-def test_means_stand_in_for_heads_where_collecting_took_them(run):
-    bundle = calibrated(run, mlp_density=0.3, head_density=0.75)
-    assert [bundle.specs[layer, "heads"].replacement for layer in range(2)] == ["mean", "none"]
-    assert bundle.head_means()[0].shape == (4, 12)
-
-
 def test_heads_learn_their_loss_unless_nothing_asks_for_the_model(run):
     trained, learnt, unmeasured = (
         calibrated(run, head_density=0.75, **changes)

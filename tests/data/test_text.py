@@ -64,13 +64,6 @@ def test_split_of_known_documents_never_moves(source, name, expected):
     assert split_of(source, name) == expected
 
 
-def test_sets_are_disjoint_documents(text_file, tiny_opt):
-    sets, manifest = load_sets(TextSource(source=str(text_file)), str(tiny_opt))
-    names = [document.name for name in SETS for document in sets[name]]
-    assert len(names) == len(set(names)) == sum(manifest.documents.values())
-    assert manifest.source == "text.txt" and len(manifest.train_sha256) == len(sets["train"])
-
-
 def test_pretrained_paragraphs_leave_the_heldout_sets_only(tmp_path):
     paragraph = "this paragraph was seen in pretraining and is long enough to be told apart from boiler plate, yes"
     documents = [Document(str(i), f"{paragraph}\n\nbut this one is new number {i}") for i in range(200)]

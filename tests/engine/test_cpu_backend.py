@@ -41,22 +41,6 @@ def written(model, **settings):
     return model.generate(PROMPTS, attention_mask=(PROMPTS != 1).long(), **settings)
 
 
-def test_greedy_rows_of_unequal_prompts_equal_gather(models):
-    expected = written(models["gather"])
-    assert models["auto"].backend == "cpu"
-    for name in ("cpu", "auto"):
-        assert torch.equal(written(models[name]), expected)
-    assert torch.equal(written(models["cpu"], return_dict_in_generate=True).sequences, expected)
-
-
-def test_sampling_repeats_with_torchs_seed(models):
-    runs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        runs.append(written(models["cpu"], do_sample=True, top_k=0, temperature=1.5, top_p=0.9))
-    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
-
-
 def test_what_the_engine_cannot_do_runs_through_gather_or_is_refused(models, caplog):
     caplog.set_level(logging.WARNING, logger="dejavu_train")
     expected = written(models["gather"], num_beams=2)

@@ -149,15 +149,6 @@ def test_a_text_may_fill_the_context(model, bundle):
         assert engine.generate([prompt], 28, stop_tokens=(), lossless=draft) == expected
 
 
-def test_a_dense_engine_drafts_nothing_and_says_the_same(model):
-    engine, prompt = CpuEngine(model, threads=2), tokens(12)
-    expected = engine.generate([prompt], 20, stop_tokens=())
-    assert engine.generate([prompt], 20, stop_tokens=(), lossless=True) == expected
-    assert engine.acceptance.drafted == engine.acceptance.copied, "what is copied from the text needs no draft"
-    assert engine.generate([prompt], 20, stop_tokens=(), lossless=Draft(3, "int8")) == expected
-    assert engine.acceptance.drafted > 0
-
-
 def test_equal_logits_give_the_lowest_id(tiny_opt, bundle):
     """Planted ties, through the screen of the LM head."""
     model = load_model(str(tiny_opt))

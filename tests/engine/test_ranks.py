@@ -277,19 +277,7 @@ def test_a_row_that_one_rank_ends_ends_on_all(model):
         assert one == [ends[0][0], whole[1]] and each == ends[1]
 
 
-def test_ranks_that_are_asked_for_different_things_say_so(model):
-    said = []
-
-    def run(sums):
-        with pytest.raises(UserError, match="rank 1 was asked for something else") as error:
-            engine_of(model, None, sums).generate(rows_of(5 + sums.rank), 4)
-        said.append(str(error.value))
-
-    on_ranks(2, run)
-    assert len(said) == 2
-
-
-@pytest.mark.parametrize("other", ["lossless", "score", "threshold"])
+@pytest.mark.parametrize("other", ["prompt", "lossless", "score", "threshold"])
 def test_ranks_that_make_other_calls_say_so(model, other):
     def run(sums):
         later = sums.rank == 1
@@ -299,7 +287,8 @@ def test_ranks_that_make_other_calls_say_so(model, other):
             if later and other == "score":
                 engine.score(rows_of(5))
             else:
-                engine.generate(rows_of(5), 4, stop_tokens=(), lossless=later and other == "lossless")
+                prompt = rows_of(6 if later and other == "prompt" else 5)
+                engine.generate(prompt, 4, stop_tokens=(), lossless=later and other == "lossless")
         if other in ("lossless", "score"):  # they are still in step
             assert len(engine.generate(rows_of(5), 4, stop_tokens=())[0]) == 4
 

@@ -126,14 +126,6 @@ def test_windows_are_as_long_as_the_family_says(tmp_path, name, key):
     assert lm.max_length == 32 and lm.loglikelihood(asked, disable_tqdm=True)[0][0] < 0
 
 
-def test_prompt_and_zero_differ(tiny_opt, bundle):
-    scores = {}
-    for sparse_from in (0, "prompt"):
-        lm = lm_of(tiny_opt, bundle, "mask", sparse_from)
-        scores[sparse_from] = lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
-    assert scores[0][0][0] != pytest.approx(scores["prompt"][0][0], abs=1e-2)
-
-
 def test_a_long_text_stands_behind_one_start_token_and_is_scored_once(tiny_opt, bundle):
     lm = lm_of(tiny_opt, bundle, "mask", 0, max_length=64)
     text = make_text(150)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bundles import make_bundle, without_inputs
 from conftest import save_tiny_tokenizer
-from family_models import CASES, SIZES, YARN, logits_by_layers, padded, random_family, save_family, sparse
+from family_models import CASES, SIZES, YARN, padded, random_family, save_family, sparse
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     ArceeConfig,
@@ -22,14 +22,13 @@ from transformers import (
     pipeline,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from dejavu_train import SparseForCausalLM
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_nats
 from dejavu_train.families import Target, blocks_of, dims_of
-from dejavu_train.families.block import active_neurons, alibi_slopes, causal, mix_heads, positions_like
+from dejavu_train.families.block import active_neurons, causal, mix_heads, positions_like
 from dejavu_train.families.dims import Activation, Positions
 from dejavu_train.families.standard import StandardFamily
 from dejavu_train.ground.errors import UserError, exit_on_user_error
@@ -54,16 +53,6 @@ def bundle(folder):
 @pytest.fixture(scope="module")
 def dense(folder):
     return load_model(str(folder))
-
-
-def test_a_folder_holds_what_its_family_says(folder):
-    check_folder(str(folder), read_dims(str(folder)))
-
-
-def test_layers_are_those_of_transformers(dense):
-    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        torch.testing.assert_close(logits_by_layers(dense, ids), dense(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_recorded_places_belong_together(dense):
@@ -243,13 +232,6 @@ def test_capped_logits_are_those_that_are_scored(tmp_path):
         expected = torch.nn.functional.cross_entropy(logits[0], batch.targets[0], reduction="sum")
         assert logits.abs().max() < 2 and read_dims(str(tmp_path)).logit_cap == 2
         assert window_nats(dense, batch)[0] == pytest.approx(float(expected), rel=1e-5)
-
-
-def test_slopes_of_alibi_are_those_of_transformers():
-    for heads in (1, 6, 8, 112):
-        mask = torch.ones(1, 5)
-        expected = build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]
-        torch.testing.assert_close(alibi_slopes(heads), expected, rtol=1e-6, atol=0)
 
 
 def test_of_gelu_the_neurons_are_active_that_carry_most():

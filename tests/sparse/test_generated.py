@@ -15,22 +15,6 @@ from dejavu_train.sparse import masked as masked_module
 from dejavu_train.sparse.masked import masking
 
 
-@pytest.mark.parametrize("start", [0, 4, "prompt"])
-def test_left_padded_prompts_generate_as_alone(dense, bundle, start):
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 11, 7)]
-    ids, mask = padded(prompts)
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-    outs = {}
-    for backend in ("mask", "gather"):
-        model = sparse(dense, bundle, backend, sparse_from=start)
-        outs[backend] = model.generate(ids, attention_mask=mask, **settings)
-        assert model.sparse_from == start
-        for row, prompt in enumerate(prompts):
-            alone = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
-            assert torch.equal(alone[0, len(prompt) :], outs[backend][row, ids.shape[1] :])
-    assert torch.equal(outs["mask"], outs["gather"])
-
-
 @pytest.mark.parametrize("backend", ["mask", "gather"])
 def test_a_call_looks_once_for_padding_and_compiled_parts(dense, bundle, backend, monkeypatch):
     """Not once in every forward pass of its loop."""
@@ -55,29 +39,6 @@ def test_right_padded_prompts_are_refused(dense, bundle):
         with pytest.raises(UserError, match="row 1 has it on the right; set tokenizer.padding_side = 'left'"):
             model.generate(ids, **settings)
     model.generate(ids, **given | {"attention_mask": torch.ones_like(ids)})  # the token stands there as a token
-
-
-def test_beam_search_agrees(dense, bundle):
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (4, 9)]
-    ids, mask = padded(prompts)
-    settings = {"max_new_tokens": 16, "num_beams": 3, "do_sample": False, "length_penalty": 0.5}
-    for start in (0, "prompt"):
-        results = [
-            sparse(dense, bundle, backend, sparse_from=start).generate(ids, attention_mask=mask, **settings)
-            for backend in ("mask", "gather")
-        ]
-        assert torch.equal(*results)
-
-
-def test_several_sequences_and_sampling(dense, bundle):
-    ids = tokens(2, 6)
-    results = []
-    for backend in ("mask", "gather"):
-        torch.manual_seed(7)
-        model = sparse(dense, bundle, backend, sparse_from=torch.tensor([2, 6]))
-        results.append(model.generate(ids, max_new_tokens=10, do_sample=True, num_return_sequences=2))
-    assert results[0].shape[0] == 4
-    assert torch.equal(*results)
 
 
 def test_finished_rows_leave_the_union(dense, bundle):
@@ -153,24 +114,6 @@ def test_use_cache_none_is_its_default(dense, bundle, backend):
     assert torch.equal(model.generate(tokens(2, 5), use_cache=None, **settings), wanted)
 
 
-def test_a_cache_that_comes_back_holds_rows_that_ended(dense, bundle):
-    """Their padding is read where the next call's mask shows it."""
-    made = {}
-    for backend in ("mask", "gather"):
-        model, ids, cache = sparse(dense, bundle, backend), tokens(2, 5), None
-        free = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-        for _ in range(2):
-            settings = {"eos_token_id": int(free[0, 6]), "pad_token_id": 1, "return_dict_in_generate": True}
-            mask = torch.ones_like(ids)
-            out = model.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False, **settings
-            )
-            ids, cache = torch.cat([out.sequences, tokens(2, 3, seed=3)], dim=1), out.past_key_values
-        made[backend] = out.sequences
-    assert (made["mask"][0, 8:11] == 1).all(), "row 0 did not end before the other, the test shows nothing"
-    assert torch.equal(made["gather"], made["mask"])
-
-
 @pytest.mark.parametrize("backend", ["gather", "auto"])
 def test_embeddings_are_cached_whatever_is_asked(dense, bundle, backend):
     given = {"inputs_embeds": dense.get_input_embeddings()(tokens(2, 5)).detach(), "max_new_tokens": 6}
@@ -229,15 +172,6 @@ def test_chunks_of_any_length_agree(dense, bundle):
             close(got, dense(ids).logits[:, 9:])
 
 
-def test_mask_backend_with_the_usual_cache(dense, bundle):
-    ids = tokens(2, 12)
-    model = sparse(dense, bundle, "mask", sparse_from=4)
-    with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        parts = [model(part, past_key_values=cache).logits for part in ids.split(3, dim=1)]
-        close(torch.cat(parts, 1), model(ids).logits)
-
-
 def test_another_cache_and_other_outputs_are_refused_by_name(dense, bundle):
     model = sparse(dense, bundle, "gather")
     with pytest.raises(UserError, match="SparseCache, got DynamicCache"):
@@ -254,15 +188,6 @@ def test_another_cache_and_other_outputs_are_refused_by_name(dense, bundle):
         model(tokens(3, 3), past_key_values=cache)
     with pytest.raises(UserError, match="sparse_from has 3 rows"):
         sparse(dense, bundle, "mask", sparse_from=torch.tensor([1, 2, 3]))(tokens(2, 3))
-
-
-def test_prompt_lookup_decoding_takes_tokens_back(dense, bundle):
-    ids = tokens(1, 6).repeat(1, 3)  # repeats itself, so that drafts are made and some are refused
-    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    for start in (0, "prompt"):
-        model = sparse(dense, bundle, "gather", sparse_from=start)
-        plain = model.generate(ids, **settings)
-        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **settings), plain)
 
 
 @pytest.mark.parametrize("backend", ["mask", "gather"])

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from bundles import make_bundle
-from sparse_helpers import close, gather_sets, mask_sets, padded, sparse, tokens
+from sparse_helpers import close, gather_sets, mask_sets, sparse, tokens
 
 from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.ground.errors import UserError
@@ -59,46 +59,6 @@ def test_sparse_from(dense, bundle, start):
             assert (expected[:, start:] - plain[:, start:]).abs().max() > 1e-2
     else:
         close(expected[1, :9], plain[1, :9])
-
-
-@pytest.mark.parametrize("made", [{"lookahead": True}, {"dtype": "int8"}, {"dtype": "int4"}, {}], ids=str)
-def test_bundles_of_every_kind_agree(dense, tiny_opt, made):
-    used = make_bundle(tiny_opt, **made).at(0.25, 0.5, top_k=not made)
-    ids = tokens(2, 20)
-    if not made:
-        assert (mask_sets(dense, used, ids)[0, "mlp"].sum(-1) == used.specs[0, "mlp"].top_k).all()
-    with torch.no_grad():
-        close(sparse(dense, used, "gather")(ids).logits, sparse(dense, used, "mask")(ids).logits)
-
-
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("start", [0, 5])
-def test_cascades_agree(dense, tiny_opt, start, lookahead):
-    tested = make_bundle(tiny_opt, lookahead=lookahead, cascade=True).at(0.6, 0.5)
-    ids = tokens(2, 20)
-    own = [block.fc1.weight.clone() for block in dense.model.decoder.layers]
-    with torch.no_grad():
-        expected = sparse(dense, tested, "mask", sparse_from=start)(ids).logits
-        model = sparse(dense, tested, "gather", sparse_from=start)
-        sets = gather_sets(model)
-        close(model(ids).logits, expected)
-        filtered = sparse(dense, make_bundle(tiny_opt, lookahead=lookahead).at(0.6, 0.5), "mask")(ids).logits
-    assert (filtered - expected).abs().max() > 1e-2 * expected.abs().max()  # the second stage took something out
-    selected = mask_sets(dense, tested, ids)[1, "mlp"][:, start:]
-    assert torch.equal(torch.stack(sets[1, "mlp"], dim=1), selected) or start  # later layers see other inputs then
-    assert 0.1 < selected.float().mean() < 0.5
-    for block, before in zip(dense.model.decoder.layers, own, strict=True):
-        assert torch.equal(block.fc1.weight, before)  # whatever a backend does, the model keeps its weights
-
-
-def test_right_padding_in_a_forward_pass(dense, bundle):
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 9)]
-    ids, mask = padded(prompts, left=False)
-    with torch.no_grad():
-        expected = sparse(dense, bundle, "mask")(ids, attention_mask=mask).logits
-        got = sparse(dense, bundle, "gather")(ids, attention_mask=mask).logits
-    close(got[0, :5], expected[0, :5])
-    close(got[1], expected[1])
 
 
 def test_gradients_are_right_or_refused(tiny_opt, bundle):
@@ -172,18 +132,6 @@ def test_a_compiled_part_runs_or_is_refused(tiny_opt, dense, bundle, part):
             with pytest.raises(UserError, match=f"{part} is compiled"):
                 call(sparse(model, bundle, "mask"))
         close(sparse(model, bundle, "gather")(ids).logits, sparse(dense, bundle, "mask")(ids).logits)
-
-
-def test_means_stand_in_for_skipped_heads(dense, tiny_opt):
-    replaced = make_bundle(tiny_opt, means=True).at(0.3, 0.5)
-    ids = tokens(2, 30)
-    with torch.no_grad():
-        got = {backend: sparse(dense, replaced, backend)(ids).logits for backend in ("mask", "gather")}
-        close(got["gather"], got["mask"])
-        dropped = sparse(dense, make_bundle(tiny_opt).at(0.3, 0.5), "mask")(ids).logits
-        assert (got["mask"] - dropped).abs().max() > 1e-2 * dropped.abs().max()
-        for backend in ("mask", "gather"):  # nothing is skipped, nothing stands in
-            close(sparse(dense, replaced.at(1.0, 1.0), backend)(ids).logits, dense(ids).logits)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
     bundle.check_model(config.model)
     logger.info("%s: %s", config.bundle, described(bundle.at(config.mlp_density, config.head_density)))
     questions = all_questions(config)
-    asked = asked_model(config)
+    names = ("backend", "mlp_density", "head_density", "sparse_from", "dtype", "device", "batch_size")
+    asked = ModelSpec(config.model, config.bundle, **{name: getattr(config, name) for name in names})
     dense, sparse = DejavuLM.load(dataclasses.replace(asked, backend=DENSE)), DejavuLM.load(asked)
     models = {DENSE: dense, "sparse": sparse}
     caches = {n: config.use_cache and f"{config.use_cache}-{_digest(lm.identity, config)}" for n, lm in models.items()}
@@ -73,12 +74,6 @@ def tasks(config: TasksConfig) -> Iterator[list[TaskRow]]:
             yield found
         if mean := mean_rows(rows):
             yield mean
-
-
-def asked_model(config: TasksConfig) -> ModelSpec:
-    """The sparse model."""
-    names = ("backend", "mlp_density", "head_density", "sparse_from", "dtype", "device", "batch_size")
-    return ModelSpec(config.model, config.bundle, **{name: getattr(config, name) for name in names})
 
 
 def all_questions(config: AskedOptions) -> list[Questions]:

@@ -263,13 +263,6 @@ def test_scores_of_a_chat(server):
     assert [entry.token for entry in plain] == [entry.token for entry in found.logprobs.content]
 
 
-def test_who_is_scored_changes_nobodys_text(server):
-    """And a row that is drawn is scored as the model gives it, before anything is drawn."""
-    alone = complete(server, max_tokens=30, temperature=1.3, seed=5)["choices"][0]["text"]
-    scored = complete(server, max_tokens=30, temperature=1.3, seed=5, logprobs=2)["choices"][0]
-    assert scored["text"] == alone and len(scored["logprobs"]["tokens"]) <= 30
-
-
 def test_a_server_that_is_sparse_from_zero_scores_the_sparse_model(folder, dense):
     running = Running(folder, folder / "predictors", rows=2, context=64, sparse_from=0)
     said = complete(running, prompt=IDS, max_tokens=4, echo=True, logprobs=0)["choices"][0]["logprobs"]

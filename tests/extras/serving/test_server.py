@@ -75,21 +75,6 @@ def test_a_text_is_what_it_is_alone_also_as_a_stream(server):
     assert len(set(alone)) == 8
 
 
-def test_choices_stops_and_prompts(server):
-    client = server.client()
-    several = client.completions.create(**DRAWN | {"n": 2, "prompt": [PROMPT, "a layer"]})
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    texts = [choice.text for choice in several.choices]
-    assert len(set(texts)) == 4 and texts[0] == client.completions.create(**DRAWN).choices[0].text
-    stop = texts[0][9:12]
-    ended = client.completions.create(**DRAWN | {"stop": [stop, "never"]}).choices[0]
-    assert ended.text == texts[0][: texts[0].index(stop)] and ended.finish_reason == "stop"
-    parts = list(client.completions.create(**DRAWN | {"stop": stop}, stream=True))
-    assert "".join(part.choices[0].text for part in parts) == ended.text
-    ids = client.completions.create(**DRAWN | {"prompt": [2, 5, 9]})
-    assert ids.usage.prompt_tokens == 3 and client.models.list().data[0].id == NAME
-
-
 def test_what_no_request_is_gets_its_status_and_the_server_goes_on(server):
     """Bodies that are wrong are asked at random, in tests/asked."""
     with httpx.Client(base_url=server.url, timeout=30) as client:
