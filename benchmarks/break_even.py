@@ -22,7 +22,8 @@ PICTURE = ROOT / "docs/pictures/break-even.svg"
 def points(root: Path, model: str, weights: str, engine: str) -> list[tuple[float, float]]:
     """(active share, ms) of one row with all heads, the fastest of each share."""
     best: dict[float, float] = {}
-    for row in (row for row in read_rows(root / EXACT) if row["p50_ms"]):
+    chains = (row for row in read_rows(root / EXACT) if row["p50_ms"] and "in one kernel" not in row["note"])
+    for row in chains:
         kind = (row["model"], weights_of(row), row["engine"], row["batch"])
         if kind == (model, weights, engine, "1") and float(row["head_union"]) == 1:
             share, ms = round(float(row["active"]), 2), float(row["p50_ms"])

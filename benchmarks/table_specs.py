@@ -81,6 +81,7 @@ def part(heading: str, name: str, form: str = ".1f", **where: Any) -> Column:
 
 # Steps on a GPU
 
+CHAIN = "one_kernel=False"  # option of a step that runs as a chain although one kernel of all layers would do
 USUAL, NEAR = 0.06, 0.004  # share of all neurons that is active, and what a measured share may differ
 READ, SKIP, SPARSE = (ms(name, engine=engine) for name, engine in (
     ("all rows", "dense"), ("exact", "exact"), ("sparse", "sparse")
@@ -100,7 +101,8 @@ def exact_at(share: float, **where: Any) -> Table:
         "`python -m benchmarks.decode --out benchmarks/results/exact.csv` on a GPU",
         {"near": True, "p50_ms": bool, **where},
         {"shapes": named, "weights": weights_of,
-         "near": lambda row: abs(float(row["active"] or -1) - share) <= NEAR and float(row["head_union"]) >= 1},
+         "near": lambda row: abs(float(row["active"] or -1) - share) <= NEAR and float(row["head_union"]) >= 1
+         and row["prompt"] == "128" and CHAIN not in row["options"]},
         order=lambda name: (name[1] != "fp16", *by_size(name[0])),
         needs=("exact, ms", "sparse, ms"),
     )  # fmt: skip
@@ -110,6 +112,24 @@ EXACT_BATCHES = exact_at(USUAL, model="6.7b", weights="fp16").with_columns(
     part("live together", "live", engine="exact"),
     Column("overlap of two tokens", "overlap", {"engine": "exact"}, ".2f"),
     READ, SKIP, SPARSE, *GAINS, line={"rows": "batch"}, order=lambda name: int(name[0]),
+)  # fmt: skip
+
+ONE_KERNEL = Table(
+    EXACT,
+    {"shapes": "shapes", "prompt": "prompt", "neurons": "neurons"},
+    (
+        CHAINED := ms("chain of kernels", engine=("dense", "exact", "sparse"), chain=True),
+        TOGETHER := ms("one kernel", engine=("dense", "exact", "sparse"), chain=False),
+        times("one over chain", TOGETHER, CHAINED),
+        Column("of the bytes at 4.5 TB/s", "share45", {"chain": False}, ".0f", 100, " %"),
+    ),
+    "`python -m benchmarks.decode --out benchmarks/results/exact.csv` on a GPU, with `one_kernel=True,False`",
+    {"there": True, "p50_ms": bool},
+    {"shapes": named, "chain": lambda row: CHAIN in row["options"],
+     "neurons": lambda row: {"dense": "all", "exact": "not zero", "sparse": "10 % selected"}[row["engine"]],
+     "there": lambda row: CHAIN in row["options"] or "all layers in one kernel" in row["note"]},
+    order=lambda name: (*by_size(name[0]), int(name[1]), ("all", "not zero", "10 % selected").index(name[2])),
+    needs=("chain of kernels, ms", "one kernel, ms"),
 )  # fmt: skip
 
 ZEROS = Table(
@@ -935,6 +955,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "demo": demo_table,
     "card": card_table,
     "exact": exact_at(USUAL, batch="1"),
+    "one-kernel": ONE_KERNEL,
     "exact-batches": EXACT_BATCHES,
     "zeros": ZEROS,
     "real-rows": REAL_ROWS,
