@@ -3,7 +3,8 @@
     python tests/budget.py                 exits with 1 where a room is above its budget, and prints the room
     python tests/budget.py 5dc7270d        a table: that commit, this tree, the budget
 
-A line is a line of a .py, .sh or .cu file that git knows. Raising a number is a commit of its own that says what left.
+A line is a line of a .py, .sh, .cu or .cuh file that git knows. Raising a number is a commit of its own that says what
+left.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def room_of(path: str) -> str:
     for old, new in BEFORE.items():
         if path.startswith(f"{old}/"):
             return new
-    if path.startswith(f"{PLUGIN}/") and path.endswith((".py", ".sh", ".cu")):
+    if path.startswith(f"{PLUGIN}/") and path.endswith((".py", ".sh", ".cu", ".cuh")):
         return "tests" if path.startswith(f"{PLUGIN}/tests/") else PLUGIN
     top, *rest = path.split("/")
     if path.endswith(".md"):
@@ -48,7 +49,7 @@ def files(commit: str | None) -> Iterator[tuple[str, str]]:
     if commit is None:
         for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
             if (
-                name.endswith((".py", ".sh", ".cu", ".md"))
+                name.endswith((".py", ".sh", ".cu", ".cuh", ".md"))
                 and (ROOT / name).is_file()
                 and not (ROOT / name).is_symlink()
             ):
@@ -57,7 +58,7 @@ def files(commit: str | None) -> Iterator[tuple[str, str]]:
     with tarfile.open(fileobj=io.BytesIO(subprocess.check_output(["git", "archive", commit], cwd=ROOT))) as archive:
         for member in archive.getmembers():
             file = archive.extractfile(member) if member.isfile() else None
-            if file is not None and member.name.endswith((".py", ".sh", ".cu", ".md")):
+            if file is not None and member.name.endswith((".py", ".sh", ".cu", ".cuh", ".md")):
                 yield member.name, file.read().decode("utf-8")
 
 

@@ -37,7 +37,8 @@ from dejavu_train.kernels.persistent.sizes import (
 )
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 
-SOURCE = Path(__file__).with_name("layers.cu")
+PARTS = ("instructions.cuh", "shapes.cuh", "products.cuh", "producer.cuh", "layers.cu")  # of one source, in order
+SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 ARCH = "sm_90a"  # bulk copies and barriers of Hopper, and instructions of no other
 FAULTS = (
     "", "a page was never free", "a page never came", "the list of neurons never came", "a program never came to the"
@@ -149,7 +150,8 @@ class DecoderLayers:
 
 
 def program_of(sizes: StepSizes) -> Program:
-    return Program(SOURCE.read_text(), "decoder_layers", sizes.defines, ARCH)
+    source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in SOURCES)
+    return Program(source, "decoder_layers", sizes.defines, ARCH)
 
 
 def check_layer(sizes: StepSizes, layer: StepLayer) -> None:

@@ -15,365 +15,43 @@
 // serves four groups, and lane t of a quad ends with the sums of group t. delta is in whole numbers of 32 bits, so its
 // sums have no order. Their unit follows from the residual stream, which is fp32 in the registers of every program, alike
 // in all: 2^-18 of the power of two below its root mean square.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#define READ_ALL 0      // MODE: every neuron
-#define SKIP_ZEROS 1    // every row of up, and rows of down whose neuron is not zero
-#define SELECT 2        // the neurons of the predictor's list
-
-constexpr int RANKS = 4, CTAS = HEADS * RANKS;         // programs of a head, of all
-constexpr int WARPS = 8, THREADS = 32 * WARPS;         // that multiply; one warp more fetches
-constexpr int ROW = D / 2, ROW_SCALES = D / 64;        // bytes of a row of codes and of its scales
-constexpr int ROWS = 16384 / ROW;                      // of a page
-constexpr int GROUPS = D / 128 / WARPS;                // of a warp, of a row
-constexpr int QKV_ROWS = HEAD_DIM / RANKS, QKV_TILES = 3 * HEAD_DIM / 64;    // of a program, of each of q, k and v
-constexpr int OUT_PAGES = D / 1024, OUT_BYTES = 256 * (HEAD_DIM / 2);
-constexpr int OWN = D_FFN / CTAS;                      // neurons of a program
-constexpr int BLOCKS = D / 1024;                       // of columns of down, 128 of each warp
-constexpr int PAGE = 16384 + 16 * ROWS + ROWS * ROW_SCALES;    // bytes of a page: rows, and their scales behind them
-constexpr int SCALES_AT = 16384 + 16 * ROWS;
-// Where row r lies in a page, so that lanes that read together meet no bank twice: of rows, and of down's neurons.
-__host__ __device__ constexpr int row_at(int r) { return r * ROW + (r >> 2) * 64; }
-__host__ __device__ constexpr int neuron_at(int r) { return r * ROW + (r >> 1) * 32; }
-constexpr int FIRST_ROWS = (RANK + CTAS - 1) / CTAS, SECOND_BYTES = OWN * RANK / 2;
-constexpr int POSITIONS = 32, KV_BYTES = POSITIONS * HEAD_DIM * 2;    // of a page of K (or V)
-constexpr int FLYING = 4, CALM = 2;                    // pages on their way, and beside a barrier
-constexpr int SMALL = 20480 + 4 * (D + D / 8);                  // bytes behind the pages: `Shared`. Then the table of layers.
-constexpr int MINE = D / CTAS;                         // columns of x that a program looks after
-constexpr int COUNTERS = 8;                            // of the barrier, a line each
-constexpr int EXCHANGE = 1280;                         // words of a head: q/k/v, then attention's parts
-constexpr int PARTS_AT = 512, PARTS = RANKS * (HEAD_DIM + 2);
-constexpr float MAGIC = 12582912.f + 128.f;            // 1.5 * 2^23: the whole part in the low bits; 128 rounds the high digit
-constexpr float LARGEST = 268435456.f;                 // units that a program may add to a column: 2^28
-constexpr u64 LIMIT_NS = 4000000000ull;                // of a launch, in which every wait gives up
-
-static_assert((D == 2048 || D == 4096) && D_FFN % (16 * CTAS) == 0 && OWN <= 128, "unsupported widths");
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "unsupported head");
-static_assert(MODE != SELECT || (RANK % 128 == 0 && RANK <= 256), "unsupported rank");
-
-// A layer's tensors, in the order of decoder_layers.TENSORS.
-struct Layer {
-  const u8 *qkv, *qkv_scales, *qkv_bias, *out, *out_scales, *out_bias, *up, *up_scales, *up_bias;
-  const u8 *down, *down_scales, *down_bias, *gain1, *shift1, *gain2, *shift2;
-  u8 *k, *v;                                           // (HEADS, capacity, HEAD_DIM) fp16
-  const u8 *first, *first_scales, *second, *second_scales, *second_bias, *threshold;
-  u64 largest;                                         // fp32 bits: of down's scales
-};
-
-struct Arguments {
-  const Layer* layers;
-  const float* x;                                      // (D) in front of the first layer
-  float* out;                                          // (D) behind the last
-  const int *position, *row_state;
-  int* delta;                                          // (3, D) sums
-  u64 *heads, *hidden;                                 // tagged words of heads (HEADS, EXCHANGE) and of RANK
-  u32 *masks, *sync;                                   // (CTAS, 4); words at 32 i: 0 launches, 3 list, 4 error, 8.. barrier
-  int n_layers, capacity;
-  float eps;
-};
-
-// Where word i lies in an array of which lanes read 16 neighbours each, 32 apart: without bank conflicts.
-__host__ __device__ constexpr int spread(int i) { return i + i / 32 * 4; }
-
-struct __align__(128) Shared {
-  int sums[spread(D)];                                 // what this program adds into delta, or the delta of all, spread
-  __align__(16) float exchanged[spread(3 * HEAD_DIM)], parts[spread(PARTS + 32)], z[spread(256)];
-  float h[128], kept[128];
-  float warp_parts[WARPS * HEAD_DIM], warp_norms[WARPS * 2];
-  float products[9][WARPS][16];                        // tile, warp, row
-  float stats[2][WARPS][2];
-  u32 mask[CTAS][4];
-  int prefix[CTAS + 1];
-  u16 ids[128];
-  __align__(16) u16 own_mask[WARPS];
-  u64 full[16], empty[16], listed, masked, live;
-  u64 begun;
-  int n, calm, dead;
-};
-
-static_assert(sizeof(Shared) <= SMALL, "Shared is larger than its place");
-
-// ---- instructions ----
-__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void bar_init(u32 a, int n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(a), "r"(n)); }
-__device__ __forceinline__ void bar_expect(u32 a, u32 n) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(a), "r"(n) : "memory"); }
-__device__ __forceinline__ void bar_arrive(u32 a) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(a) : "memory"); }
-__device__ __forceinline__ bool bar_done(u32 a, u32 phase) {
-  u32 done;
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(a), "r"(phase) : "memory");
-  return done;
-}
-__device__ __forceinline__ void fetch(u32 to, const void* from, u32 n, u32 bar) {
-  asm volatile("{.reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
-               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], once;}" ::"r"(to), "l"(from), "r"(n), "r"(bar) : "memory");
-}
-// A tagged word: a value and the number of its layer in one store. Who reads the tag has the value, without a fence.
-__device__ __forceinline__ void put_tagged(u64* p, u32 v, u32 tag) { asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"((u64)tag << 32 | v) : "memory"); }
-__device__ __forceinline__ u64 get_word(const u64* p) { u64 a; asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(p) : "memory"); return a; }
-__device__ __forceinline__ void get_words(const u64* p, u64& a, u64& b) { asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory"); }
-__device__ __forceinline__ uint4 get_words(const void* p) { uint4 v; asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }
-__device__ __forceinline__ u32 get_acquired(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
-__device__ __forceinline__ void add_released(u32* p, u32 v) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-__device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }    // warps that multiply
-__device__ __forceinline__ uint4 load4(u32 a) { uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a)); return v; }
-__device__ __forceinline__ uint2 load2(u32 a) { uint2 v; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a)); return v; }
-__device__ __forceinline__ u32 load1(u32 a) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a)); return v; }
-__device__ __forceinline__ float half_of(u32 bits) { float f; asm("{.reg .f16 h; .reg .b16 b; cvt.u16.u32 b, %1; mov.b16 h, b; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(bits)); return f; }
-__device__ __forceinline__ u16 to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
-__device__ __forceinline__ float load_half(u32 a) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a)); return half_of(v); }
-__device__ __forceinline__ float half_at(const u8* p, int i) { return half_of(__ldg((const u16*)p + i)); }
-__device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-template <int N> __device__ __forceinline__ void halves(const uint4 (&packed)[N], float (&v)[8 * N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const u32 u[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) { v[8 * i + 2 * e] = half_of(u[e] & 0xFFFF); v[8 * i + 2 * e + 1] = half_of(u[e] >> 16); }
-  }
-}
-
-// ---- waits: none may hang ----
-struct Limit {
-  Shared& s; u32* error; const u64 begun;
-  __device__ __noinline__ bool late(int code) const {
-    if (*(volatile int*)&s.dead) return true;
-    if (now() - begun < LIMIT_NS) return false;
-    *(volatile int*)&s.dead = 1;
-    atomicCAS(error, 0, code);
-    return true;
-  }
-  __device__ __noinline__ void spin(u32 a, u32 phase, int code) const {
-    for (int n = 1; !bar_done(a, phase); ++n) if ((n & 255) == 0 && late(code)) return;
-  }
-  __device__ __forceinline__ void wait(u32 a, u32 phase, int code) const { if (!bar_done(a, phase)) spin(a, phase, code); }
-  __device__ __forceinline__ void reach(const u32* p, u32 want, int code) const {
-    for (int n = 1; (int)(get_acquired(p) - want) < 0; ++n) if ((n & 1023) == 0 && late(code)) return;
-  }
-};
-enum Fault { SLOT = 1, PAGE_LATE, LIST, BARRIER, PREDICTOR, MASK, LIVE, EXCHANGED, RANGE };    // decoder_layers.FAULTS
-
-// ---- the warp that fetches ----
-struct Producer {
-  const Arguments& a; const Limit& limit; Shared& s; const Layer* const layers;
-  const u32 pages, full, empty, launch; const int last;
-  const int lane = threadIdx.x & 31, cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
-  int slot = 0, landed = 0, flying = 0; u32 phase = 0, landed_phase = 0;
-
-  __device__ Producer(const Arguments& a, const Limit& limit, Shared& s, u8* ring, u32 launch, int last)
-      : a(a), limit(limit), s(s), layers((const Layer*)(ring + PAGES * PAGE + SMALL)), pages(shared_at(ring)), full(shared_at(s.full)), empty(shared_at(s.empty)), launch(launch), last(last) {}
-  __device__ u32 at() const { return pages + slot * PAGE; }
-  __device__ u32 bar() const { return full + 8 * slot; }
-  __device__ void next() { if (++slot == PAGES) { slot = 0; phase ^= 1; } }
-  // A page is asked for when its slot is free and few are on their way: more than the latency needs only lengthens the
-  // queue in which the barriers' flags and sums wait.
-  __device__ void claim(u32 bytes) {
-    if (lane == 0) {
-      while (flying >= (*(volatile int*)&s.calm ? CALM : FLYING)) {
-        limit.wait(full + 8 * landed, landed_phase, PAGE_LATE);
-        if (++landed == PAGES) { landed = 0; landed_phase ^= 1; }
-        --flying;
-      }
-      ++flying;
-      limit.wait(empty + 8 * slot, phase ^ 1, SLOT);
-      bar_expect(bar(), bytes);
-    }
-    __syncwarp();
-  }
-  __device__ void whole(const u8* from, u32 bytes) {
-    claim(bytes);
-    if (lane == 0) fetch(at(), from, bytes, bar());
-    next();
-  }
-  // A page of neighbouring rows from `row` on, at most ROWS. Few large copies: each costs as much as a kilobyte.
-  template <int TOGETHER> __device__ void rows(const u8* codes, const u8* scales, u64 row) {    // TOGETHER in a copy
-    claim(ROWS * (ROW + ROW_SCALES));
-    if (lane < ROWS / TOGETHER) fetch(at() + (TOGETHER == 4 ? row_at(4 * lane) : neuron_at(2 * lane)), codes + (row + lane * TOGETHER) * ROW, TOGETHER * ROW, bar());
-    if (lane == 0) fetch(at() + SCALES_AT, scales + row * ROW_SCALES, ROWS * ROW_SCALES, bar());
-    next();
-  }
-  // Pages of n rows that the list names.
-  template <bool DOWN> __device__ void listed_rows(const u8* codes, const u8* scales, int n) {
-    for (int i = 0; i < n; i += ROWS) {
-      const int m = min(ROWS, n - i);
-      claim(m * (ROW + ROW_SCALES));
-      if (lane < m) {
-        const u64 row = s.ids[i + lane];
-        fetch(at() + (DOWN ? neuron_at(lane) : row_at(lane)), codes + row * ROW, ROW, bar());
-        fetch(at() + SCALES_AT + lane * ROW_SCALES, scales + row * ROW_SCALES, ROW_SCALES, bar());
-      }
-      next();
-    }
-  }
-  __device__ void attention(const Layer& layer, int l) {
-    if (MODE == SELECT) {
-      whole(layer.first + (u64)cta * FIRST_ROWS * ROW, FIRST_ROWS * ROW);
-    }
-    for (int r = 0; r < 3 * QKV_ROWS; r += ROWS)
-      rows<4>(layer.qkv, layer.qkv_scales, (head * 3 + r / QKV_ROWS) * HEAD_DIM + rank * QKV_ROWS + r % QKV_ROWS);
-    if (MODE == SELECT) whole(layer.second + (u64)cta * SECOND_BYTES, SECOND_BYTES);
-    for (int c = rank; c * POSITIONS < last; c += RANKS) {
-      const u32 bytes = min(POSITIONS, last - c * POSITIONS) * HEAD_DIM * 2;
-      const u64 from = ((u64)head * a.capacity + c * POSITIONS) * HEAD_DIM * 2;
-      claim(2 * bytes);
-      if (lane == 0) { fetch(at(), layer.k + from, bytes, bar()); fetch(at() + KV_BYTES, layer.v + from, bytes, bar()); }
-      next();
-    }
-    for (int i = 0; i < OUT_PAGES; ++i) {
-      const u64 row = (u64)head * D + rank * (D / RANKS) + i * 256;
-      claim(OUT_BYTES + 512);
-      if (lane == 0) { fetch(at(), layer.out + row * (HEAD_DIM / 2), OUT_BYTES, bar()); fetch(at() + OUT_BYTES, layer.out_scales + row * 2, 512, bar()); }
-      next();
-    }
-    if (MODE == SELECT && lane == 0) {                   // one writer and one reader of masks a program
-      limit.wait(shared_at(&s.masked), l & 1, MASK);
-      __stcg((uint4*)a.masks + cta, *(const uint4*)s.own_mask);
-      add_released(a.sync + 32 * 3, 1);
-    }
-  }
-  // The masks of all programs -> this program's even share of the list, in ascending order.
-  __device__ int share(int l) {
-    if (lane == 0) limit.reach(a.sync + 32 * 3, (launch * a.n_layers + l + 1) * CTAS, LIST);
-    __syncwarp();
-    constexpr int LANE = CTAS / 32;
-    int before[LANE], sum = 0;
-#pragma unroll
-    for (int k = 0; k < LANE; ++k) {
-      const uint4 v = get_words((const uint4*)a.masks + LANE * lane + k);
-      *(uint4*)s.mask[LANE * lane + k] = v;
-      before[k] = sum;
-      sum += __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
-    }
-    int ahead = sum;
-    for (int o = 1; o < 32; o <<= 1) { const int v = __shfl_up_sync(~0u, ahead, o); if (lane >= o) ahead += v; }
-    const int total = __shfl_sync(~0u, ahead, 31);
-    for (int k = 0; k < LANE; ++k) s.prefix[LANE * lane + k] = ahead - sum + before[k];
-    if (lane == 0) s.prefix[CTAS] = total;
-    __syncwarp();
-    const int low = total * cta / CTAS, n = total * (cta + 1) / CTAS - low;
-    int first = 0;                                       // programs whose neurons all come before
-    for (int k = 0; k < LANE; ++k) first += __popc(__ballot_sync(~0u, s.prefix[lane + 32 * k + 1] <= low));
-    for (int q = first; q < CTAS && s.prefix[q] < low + n; ++q) {
-      int place = s.prefix[q] - low;
-      for (int k = 0; k < OWN / 32; ++k) {
-        const u32 m = s.mask[q][k];
-        const int mine = place + __popc(m & ((1u << lane) - 1));
-        if ((m >> lane & 1) && mine >= 0 && mine < n) s.ids[mine] = q * OWN + k * 32 + lane;
-        place += __popc(m);
-      }
-    }
-    if (lane == 0) s.n = n;
-    __syncwarp();
-    if (lane == 0) bar_arrive(shared_at(&s.listed));
-    return n;
-  }
-  // The neurons that are not zero, of those that this program has multiplied.
-  __device__ int survivors(int l) {
-    limit.wait(shared_at(&s.live), l & 1, LIVE);
-    __syncwarp();
-    int n = 0;
-    for (int k = 0; k < OWN; k += 32) {
-      const float v = s.h[k + lane];
-      const u32 m = __ballot_sync(~0u, v > 0);
-      const int place = n + __popc(m & ((1u << lane) - 1));
-      if (v > 0) { s.ids[place] = cta * OWN + k + lane; s.kept[place] = v; }
-      n += __popc(m);
-    }
-    if (lane == 0) s.n = n;
-    __syncwarp();
-    if (lane == 0) bar_arrive(shared_at(&s.listed));
-    return n;
-  }
-  __device__ void run() {
-    for (int l = 0; l < a.n_layers; ++l) {
-      const Layer& layer = layers[l];
-      attention(layer, l);
-      if (MODE == SELECT) {
-        const int n = share(l);
-        listed_rows<false>(layer.up, layer.up_scales, n);
-        listed_rows<true>(layer.down, layer.down_scales, n);
-        continue;
-      }
-      for (int i = 0; i < OWN; i += ROWS) rows<4>(layer.up, layer.up_scales, cta * OWN + i);
-      if (MODE == SKIP_ZEROS) listed_rows<true>(layer.down, layer.down_scales, survivors(l));
-      else for (int i = 0; i < OWN; i += ROWS) rows<2>(layer.down, layer.down_scales, cta * OWN + i);
-    }
-  }
-};
-
-// ---- the warps that multiply ----
-struct Quant { float unit; int offset; };                // of a group: a unit's value, 8 times the sum of the units
-
-// Digits of a group of 16 N numbers. Lane (g, t) brings 2 N neighbouring columns from 4 N t + 2 N (g & 1) on, and leaves
-// with the high (g even) or low digits that its columns of B want: register i, byte e = nibble i & 1 of byte e of word
-// i / 2 of the lane's words, in the order of formats.int4.
-template <int N> __device__ __forceinline__ Quant digits(const float (&v)[2 * N], u32 (&b)[N], int lane) {
-  constexpr int COLUMN[4] = {0, 4, 1, 5};
-  const bool odd = lane >> 2 & 1;
-  float most = 0;
-#pragma unroll
-  for (int i = 0; i < 2 * N; ++i) most = fmaxf(most, fabsf(v[i]));
-#pragma unroll
-  for (int o = 1; o < 8; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-  const float inverse = most > 0 ? __fdividef(32512.f, most) : 0.f;
-  int high_sum = 0, low_sum = 0;
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    u32 f[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) f[e] = __float_as_uint(fmaf(v[8 * (i >> 1) + 2 * (i & 1) + COLUMN[e]], inverse, MAGIC));
-    const u32 high = __byte_perm(__byte_perm(f[0], f[1], 0x0051), __byte_perm(f[2], f[3], 0x0051), 0x5410);
-    const u32 low = __byte_perm(__byte_perm(f[0], f[1], 0x0040), __byte_perm(f[2], f[3], 0x0040), 0x5410) ^ 0x80808080u;
-    high_sum = __dp4a((int)high, 0x01010101, high_sum); low_sum = __dp4a((int)low, 0x01010101, low_sum);
-    const u32 other = __shfl_xor_sync(~0u, odd ? high : low, 4);
-    b[i] = odd ? other : high; b[N / 2 + i] = odd ? low : other;
-  }
-  int sum = (high_sum << 8) + low_sum;
-#pragma unroll
-  for (int o = 1; o < 8; o <<= 1) sum += __shfl_xor_sync(~0u, sum, o);
-  return {most * (1.f / 32512.f), sum * 8};
-}
-
-// 16 rows x 128 columns of codes, or x 64: lane (g, t) has 16 (8) bytes of one row and as many of the eighth behind it.
-__device__ __forceinline__ void piece(u32 row, u32 eighth, const u32 (&b)[8], int (&low)[4], int (&high)[4]) {
-  constexpr u32 L = 0x0F0F0F0Fu, H = 0xF0F0F0F0u;
-  const uint4 p = load4(row), q = load4(eighth);
-  mma(low, p.x & L, q.x & L, p.y & L, q.y & L, b[0], b[2]);
-  mma(high, p.x & H, q.x & H, p.y & H, q.y & H, b[1], b[3]);
-  mma(low, p.z & L, q.z & L, p.w & L, q.w & L, b[4], b[6]);
-  mma(high, p.z & H, q.z & H, p.w & H, q.w & H, b[5], b[7]);
-}
-__device__ __forceinline__ void piece(u32 row, u32 eighth, const u32 (&b)[4], int (&low)[4], int (&high)[4]) {
-  constexpr u32 L = 0x0F0F0F0Fu, H = 0xF0F0F0F0u;
-  const uint2 p = load2(row), q = load2(eighth);
-  mma(low, p.x & L, q.x & L, p.y & L, q.y & L, b[0], b[2]);
-  mma(high, p.x & H, q.x & H, p.y & H, q.y & H, b[1], b[3]);
-}
-__device__ __forceinline__ int join(int a, int b, int c, int d) { return ((a + (c >> 4)) << 8) + b + (d >> 4); }
-__device__ __forceinline__ float quad_sum(float v) { v += __shfl_xor_sync(~0u, v, 1); return v + __shfl_xor_sync(~0u, v, 2); }
-
+// The warps that multiply.
 struct Consumer {
-  const Arguments& a; const Limit& limit; Shared& s; const Layer* const layers;
-  const u32 launch; const int last; const bool every;
+  const Arguments& a;
+  const Limit& limit;
+  Shared& s;
+  const Layer* const layers;
+  const u32 launch;
+  const int last;
+  const bool every;
   const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
   const int cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
-  const int row = (g >> 1) + 4 * (g & 1);                        // of a tile, and the eighth behind it
+  const int row = (g >> 1) + 4 * (g & 1);  // of a tile, and the eighth behind it
   const bool holds = (g >> 1) < GROUPS;
-  const int column = (WARPS * (g >> 1) + w) * 128 + 32 * t + 16 * (g & 1);     // this lane's 16 columns of x
-  u32 page_at, bar_at, phase = 0; const u32 first_page, first_bar;
-  int turn, stage = 0; u32 reached;
-  float x[16], per_unit = 1.f; uint4 gain[2], shift[2];          // units of delta in one
-  u32 b[GROUPS][8]; float unit; int offset;                      // x's digits with zeros around; of group t
+  const int column = (WARPS * (g >> 1) + w) * 128 + 32 * t + 16 * (g & 1);  // this lane's 16 columns of x
+  u32 page_at, bar_at, phase = 0;
+  const u32 first_page, first_bar;
+  int turn, stage = 0;
+  u32 reached;
+  float x[16];
+  float per_unit = 1.f;     // units of delta in one
+  uint4 gain[2], shift[2];  // of the next norm
+  u32 b[GROUPS][8];         // x's digits, with zeros around
+  float unit;               // of group t, as is its offset
+  int offset;
 
   __device__ Consumer(const Arguments& a, const Limit& limit, Shared& s, u8* ring, u32 launch, int last, bool every)
-      : a(a), limit(limit), s(s), layers((const Layer*)(ring + PAGES * PAGE + SMALL)), launch(launch), last(last), every(every), first_page(shared_at(ring)), first_bar(shared_at(s.full)) {
-    page_at = first_page; bar_at = first_bar;
+      : a(a),
+        limit(limit),
+        s(s),
+        layers((const Layer*)(ring + PAGES * PAGE + SMALL)),
+        launch(launch),
+        last(last),
+        every(every),
+        first_page(shared_at(ring)),
+        first_bar(shared_at(s.full)) {
+    page_at = first_page;
+    bar_at = first_bar;
     reached = launch * 2 * a.n_layers * (CTAS / COUNTERS);
     turn = (int)(launch * 2ull * a.n_layers % 3);
   }
@@ -381,24 +59,38 @@ struct Consumer {
   __device__ u32 page(u32& bar) {
     limit.wait(bar_at, phase, PAGE_LATE);
     const u32 found = page_at;
-    bar = bar_at + 128;                                          // `empty` lies behind `full`
-    bar_at += 8; page_at += PAGE;
-    if (bar_at == first_bar + 8 * PAGES) { bar_at = first_bar; page_at = first_page; phase ^= 1; }
+    bar = bar_at + 128;  // `empty` lies behind `full`
+    bar_at += 8;
+    page_at += PAGE;
+    if (bar_at == first_bar + 8 * PAGES) {
+      bar_at = first_bar;
+      page_at = first_page;
+      phase ^= 1;
+    }
     return found;
   }
-  __device__ void done(u32 bar) { __syncwarp(); if (lane == 0) bar_arrive(bar); }
+  __device__ void done(u32 bar) {
+    __syncwarp();
+    if (lane == 0) bar_arrive(bar);
+  }
   __device__ u32 tag(int l) const { return launch * a.n_layers + l + 1; }
-  __device__ void send(int at, float v, int l) { put_tagged(a.heads + head * EXCHANGE + at, __float_as_uint(v), tag(l)); }
+  __device__ void send(int at, float v, int l) {
+    put_tagged(a.heads + head * EXCHANGE + at, __float_as_uint(v), tag(l));
+  }
   // n words from `at` on. Every thread takes up to four.
   __device__ void receive(int at, float* to, int n, int l) {
-    const int i = 2 * tid, j = i + 2 * THREADS; const u32 want = tag(l);
+    const int i = 2 * tid, j = i + 2 * THREADS;
+    const u32 want = tag(l);
     const u64* p = a.heads + head * EXCHANGE + at + i;
-    u64 v[4]; bool ok; int tries = 0;
+    u64 v[4];
+    bool ok;
+    int tries = 0;
     do {
       v[0] = v[1] = v[2] = v[3] = (u64)want << 32;
       if (i < n) get_words(p, v[0], v[1]);
       if (j < n) get_words(p + 2 * THREADS, v[2], v[3]);
-      ok = (u32)(v[0] >> 32) == want && (u32)(v[1] >> 32) == want && (u32)(v[2] >> 32) == want && (u32)(v[3] >> 32) == want;
+      ok = (u32)(v[0] >> 32) == want && (u32)(v[1] >> 32) == want && (u32)(v[2] >> 32) == want &&
+           (u32)(v[3] >> 32) == want;
     } while (!ok && !((++tries & 255) == 0 && limit.late(EXCHANGED)));
     if (i < n) *(float2*)(to + spread(i)) = make_float2(__uint_as_float((u32)v[0]), __uint_as_float((u32)v[1]));
     if (j < n) *(float2*)(to + spread(j)) = make_float2(__uint_as_float((u32)v[2]), __uint_as_float((u32)v[3]));
@@ -412,14 +104,17 @@ struct Consumer {
   }
   __device__ void put_sum(int column, float v) { s.sums[column] = in_units(v); }
   __device__ float ask_bias(const u8* bias) const { return tid < MINE ? half_at(bias, cta * MINE + tid) : 0.f; }
-  __device__ void add_bias(float bias) { if (tid < MINE) atomicAdd(a.delta + turn * D + cta * MINE + tid, in_units(bias)); }
+  __device__ void add_bias(float bias) {
+    if (tid < MINE) atomicAdd(a.delta + turn * D + cta * MINE + tid, in_units(bias));
+  }
   // This program's N sums from `first` on are added, and all programs' are there. The next norm's weights are on their
   // way meanwhile.
-  template <int N> __device__ void barrier(int first) {
+  template <int N>
+  __device__ void barrier(int first) {
     reached += CTAS / COUNTERS;
     if (tid == 0) *(volatile int*)&s.calm = 1;
     meet();
-    for (int i = tid; i < N; i += THREADS) {                     // not all programs at the same words at once
+    for (int i = tid; i < N; i += THREADS) {  // not all programs at the same words at once
       const int at = first + (i + 32 * cta) % N;
       atomicAdd(a.delta + turn * D + at, s.sums[at]);
     }
@@ -434,7 +129,10 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       gain[i] = shift[i] = uint4{0, 0, 0, 0};
-      if (holds) { gain[i] = __ldg((const uint4*)(weight + 2 * column) + i); shift[i] = __ldg((const uint4*)(bias + 2 * column) + i); }
+      if (holds) {
+        gain[i] = __ldg((const uint4*)(weight + 2 * column) + i);
+        shift[i] = __ldg((const uint4*)(bias + 2 * column) + i);
+      }
     }
   }
   // x, or x += delta. The next half adds into the next of three buffers, and the one behind that is cleared.
@@ -443,15 +141,19 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float4 v = holds ? __ldcg((const float4*)(a.x + column) + i) : float4{0, 0, 0, 0};
-        x[4 * i] = v.x; x[4 * i + 1] = v.y; x[4 * i + 2] = v.z; x[4 * i + 3] = v.w;
+        x[4 * i] = v.x;
+        x[4 * i + 1] = v.y;
+        x[4 * i + 2] = v.z;
+        x[4 * i + 3] = v.w;
       }
     } else {
-      const float value = 1.f / per_unit;                        // a power of two
+      const float value = 1.f / per_unit;  // a power of two
 #pragma unroll
-      for (int i = 0; i < D / 1024; ++i) {                       // read as it lies, then each lane its columns
+      for (int i = 0; i < D / 1024; ++i) {  // read as it lies, then each lane its columns
         const int at = 1024 * i + 4 * tid;
         const uint4 d = get_words(a.delta + turn * D + at);
-        if ((max(max(abs((int)d.x), abs((int)d.y)), max(abs((int)d.z), abs((int)d.w)))) >> 30) atomicCAS(limit.error, 0, RANGE);
+        if ((max(max(abs((int)d.x), abs((int)d.y)), max(abs((int)d.z), abs((int)d.w)))) >> 30)
+          atomicCAS(limit.error, 0, RANGE);
         *(uint4*)(s.sums + spread(at)) = d;
       }
       meet();
@@ -459,8 +161,10 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int4 d = *(const int4*)(s.sums + spread(column) + 4 * i);
-          x[4 * i] = fmaf(d.x, value, x[4 * i]); x[4 * i + 1] = fmaf(d.y, value, x[4 * i + 1]);
-          x[4 * i + 2] = fmaf(d.z, value, x[4 * i + 2]); x[4 * i + 3] = fmaf(d.w, value, x[4 * i + 3]);
+          x[4 * i] = fmaf(d.x, value, x[4 * i]);
+          x[4 * i + 1] = fmaf(d.y, value, x[4 * i + 1]);
+          x[4 * i + 2] = fmaf(d.z, value, x[4 * i + 2]);
+          x[4 * i + 3] = fmaf(d.w, value, x[4 * i + 3]);
         }
       }
       turn = turn == 2 ? 0 : turn + 1;
@@ -470,25 +174,39 @@ struct Consumer {
   __device__ void norm() {
     float u = 0, q = 0;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) { u += x[i]; q = fmaf(x[i], x[i], q); }
+    for (int i = 0; i < 16; ++i) {
+      u += x[i];
+      q = fmaf(x[i], x[i], q);
+    }
 #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) { u += __shfl_xor_sync(~0u, u, o); q += __shfl_xor_sync(~0u, q, o); }
+    for (int o = 1; o < 32; o <<= 1) {
+      u += __shfl_xor_sync(~0u, u, o);
+      q += __shfl_xor_sync(~0u, q, o);
+    }
     if (tid == 0) *(volatile int*)&s.calm = 0;
-    float(*stats)[2] = s.stats[stage++ & 1];
-    if (lane == 0) { stats[w][0] = u; stats[w][1] = q; }
+    float (*stats)[2] = s.stats[stage++ & 1];
+    if (lane == 0) {
+      stats[w][0] = u;
+      stats[w][1] = q;
+    }
     meet();
     u = q = 0;
 #pragma unroll
-    for (int k = 0; k < WARPS; ++k) { u += stats[k][0]; q += stats[k][1]; }
+    for (int k = 0; k < WARPS; ++k) {
+      u += stats[k][0];
+      q += stats[k][1];
+    }
     per_unit = 262144.f / __uint_as_float(max(__float_as_uint(sqrtf(q / D)) & 0x7F800000u, 0x10000000u));
     const float mean = u / D, rstd = rsqrtf(fmaxf(q / D - mean * mean, 0.f) + a.eps);
     float scale[16], v[16];
-    halves(gain, scale); halves(shift, v);
+    halves(gain, scale);
+    halves(shift, v);
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = fmaf((x[i] - mean) * rstd, scale[i], v[i]);
     u32 own[8];
     const Quant z = digits<8>(v, own, lane);
-    unit = __shfl_sync(~0u, z.unit, 8 * t); offset = __shfl_sync(~0u, z.offset, 8 * t);
+    unit = __shfl_sync(~0u, z.unit, 8 * t);
+    offset = __shfl_sync(~0u, z.offset, 8 * t);
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
@@ -496,8 +214,11 @@ struct Consumer {
   }
 
   // Tiles of 16 rows. Two at a time: the products of one run while the other's pages are awaited.
-  struct Tile { int low[2][4], high[2][4]; float scale0, scale8; };
-  __device__ void tile(Tile& c, int n) {                         // n rows of it are there, more are garbage
+  struct Tile {
+    int low[2][4], high[2][4];
+    float scale0, scale8;
+  };
+  __device__ void tile(Tile& c, int n) {  // n rows of it are there, more are garbage
     u32 bar, bar8 = 0;
     const u32 p = page(bar), q = ROWS == 16 ? p + row_at(8) : n > 8 ? page(bar8) : p;
 #pragma unroll
@@ -510,7 +231,8 @@ struct Consumer {
     c.scale0 = c.scale8 = 0;
     if (t < GROUPS) {
       const u32 at = SCALES_AT + row * ROW_SCALES + 2 * (WARPS * t + w);
-      c.scale0 = load_half(p + at); c.scale8 = load_half((ROWS == 16 ? p + 8 * ROW_SCALES : q) + at);
+      c.scale0 = load_half(p + at);
+      c.scale8 = load_half((ROWS == 16 ? p + 8 * ROW_SCALES : q) + at);
     }
     done(bar);
     if (ROWS == 8 && n > 8) done(bar8);
@@ -518,21 +240,27 @@ struct Consumer {
   __device__ float2 sums(const Tile& c) const {
     int low[4], high[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) { low[k] = c.low[0][k] + c.low[1][k]; high[k] = c.high[0][k] + c.high[1][k]; }
-    return {(join(low[0], low[1], high[0], high[1]) - offset) * (c.scale0 * unit), (join(low[2], low[3], high[2], high[3]) - offset) * (c.scale8 * unit)};
+    for (int k = 0; k < 4; ++k) {
+      low[k] = c.low[0][k] + c.low[1][k];
+      high[k] = c.high[0][k] + c.high[1][k];
+    }
+    return {(join(low[0], low[1], high[0], high[1]) - offset) * (c.scale0 * unit),
+            (join(low[2], low[3], high[2], high[3]) - offset) * (c.scale8 * unit)};
   }
   // Sums of two tiles over a quad: lane t ends with `row` + 8 (t & 1) of tile t >> 1.
   __device__ void finish(const Tile& c, const Tile& d, int i) {
     const float2 u = sums(c), v = sums(d);
     const bool t0 = t & 1, t1 = t & 2;
-    const float p = (t0 ? u.y : u.x) + __shfl_xor_sync(~0u, t0 ? u.x : u.y, 1), q = (t0 ? v.y : v.x) + __shfl_xor_sync(~0u, t0 ? v.x : v.y, 1);
+    const float p = (t0 ? u.y : u.x) + __shfl_xor_sync(~0u, t0 ? u.x : u.y, 1),
+                q = (t0 ? v.y : v.x) + __shfl_xor_sync(~0u, t0 ? v.x : v.y, 1);
     s.products[i + (t >> 1)][w][row + 8 * t0] = (t1 ? q : p) + __shfl_xor_sync(~0u, t1 ? p : q, 2);
   }
   __device__ void rows(int n) {
     for (int i = 0; i < n; i += 32) {
       Tile c, d;
       tile(c, n - i);
-      if (i + 16 < n) tile(d, n - i - 16); else d = c;           // an odd last one's twin is never read
+      if (i + 16 < n) tile(d, n - i - 16);
+      else d = c;  // an odd last one's twin is never read
       finish(c, d, i / 16);
     }
     meet();
@@ -544,7 +272,7 @@ struct Consumer {
     return v;
   }
 
-  __device__ void predict_first(int l, const Layer& layer) {     // FIRST_ROWS rows: hidden values of the predictor
+  __device__ void predict_first(int l, const Layer& layer) {  // FIRST_ROWS rows: hidden values of the predictor
     int low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
     const int mine = cta * FIRST_ROWS + tid;
     const float scale = tid < FIRST_ROWS ? __ldg((const float*)layer.first_scales + mine) : 0.f;
@@ -572,12 +300,15 @@ struct Consumer {
     const int row = cta * OWN + w * 16 + g;
     float scale0 = 0, scale8 = 0, bias0 = 0, bias8 = 0, threshold = 0;
     if (mine) {
-      scale0 = __ldg((const float*)layer.second_scales + row); scale8 = __ldg((const float*)layer.second_scales + row + 8);
-      bias0 = __ldg((const float*)layer.second_bias + row); bias8 = __ldg((const float*)layer.second_bias + row + 8);
+      scale0 = __ldg((const float*)layer.second_scales + row);
+      scale8 = __ldg((const float*)layer.second_scales + row + 8);
+      bias0 = __ldg((const float*)layer.second_bias + row);
+      bias8 = __ldg((const float*)layer.second_bias + row + 8);
       threshold = __ldg((const float*)layer.threshold);
     }
     if (tid < RANK) {
-      u64 v = early; int tries = 0;
+      u64 v = early;
+      int tries = 0;
       while ((u32)(v >> 32) != tag(l) && !((++tries & 255) == 0 && limit.late(PREDICTOR))) v = get_word(a.hidden + tid);
       s.z[spread(tid)] = __uint_as_float((u32)v);
     }
@@ -585,11 +316,14 @@ struct Consumer {
     u32 bar;
     const u32 p = page(bar);
     if (mine) {
-      float v[16]; u32 own[8];
+      float v[16];
+      u32 own[8];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) v[i] = (g >> 1) < RANK / 128 ? s.z[spread((g >> 1) * 128 + 32 * t + 16 * (g & 1)) + i] : 0.f;
+      for (int i = 0; i < 16; ++i)
+        v[i] = (g >> 1) < RANK / 128 ? s.z[spread((g >> 1) * 128 + 32 * t + 16 * (g & 1)) + i] : 0.f;
       const Quant z = digits<8>(v, own, lane);
-      const float unit2 = __shfl_sync(~0u, z.unit, 8 * t); const int offset2 = __shfl_sync(~0u, z.offset, 8 * t);
+      const float unit2 = __shfl_sync(~0u, z.unit, 8 * t);
+      const int offset2 = __shfl_sync(~0u, z.offset, 8 * t);
       int low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int j = 0; j < RANK / 128; ++j) {
@@ -601,7 +335,8 @@ struct Consumer {
       }
       const float score0 = quad_sum((join(low[0], low[1], high[0], high[1]) - offset2) * unit2) * scale0 + bias0;
       const float score8 = quad_sum((join(low[2], low[3], high[2], high[3]) - offset2) * unit2) * scale8 + bias8;
-      const u32 m0 = __ballot_sync(~0u, every || score0 > threshold), m8 = __ballot_sync(~0u, every || score8 > threshold);
+      const u32 m0 = __ballot_sync(~0u, every || score0 > threshold),
+                m8 = __ballot_sync(~0u, every || score8 > threshold);
       if (lane == 0) {
         u32 m = 0;
 #pragma unroll
@@ -610,12 +345,15 @@ struct Consumer {
       }
     }
     done(bar);
-    if (lane == 0) { if (!mine) s.own_mask[w] = 0; bar_arrive(shared_at(&s.masked)); }
+    if (lane == 0) {
+      if (!mine) s.own_mask[w] = 0;
+      bar_arrive(shared_at(&s.masked));
+    }
   }
 
   // This program's quarter of the positions, and the new one in program 0's first warp.
   __device__ void attend(int l) {
-    constexpr int E = HEAD_DIM / 8, PIECES = HEAD_DIM / 64;      // numbers of a lane, in pieces of 8
+    constexpr int E = HEAD_DIM / 8, PIECES = HEAD_DIM / 64;  // numbers of a lane, in pieces of 8
     const int where = lane >> 3, sub = lane & 7;
     float q[E], o[E] = {}, m = -1e30f, d = 0;
     const float scale = rsqrtf((float)HEAD_DIM) * 1.4426950408889634f;
@@ -637,9 +375,10 @@ struct Consumer {
 #pragma unroll
         for (int k = 0; k < PIECES; ++k) {
           kp[k] = load4(p + 128 * k);
-          vp[k] = ok ? load4(p + KV_BYTES + 128 * k) : uint4{0, 0, 0, 0};     // what lies behind the last may be NaN
+          vp[k] = ok ? load4(p + KV_BYTES + 128 * k) : uint4{0, 0, 0, 0};  // what lies behind the last may be NaN
         }
-        halves(kp, kk); halves(vp, vv);
+        halves(kp, kk);
+        halves(vp, vv);
         done(bar);
       } else {
 #pragma unroll
@@ -654,35 +393,50 @@ struct Consumer {
       float z = 0;
 #pragma unroll
       for (int e = 0; e < E; ++e) z = fmaf(q[e], kk[e], z);
-      z += __shfl_xor_sync(~0u, z, 1); z += __shfl_xor_sync(~0u, z, 2); z += __shfl_xor_sync(~0u, z, 4);
+      z += __shfl_xor_sync(~0u, z, 1);
+      z += __shfl_xor_sync(~0u, z, 2);
+      z += __shfl_xor_sync(~0u, z, 4);
       if (!ok) z = -1e30f;
       const float M = fmaxf(m, z), f = exp2f(m - M), p = ok ? exp2f(z - M) : 0.f;
-      m = M; d = d * f + p;
+      m = M;
+      d = d * f + p;
 #pragma unroll
       for (int e = 0; e < E; ++e) o[e] = fmaf(p, vv[e], o[e] * f);
       if (!cached) break;
     }
     // Four positions of a warp become one, of which each lane keeps a quarter. Then warps, then the four programs.
-    float M = fmaxf(m, __shfl_xor_sync(~0u, m, 8)); M = fmaxf(M, __shfl_xor_sync(~0u, M, 16));
+    float M = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
+    M = fmaxf(M, __shfl_xor_sync(~0u, M, 16));
     const float f = exp2f(m - M);
-    d *= f; d += __shfl_xor_sync(~0u, d, 8); d += __shfl_xor_sync(~0u, d, 16);
+    d *= f;
+    d += __shfl_xor_sync(~0u, d, 8);
+    d += __shfl_xor_sync(~0u, d, 16);
     const bool b3 = lane & 8, b4 = lane & 16;
     float half[E / 2], quarter[E / 4];
 #pragma unroll
-    for (int e = 0; e < E / 2; ++e) half[e] = ((b3 ? o[E / 2 + e] : o[e]) * f) + __shfl_xor_sync(~0u, (b3 ? o[e] : o[E / 2 + e]) * f, 8);
+    for (int e = 0; e < E / 2; ++e)
+      half[e] = ((b3 ? o[E / 2 + e] : o[e]) * f) + __shfl_xor_sync(~0u, (b3 ? o[e] : o[E / 2 + e]) * f, 8);
 #pragma unroll
-    for (int e = 0; e < E / 4; ++e) quarter[e] = (b4 ? half[E / 4 + e] : half[e]) + __shfl_xor_sync(~0u, b4 ? half[e] : half[E / 4 + e], 16);
+    for (int e = 0; e < E / 4; ++e)
+      quarter[e] = (b4 ? half[E / 4 + e] : half[e]) + __shfl_xor_sync(~0u, b4 ? half[e] : half[E / 4 + e], 16);
     const int at = E == 16 ? 64 * b3 + 8 * sub + 4 * b4 : 8 * sub + 4 * b3 + 2 * b4;
 #pragma unroll
     for (int e = 0; e < E / 4; ++e) s.warp_parts[w * HEAD_DIM + at + e] = quarter[e];
-    if (lane == 0) { s.warp_norms[2 * w] = M; s.warp_norms[2 * w + 1] = d; }
+    if (lane == 0) {
+      s.warp_norms[2 * w] = M;
+      s.warp_norms[2 * w + 1] = d;
+    }
     meet();
     if (tid < HEAD_DIM) {
       float most = -1e30f, sum = 0, total = 0;
 #pragma unroll
       for (int k = 0; k < WARPS; ++k) most = fmaxf(most, s.warp_norms[2 * k]);
 #pragma unroll
-      for (int k = 0; k < WARPS; ++k) { const float e = exp2f(s.warp_norms[2 * k] - most); sum = fmaf(e, s.warp_parts[k * HEAD_DIM + tid], sum); total = fmaf(e, s.warp_norms[2 * k + 1], total); }
+      for (int k = 0; k < WARPS; ++k) {
+        const float e = exp2f(s.warp_norms[2 * k] - most);
+        sum = fmaf(e, s.warp_parts[k * HEAD_DIM + tid], sum);
+        total = fmaf(e, s.warp_norms[2 * k + 1], total);
+      }
       send(PARTS_AT + rank * HEAD_DIM + tid, sum, l);
       if (tid < 2) send(PARTS_AT + RANKS * HEAD_DIM + 2 * rank + tid, tid ? total : most, l);
     }
@@ -692,9 +446,15 @@ struct Consumer {
     constexpr int N = HEAD_DIM / 16, TURNS = OUT_PAGES / 2;
     float v[2 * N], f[RANKS], M = -1e30f, d = 0;
 #pragma unroll
-    for (int k = 0; k < RANKS; ++k) { f[k] = s.parts[spread(RANKS * HEAD_DIM + 2 * k)]; M = fmaxf(M, f[k]); }
+    for (int k = 0; k < RANKS; ++k) {
+      f[k] = s.parts[spread(RANKS * HEAD_DIM + 2 * k)];
+      M = fmaxf(M, f[k]);
+    }
 #pragma unroll
-    for (int k = 0; k < RANKS; ++k) { f[k] = exp2f(f[k] - M); d = fmaf(f[k], s.parts[spread(RANKS * HEAD_DIM + 2 * k) + 1], d); }
+    for (int k = 0; k < RANKS; ++k) {
+      f[k] = exp2f(f[k] - M);
+      d = fmaf(f[k], s.parts[spread(RANKS * HEAD_DIM + 2 * k) + 1], d);
+    }
 #pragma unroll
     for (int k = 0; k < RANKS; ++k) f[k] = __fdividef(f[k], d);
 #pragma unroll
@@ -703,7 +463,10 @@ struct Consumer {
 #pragma unroll
       for (int k = 0; k < RANKS; ++k) {
         const float4 u = *(const float4*)(s.parts + spread(k * HEAD_DIM + 4 * N * t + 2 * N * (g & 1) + i));
-        v[i] = fmaf(f[k], u.x, v[i]); v[i + 1] = fmaf(f[k], u.y, v[i + 1]); v[i + 2] = fmaf(f[k], u.z, v[i + 2]); v[i + 3] = fmaf(f[k], u.w, v[i + 3]);
+        v[i] = fmaf(f[k], u.x, v[i]);
+        v[i + 1] = fmaf(f[k], u.y, v[i + 1]);
+        v[i + 2] = fmaf(f[k], u.z, v[i + 2]);
+        v[i + 3] = fmaf(f[k], u.w, v[i + 3]);
       }
     }
     u32 own[N], m[4][N];
@@ -713,7 +476,8 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < N; ++i) m[j][i] = (g >> 1) == j ? own[i] : 0;
     // A warp has two tiles of 16 columns in each page. Four tiles share an accumulator, tile j in columns 2 j, 2 j + 1.
-    int low[TURNS][4] = {}, high[TURNS][4] = {}; float scale0[TURNS], scale8[TURNS];
+    int low[TURNS][4] = {}, high[TURNS][4] = {};
+    float scale0[TURNS], scale8[TURNS];
 #pragma unroll
     for (int i = 0; i < OUT_PAGES; ++i) {
       u32 bar;
@@ -723,7 +487,11 @@ struct Consumer {
         const u32 at = p + ((2 * w + k) * 16 + g) * (HEAD_DIM / 2) + t * (HEAD_DIM / 8);
         piece(at, at + 8 * (HEAD_DIM / 2), m[2 * (i & 1) + k], low[i / 2], high[i / 2]);
       }
-      if (t >> 1 == (i & 1)) { const u32 at = p + OUT_BYTES + ((2 * w + (t & 1)) * 16 + g) * 2; scale0[i / 2] = load_half(at); scale8[i / 2] = load_half(at + 16); }
+      if (t >> 1 == (i & 1)) {
+        const u32 at = p + OUT_BYTES + ((2 * w + (t & 1)) * 16 + g) * 2;
+        scale0[i / 2] = load_half(at);
+        scale8[i / 2] = load_half(at + 16);
+      }
       done(bar);
     }
 #pragma unroll
@@ -735,28 +503,40 @@ struct Consumer {
   }
 
   // Rows of n neurons times s.kept. A block of columns is 128 of each warp, whose lanes g have two words of 8 each.
-  __device__ int row_of(int i) const { return 2 * t + (i & 1) + (ROWS == 16 ? 8 * (i >> 1 & 1) : 0); }    // in its page
+  __device__ int row_of(int i) const { return 2 * t + (i & 1) + (ROWS == 16 ? 8 * (i >> 1 & 1) : 0); }  // in its page
   __device__ void down(int n, float largest) {
     float most = 0;
     for (int k = lane; k < n; k += 32) most = fmaxf(most, s.kept[k]);
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
     const float unit2 = most * largest * (1.f / 32512.f), inverse = unit2 > 0 ? 1.f / unit2 : 0.f;
-    const bool odd = g & 1; const u32 select = odd ? 0x0040 : 0x0051, flip = odd ? 0x80808080u : 0;
+    const bool odd = g & 1;
+    const u32 select = odd ? 0x0040 : 0x0051, flip = odd ? 0x80808080u : 0;
     int acc[BLOCKS][2][4] = {}, raised[BLOCKS][4] = {};
-    for (int k0 = 0; k0 < n; k0 += 32) {                         // 32 neurons: register i has one of page i ROWS / 8
+    for (int k0 = 0; k0 < n; k0 += 32) {  // 32 neurons: register i has one of page i ROWS / 8
       constexpr int MOST = 32 / ROWS;
       u32 at[MOST], bar[MOST];
-      float h[8]; u32 scales[8][2];                              // of a neuron, for this warp's groups
+      float h[8];
+      u32 scales[8][2];  // of a neuron, for this warp's groups
 #pragma unroll
-      for (int i = 0; i < MOST; ++i) { at[i] = first_page; bar[i] = 0; if (k0 + i * ROWS < n) at[i] = page(bar[i]); }
+      for (int i = 0; i < MOST; ++i) {
+        at[i] = first_page;
+        bar[i] = 0;
+        if (k0 + i * ROWS < n) at[i] = page(bar[i]);
+      }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) { const int k = k0 + 2 * t + (i & 1) + 8 * (i >> 1); h[i] = k < n ? s.kept[k] : 0.f; }
+      for (int i = 0; i < 8; ++i) {
+        const int k = k0 + 2 * t + (i & 1) + 8 * (i >> 1);
+        h[i] = k < n ? s.kept[k] : 0.f;
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const u32 p = at[4 * i / ROWS] + SCALES_AT + row_of(i) * ROW_SCALES + w * 2 * BLOCKS;
-        if constexpr (BLOCKS == 4) { const uint2 u = load2(p); scales[i][0] = u.x; scales[i][1] = u.y; }
-        else scales[i][0] = load1(p);
+        if constexpr (BLOCKS == 4) {
+          const uint2 u = load2(p);
+          scales[i][0] = u.x;
+          scales[i][1] = u.y;
+        } else scales[i][0] = load1(p);
       }
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
@@ -766,35 +546,47 @@ struct Consumer {
           const float scale = half_of(scales[i][block >> 1] >> 16 * (block & 1) & 0xFFFF);
           f[i] = __float_as_uint(fmaf(h[i] > 0 ? h[i] * scale : 0.f, inverse, MAGIC));
           const uint2 u = load2(at[4 * i / ROWS] + neuron_at(row_of(i)) + (w * BLOCKS + block) * 64 + g * 8);
-          word[i][0] = u.x; word[i][1] = u.y;
+          word[i][0] = u.x;
+          word[i][1] = u.y;
         }
         u32 digit[2];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) digit[k] = __byte_perm(__byte_perm(f[4 * k], f[4 * k + 1], select), __byte_perm(f[4 * k + 2], f[4 * k + 3], select), 0x5410) ^ flip;
+        for (int k = 0; k < 2; ++k)
+          digit[k] = __byte_perm(__byte_perm(f[4 * k], f[4 * k + 1], select),
+                                 __byte_perm(f[4 * k + 2], f[4 * k + 3], select), 0x5410) ^
+                     flip;
         mma(raised[block], 0x08080808, 0x08080808, 0x08080808, 0x08080808, digit[0], digit[1]);
         constexpr u32 L = 0x0F0F0F0Fu, H = 0xF0F0F0F0u;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          u32 c[2][4];                                           // 4 x 4 bytes turned: byte j of four neurons
+          u32 c[2][4];  // 4 x 4 bytes turned: byte j of four neurons
 #pragma unroll
           for (int q = 0; q < 2; ++q) {
-            const u32 a0 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x5140), a1 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x5140);
-            const u32 a2 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x7362), a3 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x7362);
-            c[q][0] = __byte_perm(a0, a1, 0x5410); c[q][1] = __byte_perm(a0, a1, 0x7632);
-            c[q][2] = __byte_perm(a2, a3, 0x5410); c[q][3] = __byte_perm(a2, a3, 0x7632);
+            const u32 a0 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x5140),
+                      a1 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x5140);
+            const u32 a2 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x7362),
+                      a3 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x7362);
+            c[q][0] = __byte_perm(a0, a1, 0x5410);
+            c[q][1] = __byte_perm(a0, a1, 0x7632);
+            c[q][2] = __byte_perm(a2, a3, 0x5410);
+            c[q][3] = __byte_perm(a2, a3, 0x7632);
           }
 #pragma unroll
-          for (int j = 0; j < 4; ++j) mma(acc[block][k], c[0][j] & L, c[0][j] & H, c[1][j] & L, c[1][j] & H, (g >> 1) == j ? digit[0] : 0, (g >> 1) == j ? digit[1] : 0);
+          for (int j = 0; j < 4; ++j)
+            mma(acc[block][k], c[0][j] & L, c[0][j] & H, c[1][j] & L, c[1][j] & H, (g >> 1) == j ? digit[0] : 0,
+                (g >> 1) == j ? digit[1] : 0);
         }
       }
 #pragma unroll
-      for (int i = 0; i < MOST; ++i) if (k0 + i * ROWS < n) done(bar[i]);
+      for (int i = 0; i < MOST; ++i)
+        if (k0 + i * ROWS < n) done(bar[i]);
     }
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {                              // byte t of a word: columns 0, 4, 1, 5, and two on
-        const int* const sum = acc[block][k]; const int* const r = raised[block];
+      for (int k = 0; k < 2; ++k) {  // byte t of a word: columns 0, 4, 1, 5, and two on
+        const int* const sum = acc[block][k];
+        const int* const r = raised[block];
         const int to = (w * BLOCKS + block) * 128 + g * 16 + 8 * k + (t >> 1) + 4 * (t & 1);
         put_sum(to, (((sum[0] - r[0]) << 8) + sum[1] - r[1]) * unit2);
         put_sum(to + 2, ((((sum[2] >> 4) - r[2]) << 8) + (sum[3] >> 4) - r[3]) * unit2);
@@ -804,7 +596,8 @@ struct Consumer {
   __device__ void attention(int l, const Layer& layer) {
     const int which = tid / QKV_ROWS, at = rank * QKV_ROWS + tid % QKV_ROWS;
     const bool mine = tid < QKV_TILES * 16;
-    const float bias = mine ? half_at(layer.qkv_bias, (head * 3 + which) * HEAD_DIM + at) : 0.f, out_bias = ask_bias(layer.out_bias);
+    const float bias = mine ? half_at(layer.qkv_bias, (head * 3 + which) * HEAD_DIM + at) : 0.f,
+                out_bias = ask_bias(layer.out_bias);
     if (MODE == SELECT) predict_first(l, layer);
     rows(QKV_TILES * 16);
     const u64 early = MODE == SELECT && tid < RANK ? get_word(a.hidden + tid) : 0;
@@ -824,7 +617,10 @@ struct Consumer {
   __device__ void mlp(int l, const Layer& layer) {
     const float down_bias = ask_bias(layer.down_bias);
     int n = OWN;
-    if (MODE == SELECT) { limit.wait(shared_at(&s.listed), l & 1, LIST); n = s.n; }
+    if (MODE == SELECT) {
+      limit.wait(shared_at(&s.listed), l & 1, LIST);
+      n = s.n;
+    }
     const float bias = tid < n ? half_at(layer.up_bias, MODE == SELECT ? s.ids[tid] : cta * OWN + tid) : 0.f;
     rows(n);
     if (tid < n) (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = fmaxf(row_sum(tid) + bias, 0.f);
@@ -856,7 +652,7 @@ struct Consumer {
     }
     if (tid == 0) *(volatile int*)&s.calm = 0;
     if (cta == 0) {
-      const bool failed = get_acquired(limit.error) != 0;        // a step that failed is NaN, which ends its row by name
+      const bool failed = get_acquired(limit.error) != 0;  // a step that failed is NaN, which ends its row by name
       if (holds)
         for (int i = 0; i < 16; ++i) a.out[column + i] = failed ? __uint_as_float(0x7FC00000u) : x[i];
       if (tid == 0) *(volatile u32*)a.sync = launch + 1;
@@ -864,21 +660,28 @@ struct Consumer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decoder_layers(
-    const Layer* layers, const float* x, float* out, const int* position, const int* row_state, int* delta, u64* heads,
-    u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+    decoder_layers(const Layer* layers, const float* x, float* out, const int* position, const int* row_state,
+                   int* delta, u64* heads, u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps) {
   const Arguments a = {layers, x, out, position, row_state, delta, heads, hidden, masks, sync, n_layers, capacity, eps};
   extern __shared__ __align__(128) u8 ring[];
   Shared& s = *(Shared*)(ring + PAGES * PAGE);
   Layer* const table = (Layer*)(ring + PAGES * PAGE + SMALL);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < PAGES; ++i) { bar_init(shared_at(&s.full[i]), 1); bar_init(shared_at(&s.empty[i]), WARPS); }
-    bar_init(shared_at(&s.listed), 1); bar_init(shared_at(&s.masked), WARPS); bar_init(shared_at(&s.live), 1);
-    s.dead = s.calm = 0; s.begun = now();
+    for (int i = 0; i < PAGES; ++i) {
+      bar_init(shared_at(&s.full[i]), 1);
+      bar_init(shared_at(&s.empty[i]), WARPS);
+    }
+    bar_init(shared_at(&s.listed), 1);
+    bar_init(shared_at(&s.masked), WARPS);
+    bar_init(shared_at(&s.live), 1);
+    s.dead = s.calm = 0;
+    s.begun = now();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  for (int i = threadIdx.x; i < a.n_layers * (int)(sizeof(Layer) / 8); i += THREADS + 32) ((u64*)table)[i] = __ldg((const u64*)a.layers + i);
-  const u32 launch = *(volatile u32*)a.sync;                     // what the launch before has left
+  for (int i = threadIdx.x; i < a.n_layers * (int)(sizeof(Layer) / 8); i += THREADS + 32)
+    ((u64*)table)[i] = __ldg((const u64*)a.layers + i);
+  const u32 launch = *(volatile u32*)a.sync;  // what the launch before has left
   const int last = min(*a.position, a.capacity - 1);
   __syncthreads();
   const Limit limit = {s, a.sync + 32 * 4, s.begun};

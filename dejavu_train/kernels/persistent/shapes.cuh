@@ -1,0 +1,105 @@
+// Constants of one configuration, what programs hold and share, and waits of which none may hang.
+#define READ_ALL 0    // MODE: every neuron
+#define SKIP_ZEROS 1  // every row of up, and rows of down whose neuron is not zero
+#define SELECT 2      // the neurons of the predictor's list
+
+constexpr int RANKS = 4, CTAS = HEADS * RANKS;                             // programs of a head, of all
+constexpr int WARPS = 8, THREADS = 32 * WARPS;                             // that multiply; one warp more fetches
+constexpr int ROW = D / 2, ROW_SCALES = D / 64;                            // bytes of a row of codes and of its scales
+constexpr int ROWS = 16384 / ROW;                                          // of a page
+constexpr int GROUPS = D / 128 / WARPS;                                    // of a warp, of a row
+constexpr int QKV_ROWS = HEAD_DIM / RANKS, QKV_TILES = 3 * HEAD_DIM / 64;  // of a program, of each of q, k and v
+constexpr int OUT_PAGES = D / 1024, OUT_BYTES = 256 * (HEAD_DIM / 2);
+constexpr int OWN = D_FFN / CTAS;                            // neurons of a program
+constexpr int BLOCKS = D / 1024;                             // of columns of down, 128 of each warp
+constexpr int PAGE = 16384 + 16 * ROWS + ROWS * ROW_SCALES;  // bytes of a page: rows, and their scales behind them
+constexpr int SCALES_AT = 16384 + 16 * ROWS;
+// Where row r lies in a page, so that lanes that read together meet no bank twice: of rows, and of down's neurons.
+__host__ __device__ constexpr int row_at(int r) { return r * ROW + (r >> 2) * 64; }
+__host__ __device__ constexpr int neuron_at(int r) { return r * ROW + (r >> 1) * 32; }
+constexpr int FIRST_ROWS = (RANK + CTAS - 1) / CTAS, SECOND_BYTES = OWN * RANK / 2;
+constexpr int POSITIONS = 32, KV_BYTES = POSITIONS * HEAD_DIM * 2;  // of a page of K (or V)
+constexpr int FLYING = 4, CALM = 2;                                 // pages on their way, and beside a barrier
+constexpr int SMALL = 20480 + 4 * (D + D / 8);  // bytes behind the pages: `Shared`. Then the table of layers.
+constexpr int MINE = D / CTAS;                  // columns of x that a program looks after
+constexpr int COUNTERS = 8;                     // of the barrier, a line each
+constexpr int EXCHANGE = 1280;                  // words of a head: q/k/v, then attention's parts
+constexpr int PARTS_AT = 512, PARTS = RANKS * (HEAD_DIM + 2);
+constexpr float MAGIC = 12582912.f + 128.f;  // 1.5 * 2^23: the whole part in the low bits; 128 rounds the high digit
+constexpr float LARGEST = 268435456.f;       // units that a program may add to a column: 2^28
+constexpr u64 LIMIT_NS = 4000000000ull;      // of a launch, in which every wait gives up
+
+static_assert((D == 2048 || D == 4096) && D_FFN % (16 * CTAS) == 0 && OWN <= 128, "unsupported widths");
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "unsupported head");
+static_assert(MODE != SELECT || (RANK % 128 == 0 && RANK <= 256), "unsupported rank");
+
+// A layer's tensors, in the order of decoder_layers.TENSORS.
+struct Layer {
+  const u8 *qkv, *qkv_scales, *qkv_bias, *out, *out_scales, *out_bias, *up, *up_scales, *up_bias;
+  const u8 *down, *down_scales, *down_bias, *gain1, *shift1, *gain2, *shift2;
+  u8 *k, *v;  // (HEADS, capacity, HEAD_DIM) fp16
+  const u8 *first, *first_scales, *second, *second_scales, *second_bias, *threshold;
+  u64 largest;  // fp32 bits: of down's scales
+};
+
+struct Arguments {
+  const Layer* layers;
+  const float* x;  // (D) in front of the first layer
+  float* out;      // (D) behind the last
+  const int *position, *row_state;
+  int* delta;           // (3, D) sums
+  u64 *heads, *hidden;  // tagged words of heads (HEADS, EXCHANGE) and of RANK
+  u32 *masks, *sync;    // (CTAS, 4); words at 32 i: 0 launches, 3 list, 4 error, 8.. barrier
+  int n_layers, capacity;
+  float eps;
+};
+
+// Where word i lies in an array of which lanes read 16 neighbours each, 32 apart: without bank conflicts.
+__host__ __device__ constexpr int spread(int i) { return i + i / 32 * 4; }
+
+struct __align__(128) Shared {
+  int sums[spread(D)];  // what this program adds into delta, or the delta of all, spread
+  __align__(16) float exchanged[spread(3 * HEAD_DIM)], parts[spread(PARTS + 32)], z[spread(256)];
+  float h[128], kept[128];
+  float warp_parts[WARPS * HEAD_DIM], warp_norms[WARPS * 2];
+  float products[9][WARPS][16];  // tile, warp, row
+  float stats[2][WARPS][2];
+  u32 mask[CTAS][4];
+  int prefix[CTAS + 1];
+  u16 ids[128];
+  __align__(16) u16 own_mask[WARPS];
+  u64 full[16], empty[16], listed, masked, live;
+  u64 begun;
+  int n, calm, dead;
+};
+
+static_assert(sizeof(Shared) <= SMALL, "Shared is larger than its place");
+
+__device__ __forceinline__ void meet() {
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}  // warps that multiply
+
+struct Limit {
+  Shared& s;
+  u32* error;
+  const u64 begun;
+  __device__ __noinline__ bool late(int code) const {
+    if (*(volatile int*)&s.dead) return true;
+    if (now() - begun < LIMIT_NS) return false;
+    *(volatile int*)&s.dead = 1;
+    atomicCAS(error, 0, code);
+    return true;
+  }
+  __device__ __noinline__ void spin(u32 a, u32 phase, int code) const {
+    for (int n = 1; !bar_done(a, phase); ++n)
+      if ((n & 255) == 0 && late(code)) return;
+  }
+  __device__ __forceinline__ void wait(u32 a, u32 phase, int code) const {
+    if (!bar_done(a, phase)) spin(a, phase, code);
+  }
+  __device__ __forceinline__ void reach(const u32* p, u32 want, int code) const {
+    for (int n = 1; (int)(get_acquired(p) - want) < 0; ++n)
+      if ((n & 1023) == 0 && late(code)) return;
+  }
+};
+enum Fault { SLOT = 1, PAGE_LATE, LIST, BARRIER, PREDICTOR, MASK, LIVE, EXCHANGED, RANGE };  // decoder_layers.FAULTS
