@@ -262,6 +262,7 @@ class DecodeEngine(Session):
         facts = {key: each.facts(self.batch) for key, each in self.predictors.items()}
         engine, options = self.plan.engine, replace(self.options, context=self.context)
         plan = plan_step(weights.shape, facts, weights.formats, options, engine, world)
+        plan = with_one_kernel(plan, self.predictors, self.device)
         plan = with_screen(plan, self.core.screen is not None and weights.lm_head is self.weights.lm_head, None)
         shared = ("K/V", "screen of the LM head")
         coming = {f"{name} of the draft": size for name, size in plan.coming.items() if name not in shared}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from dejavu_train.engine.planned import Engine, StepPlan
+from dejavu_train.engine.planned import StepPlan
 from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import Target, UnitKey
@@ -24,9 +24,7 @@ def with_one_kernel(plan: StepPlan, predictors: Mapping[UnitKey, TargetPredictor
         return plan
     sizes = replace(plan.one_kernel, relu=any(each.weights.relu for each in predictors.values()))
     why = ""
-    if plan.engine is not Engine.GPU:
-        why = "it needs a GPU"
-    elif torch.cuda.get_device_capability(device) != CAPABILITY:
+    if torch.cuda.get_device_capability(device) != CAPABILITY:
         why = f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
     elif torch.cuda.get_device_properties(device).multi_processor_count < PROGRAMS:
         why = f"it needs {PROGRAMS} multiprocessors"

@@ -21,7 +21,7 @@ def one_kernel_sizes(
     ranks: int,
     skips: bool,
 ) -> tuple[StepSizes | None, str]:
-    """(what the kernel would be compiled for, why it cannot be). One of the two is empty.
+    """(what the kernel would be compiled for, why it cannot be), of one row in 4 bits. One of the two is empty.
 
     Args:
         skips: rows of silent neurons are not read where a layer selects nothing.
@@ -35,9 +35,7 @@ def one_kernel_sizes(
     plain = dims.norm is Norm.LAYER_NORM and dims.positions is Positions.LEARNED and not dims.post_norm
     for why, refused in (
         ("none was asked for", not options.one_kernel),
-        (f"it takes one row, not {options.batch}", options.batch > 1),
         ("it runs on one GPU", ranks > 1),
-        ("it takes 4-bit weights", not formats.packed),
         (f"it takes groups of {GROUP}, not {formats.group}", formats.group != GROUP),
         ("it has ReLU without a gate", dims.gated or dims.activation is not Activation.RELU),
         ("it has LayerNorm in front of each half and learned positions", not plain or not dims.biases),

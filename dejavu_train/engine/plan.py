@@ -115,9 +115,10 @@ def plan_step(
     widths = [facts.rank for facts in mlps if facts is not None]
     scratch = scratch_bytes(dims, batch, formats.packed, formats.head == "int4") + late_bytes(dims, context, widths)
     coming = cache_bytes(dims, batch, context, DTYPE_BYTES[formats.dtype], kept) | {"scratch": scratch}
-    skips = all(half.skips for half in halves[1::2])
-    sizes, why = one_kernel_sizes(dims, predictors, formats, options, ranks, skips)
-    plan = replace(plan, one_kernel=sizes, one_kernel_why=why if formats.packed and batch == 1 else "")
+    if engine is Engine.GPU and formats.packed and batch == 1:
+        skips = all(half.skips for half in halves[1::2])
+        sizes, why = one_kernel_sizes(dims, predictors, formats, options, ranks, skips)
+        plan = replace(plan, one_kernel=sizes, one_kernel_why=why)
     return replace(plan, coming=coming, carveout=carveout(halves, formats.packed))
 
 

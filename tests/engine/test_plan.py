@@ -16,12 +16,14 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.activation import activation_of
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
 from dejavu_train.kernels.formats.matrix import Hidden
+from dejavu_train.kernels.persistent.sizes import Neurons, StepSizes
 from dejavu_train.models.int4_sizes import part_sizes
 
 OPT_66B = ModelDims(9216, 36864, 64, 72, 50272, 2048)
 OPT_6B = ModelDims(4096, 16384, 32, 32, 50272, 2048)
 FULL = Formats("float32", "float32", "float32")
 HALF = Formats("float16", "float16", "float16")
+INT4_128 = Formats("int4", "float16", "float16", 128)
 INT4 = Formats("int4", "float16", "float16", part_sizes(OPT_66B)["down"].group)
 
 
@@ -340,3 +342,47 @@ def test_a_plan_of_the_engine_for_cpus():
     assert kinds(made) == (SELECTED, K.COMPILED, P.COMPILED, SELECTED, K.COMPILED, P.COMPILED)
     ahead = plan(facts(OPT_6B, ahead=1, own_heads=True), FULL, OPT_6B, Engine.CPU)
     assert kinds(ahead) == kinds(made), "there are no grids to run beside, nor matrices that are folded"
+
+
+OPT_1B = ModelDims(2048, 8192, 24, 32, 50272, 2048)
+OWN_INT4 = {"ahead": 1, "heads": False, "rank": 128, "format": "int4"}
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "neurons"),
+    [(None, {}, Neurons.LIVE), (None, {"zeros": "read"}, Neurons.ALL), (OWN_INT4, {}, Neurons.SELECTED)],
+)
+def test_one_kernel_runs_all_layers_of_one_row(given, options, neurons):
+    predictors = None if given is None else facts(OPT_1B, **given)
+    made = plan(predictors, INT4_128, OPT_1B, **options)
+    assert made.one_kernel == StepSizes(2048, 32, 64, 8192, 24, neurons, 128 if given else 0)
+    assert "all layers in one kernel" in made.describe()
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "dims", "said"),
+    [
+        (None, {"one_kernel": False}, {}, "none was asked for"),
+        (None, {}, {"activation": Activation.RELU2}, "ReLU without a gate"),
+        (None, {}, {"norm": Norm.RMS_NORM}, "LayerNorm in front of each half"),
+        (None, {}, {"n_kv_heads": 8}, "share no K and V"),
+        (None, {}, {"n_heads": 16, "n_kv_heads": 16}, "heads of 32, not 16"),
+        (None, {"guard": Guard(every=8)}, {}, "a guard measures layer by layer"),
+        (OWN_INT4 | {"heads": True}, {}, {}, "it selects no heads"),
+        (OWN_INT4 | {"ahead": 0}, {}, {}, "predictors read their layer's attn_in"),
+        (OWN_INT4 | {"format": "float16"}, {}, {}, "a threshold and int4"),
+        (OWN_INT4 | {"rank": 64}, {}, {}, "rank of 128 or 256, not 64"),
+        (OWN_INT4, {"look_ahead": "inline"}, {}, "run inline or on a stream"),
+    ],
+)
+def test_what_one_kernel_does_not_take_runs_as_a_chain(given, options, dims, said):
+    dims = replace(OPT_1B, **dims)
+    made = plan(None if given is None else facts(dims, **given), INT4_128, dims, **options)
+    assert made.one_kernel is None and said in made.describe()
+
+
+def test_one_kernel_is_for_a_gpu_and_one_row_and_says_nothing_elsewhere():
+    for made in (plan(None, INT4_128, OPT_1B, engine=Engine.INTERPRETER), plan(None, INT4_128, OPT_1B, batch=2)):
+        assert made.one_kernel is None and "one kernel" not in made.describe()
+    some = {key: each for key, each in facts(OPT_1B, **OWN_INT4).items() if key.layer != 3}
+    assert "in all layers or in none" in plan(some, INT4_128, OPT_1B).describe()
