@@ -8,6 +8,7 @@ same in plain torch, without rounding.
 """
 
 import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,9 +123,7 @@ class DecoderLayers:
 
         self.delta, self.heads, self.hidden = zeros(3 * sizes.d, torch.int32), zeros(HEADS * EXCHANGE), zeros(RANKS[-1])
         self.masks, self.sync = zeros(4 * PROGRAMS, torch.int32), zeros(SYNC, torch.int32)
-        shared = sizes.page_bytes * sizes.pages + sizes.small_bytes
-        with torch.cuda.device(device):
-            self.launch = Launcher.load(program_of(sizes), PROGRAMS, THREADS, shared)
+        self.launch = loaded_kernel(sizes, device)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """x (1, d) fp32 -> out (1, d), and K/V of the row's position into the caches.
@@ -149,7 +148,21 @@ class DecoderLayers:
             tensor.zero_()
 
 
+@functools.cache
+def loaded_kernel(sizes: StepSizes, device: torch.device) -> Launcher:
+    """Kernel for these sizes on a GPU, compiled before or now.
+
+    Raises:
+        NoCompiler, RuntimeError: see `program.Launcher.load`.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.mem_get_info(device)  # a thread that has not called CUDA yet has no context for the driver's calls
+        shared = sizes.page_bytes * sizes.pages + sizes.small_bytes
+        return Launcher.load(program_of(sizes), PROGRAMS, THREADS, shared)
+
+
 def program_of(sizes: StepSizes) -> Program:
+    """Source for these sizes."""
     source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in SOURCES)
     return Program(source, "decoder_layers", sizes.defines, ARCH)
 

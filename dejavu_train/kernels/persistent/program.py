@@ -3,6 +3,7 @@
 `cuda.bindings` is imported where it is needed alone. PyTorch's CUDA wheels bring it, and NVRTC with it.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -67,10 +68,11 @@ class Program:
         if path.exists():
             return path.read_bytes()
         code, _ = self.compiled()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
+        with contextlib.suppress(OSError):  # a folder that cannot be written costs the next start its seconds
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(code)
+            os.replace(file.name, path)
         return code
 
 
