@@ -167,8 +167,10 @@ def logits_of(engine: DecodeEngine, predictor: TargetPredictor) -> torch.Tensor:
 def by_chain(engine: DecodeEngine) -> None:
     """A step that leaves the residual stream in front of every half, as one kernel of all layers does not."""
     kernel, engine.core.one_kernel = engine.core.one_kernel, None
-    engine.core.eager("greedy", False)
-    engine.core.one_kernel = kernel
+    try:
+        engine.core.eager("greedy", False)
+    finally:
+        engine.core.one_kernel = kernel
 
 
 def set_thresholds(engine: DecodeEngine, mlp_density: float, head_density: float, n_steps: int = 9) -> None:

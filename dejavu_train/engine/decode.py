@@ -322,7 +322,7 @@ class DecodeEngine(Session):
             if position:
                 what = f"the logits of row {b} for the token at position {position} hold NaN"
                 if self.core.one_kernel is not None and (why := self.core.one_kernel.fault()):
-                    what += f", because the kernel of all layers stopped ({why})"
+                    what += f", because the kernel of all layers stopped ({why}); one_kernel=False runs a chain"
                     self.core.one_kernel.reset()
                 faults[b] = not_finite(what, self.weights.embedding.dtype)
                 faults[b].tokens = tokens[b, :position].tolist()

@@ -21,9 +21,12 @@ def with_one_kernel(plan: StepPlan, predictors: Mapping[UnitKey, TargetPredictor
     """The plan with the kernel compiled where this GPU and its compiler can, or with the reason why not."""
     if plan.one_kernel is None:
         return plan
-    sizes = replace(plan.one_kernel, relu=any(each.weights.relu for each in predictors.values()))
+    kinds = {each.weights.relu for each in predictors.values()}
+    sizes = replace(plan.one_kernel, relu=True in kinds)
     why = ""
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    if len(kinds) > 1:
+        why = "its predictors have one nonlinearity"
+    elif torch.cuda.get_device_capability(device) != CAPABILITY:
         why = f"it needs compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
     elif torch.cuda.get_device_properties(device).multi_processor_count < PROGRAMS:
         why = f"it needs {PROGRAMS} multiprocessors"

@@ -210,7 +210,7 @@ class StepPlan:
             )
         lines.append(f"weights in {self.formats.layers}, LM head in {self.formats.head}: {self.head_why}")
         if self.one_kernel is not None:
-            return "\n".join([*lines, f"all layers in one kernel, which reads {self.one_kernel.neurons} neurons"])
+            return "\n".join([*lines, f"all layers in one kernel: of MLPs {self.one_kernel.neurons.words}"])
         if self.one_kernel_why:
             lines.append(f"layers as a chain of kernels, not one kernel: {self.one_kernel_why}")
         for target, name in ((Target.HEADS, "attention"), (Target.MLP, "MLP")):

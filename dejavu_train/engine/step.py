@@ -305,3 +305,5 @@ class DecodeStep:
         """Forget all rows. Captured graphs stay valid."""
         self.work.reset()
         self.watermark.zero_()
+        if self.one_kernel is not None:
+            self.one_kernel.reset()

@@ -50,7 +50,7 @@ def planned_step(config: InferConfig, bundle: Any, device: Any) -> str:
     if engine is Engine.GPU:
         plan = with_screen(plan, None, None)
         if plan.one_kernel is not None:
-            plan = replace(plan, one_kernel=None, one_kernel_why="what the GPU takes is known when the engine is built")
+            plan = replace(plan, one_kernel=None, one_kernel_why="the GPU may take one, which is known later")
         if plan.screened:  # how much is free, nobody knows before the weights lie there
             plan = replace(plan, head_why=f"{plan.head_why}, where the GPU has room when the engine is built")
     return f"a decoding step:\n{plan.describe()}{room}"

@@ -356,7 +356,8 @@ def test_one_kernel_runs_all_layers_of_one_row(given, options, neurons):
     predictors = None if given is None else facts(OPT_1B, **given)
     made = plan(predictors, INT4_128, OPT_1B, **options)
     assert made.one_kernel == StepSizes(2048, 32, 64, 8192, 24, neurons, 128 if given else 0)
-    assert "all layers in one kernel" in made.describe()
+    words = {Neurons.LIVE: "that are not zero", Neurons.ALL: "all neurons", Neurons.SELECTED: "the selected neurons"}
+    assert "all layers in one kernel" in made.describe() and words[neurons] in made.describe()
 
 
 @pytest.mark.parametrize(

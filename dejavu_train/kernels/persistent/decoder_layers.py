@@ -78,11 +78,12 @@ class StepLayer:
         own = self.predictor
         if own is None:
             return [*found, *[None] * 6]
-        assert own.down_scale is not None and own.up_scale is not None and own.bias is not None
+        assert own.down_scale is not None and own.up_scale is not None
+        bias = torch.zeros_like(own.up_scale) if own.bias is None else own.bias
         d, rank = _rows(self.qkv).shape[-1], len(own.down)
         packed = (pack_int4(nibble_codes(*each)) for each in ((own.down, d), (own.up, rank)))
         first, second = packed
-        return [*found, first, own.down_scale, second, own.up_scale, own.bias, self.threshold]
+        return [*found, first, own.down_scale, second, own.up_scale, bias, self.threshold]
 
 
 def _rows(linear: Linear) -> Int4Rows:

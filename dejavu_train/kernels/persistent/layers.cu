@@ -291,7 +291,7 @@ struct Consumer {
       float v = 0;
       for (int k = 0; k < WARPS; ++k) v += s.products[8][k][tid];
       v *= scale;
-      put_tagged(a.hidden + mine, __float_as_uint(PREDICTOR_RELU ? fmaxf(v, 0.f) : v), tag(l));
+      put_tagged(a.hidden + mine, __float_as_uint(PREDICTOR_RELU && v <= 0 ? 0.f : v), tag(l));
     }
   }
   // OWN neurons: their mask. early: this thread's hidden value, if it was there before.
@@ -506,9 +506,9 @@ struct Consumer {
   __device__ int row_of(int i) const { return 2 * t + (i & 1) + (ROWS == 16 ? 8 * (i >> 1 & 1) : 0); }  // in its page
   __device__ void down(int n, float largest) {
     float most = 0;
-    for (int k = lane; k < n; k += 32) most = fmaxf(most, s.kept[k]);
+    for (int k = lane; k < n; k += 32) most = larger(most, s.kept[k]);
 #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    for (int o = 1; o < 32; o <<= 1) most = larger(most, __shfl_xor_sync(~0u, most, o));
     const float unit2 = most * largest * (1.f / 32512.f), inverse = unit2 > 0 ? 1.f / unit2 : 0.f;
     const bool odd = g & 1;
     const u32 select = odd ? 0x0040 : 0x0051, flip = odd ? 0x80808080u : 0;
@@ -623,7 +623,10 @@ struct Consumer {
     }
     const float bias = tid < n ? half_at(layer.up_bias, MODE == SELECT ? s.ids[tid] : cta * OWN + tid) : 0.f;
     rows(n);
-    if (tid < n) (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = fmaxf(row_sum(tid) + bias, 0.f);
+    if (tid < n) {
+      const float v = row_sum(tid) + bias;
+      (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = v <= 0 ? 0 : v;  // keeps a NaN
+    }
     meet();
     if (MODE == SKIP_ZEROS) {
       if (tid == 0) bar_arrive(shared_at(&s.live));
@@ -675,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     bar_init(shared_at(&s.listed), 1);
     bar_init(shared_at(&s.masked), WARPS);
     bar_init(shared_at(&s.live), 1);
-    s.dead = s.calm = 0;
+    s.dead = s.calm = s.n = 0;
     s.begun = now();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -151,9 +151,9 @@ struct Producer {
     int n = 0;
     for (int k = 0; k < OWN; k += 32) {
       const float v = s.h[k + lane];
-      const u32 m = __ballot_sync(~0u, v > 0);
+      const u32 m = __ballot_sync(~0u, !(v <= 0));
       const int place = n + __popc(m & ((1u << lane) - 1));
-      if (v > 0) {
+      if (!(v <= 0)) {
         s.ids[place] = cta * OWN + k + lane;
         s.kept[place] = v;
       }

@@ -4,6 +4,11 @@ struct Quant {
   int offset;
 };  // of a group: a unit's value, 8 times the sum of the units
 
+// The larger magnitude. A NaN is larger than all, so that it makes a unit NaN and a sum of that leaves its range.
+__device__ __forceinline__ float larger(float a, float b) {
+  return __uint_as_float(max(__float_as_uint(fabsf(a)), __float_as_uint(fabsf(b))));
+}
+
 // Digits of a group of 16 N numbers. Lane (g, t) brings 2 N neighbouring columns from 4 N t + 2 N (g & 1) on, and leaves
 // with the high (g even) or low digits that its columns of B want: register i, byte e = nibble i & 1 of byte e of word
 // i / 2 of the lane's words, in the order of formats.int4.
@@ -13,9 +18,9 @@ __device__ __forceinline__ Quant digits(const float (&v)[2 * N], u32 (&b)[N], in
   const bool odd = lane >> 2 & 1;
   float most = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * N; ++i) most = fmaxf(most, fabsf(v[i]));
+  for (int i = 0; i < 2 * N; ++i) most = larger(most, v[i]);
 #pragma unroll
-  for (int o = 1; o < 8; o <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+  for (int o = 1; o < 8; o <<= 1) most = larger(most, __shfl_xor_sync(~0u, most, o));
   const float inverse = most > 0 ? __fdividef(32512.f, most) : 0.f;
   int high_sum = 0, low_sum = 0;
 #pragma unroll

@@ -65,13 +65,14 @@ class Program:
         major, minor = _checked(_nvrtc().nvrtcVersion())
         told = "\n".join([self.source, *self.options, f"{major}.{minor}"])
         path = Path(triton.knobs.cache.dir) / f"dejavu-{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
-        if path.exists():
+        with contextlib.suppress(OSError):
             return path.read_bytes()
         code, _ = self.compiled()
         with contextlib.suppress(OSError):  # a folder that cannot be written costs the next start its seconds
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(code)
+            os.chmod(file.name, 0o644)
             os.replace(file.name, path)
         return code
 
@@ -125,8 +126,10 @@ def _nvrtc() -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise NoCompiler(f"the driver's bindings were not found ({error}); install {PACKAGES}") from error
     return driver
 
 

@@ -21,6 +21,10 @@ class Neurons(IntEnum):
     LIVE = 1
     SELECTED = 2
 
+    @property
+    def words(self) -> str:
+        return ("all neurons", "up, and down of the neurons that are not zero", "the selected neurons")[self]
+
 
 @dataclass(frozen=True)
 class StepSizes:

@@ -142,3 +142,14 @@ class TestStepsOnAGpu:
         kernel.reset()
         kernel(x, out)
         assert torch.equal(out, right) and not kernel.fault()
+
+    @pytest.mark.parametrize("what", ["v", "k", "bias"])
+    def test_a_number_that_is_not_finite_is_named(self, neurons, what):
+        _, layers, x, kernel = problem(2048, 2, neurons, 40)
+        layer, out = layers[1], torch.zeros_like(x)
+        if what == "bias":
+            layer.up.bias.fill_(float("nan"))
+        else:
+            getattr(layer.cache, what)[:, 3, 7] = float("nan" if what == "v" else "inf")
+        kernel(x, out)
+        assert out.isnan().all() and kernel.fault() == "a sum left its range"
