@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.rows import ROOT, command_line
 from benchmarks.table_maker import read_rows
-from benchmarks.table_specs import EXACT, weights_of
+from benchmarks.table_specs import EXACT, IN_ONE, weights_of
 
 MODELS = {"6.7b": "OPT-6.7B", "afm-4.5b": "AFM-4.5B", "prosparse-7b": "ProSparse-7B"}
 LINES = {"dense": ("all rows read", "0.5"), "exact": ("silent neurons left out", "C0"), "sparse": ("predicted", "C1")}
@@ -22,7 +22,7 @@ PICTURE = ROOT / "docs/pictures/break-even.svg"
 def points(root: Path, model: str, weights: str, engine: str) -> list[tuple[float, float]]:
     """(active share, ms) of one row with all heads, the fastest of each share."""
     best: dict[float, float] = {}
-    chains = (row for row in read_rows(root / EXACT) if row["p50_ms"] and "in one kernel" not in row["note"])
+    chains = (row for row in read_rows(root / EXACT) if row["p50_ms"] and IN_ONE not in row["note"])
     for row in chains:
         kind = (row["model"], weights_of(row), row["engine"], row["batch"])
         if kind == (model, weights, engine, "1") and float(row["head_union"]) == 1:

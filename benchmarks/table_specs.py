@@ -81,7 +81,7 @@ def part(heading: str, name: str, form: str = ".1f", **where: Any) -> Column:
 
 # Steps on a GPU
 
-CHAIN = "one_kernel=False"  # option of a step that runs as a chain although one kernel of all layers would do
+IN_ONE, CHAIN = "all layers in one kernel", "one_kernel=False"  # in the note, or option, of a step that could be one
 USUAL, NEAR = 0.06, 0.004  # share of all neurons that is active, and what a measured share may differ
 READ, SKIP, SPARSE = (ms(name, engine=engine) for name, engine in (
     ("all rows", "dense"), ("exact", "exact"), ("sparse", "sparse")
@@ -127,7 +127,7 @@ ONE_KERNEL = Table(
     {"there": True, "p50_ms": bool},
     {"shapes": named, "chain": lambda row: CHAIN in row["options"],
      "neurons": lambda row: {"dense": "all", "exact": "not zero", "sparse": "10 % selected"}[row["engine"]],
-     "there": lambda row: CHAIN in row["options"] or "all layers in one kernel" in row["note"]},
+     "there": lambda row: CHAIN in row["options"] or IN_ONE in row["note"]},
     order=lambda name: (*by_size(name[0]), int(name[1]), ("all", "not zero", "10 % selected").index(name[2])),
     needs=("chain of kernels, ms", "one kernel, ms"),
 )  # fmt: skip

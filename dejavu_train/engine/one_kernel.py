@@ -52,17 +52,6 @@ def layers_in_one(
     layers = []
     for i, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
         own = predictors.get(UnitKey(i, Target.MLP))
-        layers.append(
-            StepLayer(
-                layer.qkv,
-                layer.out,
-                layer.up,
-                layer.down,
-                layer.norm1,
-                layer.norm2,
-                cache,
-                None if own is None else own.weights,
-                None if own is None else own.threshold,
-            )  # fmt: skip
-        )
+        chosen = (None, None) if own is None else (own.weights, own.threshold)
+        layers.append(StepLayer(layer.qkv, layer.out, layer.up, layer.down, layer.norm1, layer.norm2, cache, *chosen))
     return DecoderLayers(sizes, layers, state.position, state.row_state)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dejavu_train.kernels.common.checks import check_shape, require
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
-from dejavu_train.kernels.formats.codes import nibble_codes
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
+from dejavu_train.kernels.formats.codes import nibble_codes, unscaled
 from dejavu_train.kernels.formats.int4 import Int4Rows, pack_int4
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.persistent.program import Launcher, Program
@@ -36,7 +36,7 @@ from dejavu_train.kernels.persistent.sizes import (
     Neurons,
     StepSizes,
 )
-from dejavu_train.kernels.stages.predictor import PredictorWeights
+from dejavu_train.kernels.stages.predictor import PredictorWeights, check_matrix, down_reference
 
 PARTS = ("instructions.cuh", "shapes.cuh", "products.cuh", "producer.cuh", "layers.cu")  # of one source, in order
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
@@ -189,8 +189,8 @@ def check_layer(sizes: StepSizes, layer: StepLayer) -> None:
     require((predictor is not None) == (sizes.neurons is Neurons.SELECTED), "predictors are there, or none is")
     if predictor is not None:
         require(predictor.down.dtype == torch.uint8, "predictors are nibbles")
-        check_shape("down", predictor.down, sizes.rank, d // 2)
-        check_shape("up", predictor.up, n, sizes.rank // 2)
+        check_matrix("down", predictor.down, predictor.down_scale, (sizes.rank, d), cache.k)
+        check_matrix("up", predictor.up, predictor.up_scale, (n, sizes.rank), cache.k)
 
 
 def decoder_layers_reference(
@@ -199,7 +199,7 @@ def decoder_layers_reference(
     """The same in float64, over the same codes. Caches stay as they are. Returns (1, d)."""
     x = x.double()
     for layer in layers:
-        n = normalised_reference(x, layer.norm1)
+        n = layer_norm_reference(x, layer.norm1, x.dtype)
         qkv = _dense(layer.qkv).view(-1, sizes.d) @ n[0] + layer.qkv.bias.double().flatten()
         q, k, v = qkv.view(sizes.heads, 3, sizes.head_dim).unbind(1)
         keys, values = (
@@ -209,7 +209,7 @@ def decoder_layers_reference(
         weights = torch.softmax((keys @ q[..., None])[..., 0] / math.sqrt(sizes.head_dim), -1)
         mixed = (weights[:, None] @ values)[:, 0]
         x = x + torch.einsum("hdk,hk->d", _dense(layer.out), mixed) + layer.out.bias.double()
-        hidden = (normalised_reference(x, layer.norm2) @ _dense(layer.up).T + layer.up.bias.double()).relu()
+        hidden = (layer_norm_reference(x, layer.norm2, x.dtype) @ _dense(layer.up).T + layer.up.bias.double()).relu()
         if layer.threshold is not None and row_state != 2:
             hidden = hidden * (scores_reference(layer, n) > layer.threshold.double())
         x = x + hidden @ _dense(layer.down) + layer.down.bias.double()
@@ -219,17 +219,10 @@ def decoder_layers_reference(
 def scores_reference(layer: StepLayer, n: Tensor) -> Tensor:
     """(1, d_ffn): what the predictor says of a norm's output n (1, d), in float64."""
     own = layer.predictor
-    assert own is not None and own.down_scale is not None and own.up_scale is not None and own.bias is not None
-    hidden = (n @ nibble_codes(own.down, n.shape[1]).double().T) * own.down_scale.double()
-    hidden = hidden.relu() if own.relu else hidden
-    return (hidden @ nibble_codes(own.up, hidden.shape[1]).double().T) * own.up_scale.double() + own.bias.double()
+    assert own is not None and own.bias is not None
+    hidden = down_reference(n, own)
+    return hidden @ unscaled(own.up, own.up_scale, n.dtype, hidden.shape[1]).T + own.bias.double()
 
 
 def _dense(linear: Linear) -> Tensor:
     return linear.weight.dense(torch.float64)
-
-
-def normalised_reference(x: Tensor, norm: LayerNormWeights) -> Tensor:
-    """LayerNorm of x in its dtype."""
-    gain, shift = norm.folded
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], gain.double(), shift.double(), norm.eps)

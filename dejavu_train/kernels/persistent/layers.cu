@@ -1,5 +1,5 @@
 // All layers of a decoding step of one row as one cooperative kernel, over 4-bit weights where they lie.
-// The host defines D, HEADS, HEAD_DIM, D_FFN, MODE, RANK, PREDICTOR_RELU and PAGES. docs/notes/one-kernel.md explains it.
+// The host defines what `StepSizes.defines` lists. docs/notes/one-kernel.md explains it.
 //
 // CTAS programs, one a multiprocessor, four for a head. A program owns a quarter of its head's rows, a quarter of the
 // columns of the head's output projection, and D_FFN / CTAS neurons. Its producer warp streams weights into a ring of
@@ -15,6 +15,7 @@
 // serves four groups, and lane t of a quad ends with the sums of group t. delta is in whole numbers of 32 bits, so its
 // sums have no order. Their unit follows from the residual stream, which is fp32 in the registers of every program, alike
 // in all: 2^-17 of the power of two below its root mean square, which is taken as an eighth at least.
+
 // The warps that multiply.
 struct Consumer {
   const Arguments& a;

@@ -1,8 +1,9 @@
 // Products of whole numbers: inputs as digits, and codes as they lie.
+// Of a group of numbers: a unit's value, and 8 times the sum of the units.
 struct Quant {
   float unit;
   int offset;
-};  // of a group: a unit's value, 8 times the sum of the units
+};
 
 // The larger magnitude. A NaN is larger than all, so that it makes a unit NaN and a sum of that leaves its range.
 __device__ __forceinline__ float larger(float a, float b) {

@@ -10,9 +10,8 @@ constexpr int ROWS = 16384 / ROW;                                          // of
 constexpr int GROUPS = D / 128 / WARPS;                                    // of a warp, of a row
 constexpr int QKV_ROWS = HEAD_DIM / RANKS, QKV_TILES = 3 * HEAD_DIM / 64;  // of a program, of each of q, k and v
 constexpr int OUT_PAGES = D / 1024, OUT_BYTES = 256 * (HEAD_DIM / 2);
-constexpr int OWN = D_FFN / CTAS;                            // neurons of a program
-constexpr int BLOCKS = D / 1024;                             // of columns of down, 128 of each warp
-constexpr int PAGE = 16384 + 16 * ROWS + ROWS * ROW_SCALES;  // bytes of a page: rows, and their scales behind them
+constexpr int OWN = D_FFN / CTAS;  // neurons of a program
+constexpr int BLOCKS = D / 1024;   // of columns of down, 128 of each warp
 constexpr int SCALES_AT = 16384 + 16 * ROWS;
 // Where row r lies in a page, so that lanes that read together meet no bank twice: of rows, and of down's neurons.
 __host__ __device__ constexpr int row_at(int r) { return r * ROW + (r >> 2) * 64; }
@@ -20,20 +19,20 @@ __host__ __device__ constexpr int neuron_at(int r) { return r * ROW + (r >> 1) *
 constexpr int FIRST_ROWS = (RANK + CTAS - 1) / CTAS, SECOND_BYTES = OWN * RANK / 2;
 constexpr int POSITIONS = 32, KV_BYTES = POSITIONS * HEAD_DIM * 2;  // of a page of K (or V)
 constexpr int FLYING = 4, CALM = 2;                                 // pages on their way, and beside a barrier
-constexpr int SMALL = 20480 + 4 * (D + D / 8);  // bytes behind the pages: `Shared`. Then the table of layers.
-constexpr int MINE = D / CTAS;                  // columns of x that a program looks after
-constexpr int COUNTERS = 8;                     // of the barrier, a line each
-constexpr int EXCHANGE = 1280;                  // words of a head: q/k/v, then attention's parts
+constexpr int MINE = D / CTAS;                                      // columns of x that a program looks after
+constexpr int COUNTERS = 8;                                         // of the barrier, a line each
 constexpr int PARTS_AT = 512, PARTS = RANKS * (HEAD_DIM + 2);
 constexpr float MAGIC = 12582912.f + 128.f;  // 1.5 * 2^23: the whole part in the low bits; 128 rounds the high digit
 constexpr float LARGEST = 1073741824.f;      // units that a program may add to a column, and all together: 2^30
 constexpr u64 LIMIT_NS = 4000000000ull;      // of a launch, in which every wait gives up
 
 static_assert((D == 2048 || D == 4096) && D_FFN % (16 * CTAS) == 0 && OWN <= 128, "unsupported widths");
+static_assert(PAGE == SCALES_AT + ROWS * ROW_SCALES, "a page holds rows, and their scales behind them");
+static_assert(PARTS_AT + PARTS <= EXCHANGE, "a head's words have no room");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "unsupported head");
 static_assert(MODE != SELECT || (RANK % 128 == 0 && RANK <= 256), "unsupported rank");
 
-// A layer's tensors, in the order of decoder_layers.TENSORS.
+// A layer's tensors, in the order of decoder_layers.StepLayer.tensors.
 struct Layer {
   const u8 *qkv, *qkv_scales, *qkv_bias, *out, *out_scales, *out_bias, *up, *up_scales, *up_bias;
   const u8 *down, *down_scales, *down_bias, *gain1, *shift1, *gain2, *shift2;
@@ -75,9 +74,8 @@ struct __align__(128) Shared {
 
 static_assert(sizeof(Shared) <= SMALL, "Shared is larger than its place");
 
-__device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-}  // warps that multiply
+// A barrier of the warps that multiply.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 struct Limit {
   Shared& s;

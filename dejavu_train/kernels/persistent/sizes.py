@@ -11,7 +11,7 @@ NEURONS = 128  # of a program, at most
 SMALL_BYTES, LAYER_BYTES = 20480, 200  # beside the pages: of a program and of a layer
 SHARED_BYTES = 232448  # of a multiprocessor that a program can have
 MOST_PAGES, LEAST_PAGES = 12, 6
-EXCHANGE, SYNC = 1280, 16 * 32  # words, as in the source
+EXCHANGE, SYNC = 1280, 16 * 32  # words
 
 
 class Neurons(IntEnum):
@@ -77,8 +77,10 @@ class StepSizes:
 
     @property
     def defines(self) -> dict[str, int]:
-        """Macros of the source."""
+        """Macros of the source. PAGE: bytes of a page. SMALL: bytes behind the pages, in front of the table of layers.
+        EXCHANGE: words of a head, q/k/v and then attention's parts."""
         return {
             "D": self.d, "HEADS": self.heads, "HEAD_DIM": self.head_dim, "D_FFN": self.d_ffn, "PAGES": self.pages,
+            "PAGE": self.page_bytes, "SMALL": self.small_bytes - LAYER_BYTES * self.layers, "EXCHANGE": EXCHANGE,
             "MODE": int(self.neurons), "RANK": self.rank, "PREDICTOR_RELU": int(self.relu),
         }  # fmt: skip

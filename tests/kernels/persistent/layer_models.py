@@ -3,13 +3,12 @@
 import torch
 
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.formats.int4 import Int4Rows
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.persistent.decoder_layers import (
     StepLayer,
     decoder_layers_reference,
-    normalised_reference,
     scores_reference,
 )
 from dejavu_train.kernels.persistent.sizes import Neurons, StepSizes
@@ -69,7 +68,7 @@ def random_layers(sizes, capacity, device, seed=0):
 def put_thresholds(sizes, layers, x, position, density=0.1):
     """Thresholds that select about `density` of the neurons, each in a wide gap between two scores."""
     for layer in layers:
-        scores = scores_reference(layer, normalised_reference(x.double(), layer.norm1))[0]
+        scores = scores_reference(layer, layer_norm_reference(x.double(), layer.norm1, torch.float64))[0]
         top, at = scores.sort(descending=True).values, int(density * sizes.d_ffn)
         near = slice(at - 40, at + 40)
         first = int((top[near] - top[at - 39 : at + 41]).argmax()) + at - 40
