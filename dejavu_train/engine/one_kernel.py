@@ -10,7 +10,7 @@ from dejavu_train.engine.predictors import TargetPredictor
 from dejavu_train.engine.weights import DecodeWeights
 from dejavu_train.families import Target, UnitKey
 from dejavu_train.kernels.common.kv_cache import KvCache
-from dejavu_train.kernels.persistent.decoder_layers import DecoderLayers, StepLayer, loaded_kernel
+from dejavu_train.kernels.persistent.decoder_layers import DecoderLayers, StepLayer, layers_launcher
 from dejavu_train.kernels.persistent.sizes import PROGRAMS, StepSizes
 from dejavu_train.kernels.sample.sampling import TokenState
 
@@ -32,7 +32,7 @@ def with_one_kernel(plan: StepPlan, predictors: Mapping[UnitKey, TargetPredictor
         why = f"it needs {PROGRAMS} multiprocessors"
     else:
         try:
-            loaded_kernel(sizes, device)
+            layers_launcher(sizes, device)
         except RuntimeError as error:  # no compiler, an error of its, or a driver that refuses the kernel
             why = str(error)
     if why:

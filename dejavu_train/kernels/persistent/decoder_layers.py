@@ -124,7 +124,7 @@ class DecoderLayers:
 
         self.delta, self.heads, self.hidden = zeros(3 * sizes.d, torch.int32), zeros(HEADS * EXCHANGE), zeros(RANKS[-1])
         self.masks, self.sync = zeros(4 * PROGRAMS, torch.int32), zeros(SYNC, torch.int32)
-        self.launch = loaded_kernel(sizes, device)
+        self.launch = layers_launcher(sizes, device)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """x (1, d) fp32 -> out (1, d), and K/V of the row's position into the caches.
@@ -150,7 +150,7 @@ class DecoderLayers:
 
 
 @functools.cache
-def loaded_kernel(sizes: StepSizes, device: torch.device) -> Launcher:
+def layers_launcher(sizes: StepSizes, device: torch.device) -> Launcher:
     """Kernel for these sizes on a GPU, compiled before or now.
 
     Raises:
