@@ -1,14 +1,19 @@
 // Instructions of Hopper under names: barriers in shared memory, bulk copies, words that programs exchange, and products
-// of 8-bit numbers. The other files come behind this one in one source.
+// of 8-bit numbers. The other files come behind this one in one source. Another file with these names runs them on a
+// CPU, in tests.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+#define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
+
 __device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void bar_init(u32 a, int n) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(a), "r"(n));
 }
+// Behind bar_init: the copies that complete them see them.
+__device__ __forceinline__ void bars_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void bar_expect(u32 a, u32 n) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(a), "r"(n) : "memory");
 }
@@ -22,6 +27,11 @@ __device__ __forceinline__ bool bar_done(u32 a, u32 phase) {
                : "r"(a), "r"(phase)
                : "memory");
   return done;
+}
+// A barrier of the first N threads.
+template <int N>
+__device__ __forceinline__ void meet_first() {
+  asm volatile("bar.sync 1, %0;" ::"n"(N) : "memory");
 }
 __device__ __forceinline__ void fetch(u32 to, const void* from, u32 n, u32 bar) {
   asm volatile(
@@ -99,16 +109,4 @@ __device__ __forceinline__ void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3,
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-template <int N>
-__device__ __forceinline__ void halves(const uint4 (&packed)[N], float (&v)[8 * N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const u32 u[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      v[8 * i + 2 * e] = half_of(u[e] & 0xFFFF);
-      v[8 * i + 2 * e + 1] = half_of(u[e] >> 16);
-    }
-  }
 }

@@ -668,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     decoder_layers(const Layer* layers, const float* x, float* out, const int* position, const int* row_state,
                    int* delta, u64* heads, u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps) {
   const Arguments a = {layers, x, out, position, row_state, delta, heads, hidden, masks, sync, n_layers, capacity, eps};
-  extern __shared__ __align__(128) u8 ring[];
+  SHARED_MEMORY(ring);
   Shared& s = *(Shared*)(ring + PAGES * PAGE);
   Layer* const table = (Layer*)(ring + PAGES * PAGE + SMALL);
   if (threadIdx.x == 0) {
@@ -680,8 +680,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     bar_init(shared_at(&s.masked), WARPS);
     bar_init(shared_at(&s.live), 1);
     s.dead = s.calm = s.n = 0;
+    *(uint4*)s.own_mask = uint4{0, 0, 0, 0};  // who gives up waiting for it hands it on
     s.begun = now();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    bars_ready();
   }
   for (int i = threadIdx.x; i < a.n_layers * (int)(sizeof(Layer) / 8); i += THREADS + 32)
     ((u64*)table)[i] = __ldg((const u64*)a.layers + i);

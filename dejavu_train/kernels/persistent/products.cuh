@@ -1,4 +1,17 @@
 // Products of whole numbers: inputs as digits, and codes as they lie.
+template <int N>
+__device__ __forceinline__ void halves(const uint4 (&packed)[N], float (&v)[8 * N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const u32 u[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      v[8 * i + 2 * e] = half_of(u[e] & 0xFFFF);
+      v[8 * i + 2 * e + 1] = half_of(u[e] >> 16);
+    }
+  }
+}
+
 // Of a group of numbers: a unit's value, and 8 times the sum of the units.
 struct Quant {
   float unit;

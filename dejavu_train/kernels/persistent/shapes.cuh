@@ -75,7 +75,7 @@ struct __align__(128) Shared {
 static_assert(sizeof(Shared) <= SMALL, "Shared is larger than its place");
 
 // A barrier of the warps that multiply.
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void meet() { meet_first<THREADS>(); }
 
 struct Limit {
   Shared& s;

@@ -1,12 +1,18 @@
-"""All layers in one kernel: on a GPU against plain torch, elsewhere what the compiler makes and what is refused."""
+"""All layers in one kernel against plain torch, on a GPU and on a CPU that takes its place (host.cuh).
+
+Beside that what the compiler makes, and what is refused.
+"""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from host import HostLauncher
 from layer_models import put_thresholds, random_layers, sizes_of
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights
+from dejavu_train.kernels.persistent import decoder_layers
 from dejavu_train.kernels.persistent.decoder_layers import (
     DecoderLayers,
     check_layer,
@@ -74,19 +80,42 @@ def test_tensors_that_it_would_misread_are_refused():
             check_layer(sizes, wrong)
 
 
-def problem(d, n_layers, neurons, position, relu=False):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        monkeypatch.setattr(decoder_layers, "layers_launcher", HostLauncher)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    return request.param
+
+
+def problem(device, d, n_layers, neurons, position, relu=False):
     """(sizes, layers, input, the kernel)."""
     sizes = sizes_of(d, n_layers, neurons, relu)
-    layers = list(random_layers(sizes, 200, "cuda"))
-    x = torch.randn(1, d, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    layers = list(random_layers(sizes, 200, device))
+    x = torch.randn(1, d, device=device, generator=torch.Generator(device).manual_seed(1))
     if sizes.rank:
         put_thresholds(sizes, layers, x, position)
-    at, state = (torch.full((1,), value, dtype=torch.int32, device="cuda") for value in (position, 1))
+    at, state = (torch.full((1,), value, dtype=torch.int32, device=device) for value in (position, 1))
     return sizes, layers, x, DecoderLayers(sizes, layers, at, state)
 
 
 def off(found, expected):
     return float((found.double() - expected).norm() / expected.norm())
+
+
+def equals_plain_torch(device, d, n_layers, neurons, position, relu=False):
+    sizes, layers, x, kernel = problem(device, d, n_layers, neurons, position, relu)
+    for layer in layers:  # what lies behind the position was never written
+        layer.cache.k[:, :, position:], layer.cache.v[:, :, position:] = float("nan"), float("nan")
+    out = torch.full_like(x, float("nan"))
+    expected = decoder_layers_reference(sizes, layers, x, position)
+    kernel(x, out)
+    assert not kernel.fault() and off(out, expected) < 5e-4
+    assert all(layer.cache.k[:, :, position].isfinite().all() for layer in layers)
+    if sizes.rank:
+        kernel.row_state.fill_(2)
+        kernel(x, out)
+        assert off(out, decoder_layers_reference(sizes, layers, x, position, row_state=2)) < 5e-4
 
 
 @pytest.mark.parametrize("position", [0, 1, 31, 32, 150, 199])
@@ -97,40 +126,30 @@ class TestOnAGpu:
 
     def test_it_equals_plain_torch(self, d, neurons, position):
         for relu in (False, True) if neurons is Neurons.SELECTED else (False,):
-            sizes, layers, x, kernel = problem(d, 3, neurons, position, relu)
-            for layer in layers:  # what lies behind the position was never written
-                layer.cache.k[:, :, position:], layer.cache.v[:, :, position:] = float("nan"), float("nan")
-            out = torch.full_like(x, float("nan"))
-            expected = decoder_layers_reference(sizes, layers, x, position)
-            kernel(x, out)
-            assert not kernel.fault() and off(out, expected) < 5e-4
-            assert all(layer.cache.k[:, :, position].isfinite().all() for layer in layers)
-            if sizes.rank:
-                kernel.row_state.fill_(2)
-                kernel(x, out)
-                assert off(out, decoder_layers_reference(sizes, layers, x, position, row_state=2)) < 5e-4
+            equals_plain_torch("cuda", d, 3, neurons, position, relu)
+
+
+@pytest.mark.parametrize(
+    ("d", "n_layers", "neurons", "position", "relu"),
+    [
+        (2048, 2, Neurons.ALL, 40, False), (2048, 2, Neurons.LIVE, 150, False), (2048, 2, Neurons.SELECTED, 0, True),
+        *(
+            pytest.param(d, 3, neurons, position, relu, marks=pytest.mark.long)
+            for d in WIDTHS
+            for neurons in MODES
+            for position, relu in ((0, False), (32, True), (199, False))
+        ),
+    ],
+)  # fmt: skip
+def test_it_equals_plain_torch_on_a_cpu(device, d, n_layers, neurons, position, relu):
+    equals_plain_torch(device, d, n_layers, neurons, position, relu)
 
 
 @pytest.mark.parametrize("neurons", MODES)
-class TestStepsOnAGpu:
-    pytestmark = gpu
-
-    def test_a_thousand_steps_are_equal_beside_another_stream(self, neurons):
-        _, _, x, kernel = problem(4096, 4, neurons, 130)
-        out, first = torch.zeros_like(x), torch.zeros_like(x)
-        kernel(x, first)
-        load, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for step in range(1000):
-            if step % 50 == 0:
-                with torch.cuda.stream(beside):
-                    torch.mm(load, load)
-            kernel(x, out.zero_())
-            wrong += (out != first).any()
-        assert int(wrong) == 0 and not kernel.fault()
-
-    def test_a_sum_beyond_its_range_is_named_and_forgotten(self, neurons):
-        _, layers, x, kernel = problem(2048, 2, neurons, 40)
+@pytest.mark.usefixtures("device")
+class TestFaults:
+    def test_a_sum_beyond_its_range_is_named_and_forgotten(self, device, neurons):
+        _, layers, x, kernel = problem(device, 2048, 2, neurons, 40)
         out, right = torch.zeros_like(x), torch.zeros_like(x)
         kernel(x, right)
         scales = layers[1].out.weight.scales
@@ -144,12 +163,46 @@ class TestStepsOnAGpu:
         assert torch.equal(out, right) and not kernel.fault()
 
     @pytest.mark.parametrize("what", ["v", "k", "bias"])
-    def test_a_number_that_is_not_finite_is_named(self, neurons, what):
-        _, layers, x, kernel = problem(2048, 2, neurons, 40)
-        layer, out = layers[1], torch.zeros_like(x)
+    def test_a_number_that_is_not_finite_is_named(self, device, neurons, what):
+        _, layers, x, kernel = problem(device, 2048, 1, neurons, 40)
+        layer, out = layers[0], torch.zeros_like(x)
         if what == "bias":
             layer.up.bias.fill_(float("nan"))
         else:
             getattr(layer.cache, what)[:, 3, 7] = float("nan" if what == "v" else "inf")
         kernel(x, out)
         assert out.isnan().all() and kernel.fault() == "a sum left its range"
+
+
+@pytest.mark.parametrize("neurons", MODES)
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_copy_that_never_lands_ends_every_wait_and_is_forgotten(device, neurons):
+    _, _, x, kernel = problem(device, 2048, 1, neurons, 40)
+    out, right = torch.zeros_like(x), torch.zeros_like(x)
+    kernel(x, right)
+    kernel.launch.without = 2000
+    kernel(x, out)
+    assert out.isnan().all() and "never came" in kernel.fault()
+    kernel.launch.without = -1
+    kernel.reset()
+    kernel(x, out)
+    assert torch.equal(out, right) and not kernel.fault()
+
+
+@pytest.mark.parametrize("neurons", MODES)
+class TestStepsOnAGpu:
+    pytestmark = gpu
+
+    def test_a_thousand_steps_are_equal_beside_another_stream(self, neurons):
+        _, _, x, kernel = problem("cuda", 4096, 4, neurons, 130)
+        out, first = torch.zeros_like(x), torch.zeros_like(x)
+        kernel(x, first)
+        load, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for step in range(1000):
+            if step % 50 == 0:
+                with torch.cuda.stream(beside):
+                    torch.mm(load, load)
+            kernel(x, out.zero_())
+            wrong += (out != first).any()
+        assert int(wrong) == 0 and not kernel.fault()
