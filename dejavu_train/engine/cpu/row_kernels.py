@@ -25,8 +25,7 @@ from dejavu_train.engine.cpu.level_products import (
     levels_of,
     load_vector,
     loop,
-    pair_products,
-    raised,
+    multiply_add,
     signed_nibbles,
 )
 from dejavu_train.engine.cpu_limits import CHUNK, HALF
@@ -184,32 +183,28 @@ def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any])
     """Sums of code * scale * level, of four rows and each of x: exact over a group, in fp32 over groups."""
     builder, count = rows.builder, len(x)
 
-    def add_scaled(number: Any, totals: list[Any], taken: list[Any], sums: list[Any]) -> list[Any]:
+    def add_scaled(number: Any, totals: list[Any], sums: list[Any]) -> list[Any]:
         for row in range(ROWS):
             scale = rows.scale(scales, n_groups, row, number)
-            for b in range(count):
-                i = row * count + b
-                whole = builder.sub(totals[i], taken[b])
-                sums[i] = fused(builder, builder.sitofp(whole, _FLOATS), scale, sums[i])
+            for i in range(row * count, row * count + count):
+                sums[i] = fused(builder, builder.sitofp(totals[i], _FLOATS), scale, sums[i])
         return sums
 
-    def chunk(column: Any, carried: list[Any]) -> list[Any]:
+    def chunk(column: Any, totals: list[Any]) -> list[Any]:
         rows.prefetch(column)
         codes = [codes_of(builder, rows.place(row, column), False) for row in range(ROWS)]
         for b in range(count):
-            levels = levels_of(builder, x[b], column)
-            for row in range(ROWS):
-                i = row * count + b
-                carried[i] = add_products(builder, carried[i], codes[row], levels)
-            carried[ROWS * count + b] = builder.add(carried[ROWS * count + b], raised(builder, levels, False))
-        return carried
+            for half, levels in enumerate(levels_of(builder, x[b], column)):
+                for row in range(ROWS):
+                    i = row * count + b
+                    totals[i] = add_products(builder, totals[i], codes[row][half], levels)
+        return totals
 
     def one_group(number: Any, sums: list[Any]) -> list[Any]:
         start = builder.mul(number, group)
         stop = builder.add(start, group)
         stop = builder.select(builder.icmp_signed("<", stop, rows.columns), stop, rows.columns)
-        totals = loop(builder, start, stop, CHUNK, [NONE] * ((ROWS + 1) * count), chunk)
-        return add_scaled(number, totals[: ROWS * count], totals[ROWS * count :], sums)
+        return add_scaled(number, loop(builder, start, stop, CHUNK, [NONE] * (ROWS * count), chunk), sums)
 
     def packed_chunk(column: Any, sums: list[Any]) -> list[Any]:
         rows.prefetch(column)
@@ -217,14 +212,13 @@ def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any])
         codes = [codes_of(builder, rows.place(row, column), True) for row in range(ROWS)]
         levels = [levels_of(builder, each, column) for each in x]
         for half in range(2):
-            taken = [raised(builder, [each[half]], True) for each in levels]
             totals = [
-                add_products(builder, NONE, [codes[row][half]], [levels[b][half]])
+                add_products(builder, NONE, codes[row][half], levels[b][half])
                 for row in range(ROWS)
                 for b in range(count)
             ]
-            number = builder.lshr(builder.add(column, _I64(half * CHUNK // 2)), shift)
-            sums = add_scaled(number, totals, taken, sums)
+            number = builder.lshr(builder.add(column, _I64(half * HALF)), shift)
+            sums = add_scaled(number, totals, sums)
         return sums
 
     zero = [_ZERO] * (ROWS * count)
@@ -397,8 +391,7 @@ def dot_nibbles(typingctx: Any, pairs: Any, number: Any, coming: Any, levels: An
                 )
                 for which, (four_bits, at) in enumerate(halves):
                     values = load_vector(builder, builder.gep(data, [at]), integers)
-                    products = pair_products(builder, four_bits, values)
-                    sums[which] = builder.add(sums[which], products)
+                    sums[which] = multiply_add(builder, sums[which], four_bits, values)
             return sums
 
         zero = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
-from dejavu_train.engine.cpu.level_products import lay_planes
+from dejavu_train.engine.cpu.level_products import lay_levels
 from dejavu_train.engine.cpu.row_kernels import ROWS, add_four, dot_four
 from dejavu_train.engine.cpu.row_tiles import (
     HAS_AVX512,
@@ -127,7 +127,7 @@ def round_to_levels(x, most, levels):
     factor = np.float32(most) / float_from_bits(largest)
     for j in range(x.shape[0]):
         levels[j] = np.int16(np.int32(np.rint(x[j] * factor)))
-    lay_planes(levels)
+    lay_levels(levels)
     return float_from_bits(largest) / np.float32(most)
 
 
