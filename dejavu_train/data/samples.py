@@ -43,7 +43,7 @@ TOKENS_ON_CPU = 200_000
 CYCLE = ("val", "calibration", "calibration", *("train",) * 22)  # the sets of each 25 rows in turn
 TRIAL_TOKENS = 16
 MAX_SEED = 1 << 26  # what the engine takes
-NOT_BY_LAYERS = (  # docs/notes/by-layers.md has the arithmetic
+NOT_BY_LAYERS = (
     "collect.by_layers has one layer at a time, and text.source self needs all layers for every token that the model"
     " writes; give --text FILE or a data set, or --collect.by_layers false and --collect.device_map auto: what"
     " the model writes so is found by later runs"
