@@ -2,8 +2,8 @@
 
 A level is a whole number of 16 bits. What is multiplied at once is a *half* of a chunk: 32 columns, in eight lanes.
 Levels of a half lie as its even columns and then its odd ones. So shifts alone make 16-bit numbers of codes that are
-read as words, and `multiply_add` multiplies these: VNNI in one instruction, AVX2 in two, other processors as LLVM
-finds it. A lane has the same columns everywhere, so sums of lanes are the same.
+read as words. VNNI multiplies and adds these in one instruction, AVX2 in two, and elsewhere LLVM finds a way. A lane
+has the same columns on every processor, so sums of lanes are the same.
 """
 
 from collections.abc import Callable
