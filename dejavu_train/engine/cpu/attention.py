@@ -185,14 +185,15 @@ def attend_one(q, keys, values, n, slope, scores, mean, out):
     scores = scores[:n]
     for p in range(n):
         scores[p] = slope * np.float32(p + 1 - n)
-    for k in range(e // 2):
-        even, odd, from_even, from_odd = q[2 * k], q[2 * k + 1], keys[2 * k], keys[2 * k + 1]
+    for k in range(0, e - e % 4, 4):  # four at once, so that sums are read and written once for them
+        a, b, c, d = keys[k], keys[k + 1], keys[k + 2], keys[k + 3]
+        of_a, of_b, of_c, of_d = q[k], q[k + 1], q[k + 2], q[k + 3]
         for p in range(n):
-            scores[p] += even * from_even[p] + odd * from_odd[p]
-    if e % 2:
-        last, from_last = q[e - 1], keys[e - 1]
+            scores[p] += (of_a * a[p] + of_b * b[p]) + (of_c * c[p] + of_d * d[p])
+    for k in range(e - e % 4, e):
+        a, of_a = keys[k], q[k]
         for p in range(n):
-            scores[p] += last * from_last[p]
+            scores[p] += of_a * a[p]
     largest = scores[0]
     for p in range(n):
         largest = max(largest, scores[p])
@@ -203,10 +204,15 @@ def attend_one(q, keys, values, n, slope, scores, mean, out):
         total += weight
     for k in range(e):
         out[k] = 0
-    for p in range(n):
-        weight, value = scores[p], values[p]
+    for p in range(0, n - n % 4, 4):
+        a, b, c, d = values[p], values[p + 1], values[p + 2], values[p + 3]
+        of_a, of_b, of_c, of_d = scores[p], scores[p + 1], scores[p + 2], scores[p + 3]
         for k in range(e):
-            out[k] += weight * value[k]
+            out[k] += (of_a * a[k] + of_b * b[k]) + (of_c * c[k] + of_d * d[k])
+    for p in range(n - n % 4, n):
+        a, of_a = values[p], scores[p]
+        for k in range(e):
+            out[k] += of_a * a[k]
     for k in range(e):
         out[k] = out[k] / total - mean[k]
 
