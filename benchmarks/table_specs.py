@@ -35,7 +35,7 @@ CARD, LOSSLESS = "checkpoints/opt-mini/pretraining.json", f"{RESULTS}/lossless.c
 MINI, HUNDRED = f"{PAGES}/texts/opt-mini.csv", f"{PAGES}/texts/opt-100m.csv"
 FAMILY_ROWS, FAMILY_MODELS = f"{PAGES}/families/rows.csv", f"{PAGES}/families/models.jsonl"
 TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")
-STUDY = "scripts that have left ([past scripts](docs/notes/past-scripts.md))"
+STUDY = "[past scripts](docs/notes/past-scripts.md)"
 
 
 def options_of(row: Row) -> dict[str, str]:
@@ -610,7 +610,7 @@ FOUR_BITS = Table(
         Column("KL, nats", "kl", form=lambda rows, name: f"{mean(numbers(rows, name)):.4f}"),
         Column("increase, %", "rise", form=increase), Column("above 4 bits alone, %", "above", form=mean_increase),
     ),
-    "`python -m benchmarks.quantize report`",
+    STUDY,
     {"model": ("opt-100m", "opt-100m-rank-64-three", "opt-mini"), "predictors": ("none", "before"), "shown": True},
     {"shown": lambda row: (row["weights"], row["selected"]) in INT4_LINES},
     order=lambda name: (name[0], INT4_LINES.index(name[1:])),
@@ -838,7 +838,7 @@ ONE_MODEL_TABLE = Table(
         Column("ms a token", "ms"),
         Column("lossless speed, accepted", "lossless", form=""),
     ),
-    "`python -m benchmarks.one_model`",
+    STUDY,
     links=(ONE_MODEL,),
 )  # fmt: skip
 ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
