@@ -25,6 +25,16 @@ NOISE = 0.35  # share of the deviation of a neuron's input that no predictor see
 LEAST = 1e-4  # frequency
 
 
+def frequencies(n: int, share: float, device: str, generator: torch.Generator | None = None) -> Tensor:
+    """(n,) fp32: how often each neuron is active, ``share`` in the mean."""
+    if share >= OVERLAP:
+        return torch.full((n,), share, device=device)
+    spread = (1 - OVERLAP) / (OVERLAP - share)
+    shapes = torch.tensor([share * spread, (1 - share) * spread], device=device)
+    drawn = torch._standard_gamma(shapes.expand(n, 2), generator=generator)
+    return drawn[:, 0] / drawn.sum(1).clamp_min(1e-30)
+
+
 @dataclass(frozen=True)
 class ActiveSets:
     """Active neurons in each layer of a shape, the same whenever they are asked for.
@@ -43,13 +53,7 @@ class ActiveSets:
 
     def biases(self, layer: int) -> Tensor:
         """(d_ffn,) fp32: a norm's output has norm sqrt(d), so inputs are normal with deviation std sqrt(d)."""
-        size = (self.dims.d_ffn,)
-        frequency = torch.full(size, self.share, device=self.device)
-        if self.share < OVERLAP:
-            spread = (1 - OVERLAP) / (OVERLAP - self.share)
-            shapes = torch.tensor([self.share * spread, (1 - self.share) * spread], device=self.device)
-            drawn = torch._standard_gamma(shapes.expand(*size, 2), generator=self._generator(layer, 0))
-            frequency = drawn[:, 0] / drawn.sum(1).clamp_min(1e-30)
+        frequency = frequencies(self.dims.d_ffn, self.share, self.device, self._generator(layer, 0))
         bounded = frequency.clamp(LEAST, 1 - LEAST)
         return torch.special.ndtri(bounded.double()).float() * self.std * math.sqrt(self.dims.d_model)
 

@@ -6,10 +6,9 @@
 #   decode       decode.csv and decode_families.csv: steps by prompt, rows and family, fp16 and 4 bits
 #   first-token  first_token.csv: prompts of many lengths, beside transformers
 #   lossless     lossless_gpu.csv: true shapes with a forced acceptance, and opt-mini's texts
-#   serve        serve_speed.csv: the server beside its engine, of opt-mini and of SHAPES. serve_prompts.jsonl: of SHAPES
+#   serve        serve_speed.csv: the server beside its engine, of opt-mini and of SHAPES
 #   vllm         vllm_ops.csv: linear maps of the plug-in, dense, zeroskip and dejavu, 1 to 64 tokens
 #   ranks        tensor_parallel.csv: GPUS (4) GPUs together
-#   layers       by_layers.csv: a model larger than the GPU
 # A step has LIMIT (1800) seconds. OUTPUT_FOLDER gets the rows, a log of each step, and steps.csv: name, exit code, seconds.
 # TRY=1 runs what a CPU can, on tiny sizes.
 set -u
@@ -72,17 +71,11 @@ part() {
         bench "write-$shape" random_folder "$shape" "$model"
         bench "serve-$shape" serve speed --device "$device" --model "$model" --bundle "$model/predictors" --no-rival \
           --out "$out/serve_speed.csv"
-        bench "prompts-$shape" serve_prompts --device "$device" --model "$model" --bundle "$model/predictors" --new 600 \
-          --chat 1000 --out "$out/serve_prompts.jsonl"
       done ;;
     vllm) PYTHONPATH=packages/dejavu-vllm:$PYTHONPATH bench vllm vllm_ops --out "$out/vllm_ops.csv" ;;
     ranks)
       step ranks "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m benchmarks.tensor_parallel \
         --out "$out/tensor_parallel.csv" --models 6.7b 66b --cells goals ${try:+--rehearse} ;;
-    layers)
-      local sizes="--shape 30b --tokens 32768"
-      if [ -n "$try" ]; then sizes="--shape tiny --tokens 2000 --device cpu"; fi
-      bench layers by_layers --folder "$work/layers" --results "$out/by_layers.csv" $sizes ;;
     *) echo "error: there is no part $1; see the head of benchmarks/gpu.sh" >&2; exit 2 ;;
   esac
 }

@@ -15,19 +15,24 @@ N, D = 49152, 12288
 SETS, REPEATS = 12, 10  # a dozen steps share what a graph takes to start
 
 
-def measure(step: Callable[[], None]) -> float:
-    """Median microseconds of a step, SETS of them in one graph that is replayed."""
+def graph_of(step: Callable[[], None], times: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a step, so many times, whose kernels are compiled before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles what is not compiled yet, outside the capture
+    with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(SETS):
+        for _ in range(times):
             step()
-    times = sorted(step_times(graph.replay, REPEATS, warm=3))
+    return graph
+
+
+def measure(step: Callable[[], None]) -> float:
+    """Median microseconds of a step, SETS of them in one graph that is replayed."""
+    times = sorted(step_times(graph_of(step, SETS).replay, REPEATS, warm=3))
     return times[REPEATS // 2] * 1000 / SETS
 
 

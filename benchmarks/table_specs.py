@@ -854,7 +854,7 @@ BY_LAYERS = Table(
         Column("host, GB", "host_gb"), Column("weights read, GB/s", "read_gbps"),
         Column("plain reads, GB/s", "disk_gbps"),
     ),
-    "`python -m benchmarks.by_layers` on a GPU",
+    STUDY,
     derived={"what": lambda row: f"{row['shape'].upper()}, {row['layers']} layers"},
 )  # fmt: skip
 

@@ -14,13 +14,11 @@ CPUs.
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.decode import EXTRA, summary
 from benchmarks.decode_cells import Cell, read_cells
@@ -43,11 +41,10 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.ranks.group import Group, group_of_launcher
 from dejavu_train.engine.ranks.pushed import PushedSums
 from dejavu_train.engine.ranks.ranks import Ranks
-from dejavu_train.engine.ranks.shard import Shard
 from dejavu_train.engine.ranks.sharing import shards_of
 from dejavu_train.engine.ranks.sums import GroupSums, Sums
 from dejavu_train.engine.weights import DecodeWeights
-from dejavu_train.families import ModelDims, UnitKey
+from dejavu_train.families import ModelDims
 from dejavu_train.kernels.common.positions import Alibi
 
 COLUMNS = (
@@ -186,22 +183,6 @@ def timed_row(args: Any, group: Group, name: str, cell: Cell, best: float) -> di
     row = rows[0] if len(rows) == 1 else whole_of(rows[0], rows[1], counts, whole.n_layers)
     row["floor_ms"] = row["gb_per_rank"] / best
     return row | {"layers": max(counts), "share_of_floor": row["floor_ms"] / row["slowest_ms"]}
-
-
-def waited_bytes(shards: Sequence[Shard], rates: Mapping[UnitKey, Tensor]) -> tuple[float, float]:
-    """Bytes of the layers' matrices in fp16 that a token waits for: expected ones of the slowest rank, half by half.
-
-    Returns:
-        these, and what they would be if every rank read the same.
-    """
-    waited = even = 0.0
-    for key in shards[0].units:
-        row = shards[0].whole.rows_of(key.target) * shards[0].whole.d_model * 2
-        ids = [shard.units[key] for shard in shards]
-        read = [row * (rates[key][mine].sum().item() if key in rates else len(mine)) for mine in ids]
-        waited += max(read)
-        even += sum(read) / len(read)
-    return waited, even
 
 
 def main() -> int:

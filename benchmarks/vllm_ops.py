@@ -1,7 +1,6 @@
 """Times all linear maps of a step, without the LM head, as the plug-in for vLLM runs them, from 1 to 64 tokens.
 
     PYTHONPATH=packages/dejavu-vllm python -m benchmarks.vllm_ops
-    PYTHONPATH=packages/dejavu-vllm python -m benchmarks.vllm_ops --try-settings --models 6.7b --tokens 1 8
 
 Ways: "dense" is F.linear, as vLLM runs them. "zeroskip" reads the live rows of the map out of the neurons. "dejavu"
 reads the rows of the map into them that a predictor chooses as well, and its two matrices. "whole" are those two maps
@@ -10,40 +9,26 @@ and a step is a CUDA graph. Which neurons tokens use is drawn as `active_sets` d
 float64. vLLM itself is not needed.
 """
 
-import itertools
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from dejavu_vllm import ops
-from dejavu_vllm.kernels import chosen_rows, live_rows
-from dejavu_vllm.kernels.lists import RowsSettings
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.active_sets import OVERLAP
+from benchmarks.active_sets import frequencies
 from benchmarks.decode_problem import RANKS, SHAPES
-from benchmarks.harness import step_times
+from benchmarks.harness import graph_of, step_times
 from benchmarks.rows import append_row, command_line, five_digits, gpu_versions, made_now, needs_gpu
 from dejavu_train.families import ModelDims
 
 ACTIVE, CHOSEN = 0.06, 0.1  # of a token's neurons
 WAYS = ("dense", "zeroskip", "dejavu", "whole")
 SOURCES = ("dejavu_vllm.kernels.live_rows", "dejavu_vllm.kernels.chosen_rows")
-LIVE = itertools.product((256, 512, 1024), (128, 256, 512), (16, 32, 64), ((4, 2), (8, 1)))
-TRIED: dict[str, list[tuple[int, ...]]] = {  # stage: what --try-settings runs in place of the kernels' tables
-    "live": [(own, rows, block, *more) for own, block, rows, more in LIVE],
-    "chosen": [(own, rows, block, 4) for own, rows, block in itertools.product((16, 32, 64), (2, 4, 8), (512, 1024))],
-    "chosen, several": [
-        (own, rows, block, 4) for own, rows, block in itertools.product((16, 32, 64), (16, 32), (128, 256))
-    ],
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,12 +46,8 @@ class Layer:
 
 
 def uses(tokens: int, n: int, share: float, device: str) -> Tensor:
-    """(B, n) bool: who uses what. Two tokens share `OVERLAP` of it, as in `active_sets`."""
-    spread = (1 - OVERLAP) / (OVERLAP - share)
-    shapes = torch.tensor([share * spread, (1 - share) * spread], device=device).expand(n, 2)
-    drawn = torch._standard_gamma(shapes)
-    frequency = drawn[:, 0] / drawn.sum(1).clamp_min(1e-30)
-    return torch.rand(tokens, n, device=device) < frequency
+    """(B, n) bool: who uses what."""
+    return torch.rand(tokens, n, device=device) < frequencies(n, share, device)
 
 
 class Problem:
@@ -136,60 +117,9 @@ class Problem:
             torch.testing.assert_close(made, want, rtol=6e-3, atol=6e-3)
 
 
-def graph_of(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of a step, whose kernels are compiled before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-def median_us(step: Callable[[], None], repeats: int = 15) -> float:
+def median_us(step: Callable[[], None]) -> float:
     """Microseconds of a step."""
-    return sorted(step_times(graph_of(step).replay, repeats, warm=3))[repeats // 2] * 1000
-
-
-@contextmanager
-def set_for(tokens: int, live: Any = None, chosen: Any = None) -> Iterator[None]:
-    """Within, kernels have these settings for so many tokens."""
-    kept = (live_rows.SETTINGS.copy(), chosen_rows.SETTINGS.copy())
-    if live is not None:
-        live_rows.SETTINGS[tokens] = RowsSettings(*live)
-    if chosen is not None:
-        chosen_rows.SETTINGS[tokens] = RowsSettings(*chosen)
-    try:
-        yield
-    finally:
-        live_rows.SETTINGS.update(kept[0])
-        chosen_rows.SETTINGS.update(kept[1])
-
-
-def try_settings(problem: Problem, name: str, tokens: int, seconds: float) -> None:
-    """Print the time of each of `TRIED`, the best first: the ops alone, in all layers."""
-    padded, end = 1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()), time.monotonic() + seconds
-    rows = list(zip(problem.layers, problem.h, strict=True))
-    stages: dict[str, Callable[[], Any]] = {
-        "live": lambda: [ops.live_rows(h, layer.rows, None, 64) for layer, h in rows],
-        "chosen" if tokens == 1 else "chosen, several": lambda: [problem.predicted(layer) for layer, _ in rows],
-    }
-    for stage, run in stages.items():
-        found = []
-        for values in TRIED[stage]:
-            if time.monotonic() > end:
-                break
-            kind = {"live": values} if stage == "live" else {"chosen": values}
-            try:
-                with set_for(padded, **kind):
-                    found.append((round(median_us(run, 5) / len(rows), 2), values))
-            except Exception as error:  # too much shared memory for one
-                found.append((float("inf"), (*values, str(error)[:60])))
-        print(name, tokens, stage, "us a layer:", *[f"{us} {values}" for us, values in sorted(found, key=str)[:6]])
+    return sorted(step_times(graph_of(step).replay, 15, warm=3))[7] * 1000
 
 
 def run_model(name: str, args: Namespace, about: dict[str, str]) -> None:
@@ -198,9 +128,6 @@ def run_model(name: str, args: Namespace, about: dict[str, str]) -> None:
     for tokens in args.tokens:
         problem.draw(tokens)
         problem.check()
-        if args.try_settings:
-            try_settings(problem, name, tokens, args.seconds)
-            continue
         us = {way: median_us(partial(problem.step, way)) for way in WAYS}
         union = sum(float(keep.any(0).float().mean()) for keep in problem.chosen) / len(problem.chosen)
         live = sum(float((h != 0).any(0).float().mean()) for h in problem.h) / len(problem.h)
@@ -216,10 +143,6 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["6.7b", "afm-4.5b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", type=int, help="all of the shape's by default")
-    parser.add_argument("--try-settings", action="store_true", help="print settings by their time, write no rows")
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="of --try-settings for each model and number of tokens"
-    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_ops.csv"))
     args = parser.parse_args()
     needs_gpu(parser)

@@ -49,7 +49,6 @@ MODELS = (
     "sparse/test_model.py",
     "sparse/test_saving.py",
     "bundle",
-    "benchmarks/test_by_layers_benchmark.py",
     "test_footprint.py",
 )
 COMPUTED = (*CPU_ENGINE, *MODELS)  # with what is compiled, written and read

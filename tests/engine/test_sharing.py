@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.tensor_parallel import waited_bytes
 from dejavu_train.engine.ranks.sharing import block_of, rates_of, shards_of, share_out
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.ground.errors import UserError
@@ -50,9 +49,13 @@ def test_what_a_bundle_gains_by_its_frequencies():
     rates = rates_of(bundle)
     assert set(rates) == {UnitKey(0, Target.MLP), UnitKey(1, Target.HEADS)}
     assert rates[UnitKey(0, Target.MLP)].mean().item() == pytest.approx(0.25, rel=1e-3)
-    cut, even = waited_bytes(shards_of(DIMS, 4), rates)
-    shared, same = waited_bytes(shards_of(DIMS, 4, rates), rates)
-    assert even == pytest.approx(same) and cut > 1.15 * even and shared < 1.02 * even
+    for key, most in ((UnitKey(0, Target.MLP), 1.01), (UnitKey(1, Target.HEADS), 1.1)):  # of heads a rank has three
+        even = rates[key].sum().item() / 4
+        cut, shared = (
+            max(rates[key][shard.units[key]].sum().item() for shard in shards)
+            for shards in (shards_of(DIMS, 4), shards_of(DIMS, 4, rates))
+        )
+        assert cut > 1.7 * even and shared < most * even
 
 
 def test_units_that_ranks_cannot_share_evenly_are_refused():
