@@ -1,30 +1,13 @@
 """Times decoding by Hugging Face transformers, with random weights of a true shape."""
 
-import time
+from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import ArceeConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig, NemotronConfig, OPTConfig
-from transformers.generation.streamers import BaseStreamer
 
+from dejavu_train.evaluation.timing import Clock
 from dejavu_train.families import ModelDims
-
-
-class Clock(BaseStreamer):
-    """A streamer that notes when each token came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    def between(self) -> list[float]:
-        """Milliseconds between tokens."""
-        return [1e3 * (b - a) for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
 def random_model(name: str, shape: ModelDims, device: str = "cuda", dtype: torch.dtype = torch.float16) -> Any:
@@ -76,4 +59,4 @@ def hugging_face(name: str, shape: ModelDims, static: bool, prompt: int, batch: 
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps + 10, min_new_tokens=steps + 10,
             do_sample=False, pad_token_id=1, streamer=clock if batch == 1 else None, **options,
         )  # fmt: skip
-    return clock.between()[10:]
+    return [1e3 * (b - a) for a, b in pairwise(clock.times)][10:]
