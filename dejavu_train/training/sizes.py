@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS = Path(__file__).parent / "sizes.json"
-_HEADINGS = ("configuration", "disk, GB", "weights in fp16, GB", "hours", "on")
+_HEADINGS = ["configuration", "disk, GB", "weights in fp16, GB", "hours", "on"]
+_COLUMNS = ("configuration", "disk_gb", "weights_gb", "hours", "device")
 
 
 def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
@@ -18,13 +19,8 @@ def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
 
 
 def size_table() -> str:
-    """The rows as text: activations on disk, weights on the GPU, and hours on the device that was timed."""
-    cells = [list(_HEADINGS)]
-    for row in read_rows():
-        hours = "-" if row["hours"] is None else f"{row['hours']:g}"
-        cells.append(
-            [row["configuration"], f"{row['disk_gb']:g}", f"{row['weights_gb']:g}", hours, row["device"] or "-"]
-        )
+    """The rows as text: activations on disk, weights on the GPU, and hours on the device that is named."""
+    cells = [_HEADINGS, *([f"{row[name]}" for name in _COLUMNS] for row in read_rows())]
     widths = [max(len(line[i]) for line in cells) for i in range(len(_HEADINGS))]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     return "\n".join(line.rstrip() for line in lines)
