@@ -10,7 +10,7 @@ from family_models import HYBRIDS
 from small_runs import flags
 
 from benchmarks.decode_problem import SHAPES
-from dejavu_train.extras.hosts.forecast import START_SECONDS, forecast, model_passes, predictor_memory, stated
+from dejavu_train.extras.hosts.forecast import START_SECONDS, forecast, stated
 from dejavu_train.extras.hosts.hardware import Hardware, hardware_of, known_hardware
 from dejavu_train.extras.pretrain.models import config_values
 from dejavu_train.families import Target, dims_of
@@ -53,17 +53,6 @@ def test_all_gpus_read_one_disk(known):
     slow = PlanConfig(gpus=4, disk_gb_s=1e-4)
     width = 2 * 48 + 12
     assert forecast(*known, GPU, slow).seconds["training"] == pytest.approx(START_SECONDS + 4 * 16000 * width / 1e5)
-    without = forecast(*known, GPU, slow, stream=True).seconds["training"]
-    assert without == pytest.approx(START_SECONDS + JOB_SECONDS + 80 * (0.010 + STEP_SECONDS) + 5 * 8 * 0.010)
-
-
-def test_without_shards(known):
-    config, shape = known
-    run = forecast(config, shape, GPU, PlanConfig(), stream=True)
-    assert model_passes(config, 12000) == pytest.approx(80 * 256 / 12000) and model_passes(config, 10**9) == 1
-    assert run.shards == 0
-    assert run.seconds["collecting"] == pytest.approx(START_SECONDS + 16000 * 2 * 2 * LAYER / 1e9 * 80 * 256 / 12000)
-    assert predictor_memory(config, shape) == 2 * 16 * (16 * (48 + 96) + 8 * (48 + 4))
 
 
 def test_a_larger_step_takes_its_operations(known):

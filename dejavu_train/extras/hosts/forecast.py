@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from dejavu_train.extras.hosts.hardware import Hardware, hardware_of
-from dejavu_train.families import TARGETS, ModelDims, Target
+from dejavu_train.families import ModelDims, Target
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.run.estimate import Estimate, flops_of_step
@@ -19,7 +19,6 @@ from dejavu_train.run.plan import expected_tokens, row_bytes, stage_seconds
 from dejavu_train.training.config import PlanConfig, RunConfig
 
 FRACTIONS = (1.0, 0.5, 0.25)  # of the tokens, in the second table
-ADAM_BYTES = 16  # a weight, its gradient and both moments in float32
 START_SECONDS = 10.0  # of a stage: libraries, the model, workers. The mean of benchmarks/results/plan.csv
 
 
@@ -69,15 +68,11 @@ def stated(config: RunConfig, shape: ModelDims, gpu: Hardware, disk: float) -> E
     return Estimate(config, shape, 2 * shape.mean_layer_weights / gpu.tflops / 1e12, row, steps, disk)
 
 
-def forecast(
-    config: RunConfig, shape: ModelDims, gpu: Hardware, plan: PlanConfig, fraction: float = 1.0, stream: bool = False
-) -> Forecast:
+def forecast(config: RunConfig, shape: ModelDims, gpu: Hardware, plan: PlanConfig, fraction: float = 1.0) -> Forecast:
     """Reckon a run.
 
     Args:
         fraction: of the tokens that the configuration asks for.
-        stream: without shards. The model runs anew over the text for every pass of the training, and all predictors
-            train on what it gives. No such run is built.
 
     Raises:
         UserError: nobody knows how many tokens a text has.
@@ -92,34 +87,13 @@ def forecast(
     estimate = stated(config, shape, gpu, plan.disk_gb_s * 1e9)
     seconds = stage_seconds(estimate, rows, round(fraction * tokens_to_sample(config, on_gpu=True)))
     tokens = sum(rows.values())
-    shards = tokens * row_bytes(config, shape)
-    if stream:
-        passes = model_passes(config, rows["train"])
-        estimate = dataclasses.replace(estimate, disk=float("inf"))
-        read = stage_seconds(estimate, rows, 0)
-        seconds |= {"collecting": tokens * estimate.token * passes, "training": read["training"]}
-        shards = 0
     jobs = len(config.all_jobs(shape))
     gpus = dict.fromkeys(seconds, 1) | {"training": min(plan.gpus, jobs)}
     rounds = math.ceil(jobs / gpus["training"])
     # However many GPUs train, their shards come from one disk.
     seconds["training"] = max(seconds["training"] * rounds / jobs, jobs * estimate.reading(rows))
     seconds = {stage: spent + START_SECONDS if spent else 0.0 for stage, spent in seconds.items()}
-    return Forecast(tokens, shards, seconds, gpus, plan.gpus)
-
-
-def model_passes(config: RunConfig, rows: int) -> float:
-    """How often the longest training reads its ``rows``, once at least."""
-    steps = max(config.predictor(target).steps for target in TARGETS if config.predictor(target).enabled)
-    return max(1.0, steps * config.data.batch_size / max(1, rows))
-
-
-def predictor_memory(config: RunConfig, shape: ModelDims) -> int:
-    """Bytes of all low-rank predictors while all of them train."""
-    weights = 0
-    for layer, target in config.all_jobs(shape):
-        weights += config.predictor(target).rank_of(layer) * (shape.d_model + shape.units(Target(target)))
-    return ADAM_BYTES * weights
+    return Forecast(tokens, tokens * row_bytes(config, shape), seconds, gpus, plan.gpus)
 
 
 def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
@@ -134,8 +108,7 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     gpu = hardware_of(plan)
     whole = forecast(config, shape, gpu, plan)
     stages = {name: spent for name, spent in whole.seconds.items() if spent}
-    weights = 2 * shape.weights
-    print(f"{config.model}: {shape.n_layers} layers, {gigabytes(weights)} of weights in 16 bits")
+    print(f"{config.model}: {shape.n_layers} layers, {gigabytes(2 * shape.weights)} of weights in 16 bits")
     print(f"{plan.gpus} x {gpu.gpu}, a disk of {plan.disk_gb_s:g} GB/s, nothing made before\n")
     rows = [[name, whole.gpus[name], _hours(spent / 3600)] for name, spent in stages.items()]
     rows.append(["in all", plan.gpus, _hours(whole.hours)])
@@ -145,14 +118,8 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
         print("text: the model writes its own, which --text FILE spares")
     print(f"\nGPU-hours: {_hours(whole.paid)} paid for {plan.gpus} until the end, {_hours(whole.busy)} busy\n")
     runs = {f"{fraction:.0%} of the tokens": forecast(config, shape, gpu, plan, fraction) for fraction in FRACTIONS}
-    runs["no shards, not offered"] = forecast(config, shape, gpu, plan, stream=True)
     rows = [_choice(title, run, plan) for title, run in runs.items()]
     print(table(["choice", "tokens", "shards on disk", "hours", "GPU-hours", *(["price"] if plan.price else [])], rows))
-    passes = model_passes(config, round(expected_tokens(config, on_gpu=True)["train"] or 0))
-    print(
-        f"no shards: predictors would train while the model runs, {passes:.1f} times over the text, and"
-        f" {gigabytes(weights + predictor_memory(config, shape))} of weights and predictors would be held at once"
-    )
     for line in _memory_lines(config, shape, gpu, plan, whole.tokens):
         print(line)
     print("\nrates:")
