@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dejavu_train.bundle.spec import CURVE_COLUMNS
 from dejavu_train.calibration.config import LEAST_DENSITY
 from dejavu_train.families import Target
 
@@ -53,7 +54,7 @@ class LogitHistogram:
         above = {name: _above(getattr(self, name)) for name in ("all", "active", "mass")}
         total = {name: max(float(getattr(self, name).sum()), 1e-300) for name in above}
         lowest = int(torch.nonzero(self.all)[0]) - 1 if bool(self.all.any()) else 0
-        rows: dict[str, list[float]] = {name: [] for name in _COLUMNS}
+        rows: dict[str, list[float]] = {name: [] for name in CURVE_COLUMNS}
         for density in grid:
             if density >= 1.0:
                 code = max(lowest, 1024)
@@ -71,9 +72,6 @@ class LogitHistogram:
             rows["precision"].append(hits / max(count, 1.0))
             rows["retained_mass"].append(float(above["mass"][code]) / total["mass"])
         return rows
-
-
-_COLUMNS = ("density", "threshold", "recall", "precision", "retained_mass")
 
 
 def fp16_codes(values: Tensor) -> Tensor:
@@ -101,7 +99,7 @@ def head_curve(logits: Tensor, contribution: Tensor, grid: Sequence[float]) -> d
     ranks = contribution.argsort(dim=-1, descending=True).argsort(dim=-1)
     flat = logits.flatten().sort(descending=True).values
     total = float(contribution.double().sum())
-    rows: dict[str, list[float]] = {name: [] for name in _COLUMNS}
+    rows: dict[str, list[float]] = {name: [] for name in CURVE_COLUMNS}
     for density in grid:
         count = round(density * flat.numel())
         # between the last that is selected and the first that is not, so that a rounding does not flip it

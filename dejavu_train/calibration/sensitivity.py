@@ -25,6 +25,7 @@ from dejavu_train.families import BlockParts, Site, Target, UnitKey, blocks_of, 
 from dejavu_train.families.base import logits_of
 from dejavu_train.ground.progress import progress
 from dejavu_train.models.hooks import at_place, hooked
+from dejavu_train.models.layer_exchange import first
 from dejavu_train.predictors.bit_planes import build_second_stage
 
 BLOCK_LOGITS = 1 << 23  # of the vocabulary's logits that are made at once: 32 MiB in fp32
@@ -127,7 +128,7 @@ def dense_pass(model: Any, ids: Tensor) -> DenseRun:
     for index, block in enumerate(blocks):
         handles.append(block.whole.register_forward_pre_hook(keep_call(index), with_kwargs=True))
         handles += [at_place(block, site, partial(keep_site, Site(index, site))) for site in block.inputs]
-    handles.append(blocks[-1].whole.register_forward_hook(lambda _, __, output: behind.append(_hidden(output))))
+    handles.append(blocks[-1].whole.register_forward_hook(lambda _, __, output: behind.append(first(output))))
     with hooked(handles):
         model.base_model(input_ids=ids, use_cache=False)
     return DenseRun(calls, sites, behind[0])
@@ -146,13 +147,7 @@ def run_layer(model: Any, run: DenseRun, layer: int, hidden: Tensor) -> Tensor:
         args = (hidden, *args[1:])
     else:
         kwargs = {**kwargs, "hidden_states": hidden}
-    return _hidden(blocks_of(model)[layer].whole(*args, **kwargs))
-
-
-def _hidden(output: Any) -> Tensor:
-    """The hidden states in what a layer gives."""
-    made: Tensor = output[0] if isinstance(output, tuple) else output
-    return made
+    return first(blocks_of(model)[layer].whole(*args, **kwargs))
 
 
 def block_positions(vocab_size: int) -> int:
