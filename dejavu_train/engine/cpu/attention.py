@@ -7,7 +7,7 @@ whose rows several threads may have multiplied. So it is a phase of its own (`co
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import BEFORE, BEHIND, DONE, KV, NEVER, OUT, QKV, WEIGHTS
-from dejavu_train.engine.cpu.row_kernels import ROWS, dot_four
+from dejavu_train.engine.cpu.row_kernels import ROWS
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu.vector_ops import (
     SUMS,
@@ -67,18 +67,14 @@ def project_qkv(model, selectors, state, work, layer, n_units, thread, n_threads
 def fill_missing(model, selectors, state, work, layer, b, unit, start, stop, inside, n, thread):
     """K and V of a unit for batch row b where they are missing, by the rows ``start`` to ``stop`` of a list of n."""
     of_q, kept, own = model.kv_group * state.keys.shape[3], selectors.kept[layer], state.sequence[b]
-    results = work.results[thread, b]
+    packed, numbers, results = model.packed[layer, QKV], work.numbers[thread], work.results[thread, b : b + 1]
     for i in range(start + max(0, of_q - inside) // ROWS * ROWS, stop, ROWS):  # no query of an earlier position
         for p in range(first_missing(selectors, state, layer, b, unit), state.position[b]):
-            operand, unit_of = state.attn_in[kept, own, p], state.attn_unit[kept, own, p]
-            if model.packed[layer, QKV]:
-                scales, group = model.pair_scales, model.pair_group
-                dot_four(model.pairs, scales, group, work.numbers[thread], i, n, operand, unit_of, results)
-            else:
-                dot_four(model.rows, model.scales, model.group, work.numbers[thread], i, n, operand, unit_of, results)
+            operands, units = state.attn_in[kept, own, p : p + 1], state.attn_unit[kept, own, p : p + 1]
+            dot_stored(model, packed, numbers, i, i + ROWS, n, operands, units, 1, results)
             at = inside + i - start
             first = i + max(0, of_q - at)
-            mine = results[first : min(i + ROWS, stop)]
+            mine = results[0, first : min(i + ROWS, stop)]
             put_qkv(model, state, work, layer, b, unit, at + first - i, p, mine)
 
 

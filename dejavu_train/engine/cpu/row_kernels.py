@@ -160,25 +160,6 @@ def sum_lanes(builder: Any, vector: Any) -> Any:
     return builder.call(reduce, [_FLOAT(0.0), vector], fastmath=("reassoc",))
 
 
-def _dot_floats(rows: Rows, x: Any) -> list[Any]:
-    """Four sums of number * x over all columns, in fp32. Two vectors of sums for each row."""
-    builder = rows.builder
-
-    def chunk(column: Any, sums: list[Any]) -> list[Any]:
-        if rows.kind != types.float32:
-            rows.prefetch(column)
-        for start in range(0, CHUNK, LANES):
-            here = builder.add(column, _I64(start))
-            values = load_vector(builder, builder.gep(x, [here]), _FLOATS)
-            for row in range(ROWS):
-                which = 2 * row + start // LANES % 2
-                sums[which] = fused(builder, rows.numbers(row, here, LANES), values, sums[which])
-        return sums
-
-    sums = loop(builder, _I64(0), rows.columns, CHUNK, [_ZERO] * (2 * ROWS), chunk)
-    return [sum_lanes(builder, builder.fadd(sums[2 * row], sums[2 * row + 1])) for row in range(ROWS)]
-
-
 def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any]) -> list[list[Any]]:
     """Sums of code * scale * level, of four rows and each of x: exact over a group, in fp32 over groups."""
     builder, count = rows.builder, len(x)
@@ -229,40 +210,6 @@ def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any])
         sums = loop(builder, _I64(0), n_groups, 1, zero, one_group)
     totals = [sum_lanes(builder, each) for each in sums]
     return [totals[row * count : (row + 1) * count] for row in range(ROWS)]
-
-
-@intrinsic
-def dot_four(
-    typingctx: Any, rows: Any, scales: Any, group: Any, numbers: Any, first: Any, n: Any, x: Any, unit: Any, out: Any
-) -> Any:
-    """out[first : first + 4] = the rows numbers[first : first + 4] of a list of n, each times x, times ``unit``.
-
-    For x (D) fp32, rows (., D) are fp32, fp16 given as uint16, or int16 with one scale a row. Pairs of bf16 are uint32
-    (., D / 2). For x (D) int16, rows are int8 with scales (., G) for each ``group`` columns. Packed rows are
-    uint8 (., D / 2), with fp16 scales given as uint16. Scales of `WHOLE` rows are not read. out (at least n + 3) fp32.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = signature.args
-        read = Rows(context, builder, (kinds[0], kinds[3]), args[0], args[3], args[4], args[5])
-        x_data = context.make_array(kinds[6])(context, builder, args[6]).data
-        scale_array = context.make_array(kinds[1])(context, builder, args[1])
-        if kinds[0].dtype in (types.int8, types.uint8):
-            n_groups = builder.extract_value(scale_array.shape, 1)
-            sums = [each[0] for each in dot_levels(read, scale_array.data, n_groups, args[2], [x_data])]
-        else:
-            sums = _dot_floats(read, x_data)
-            for row in range(ROWS if not read.whole else 0):
-                scale = builder.load(builder.gep(scale_array.data, [read.indices[row]]))
-                sums[row] = builder.fmul(sums[row], scale)
-        out_data = context.make_array(kinds[8])(context, builder, args[8]).data
-        for row in range(ROWS):
-            place = builder.gep(out_data, [builder.add(args[4], _I64(row))])
-            builder.store(builder.fmul(sums[row], args[7]), place)
-        return context.get_dummy_value()
-
-    one = types.int64
-    return types.void(rows, scales, one, numbers, one, one, x, types.float32, out), generate
 
 
 def add_rows(
@@ -324,43 +271,6 @@ def add_rows(
         loop(builder, _I64(0), read.columns, CHUNK, [], lambda column, _: chunk(factors, column))
     else:
         loop(builder, _I64(0), n_groups, 1, [], one_group)
-
-
-@intrinsic
-def add_four(
-    typingctx: Any, out: Any, rows: Any, scales: Any, group: Any, numbers: Any, factors: Any, first: Any, n: Any
-) -> Any:
-    """Add factors[i] times row numbers[i] to out (D) fp32, for i from first to first + 4 in a list of n.
-
-    rows as `dot_four` has them, without scales, of int8 or packed.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = signature.args
-        read = Rows(context, builder, (kinds[1], kinds[4]), args[1], args[4], args[6], args[7])
-        out_data = context.make_array(kinds[0])(context, builder, args[0]).data
-        factor_data = context.make_array(kinds[5])(context, builder, args[5]).data
-        own = []
-        for row in range(ROWS):
-            at = builder.add(args[6], _I64(row))
-            inside = builder.icmp_signed("<", at, args[7])
-            factor = builder.load(builder.gep(factor_data, [builder.select(inside, at, args[6])]))
-            own.append(builder.select(inside, factor, _FLOAT(0.0)))
-        scale_array = context.make_array(kinds[2])(context, builder, args[2])
-        fetch = Rows.prefetch if read.kind != types.float32 else lambda read, column: None
-        add_rows(
-            read,
-            [out_data],
-            [[factor] for factor in own],
-            scale_array,
-            args[3],
-            2 * LANES if read.packed else LANES,
-            fetch,
-        )
-        return context.get_dummy_value()
-
-    one = types.int64
-    return types.void(out, rows, scales, one, numbers, factors, one, one), generate
 
 
 @intrinsic

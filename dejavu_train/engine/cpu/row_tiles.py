@@ -1,13 +1,14 @@
-"""Sums over four rows of weights for several batch rows at once, written in LLVM's language.
+"""Sums over four rows of weights for one batch row or several at once, written in LLVM's language.
 
-Batch rows that call `row_kernels` one after the other load the weights from the cache again and again. Eight take 1.7
-times as long as one that waits for memory. Here a vector of weights is loaded once for a *tile* of two or four batch
-rows. The next rows of weights are fetched meanwhile, and eight take 1.3 times. Sums and their order are those of
-`row_kernels`, so a batch row's result is the same bit for bit, whoever shares its tile.
+Batch rows one after the other load the weights from the cache again and again. Eight take 1.7 times as long as one
+that waits for memory. Here a vector of weights is loaded once for a *tile* of one, two or four batch rows. The next
+rows of weights are fetched meanwhile, and eight take 1.3 times. Sums and their order are those of a row alone, so a
+batch row's result is the same bit for bit, whoever shares its tile.
 
 Batch rows are given as bits, and a tile takes the lowest of them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -19,9 +20,9 @@ from dejavu_train.engine.cpu.row_kernels import ROWS, Rows, add_rows, dot_levels
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu_limits import CHUNK
 
-WIDE = 2 * LANES  # the even and the odd vector of `row_kernels`, side by side
+WIDE = 2 * LANES  # the even and the odd vector of a row's sums, side by side
 _FLOAT, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_FLOATS, _INTEGERS = ir.VectorType(_FLOAT, WIDE), ir.VectorType(_I32, LANES)
+_INTEGERS = ir.VectorType(_I32, LANES)
 # Registers for a tile of four. Others spill, and take tiles of two.
 HAS_AVX512 = has_features("avx512f", "avx512vl")
 
@@ -47,6 +48,16 @@ class _Tile:
         data = self.context.make_array(kind)(self.context, self.builder, array).data
         return [self.builder.load(self.builder.gep(data, [row])) for row in self.rows]
 
+    def way(self, read: Rows, fetch: Callable[..., None]) -> tuple[int, Callable[..., None]]:
+        """Lanes of a vector, and what asks for the weights that come: ``fetch`` where several rows share them.
+
+        A batch row alone has the processor prefetch along rows of fp32.
+        """
+        if len(self.rows) > 1:
+            return WIDE, fetch
+        alone: Callable[..., None] = (lambda read, column: None) if read.kind == types.float32 else Rows.prefetch
+        return WIDE if read.packed else LANES, alone
+
     def fetch_floats(self, read: Rows, column: Any) -> None:
         """Half of what comes of a chunk is fetched by the last tile, half by each before: memory is never idle."""
         half = self.builder.select(self.last, _I64(CHUNK // 2), _I64(0))
@@ -55,23 +66,29 @@ class _Tile:
 
 
 def _dot_floats(read: Rows, tile: _Tile, x: list[Any]) -> list[list[Any]]:
-    """Sums of number * x over all columns, of each row and each of the tile's operands."""
+    """Sums of number * x over all columns, of each row and each of the tile's operands. Two vectors of sums each."""
     builder, count = read.builder, len(x)
+    lanes, fetch = tile.way(read, tile.fetch_floats)
+    floats, parts = ir.VectorType(_FLOAT, lanes), WIDE // lanes
 
     def chunk(column: Any, sums: list[Any]) -> list[Any]:
-        tile.fetch_floats(read, column)
-        for start in range(0, CHUNK, WIDE):
+        fetch(read, column)
+        for start in range(0, CHUNK, lanes):
             here = builder.add(column, _I64(start))
-            weights = [read.numbers(row, here, WIDE) for row in range(ROWS)]
+            weights = [read.numbers(row, here, lanes) for row in range(ROWS)]
             for b in range(count):
-                values = load_vector(builder, builder.gep(x[b], [here]), _FLOATS)
+                values = load_vector(builder, builder.gep(x[b], [here]), floats)
                 for row in range(ROWS):
-                    sums[row * count + b] = fused(builder, weights[row], values, sums[row * count + b])
+                    which = (row * count + b) * parts + start // lanes % parts
+                    sums[which] = fused(builder, weights[row], values, sums[which])
         return sums
 
-    zero = ir.Constant(_FLOATS, [0.0] * WIDE)
-    sums = loop(builder, _I64(0), read.columns, CHUNK, [zero] * (ROWS * count), chunk)
-    totals = [sum_lanes(builder, builder.fadd(*_halves(builder, each))) for each in sums]
+    zero = ir.Constant(floats, [0.0] * lanes)
+    sums = loop(builder, _I64(0), read.columns, CHUNK, [zero] * (ROWS * count * parts), chunk)
+    pairs = (
+        [_halves(builder, each) for each in sums] if parts == 1 else [sums[i : i + 2] for i in range(0, 2 * ROWS, 2)]
+    )
+    totals = [sum_lanes(builder, builder.fadd(*pair)) for pair in pairs]
     return [totals[row * count : (row + 1) * count] for row in range(ROWS)]
 
 
@@ -86,7 +103,14 @@ def _dot_tile(count: int) -> Any:
         typingctx: Any, rows: Any, scales: Any, group: Any, numbers: Any, first: Any, n: Any, operands: Any,
         units: Any, bits: Any, out: Any,
     ) -> Any:  # fmt: skip
-        """As `row_kernels.dot_four` for the lowest of ``bits``: out[b, first : first + 4] by operands[b], units[b]."""
+        """Products of four rows of a list of n with the operands of the ``count`` lowest of ``bits``.
+
+        out[b, first : first + 4] = the rows numbers[first : first + 4], each times operands[b] and units[b].
+        For operands (., D) fp32, rows (., D) are fp32, fp16 given as uint16, or int16 with one scale a row. Pairs of
+        bf16 are uint32 (., D / 2). For operands int16, rows are int8 with scales (., G) for each ``group`` columns.
+        Packed rows are uint8 (., D / 2), with fp16 scales given as uint16. Scales of `WHOLE` rows are not read.
+        units (.) fp32, out (., at least n + 3) fp32.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
@@ -120,7 +144,10 @@ def _add_tile(count: int) -> Any:
         typingctx: Any, out: Any, rows: Any, scales: Any, group: Any, numbers: Any, factors: Any, first: Any, n: Any,
         bits: Any,
     ) -> Any:  # fmt: skip
-        """As `row_kernels.add_four` for the lowest of ``bits``: to out[b] by factors[b]."""
+        """Add factors[b, i] times row numbers[i] to out[b], for i from first to first + 4 in a list of n.
+
+        b are the ``count`` lowest of ``bits``, out (., D) fp32. Rows as `dot_tile` has them: whole, of int8 or packed.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
@@ -136,8 +163,8 @@ def _add_tile(count: int) -> Any:
                 own.append([builder.select(inside, factor, _FLOAT(0.0)) for factor in loaded])
 
             scale_array = context.make_array(kinds[2])(context, builder, args[2])
-            fetch = tile.fetch_floats if read.whole else Rows.prefetch
-            add_rows(read, outs, own, scale_array, args[3], WIDE, fetch)
+            lanes, fetch = tile.way(read, tile.fetch_floats if read.whole else Rows.prefetch)
+            add_rows(read, outs, own, scale_array, args[3], lanes, fetch)
             return context.get_dummy_value()
 
         one = types.int64
@@ -146,18 +173,8 @@ def _add_tile(count: int) -> Any:
     return add_tile
 
 
-dot_two, dot_quad = _dot_tile(2), _dot_tile(4)
-add_two, add_quad = _add_tile(2), _add_tile(4)
-
-
-@intrinsic
-def lowest_bit(typingctx: Any, bits: Any) -> Any:
-    """The number of the lowest bit that is set."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _Tile(context, builder, args[0], 1).rows[0]
-
-    return types.int64(types.int64), generate
+dot_one, dot_two, dot_quad = _dot_tile(1), _dot_tile(2), _dot_tile(4)
+add_one, add_two, add_quad = _add_tile(1), _add_tile(2), _add_tile(4)
 
 
 @compiled()

@@ -9,14 +9,15 @@ import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
 from dejavu_train.engine.cpu.level_products import lay_levels
-from dejavu_train.engine.cpu.row_kernels import ROWS, add_four, dot_four
+from dejavu_train.engine.cpu.row_kernels import ROWS
 from dejavu_train.engine.cpu.row_tiles import (
     HAS_AVX512,
+    add_one,
     add_quad,
     add_two,
+    dot_one,
     dot_quad,
     dot_two,
-    lowest_bit,
     without_lowest,
 )
 from dejavu_train.engine.cpu.threads import bits_from_float, compiled, float_from_bits
@@ -37,8 +38,7 @@ def dot_rows(rows, scales, group, numbers, first, n, operands, units, live, out)
             dot_two(rows, scales, group, numbers, first, n, operands, units, bits, out)
             bits = without_lowest(bits, 2)
         else:
-            b = lowest_bit(bits)
-            dot_four(rows, scales, group, numbers, first, n, operands[b], units[b], out[b])
+            dot_one(rows, scales, group, numbers, first, n, operands, units, bits, out)
             bits = 0
 
 
@@ -86,8 +86,7 @@ def add_list(out, rows, scales, group, numbers, factors, start, stop, live):
                 add_two(out, rows, scales, group, numbers, factors, i, stop, bits)
                 bits = without_lowest(bits, 2)
             else:
-                b = lowest_bit(bits)
-                add_four(out[b], rows, scales, group, numbers, factors[b], i, stop)
+                add_one(out, rows, scales, group, numbers, factors, i, stop, bits)
                 bits = 0
 
 
