@@ -11,10 +11,8 @@ nor bus limits a step.
 
 import mmap
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import lightning
 import numpy as np
@@ -31,7 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 BATCHES_AHEAD = 2  # that a loader process makes ahead, as torch has it
 LONGEST_WAIT = 300  # seconds for a batch of a loader process, after which it is taken for lost
 
-RawBatch = dict[str, Any]  # tensors, and "seconds", a float: as a tensor on a GPU reading it would stop the step
+RawBatch = dict[str, Tensor]
 
 
 class BlockShuffled(IterableDataset[RawBatch]):
@@ -45,7 +43,7 @@ class BlockShuffled(IterableDataset[RawBatch]):
         pool_blocks: blocks shuffled together. 0 reads in order, without shuffling.
         seed: of the order.
 
-    Each batch has the named tensors and ``seconds``, the time it took to make.
+    Each batch has the named tensors.
     """
 
     def __init__(
@@ -110,21 +108,17 @@ class BlockShuffled(IterableDataset[RawBatch]):
         yielded, limit = 0, self._batches(consumer)
         step = self.pool_blocks or 8
         for first in range(0, len(row_ranges), step):
-            began = time.perf_counter()
             pool = self._read_pool(row_ranges[first : first + step], left, generator)
-            spent = time.perf_counter() - began
             rows = len(next(iter(pool.values())))
             is_last = first + step >= len(row_ranges)
             count = -(-rows // self.batch_size) if is_last and not self.pool_blocks else rows // self.batch_size
             for number in range(count):
                 if yielded == limit:
                     return
-                began = time.perf_counter()
                 part = slice(number * self.batch_size, (number + 1) * self.batch_size)
                 batch: RawBatch = {name: tensor[part] for name, tensor in pool.items()}
                 if worker is not None:  # of a view the whole pool would go into shared memory
                     batch = {name: tensor.clone() for name, tensor in batch.items()}
-                batch["seconds"] = spent / count + time.perf_counter() - began
                 yielded += 1
                 if yielded > own_skip:
                     yield batch
@@ -153,13 +147,11 @@ class InMemoryLoader:
     """
 
     def __init__(self, streamed: BlockShuffled, device: torch.device) -> None:
-        began = time.perf_counter()
         self.epoch, self.streamed = streamed.epoch, streamed
         row_ranges = _joined(streamed.row_ranges(streamed.rank))
         self.rows = {
             name: reader.read_rows(dataset, row_ranges, device) for name, (reader, dataset) in streamed.sources.items()
         }
-        self._read_seconds = time.perf_counter() - began
 
     def __len__(self) -> int:
         return len(self.streamed)
@@ -175,12 +167,8 @@ class InMemoryLoader:
         size = self.streamed.batch_size
         skip, self.streamed.skip = self.streamed.skip, 0
         for number in range(skip, len(self)):
-            began = time.perf_counter() - self._read_seconds
-            self._read_seconds = 0.0
             chosen = order[number * size : (number + 1) * size]
-            batch: RawBatch = {name: tensor[chosen] for name, tensor in self.rows.items()}
-            batch["seconds"] = time.perf_counter() - began
-            yield batch
+            yield {name: tensor[chosen] for name, tensor in self.rows.items()}
 
 
 def _joined(row_ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -231,7 +219,7 @@ class ShardDataModule(lightning.LightningDataModule):
         UserError: shards that are missing or wrong, or too few rows for one batch.
 
     A batch is a dict: ``inputs`` (B, d) as stored. For ``mlp`` ``active`` (B, ceil(n / 8)) uint8, packed, and
-    ``mlp_in`` (B, d) if it is not the input already. For ``heads`` ``contribution`` (B, n). ``seconds``.
+    ``mlp_in`` (B, d) if it is not the input already. For ``heads`` ``contribution`` (B, n).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Watchers of a training run: resumable checkpoints, progress, and rows per second of loader and step."""
+"""Watchers of a training run: resumable checkpoints and progress."""
 
 import logging
 import signal
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
@@ -79,37 +78,6 @@ def _resumes_here(trainer: lightning.Trainer) -> bool:
     last = epoch.batch_progress.current.ready >= trainer.num_training_batches
     accumulating = epoch.batch_progress.current.ready % trainer.accumulate_grad_batches != 0
     return not (last or accumulating or fetcher is None or epoch._should_check_val_fx(fetcher))
-
-
-class Rates(Callback):
-    """Rows per second that the loader makes and that the step takes, on this rank. Read after fit."""
-
-    def __init__(self, workers: int) -> None:
-        self.workers = max(1, workers)
-        self._began = 0.0
-        self.rows, self.step_seconds, self.loader_seconds = 0, 0.0, 0.0
-
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._began = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if pl_module.device.type == "cuda" and trainer.global_step % 50 == 0:
-            torch.cuda.synchronize()  # without it only the launches would be counted
-        self.step_seconds += time.perf_counter() - self._began
-        self.loader_seconds += batch["seconds"]
-        self.rows += len(batch["inputs"])
-
-    @property
-    def loader(self) -> float:
-        return self.rows * self.workers / max(self.loader_seconds, 1e-9)
-
-    @property
-    def step(self) -> float:
-        return self.rows / max(self.step_seconds, 1e-9)
 
 
 class Progress(Callback):

@@ -45,7 +45,7 @@ from dejavu_train.ground.files import read_sealed, remove_leftovers, replacing, 
 from dejavu_train.ground.locks import ours, tried
 from dejavu_train.predictors.checkpoint import check_predictor
 from dejavu_train.training.build import make_predictor
-from dejavu_train.training.callbacks import Progress, Rates, SaveLast
+from dejavu_train.training.callbacks import Progress, SaveLast
 from dejavu_train.training.config import RunConfig
 from dejavu_train.training.lit_predictor import LitPredictor
 from dejavu_train.training.loggers import as_list
@@ -217,11 +217,10 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
     init_module(module, config, job, site, activations, manifest.weight_hash)
 
     monitor = "val/retained_mass"  # at the deployed density
-    rates = Rates(config.data.num_workers)
     best = ModelCheckpoint(
         folder / "checkpoints", "best", monitor, mode="max", save_weights_only=True, enable_version_counter=False
     )
-    callbacks = [rates, Progress(title)]
+    callbacks = [Progress(title)]
     if section.patience:
         callbacks.append(EarlyStopping(monitor, mode="max", patience=section.patience, min_delta=1e-5))
     last = folder / "checkpoints" / "last.ckpt"
@@ -250,8 +249,6 @@ def fit(config: RunConfig, job: UnitKey, title: str) -> None:
         metrics |= {
             "steps": float(trainer.global_step),
             "seconds": time.perf_counter() - began,
-            "loader_rows_per_s": rates.loader * trainer.world_size,
-            "step_rows_per_s": rates.step * trainer.world_size,
         }
         low_rank = config.predictor(target).predictor is None
         verdict, numbers = predictor_verdict(metrics, target, low_rank), metrics_line(metrics)
@@ -325,7 +322,7 @@ def summary_rows(output: str | Path, jobs: Sequence[UnitKey]) -> tuple[list[str]
     headings = {
         "active_density": "active", "density": "density", "recall": "recall", "at_most": "at most",
         "recall_at_active_density": "recall at active", "precision": "precision", "retained_mass": "retained mass",
-        "steps": "steps", "seconds": "seconds", "loader_rows_per_s": "loader rows/s", "step_rows_per_s": "step rows/s",
+        "steps": "steps", "seconds": "seconds",
     }  # fmt: skip
     rows = []
     for job in jobs:

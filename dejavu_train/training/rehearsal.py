@@ -97,7 +97,6 @@ def _loader(batches: int) -> DataLoader[Any]:
         {
             "inputs": torch.randn(_ROWS, _WIDTH, dtype=torch.float32).half(),
             "active": pack_bits(torch.rand(_ROWS, _UNITS, dtype=torch.float32) < 0.3),
-            "seconds": 0.0,
         }
         for _ in range(batches)
     ]

@@ -110,10 +110,10 @@ def test_batches_of_each_target(tiny_opt, text_file, memory_gb):
     folder = activations(tiny_opt, text_file)
     config = DataConfig(batch_size=64, memory_gb=memory_gb)
     mlp = next(iter(ShardDataModule(folder, UnitKey(1, "mlp"), Site(1, "mlp_in"), config, 0).train_dataloader()))
-    assert set(mlp) == {"inputs", "active", "seconds"}
+    assert set(mlp) == {"inputs", "active"}
     assert mlp["inputs"].shape == (64, 48) and mlp["active"].shape == (64, 12) and mlp["active"].dtype == torch.uint8
     heads = next(iter(ShardDataModule(folder, UnitKey(1, "heads"), Site(1, "attn_in"), config, 0).train_dataloader()))
-    assert set(heads) == {"inputs", "contribution", "seconds"} and heads["contribution"].shape == (64, 4)
+    assert set(heads) == {"inputs", "contribution"} and heads["contribution"].shape == (64, 4)
 
 
 def test_look_ahead_pairs_the_same_rows(tiny_opt, text_file):

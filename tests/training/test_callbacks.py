@@ -9,7 +9,7 @@ from dejavu_train.data.config import DataConfig
 from dejavu_train.data.datamodule import ShardDataModule
 from dejavu_train.families import Site, UnitKey
 from dejavu_train.predictors.low_rank import LowRankPredictor
-from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, Rates, SaveLast
+from dejavu_train.training.callbacks import AtomicCheckpointIO, Progress, SaveLast
 from dejavu_train.training.lit_predictor import LitPredictor
 
 
@@ -78,9 +78,3 @@ def test_a_terminal_gets_a_bar_and_a_file_no_line_for_a_validation(fit, capsys, 
     shown = capsys.readouterr().err
     assert "[3/12] layer 2 heads" in shown and "8/8" in shown and "recall" in shown
     assert not [record for record in caplog.records if "layer 2 heads" in record.message]
-
-
-def test_rates_count_rows(fit):
-    rates = Rates(0)
-    fit(rates)
-    assert rates.rows == 8 * 64 and rates.loader > 0 and rates.step > 0

@@ -46,7 +46,7 @@ def test_a_job_leaves_a_finished_predictor(config, tmp_path):
     assert (stored.metadata["site"], stored.metadata["site_layer"], stored.metadata["rank"]) == ("mlp_in", 1, 16)
     assert stored.predictor.down.shape == (16, 48) and stored.predictor.up.dtype == torch.float32
     metrics = stored.metadata["metrics"]
-    assert metrics["retained_mass"] > 0.6 and metrics["loader_rows_per_s"] > metrics["step_rows_per_s"] > 0
+    assert metrics["retained_mass"] > 0.6
     assert "val/recall" in (folder / "csv" / "version_0" / "metrics.csv").read_text()
     columns, rows = summary_rows(run.output, [UnitKey(0, "mlp"), UnitKey(1, "mlp")])
     assert len(rows) == 1 and len(columns) == len(rows[0])
