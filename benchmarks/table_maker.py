@@ -68,12 +68,6 @@ def increase(rows: Sequence[Row], name: str) -> str:
     return with_error(values[0], next(iter(numbers(rows, "error")), None)) if values else ""
 
 
-def mean_increase(rows: Sequence[Row], name: str) -> str:
-    """The mean of increases over texts and seeds."""
-    values = numbers(rows, name)
-    return percent(mean(values)) if values else ""
-
-
 def shares(rows: Sequence[Row], name: str) -> str:
     """Smallest and largest of some fractions, in per cent."""
     values = numbers(rows, name)

@@ -13,7 +13,6 @@ from benchmarks.table_maker import (
     increase,
     markdown,
     mean,
-    mean_increase,
     numbers,
     percent,
     read_rows,
@@ -35,7 +34,6 @@ CARD, LOSSLESS = "checkpoints/opt-mini/pretraining.json", f"{RESULTS}/lossless.c
 MINI, HUNDRED = f"{PAGES}/texts/opt-mini.csv", f"{PAGES}/texts/opt-100m.csv"
 FAMILY_ROWS, FAMILY_MODELS = f"{PAGES}/families/rows.csv", f"{PAGES}/families/models.jsonl"
 TEXTS = ("docs", "readmes", "licences", "general", "books", "wikitext", "lambada", "code")
-STUDY = "[past scripts](docs/notes/past-scripts.md)"
 
 
 def options_of(row: Row) -> dict[str, str]:
@@ -548,75 +546,6 @@ TEXT_MATRIX = Table(
     links=(MINI, HUNDRED),
 )  # fmt: skip
 
-GUARD = Table(
-    f"{PAGES}/texts/guard.csv",
-    {"trained on": "training", "text": "text", "dense tokens": "dense", "thresholds": "moved"},
-    (
-        Column("increase, %", "increase", form=increase), Column("more bytes, %", "more_bytes", form=".1f", times=100),
-        Column("retained mass", "retained_mass", form=".3f"),
-    ),
-    STUDY,
-    {"every": ("0", "32"), "promise": "bundle"},
-    {"dense": lambda row: f"1 in {row['every']}" if row["every"] != "0" else "none",
-     "moved": lambda row: "moved" if row["control"] == "True" else "the bundle's"},
-)  # fmt: skip
-
-
-def best_ranks(rows: list[Row]) -> list[Row]:
-    """Of the ranks of one method the one of least divergence on calibration text."""
-    best: dict[str, str] = {}
-    for row in sorted(rows, key=lambda row: float(row["calibration_nats"] or 0)):
-        best.setdefault(row["method"].split(",")[0], row["method"])
-    return [row for row in rows if row["method"] == best[row["method"].split(",")[0]]]
-
-
-RIVALS = Table(
-    f"{PAGES}/frontier/rivals.csv",
-    {"chosen by": "method"},
-    (Column("bytes, %", "mlp_bytes", form=shares),
-     *(Column(text, "increase", {"text": text}, increase) for text in TEXTS)),
-    STUDY,
-    {"asked_bytes": "0.1"},
-    chosen=best_ranks,
-    order=lambda name: (name[0] != "oracle", name[0] != "predictors", name[0]),
-)  # fmt: skip
-
-
-def int4_rows(root: Path) -> list[Row]:
-    """Reports of 4 bits, the newest of each text and seed, with the increase above 4 bits alone, in nats."""
-    keys = ("model", "weights", "predictors", "asked_mlp_density", "asked_head_density", "text", "seed")
-    rows = [row for row in read_rows(root / f"{PAGES}/frontier/int4.csv") if row["what"] == "report"]
-    newest = {tuple(row[name] for name in keys): row for row in rows}
-    for key, row in newest.items():
-        alone = newest.get((key[0], key[1], "none", "1", "1", *key[5:]))
-        shares_of = (float(row["asked_mlp_density"]), float(row["asked_head_density"]))
-        row["selected"] = "all" if shares_of == (1, 1) else f"{100 * shares_of[0]:g} %, {100 * shares_of[1]:g} %"
-        row["rise"] = math.expm1(float(row["increase"]))
-        above = alone is not None and row["predictors"] != "none"
-        row["above"] = math.expm1(float(row["increase"]) - float(alone["increase"])) if above and alone else ""
-    return list(newest.values())
-
-
-INT4_LINES = (
-    ("rtn", "all"), ("gptq", "all"), ("gptq, LM head int8", "all"), ("gptq, LM head int4", "all"),
-    ("gptq", "20 %, 100 %"), ("gptq", "10 %, 100 %"), ("gptq", "20 %, 85 %"), ("gptq", "10 %, 85 %"),
-    ("gptq", "13 %, 85 %"), ("gptq", "8 %, 80 %"),
-)  # fmt: skip
-FOUR_BITS = Table(
-    int4_rows,
-    {"model": "model", "weights": "weights", "neurons, heads": "selected"},
-    (
-        Column("bytes, % of fp16", "block_bytes", form=lambda rows, name: f"{100 * mean(numbers(rows, name)):.1f}"),
-        Column("KL, nats", "kl", form=lambda rows, name: f"{mean(numbers(rows, name)):.4f}"),
-        Column("increase, %", "rise", form=increase), Column("above 4 bits alone, %", "above", form=mean_increase),
-    ),
-    STUDY,
-    {"model": ("opt-100m", "opt-100m-rank-64-three", "opt-mini"), "predictors": ("none", "before"), "shown": True},
-    {"shown": lambda row: (row["weights"], row["selected"]) in INT4_LINES},
-    order=lambda name: (name[0], INT4_LINES.index(name[1:])),
-    links=(f"{PAGES}/frontier/int4.csv",),
-)  # fmt: skip
-
 
 # Families
 
@@ -753,7 +682,7 @@ def is_run(dims: ModelDims, engine: Engine, packed: bool = False) -> bool:
     return True
 
 
-# Lossless decoding, one model, layers, sweeps
+# Lossless decoding, one model, sweeps
 
 DRAFTS = {  # way of the rows of opt-mini on a CPU -> what a guide calls it; their drafts read 40 % of the candidates
     "sparse": "the sparse model",
@@ -838,24 +767,12 @@ ONE_MODEL_TABLE = Table(
         Column("ms a token", "ms"),
         Column("lossless speed, accepted", "lossless", form=""),
     ),
-    STUDY,
+    "[past scripts](docs/notes/past-scripts.md)",
     links=(ONE_MODEL,),
 )  # fmt: skip
 ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
     Column("perplexity of eight texts", "perplexity", form=".4g"), Column("ms per token", "ms"),
     line={"weights": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool}, brief=True,
-)  # fmt: skip
-
-BY_LAYERS = Table(
-    f"{RESULTS}/by_layers.csv",
-    {"OPT": "what", "stage": "stage", "tokens": "tokens", "device": "device"},
-    (
-        Column("minutes", "minutes"), Column("a layer, GB", "layer_gb"), Column("beside it, GB", "beside_gb"),
-        Column("host, GB", "host_gb"), Column("weights read, GB/s", "read_gbps"),
-        Column("plain reads, GB/s", "disk_gbps"),
-    ),
-    STUDY,
-    derived={"what": lambda row: f"{row['shape'].upper()}, {row['layers']} layers"},
 )  # fmt: skip
 
 COMPARED = Table(
@@ -971,9 +888,6 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "serve-speed": SERVE_SPEED,
     "serve-load": SERVE_LOAD,
     "texts": TEXT_MATRIX,
-    "guard": GUARD,
-    "rivals": RIVALS,
-    "four-bits": FOUR_BITS,
     "families-runs": runs_table,
     "families": FAMILIES,
     "families-active": ACTIVE,
@@ -981,7 +895,6 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "lossless-forced": LOSSLESS_FORCED,
     "one-model": ONE_MODEL_TABLE,
     "one-model-opening": ONE_MODEL_OPENING,
-    "by-layers": BY_LAYERS,
     "compared": COMPARED,
     **VERDICTS,
 }

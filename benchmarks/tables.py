@@ -25,8 +25,8 @@ from dejavu_train.evaluation.schema import current
 FILES = (
     "README.md",
     *(f"docs/guides/{name}.md" for name in ("families", "lossless", "sweeps")),
-    *(f"docs/results/{name}.md" for name in "demo families frontier four-bits serving speed texts".split()),
-    *(f"docs/notes/{name}.md" for name in ("lossless", "one-model", "by-layers")),
+    *(f"docs/results/{name}.md" for name in "demo families serving speed texts".split()),
+    *(f"docs/notes/{name}.md" for name in ("lossless", "one-model")),
     "checkpoints/opt-mini/README.md",
     "packages/dejavu-vllm/README.md",
 )
