@@ -114,7 +114,7 @@ def card(
         _FRONT_MATTER.format(tags="\n".join(f"- {tag}" for tag in _tags(shape, metadata)))
         + (_TOGETHER if together else _INTRODUCTION),
         "\n".join(f"- {name}: {value}" for name, value in facts.items()) + "\n",
-        *([_MEASURED, *(_markdown(rows) for rows in measured.values())] if measured else []),
+        *([_MEASURED, *(markdown(rows) for rows in measured.values())] if measured else []),
         _FIGURES,
         _table(specs),
         *([f"## Settings of the calibration\n\n```json\n{json.dumps(settings, indent=1)}\n```\n"] if settings else []),
@@ -184,10 +184,10 @@ def _table(specs: Mapping[UnitKey, PredictorSpec]) -> str:
         )  # fmt: skip
         rank = "" if spec.kind == "custom" else str(spec.rank)
         rows.append((str(layer), target, spec.kind, rank, spec.dtype, f"{spec.site} {spec.site_layer}", *quality))
-    return _markdown(rows)
+    return markdown(rows)
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
+def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Rows as a table, headings first. Cells stay on one line, in one cell."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in line] for line in lines]

@@ -74,7 +74,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     Raises:
         UserError: nothing there, an unknown kind, one that writes no text from left to right, or no package gguf.
     """
-    where, options = _located(name, revision)
+    where, options = located(name, revision)
     if looks_local(name) and not Path(name).exists():
         raise UserError(f"there is no model {name}; give a folder, a .gguf file or a hub id such as facebook/opt-125m")
     if name.endswith(GGUF):
@@ -101,7 +101,7 @@ def load_decoder(name: str, revision: str | None, config: PreTrainedConfig, laye
     Raises:
         UserError: weights that are missing, of more layers, or cannot be read.
     """
-    where, options = _located(name, revision)
+    where, options = located(name, revision)
     if name.endswith(GGUF):
         options |= {"dtype": torch.float32}  # transformers makes floats of the codes, all in memory
     else:
@@ -245,7 +245,8 @@ def _encodes(config: PreTrainedConfig) -> bool:
     return masked or bool(written) and MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ not in written
 
 
-def _located(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+def located(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds a folder, hub id or .gguf file, and the keywords that say so."""
     if not name.endswith(GGUF):
         return name, {"revision": revision or "main"}
     folder, _, file = name.rpartition("/")

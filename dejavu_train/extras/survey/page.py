@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dejavu_train.bundle.card import markdown
 from dejavu_train.evaluation.figure import BLACK, BLUE, GREEN, ORANGE, pyplot, save
 from dejavu_train.evaluation.perplexity import increase
 from dejavu_train.evaluation.rows import write_csv
@@ -172,7 +173,7 @@ def page(found: Found, rows: Sequence[Mapping[str, Any]], drawn: bool) -> str:
         lost = "" if row["selection"] == "dense" else f"{100 * row['increase']:+.3g}{error} %"
         share = f"{100 * row['bytes_over_dense']:.0f} %"
         table.append([kept, f"{row['perplexity']:.4g}", lost, f"{row['mb_fp16']:,.0f}", share])
-    lines += [*_table(table), "", "## Estimated ms of a step", ""]
+    lines += [markdown(table), "## Estimated ms of a step", ""]
     chosen = [each for each in found.surveyed.selections if each.target != Target.HEADS]
     shares = ("no predictors" if each.target is None else f"{100 * each.share:g} %" for each in chosen)
     table = [["where", "TB/s", *shares]]
@@ -183,8 +184,7 @@ def page(found: Found, rows: Sequence[Mapping[str, Any]], drawn: bool) -> str:
             [each.name, f"{each.bandwidth / 1e12:.3g}", times[0], *map("".join, zip(times[1:], factors, strict=True))]
         )
     lines += [
-        *_table(table), "",
-        "Without predictors rows of silent neurons are not read either.",
+        markdown(table), "Without predictors rows of silent neurons are not read either.",
         "Batch 1, all heads, predictors of rank 64 in 4 bits, fp16 on GPUs, 32 bits on a CPU. It is an estimate: bytes,"
         " at the bandwidth that our engines reach with OPT's shapes, and a fixed time a layer.", "",
         *(f"- {each.name}: {each.source}." for each in found.machines), "",
@@ -202,11 +202,6 @@ def _of_experts(found: Found) -> list[str]:
 
 def _units(row: Mapping[str, Any]) -> str:
     return "neurons" if row["selection"] == Target.MLP else "head groups"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "| " + " | ".join("---" for _ in rows[0]) + " |", *lines[1:]]
 
 
 def _draw(found: Found, rows: Sequence[Mapping[str, Any]], stem: Path) -> bool:

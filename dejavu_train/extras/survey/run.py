@@ -16,7 +16,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus
 from dejavu_train.evaluation.shared_config import TEXT_SET
 from dejavu_train.evaluation.texts import load_text
 from dejavu_train.extras.survey.config import SurveyConfig
-from dejavu_train.extras.survey.decoder import GGUF, check_window, find_parts, load_decoder, read_config
+from dejavu_train.extras.survey.decoder import GGUF, check_window, find_parts, load_decoder, located, read_config
 from dejavu_train.extras.survey.layerwise import LayerRunner
 from dejavu_train.extras.survey.measure import Selection, Survey
 from dejavu_train.extras.survey.page import Found, page, rows_of, untrained, verdict, write
@@ -84,10 +84,7 @@ def check(config: SurveyConfig) -> str:
 
 
 def _tokenizer(config: SurveyConfig) -> Any:
-    folder, _, file = config.model.rpartition("/")
-    gguf = config.model.endswith(GGUF)
-    options: dict[str, Any] = {"gguf_file": file} if gguf else {"revision": config.revision or "main"}
-    where = (folder or ".") if gguf else config.model
+    where, options = located(config.model, config.revision)
     try:
         return transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
