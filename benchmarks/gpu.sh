@@ -6,7 +6,7 @@
 #   decode       decode.csv and decode_families.csv: steps by prompt, rows and family, fp16 and 4 bits
 #   first-token  first_token.csv: prompts of many lengths, beside transformers
 #   lossless     lossless_gpu.csv: true shapes with a forced acceptance, and opt-mini's texts
-#   serve        serve_speed.csv: the server beside its engine, of opt-mini and of SHAPES
+#   serve        serve_speed.csv: the server beside its engine, of opt-mini and of SHAPES. serve_prompts.jsonl: of SHAPES
 #   vllm         vllm_ops.csv: linear maps of the plug-in, dense, zeroskip and dejavu, 1 to 64 tokens
 #   ranks        tensor_parallel.csv: GPUS (4) GPUs together
 # A step has LIMIT (1800) seconds. OUTPUT_FOLDER gets the rows, a log of each step, and steps.csv: name, exit code, seconds.
@@ -71,6 +71,8 @@ part() {
         bench "write-$shape" random_folder "$shape" "$model"
         bench "serve-$shape" serve speed --device "$device" --model "$model" --bundle "$model/predictors" --no-rival \
           --out "$out/serve_speed.csv"
+        bench "prompts-$shape" serve_prompts --device "$device" --model "$model" --bundle "$model/predictors" --new 600 \
+          --chat 1000 --out "$out/serve_prompts.jsonl"
       done ;;
     vllm) PYTHONPATH=packages/dejavu-vllm:$PYTHONPATH bench vllm vllm_ops --out "$out/vllm_ops.csv" ;;
     ranks)

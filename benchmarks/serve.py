@@ -55,8 +55,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str]) -> Iterator[str]:
-    """The address of `dejavu serve` with these options. Raises RuntimeError where it does not start."""
+def serving(command: Sequence[str], told: list[str] | None = None) -> Iterator[str]:
+    """The address of `dejavu serve` with these options. Raises RuntimeError where it does not start.
+
+    told: gets the line that it says then.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "dejavu_train", "serve", *command, "--port", "0"],
         stderr=subprocess.PIPE, text=True, env=environment(),
@@ -66,6 +69,8 @@ def serving(command: Sequence[str]) -> Iterator[str]:
     try:
         for line in process.stderr:
             if line.startswith("serving "):
+                if told is not None:
+                    told.append(line.strip())
                 yield line.split(" at ")[1].split(",")[0]
                 return
             said.append(line)

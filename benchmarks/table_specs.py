@@ -718,29 +718,62 @@ LOSSLESS_FORCED = Table(
 
 
 def one_model_rows(root: Path) -> list[Row]:
-    """Of the largest model a row for each kind of weights and selection of neurons that was timed, with all heads."""
-    rows = [row for row in read_rows(root / ONE_MODEL) if row["scale"] == "1.3b" and row["head_density"] == "1"]
-    found = []
-    for timed in (row for row in rows if row["measure"] == "ms" and row["way"] in ("dense-engine", "triton")):
-        same = [row for row in rows if all(row[name] == timed[name] for name in ("weights", "mlp_density"))]
-        values = numbers([row for row in same if row["measure"] == "perplexity"], "value")
-        if values and timed["gpus"] == "1":
-            dense = timed["mlp_density"] == "1"
-            row = {**timed, "dense": dense, "ms": float(timed["value"])}
-            row["neurons"] = "all" if dense else f"{100 * float(timed['mlp_density']):g} %"
-            found.append(row | {"perplexity": math.exp(mean([math.log(value) for value in values]))})
+    """Of the largest model a row for each kind of weights and selection: quality, tasks, ms, lossless speed."""
+    rows = read_rows(root / ONE_MODEL)
+    largest = max(
+        (row["scale"] for row in rows), key=lambda scale: float(scale.rstrip("mb")) * (1e3 ** scale.endswith("b"))
+    )
+    rows = [row for row in rows if row["scale"] == largest]
+    kinds = ("weights", "mlp_density", "head_density")
+    device = next(row["device"] for row in rows if row["measure"] == "ms")
+    theirs = [row for row in rows if row["measure"] == "ms" and row["way"] == "dense"]
+    found = [{**row, "kind": "fp16, transformers", "neurons": "all", "heads": "", "ms": row["value"]} for row in theirs]
+    for kind in dict.fromkeys(tuple(row[name] for name in kinds) for row in rows if row["measure"] == "perplexity"):
+        same = [row for row in rows if tuple(row[name] for name in kinds) == kind]
+        values = {measure: numbers([row for row in same if row["measure"] == measure], "value")
+                  for measure in ("perplexity", "increase", "accuracy", "changed")}  # fmt: skip
+        row = {**same[-1], "device": device, "kind": kind[0], "dense": kind[1:] == ("1", "1")}
+        row |= {"neurons": "all" if kind[1] == "1" else f"{100 * float(kind[1]):g} %", "heads": kind[2]}
+        row |= {"perplexity": math.exp(mean([math.log(value) for value in values["perplexity"]]))}
+        row |= {"rise": percent(math.expm1(mean(values["increase"])))}
+        row |= {name: 100 * mean(values[name]) if values[name] else "" for name in ("accuracy", "changed")}
+        ways = ("dense-engine", "dense-cpu") if row["dense"] else ("triton", "cpu")
+        timed = [each for each in same if each["measure"] == "ms" and each["gpus"] == "1" and each["way"] in ways]
+        row["ms"] = float(timed[0]["value"]) if timed else ""
+        row["lossless"] = _best_draft(rows, kind[0]) if kind[1:] == ("0.2", "1") else ""
+        found.append(row)
     return found
 
 
-ONE_MODEL_OPENING = Table(
+def _best_draft(rows: Sequence[Row], weights: str) -> str:
+    """Greedy speed in dense steps and acceptance of the fastest sparse draft."""
+    drafts = [row for row in rows if row["weights"] == weights and row["subject"] == "greedy"
+              and row["way"].startswith("sparse")]  # fmt: skip
+    best = max(
+        (row for row in drafts if row["measure"] == "lossless"), key=lambda row: float(row["value"]), default=None
+    )
+    if best is None:
+        return ""
+    accepted = next(row for row in drafts if row["measure"] == "acceptance" and row["way"] == best["way"])
+    return f"{float(best['value']):.2f}, {100 * float(accepted['value']):.0f} %"
+
+
+ONE_MODEL_TABLE = Table(
     one_model_rows,
-    {"weights": "weights", "neurons read": "neurons"},
-    (Column("perplexity of eight texts", "perplexity", form=".4g"), Column("ms per token", "ms")),
-    "[past scripts](docs/notes/past-scripts.md)",
-    order=lambda name: (name[1] != "all", name[0] != "fp16"),
+    {"weights": "kind", "neurons": "neurons", "heads": "heads"},
+    (
+        Column("perplexity of the texts", "perplexity", form=".4g"), Column("rise, %", "rise", form=""),
+        Column("accuracy of the tasks, %", "accuracy", form=".1f"), Column("answers changed, %", "changed", form=".1f"),
+        Column("ms a token", "ms"),
+        Column("lossless speed, accepted", "lossless", form=""),
+    ),
+    "`python -m benchmarks.one_model`",
     links=(ONE_MODEL,),
-    brief=True,
-)
+)  # fmt: skip
+ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
+    Column("perplexity of eight texts", "perplexity", form=".4g"), Column("ms per token", "ms"),
+    line={"weights": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool}, brief=True,
+)  # fmt: skip
 
 COMPARED = Table(
     f"{PAGES}/sweep/compare.csv",
@@ -814,7 +847,8 @@ def demo_verdict(root: Path) -> str:
 
 def one_model_verdict(root: Path) -> str:
     """Which weights are the fastest, what sparsity gains in fp16, and from which size on it does in 4 bits."""
-    spent = {(row["weights"], row["dense"]): row["ms"] for row in one_model_rows(root)}
+    rows = [row for row in one_model_rows(root) if row["heads"] == "1" and row["ms"]]
+    spent = {(row["kind"], row["dense"]): row["ms"] for row in rows}
     weights, dense = min(spent, key=lambda key: spent[key])
     gained = [f"{spent[kind, True] / spent[kind, False]:.2f} times in {kind}" for kind in ("fp16", "4 bits")]
     lines = exact_at(USUAL, batch="1", weights="4 bits").lines(root)
@@ -859,6 +893,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "families-active": ACTIVE,
     "lossless-opening": LOSSLESS_OPENING,
     "lossless-forced": LOSSLESS_FORCED,
+    "one-model": ONE_MODEL_TABLE,
     "one-model-opening": ONE_MODEL_OPENING,
     "compared": COMPARED,
     **VERDICTS,

@@ -26,7 +26,7 @@ FILES = (
     "README.md",
     *(f"docs/guides/{name}.md" for name in ("families", "lossless", "sweeps")),
     *(f"docs/results/{name}.md" for name in "demo families serving speed texts".split()),
-    "docs/notes/lossless.md",
+    *(f"docs/notes/{name}.md" for name in ("lossless", "one-model")),
     "checkpoints/opt-mini/README.md",
     "packages/dejavu-vllm/README.md",
 )

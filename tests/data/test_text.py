@@ -13,6 +13,7 @@ import pytest
 from conftest import make_text
 from files.kinds import parquet, zstd
 
+from dejavu_train.data.ngrams import shared_ngrams
 from dejavu_train.data.paragraphs import (
     PARAGRAPH_HASHES,
     hash_paragraphs,
@@ -318,3 +319,10 @@ def test_hub_source_reads_streaming_with_the_pinned_revision(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no network")))
     with pytest.raises(UserError, match="no network"):
         load_documents(source)
+
+
+def test_shared_ngrams_counts_by_hand():
+    train = [Document("t", "a b c d e f g h i")]
+    report = [Document("r", "a b c d e f g h x")]  # of its two 8-grams, the first is in train
+    assert shared_ngrams(report, train, 8) == 0.5
+    assert shared_ngrams([Document("r", "too short")], train, 8) == 0.0
