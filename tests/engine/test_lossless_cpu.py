@@ -21,11 +21,6 @@ SLOTS = 8
 
 
 @pytest.fixture(scope="module")
-def model(tiny_opt):
-    return load_model(str(tiny_opt))
-
-
-@pytest.fixture(scope="module")
 def bundle(tiny_opt):
     return make_bundle(tiny_opt, means=True, cascade=True).at(0.3, 0.4)
 
