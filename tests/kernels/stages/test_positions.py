@@ -143,6 +143,7 @@ KINDS = ("full", "partial", "yarn", "nanochat")
     [
         *((False, kind, 1, 3, 2, 32, 96, 0.6) for kind in KINDS),
         (False, None, 2, 3, 3, 16, 64, 0.5),
+        (False, None, 11, 3, 1, 32, 40, 0.6),
         (False, "full", 3, 2, 1, 80, 64, 0.7),
         (False, "partial", 2, 2, 4, 16, 160, 1.0),
         (False, "full", 1, 3, 2, 16, 64, None),
@@ -162,13 +163,16 @@ def test_qkv(device, four_bits, kind, batch, n_heads, share, head_dim, d, densit
     made.check(made.cache.attn_in, filled_from(made), 2e-4 if four_bits else 2e-5)
 
 
-@pytest.mark.parametrize("four_bits", [False, True], ids=["numbers", "4 bits"])
+@pytest.mark.parametrize(
+    ("four_bits", "settings"),
+    [(False, QkvSettings(16, 8, 64, 2, 1, 16)), (False, QkvSettings(16, 4, 64, 2, 1, 2)),
+     (True, QkvSettings(16, 2, 32, 4, 1, 4))],
+)  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_head_idle_for_long_is_filled_in_where_it_lies(device, batch, four_bits):
+def test_a_head_idle_for_long_is_filled_in_where_it_lies(device, batch, four_bits, settings):
     """Groups of pairs beyond a program's first ones, which other programs take."""
     made = case(device, "partial", batch, 3, 1, 16, 64, 40, 1.0, four_bits)
     made.selection.set_mask(torch.ones(batch, 3, device=device) > torch.tensor([0, 0, 1], device=device))
-    settings = QkvSettings(16, 2, 32, 4, 1, 4) if four_bits else QkvSettings(16, 8, 64, 2, 1, 16)
     with settings.in_use():
         qkv(made.weights, HeadStep(made.q, made.cache, made.position, made.selection))
     made.check(made.cache.attn_in, filled_from(made), 2e-4 if four_bits else 2e-5)
@@ -178,7 +182,8 @@ def test_a_head_idle_for_long_is_filled_in_where_it_lies(device, batch, four_bit
 @pytest.mark.parametrize("kind", [None, "partial", "nanochat"])
 @pytest.mark.parametrize("batch", [1, 3, 9])
 def test_all_heads(device, batch, kind, four_bits):
-    made = case(device, kind, batch, 3, 2, 16, 64, 7, 1.0, four_bits)
+    share, head_dim = (1, 80) if kind is None else (2, 16)
+    made = case(device, kind, batch, 3, share, head_dim, 64, 7, 1.0, four_bits)
     made.cache = dataclasses.replace(made.cache, watermark=None)
     ln = LayerNormWeights(1 + 0.1 * torch.randn(64, device=device), 0.1 * torch.randn(64, device=device))
     x = torch.randn(batch, 64, device=device) * 2 + 1
