@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a tiny random OPT with a real tokenizer, and some text."""
 
+import functools
 import gc
 import os
 import sys
@@ -60,6 +61,15 @@ def no_pictures(monkeypatch):
     import torchmetrics  # noqa: F401  # looks for matplotlib when it is first imported
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture
+def quick_bandwidth(monkeypatch):
+    """Memory is read for a moment alone, for commands whose times a test does not look at."""
+    from dejavu_train.engine.cpu import bandwidth
+
+    read = functools.partial(bandwidth.read_bandwidth, megabytes=32, seconds=0.02)
+    monkeypatch.setattr(bandwidth, "read_bandwidth", read)
 
 
 @pytest.fixture(autouse=True)
