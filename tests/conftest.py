@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a tiny random OPT with a real tokenizer, and some text."""
 
+import functools
 import gc
 import os
 import sys
@@ -20,9 +21,7 @@ if WORKER and torch.cuda.device_count() > 1:  # asks the driver's library, so th
     os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(WORKER.removeprefix("gw")) % len(seen.split(","))]
 
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # kernel tests run in the interpreter; before anything imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # for tests of kernels, before anything imports triton
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KERNEL_TESTS = Path(__file__).resolve().parent / "kernels"
@@ -62,6 +61,15 @@ def no_pictures(monkeypatch):
     import torchmetrics  # noqa: F401  # looks for matplotlib when it is first imported
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture
+def quick_bandwidth(monkeypatch):
+    """Memory is read for a moment alone, for commands whose times a test does not look at."""
+    from dejavu_train.engine.cpu import bandwidth
+
+    read = functools.partial(bandwidth.read_bandwidth, megabytes=32, seconds=0.02)
+    monkeypatch.setattr(bandwidth, "read_bandwidth", read)
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +148,12 @@ def dense(tiny_opt):
 
 
 @pytest.fixture(scope="module")
+def model(dense):
+    """The same by another name."""
+    return dense
+
+
+@pytest.fixture(scope="module")
 def bundle(tiny_opt):
     """Predictors for it, likewise."""
     from bundles import make_bundle
@@ -172,28 +186,10 @@ def run(tiny_opt, text_file, tmp_path):
 
 
 LONG = (  # files that take some ten seconds and more
-    "test_cpu_engine.py",
-    "test_decode.py",
-    "test_decode_engine.py",
-    "test_decode_families.py",
-    "test_family_engine.py",
-    "test_hub.py",
-    "test_imports.py",
-    "test_installed.py",
-    "test_int4_batch.py",
-    "test_int4_qkv.py",
-    "test_lossless.py",
-    "test_modules.py",
-    "test_one_model_for_many.py",
-    "test_pipeline.py",
-    "test_programs.py",
-    "test_quantize_families.py",
-    "test_reported.py",
-    "test_run.py",
-    "test_signatures.py",
-    "test_slot_products.py",
-    "test_whole_job.py",
-)
+    "cpu_engine decode decode_engine decode_families family_engine hub imports installed int4_batch int4_qkv "
+    "lossless modules one_model_for_many pipeline programs quantize_families reported run signatures "
+    "slot_products whole_job"
+).split()
 
 
 def pytest_addoption(parser):
@@ -209,7 +205,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items if "long" not in config.option.markexpr else ():
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: make test-long"))
-    items.sort(key=lambda item: item.path.name not in LONG)  # so that none of two workers ends long after the other
+    # So that none of two workers ends long after the other.
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
     if torch.cuda.is_available():
         return
     for item in items:

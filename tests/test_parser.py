@@ -332,33 +332,35 @@ def test_names_that_stand_twice_agree():
     assert {*typing.get_args(typing.get_args(hints["timing_backends"])[0])} == {*known, *ON_GPU, *ON_CPU} - {"auto"}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["train.py", "--mlp.rnk", "3"],
-        ["train.py", "--config", "configs/opt-mini.yaml", "--calibrate.mlp_density=-1"],
-        ["train.py", "--model", "./nowhere"],
-        ["infer.py", "--tokens=-3"],
-        ["infer.py", "--model", "./nowhere"],
-        ["infer.py", "--bundle", "./nowhere"],
-        ["train.py", "--layers", "0-99999999"],
-        ["train.py", "--mlp.learning_rate", "1e30"],
-        ["train.py", "--text.source", "nowhere.txt"],
-        ["train.py", "--calibrate.budget", "5%", "--calibrate.sensitivity_tokens", "0"],
-        ["train.py", "--collect.device", "meta"],
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_is_told_before_torch_is_imported(command):
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = {command!r}\n"
-        f"try:\n    runpy.run_path({command[0]!r}, run_name='__main__')\n"
-        "except SystemExit as end:\n"
-        "    print(end.code, sorted({'torch', 'lightning', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "2 []" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+MISTAKEN = """
+train.py --mlp.rnk 3
+train.py --config configs/opt-mini.yaml --calibrate.mlp_density=-1
+train.py --model ./nowhere
+infer.py --tokens=-3
+infer.py --model ./nowhere
+infer.py --bundle ./nowhere
+train.py --layers 0-99999999
+train.py --mlp.learning_rate 1e30
+train.py --text.source nowhere.txt
+train.py --calibrate.budget 5% --calibrate.sensitivity_tokens 0
+train.py --collect.device meta
+"""
+TOLD = f"""
+import runpy, sys
+for command in {MISTAKEN.split(chr(10))[1:-1]}:
+    sys.argv = command.split()
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print(end.code, *{{"torch", "lightning", "transformers"}} & set(sys.modules))
+"""
+
+
+def test_mistakes_are_told_before_torch_is_imported():
+    done = subprocess.run([sys.executable, "-c", TOLD], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    said = done.stderr.splitlines()
+    assert done.stdout.split("\n") == ["2"] * len(said) + [""] and len(said) == MISTAKEN.count(".py")
+    assert all(line.startswith("error: ") for line in said), said
 
 
 def test_dashes_within_a_name_are_underscores():

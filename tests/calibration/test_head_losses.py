@@ -10,15 +10,9 @@ from dejavu_train.calibration.head_losses import LIMIT, fit_log_mean, refit_head
 from dejavu_train.calibration.sensitivity import dense_pass
 from dejavu_train.families import Site
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.load import load_model
 from dejavu_train.predictors.low_rank import LowRankPredictor
 
 WINDOWS = [[2, *torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(i)).tolist()] for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_opt):
-    return load_model(str(tiny_opt))
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -6,14 +6,7 @@ from torch.nn import functional as F
 
 from dejavu_train.calibration.sensitivity import SensitivityProbe, loss_increases, masked
 from dejavu_train.families import Site, UnitKey, blocks_of
-from dejavu_train.models.load import load_model
 from dejavu_train.predictors.low_rank import LowRankPredictor
-
-
-@pytest.fixture(scope="module")
-def model(tiny_opt):
-    return load_model(str(tiny_opt))
-
 
 WINDOWS = [[2, *range(10, 40)], [2, *range(50, 75)]]
 

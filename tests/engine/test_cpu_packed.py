@@ -17,7 +17,6 @@ from dejavu_train.engine.cpu.vector_ops import add_list, dot_list, round_to_leve
 from dejavu_train.engine.cpu.weights import pack_pairs, unpack_pairs
 from dejavu_train.engine.draft import Draft
 from dejavu_train.ground.errors import UserError
-from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseCausalLM
 
 PARTS = (QKV, OUT, MLP_UP, MLP_DOWN)
@@ -54,11 +53,6 @@ def test_products_of_packed_rows(columns, group):
         np.testing.assert_allclose(sums[:count], factors @ listed, atol=1e-5 * np.abs(listed).max() * 20)
         alone = (out[0].copy(), sums[0].copy()) if alone is None else alone
         assert np.array_equal(out[0], alone[0]) and np.array_equal(sums[0], alone[1])
-
-
-@pytest.fixture(scope="module")
-def model(tiny_opt):
-    return load_model(str(tiny_opt))
 
 
 @pytest.fixture(scope="module")

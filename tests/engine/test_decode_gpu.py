@@ -19,10 +19,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseOPTForCausalLM
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 NEAR = 5e-5  # a logit this close to its threshold may fall on either side: sums in another order
 # Rows, halves ahead, how.
 REPLAYS = ((1, 0, "stream"), (1, 1, "stream"), (1, 1, "fused"), (1, 1, "inline"), (4, 0, "stream"))

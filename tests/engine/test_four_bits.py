@@ -1,31 +1,23 @@
 """The decode engine with 4-bit weights in plain torch on the CPU, against the masked forward pass of the same model."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from decode_helpers import masked_logits, masked_nll, random_bundle, random_opt, rows_of
 from decode_helpers import reference_engine as engine
 from family_models import random_family
 from four_bit_models import four_bits
-from int4_helpers import random_rows
 
 from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.inputs import Row
 from dejavu_train.engine.memory import check_room, late_bytes, weight_bytes
-from dejavu_train.engine.mlp import Mlp
 from dejavu_train.engine.model_weights import weights_of_model
-from dejavu_train.engine.ops import TorchOps, operations
+from dejavu_train.engine.ops import TorchOps
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import read_as_codes
-from dejavu_train.engine.planned import HalfPlan, Kernels, Run
-from dejavu_train.families import Target
+from dejavu_train.engine.planned import Kernels, Run
 from dejavu_train.ground.errors import UserError
-from dejavu_train.kernels.common.limits import takes_down
-from dejavu_train.kernels.common.partial_sums import partial_sums
 from dejavu_train.kernels.formats.int4 import Int4Rows
-from dejavu_train.kernels.formats.matrix import Linear, MlpWeights
 from dejavu_train.models.int4 import CodedLinear
 
 
@@ -73,31 +65,6 @@ def test_fc2_of_a_wide_dense_step_is_a_kernel_of_its_own(monkeypatch, device):
         core.layers[0].mlp.multiply(x, outputs[-1])
         assert (core.plan.halves[1].kernels is Kernels.LISTED_GRID) == (width == 9216)
     torch.testing.assert_close(*outputs, atol=5e-3, rtol=5e-3)
-
-
-@pytest.mark.parametrize(("rows", "op"), [(1, "int4_fc2"), (2, "int4_fc2"), (9, "dense_add")])
-def test_fc2_of_any_number_of_rows_takes_the_codes_where_a_kernel_does(device, rows, op):
-    codes, hidden = random_rows(device, 40, 256, group=128), torch.rand(rows, 40, device=device).half()
-    bias, x = torch.randn(256, device=device), torch.randn(rows, 256, device=device)
-    down = Linear(codes, bias)
-    weights = SimpleNamespace(down=down, mlp=MlpWeights(down, down), down_transposed=True)
-    called = []
-
-    def noted(name):
-        def call(*given, **options):
-            called.append(name)
-            return getattr(operations("triton"), name)(*given, **options)
-
-        return call
-
-    ops = SimpleNamespace(**{name: noted(name) for name in ("int4_fc2", "dense_add")})
-    out = torch.empty_like(x)
-    work = SimpleNamespace(ops=ops, partials=partial_sums(256, device), pdl=False, hidden=hidden)
-    half = HalfPlan(Target.MLP, Run.ALL, Kernels.ROWS, ())
-    Mlp(half, takes_down(128, 256, rows), weights, work, None, None).down(hidden, x, out)
-    want = x + bias + hidden.float() @ codes.dense(torch.float32)
-    torch.testing.assert_close(out, want, atol=5e-3, rtol=5e-3)
-    assert called == [op]
 
 
 @pytest.mark.parametrize("lengths", [(40,), (20, 7, 31)])

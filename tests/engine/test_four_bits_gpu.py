@@ -15,10 +15,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Packer
 from dejavu_train.families import ModelDims
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {16: (64, 4), 32: (128, 4), 64: (256, 4), 80: (640, 8), 128: (384, 3)}
 
 

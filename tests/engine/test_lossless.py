@@ -32,8 +32,8 @@ def engine(model):
 @pytest.mark.parametrize("how", KINDS)
 def test_the_text_is_the_dense_models_whatever_is_drafted(engine, model, how):
     (prompt,), options = rows_of(9), {"sampling": KINDS[how], "stop_tokens": (), "min_new_tokens": 5}
-    expected = engine.generate([prompt], 40, lossless=Draft(0), **options)
-    assert reference_engine(model).generate([prompt], 40, **options) == expected
+    expected = engine.generate([prompt], 24, lossless=Draft(0), **options)
+    assert reference_engine(model).generate([prompt], 24, **options) == expected
     for length, weights in ((1, None), (7, "int4"), (None, None)):
         heard: list[int] = []
 
@@ -41,9 +41,9 @@ def test_the_text_is_the_dense_models_whatever_is_drafted(engine, model, how):
             heard.append(token)
 
         draft = Draft(length, weights)
-        assert engine.generate([prompt], 40, lossless=draft, callback=hear, **options) == expected == [heard]
+        assert engine.generate([prompt], 24, lossless=draft, callback=hear, **options) == expected == [heard]
         found = engine.acceptance
-        assert found.tokens == 39 == found.accepted + found.cycles
+        assert found.tokens == 23 == found.accepted + found.cycles
         assert length is None or found.drafted > 0
 
 

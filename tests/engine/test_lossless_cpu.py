@@ -7,7 +7,7 @@ from bundles import make_bundle
 from decode_helpers import KINDS, random_opt, tokens
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
-from dejavu_train.engine.cpu.arrays import DENSE, new_scratch, new_state
+from dejavu_train.engine.cpu.arrays import DENSE, MLP_DOWN, MLP_UP, OUT, QKV, new_scratch, new_state
 from dejavu_train.engine.cpu.entry_point import enter
 from dejavu_train.engine.cpu.prefill import PromptPass
 from dejavu_train.engine.cpu.selectors import make_selectors
@@ -18,11 +18,6 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.models.load import load_model
 
 SLOTS = 8
-
-
-@pytest.fixture(scope="module")
-def model(tiny_opt):
-    return load_model(str(tiny_opt))
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +140,19 @@ def test_a_text_may_fill_the_context(model, bundle):
     engine, prompt = CpuEngine(model, bundle, context=40, threads=2), tokens(12)
     expected = engine.generate([prompt], 28, stop_tokens=(), lossless=Draft(0))
     assert len(expected[0]) == 28
-    for draft in (Draft(7), Draft(), Draft(7, "int8"), Draft(7, "int4")):
+    for draft in (Draft(7), Draft(), Draft(7, "int8")):
         assert engine.generate([prompt], 28, stop_tokens=(), lossless=draft) == expected
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+def test_weights_of_a_draft_are_those_that_are_rounded_at_load(model, stored):
+    made, loaded = CpuWeights.from_model(model).rounded(stored), CpuWeights.from_model(model, stored)
+    assert made.formats.layers == stored and made.model.packed.all() == (stored == "int4")
+    for layer in range(made.shape.n_layers):
+        for part in (QKV, OUT, MLP_UP, MLP_DOWN):
+            assert torch.equal(made.part(layer, part), loaded.part(layer, part))
+    words = made.shape.vocab_size
+    assert torch.equal(made.rows(made.model.lm_head, words), loaded.rows(loaded.model.lm_head, words))
 
 
 def test_equal_logits_give_the_lowest_id(tiny_opt, bundle):

@@ -14,10 +14,7 @@ from dejavu_train.engine.draft import MOST_DRAFTED, Draft
 from dejavu_train.engine.inputs import Row, Sampling
 from dejavu_train.engine.options import EngineOptions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 KINDS = {"greedy": Sampling(), "sampled": Sampling(1.0, seed=3), "top_p": Sampling(0.7, 0.9, top_k=50, seed=4)}
 WEIGHTS = (None, "int4")
 NEW = 60

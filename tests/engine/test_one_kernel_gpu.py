@@ -16,10 +16,7 @@ from dejavu_train.families import ModelDims
 from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.persistent.sizes import Neurons
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DIMS = ModelDims(2048, 8192, 4, 32, 512, 256)
 ROWS = [[3 + (7 * i) % 500 for i in range(200)]]
 

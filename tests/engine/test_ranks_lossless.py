@@ -11,7 +11,7 @@ from dejavu_train.engine.inputs import Sampling
 from dejavu_train.families import dims_of
 from dejavu_train.ground.errors import UserError
 
-N = 20
+N = 12
 SAMPLED = Sampling(0.9, 0.95, seed=4)
 
 

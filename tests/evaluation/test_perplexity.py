@@ -16,15 +16,10 @@ from dejavu_train.evaluation.baselines import FixedSelections, keep_top, ranks
 from dejavu_train.evaluation.perplexity import EvalCorpus, EvalSetting, evaluate, hold_out, increase, passes
 from dejavu_train.families import Site
 from dejavu_train.models.hooks import head_contribution, neuron_contribution, record
-from dejavu_train.models.load import load_model, load_tokenizer
+from dejavu_train.models.load import load_tokenizer
 from dejavu_train.models.weight_format import FLOAT16
 from dejavu_train.sparse.masked import masking
 from dejavu_train.sparse.model import SparseOPTForCausalLM
-
-
-@pytest.fixture(scope="module")
-def model(tiny_opt):
-    return load_model(str(tiny_opt))
 
 
 @pytest.fixture(scope="module")

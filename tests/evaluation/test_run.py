@@ -41,7 +41,7 @@ def short_text(tmp_path_factory):
 
 
 @pytest.fixture
-def arguments(tiny_opt, bundle_folder, short_text, tmp_path):
+def arguments(tiny_opt, bundle_folder, short_text, tmp_path, quick_bandwidth):
     return {
         "config": str(REPOSITORY / "configs/infer/opt-mini.yaml"),
         "model": str(tiny_opt),

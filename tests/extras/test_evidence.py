@@ -14,8 +14,10 @@ from task_files import write_task_files
 from dejavu_train.bundle.cost_model import spec_bytes
 from dejavu_train.cli.commands import main
 from dejavu_train.evaluation.perplexity import EvalCorpus
+from dejavu_train.extras.evidence import page as pages
 from dejavu_train.extras.evidence import quality, speed, variants
 from dejavu_train.extras.evidence.cell import Ledger
+from dejavu_train.extras.evidence.picture import draw
 from dejavu_train.extras.evidence.variants import Variant
 from dejavu_train.extras.evidence.verdict import verdict
 from dejavu_train.families import Target, blocks_of
@@ -216,7 +218,7 @@ def asked(tmp_path_factory):
 
 
 @pytest.fixture
-def offline(monkeypatch):
+def offline(monkeypatch, quick_bandwidth):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -231,6 +233,8 @@ def test_a_run_that_was_ended_goes_on_and_the_page_is_complete(asked, tmp_path, 
         return measure(subject, variant, *rest)
 
     monkeypatch.setattr(quality, "measure", measure_some)
+    # A picture takes a third of a second, and a part is drawn after each further part.
+    monkeypatch.setattr(pages, "draw", lambda *a: a[2].with_suffix(".png").exists() or draw(*a))
     assert main(command) not in (0, None)
     timed = json.loads((tmp_path / "parts" / "speed.json").read_text())["cells"]
     most[0] = 100

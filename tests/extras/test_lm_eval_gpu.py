@@ -4,7 +4,6 @@ python -m pytest -m gpu tests/extras/test_lm_eval_gpu.py
 """
 
 import pytest
-import torch
 from bundles import make_bundle
 from conftest import make_text, save_tiny_opt
 
@@ -16,10 +15,7 @@ from dejavu_train import SparseOPTForCausalLM
 from dejavu_train.extras.tasks.model import DejavuLM
 from dejavu_train.models.load import load_model, load_tokenizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 WORDS = make_text(600).split()
 PAIRS = [
     (" ".join(WORDS[7 * i : 7 * i + 3 + i]), " " + " ".join(WORDS[7 * i + 3 + i : 7 * i + 6 + i])) for i in range(40)

@@ -73,6 +73,7 @@ KINDS = {
     # Whose layers give lists.
     "gpt1": (OpenAIGPTConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=4), "mlp.c_proj", 128, 4, False),
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("quick_bandwidth")
 
 
 @pytest.fixture(scope="module", params=KINDS)

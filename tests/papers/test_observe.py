@@ -32,11 +32,6 @@ from papers.deja_vu.observe.units import Units, needed_heads, needed_neurons
 
 
 @pytest.fixture(scope="module")
-def model(tiny_opt):
-    return load_model(str(tiny_opt))
-
-
-@pytest.fixture(scope="module")
 def held(tiny_opt, text_file):
     documents = cut_plain_text(text_file.read_text(encoding="utf-8"))
     return hold_out(documents, load_tokenizer(str(tiny_opt)), 48, 900, spread=1 << 40)

@@ -3,12 +3,9 @@
 import copy
 import dataclasses
 import shutil
-import sys
 from typing import Any
 
-import pytest
 import torch
-from forgotten import forget_modules
 from reported_case import IDS, TRUE, Case, Row, every, refusal, results
 from transformers import AutoModelForCausalLM
 
@@ -50,16 +47,6 @@ def a_bundle_by_its_path(case: Case) -> dict[str, Any]:
     return every(one)
 
 
-# --------------------------------------------------------------------------------------------- K9: what is optional
-
-
-def without_numba(case: Case) -> tuple[str, bool]:
-    with pytest.MonkeyPatch.context() as patch, forget_modules(lambda name: name.startswith("dejavu_train.engine.cpu")):
-        patch.setitem(sys.modules, "numba", None)
-        model = SparseOPTForCausalLM.from_pretrained(case.folder, case.bundle)
-        return model.backend, refusal(lambda: case.sparse("cpu")) is not None
-
-
 # ------------------------------------------------------------------------------------------- K10: transformers' calls
 
 
@@ -89,7 +76,6 @@ def a_prompt_with_its_own_start(case: Case) -> list[int]:
 ROWS = (
     Row("K7", "attention scores beyond fp16", large_scores_in_half_precision, TRUE),
     Row("K8", "set_bundle with a path", a_bundle_by_its_path, TRUE),
-    Row("K9", "no numba", without_numba, ("gather", True)),
     Row("K10", 'dtype="auto"', the_stored_dtype, ["torch.float16", "torch.float16", "SparseOPTForCausalLM"]),
     Row("K16", "a prompt that begins with the start token", a_prompt_with_its_own_start, 1),
 )

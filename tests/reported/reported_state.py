@@ -1,7 +1,6 @@
 """Reported faults of a model's state: of a call among others, of a module, and of what follows from weights."""
 
 import copy
-import io
 import pickle
 import sys
 import threading
@@ -238,13 +237,6 @@ def copied(make: Callable[[Any], Any]) -> Callable[[Case], dict[str, Any]]:
     return call
 
 
-def saved_by_torch(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def without_gradient(case: Case) -> list[str]:
     model = case.sparse("mask", case.cascade)
     model(IDS, labels=IDS).loss.backward()
@@ -290,7 +282,6 @@ ROWS = (
     ),
     Row("K3", "deepcopy", copied(copy.deepcopy), FOUR_TRUE),
     Row("K3", "pickle", copied(lambda model: pickle.loads(pickle.dumps(model))), FOUR_TRUE),
-    Row("K3", "torch.save of the model", copied(saved_by_torch), FOUR_TRUE),
     Row("K3", "mask with a second stage gives every weight its gradient", without_gradient, []),
     Row("K3", "gradients of adapters around gather", gradients_of_adapters_alone),
     Row("K3", "a model that inference mode made", made_in_inference_mode, FOUR_TRUE),

@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
-import time
 
-import openai
 import pytest
 import torch
 from bundles import make_bundle
@@ -68,6 +65,9 @@ with torch.no_grad():
     judge = HFLM(pretrained="me/joint", tokenizer=tokenizer, device="cpu", batch_size=1, dtype="float32", **options)
     assert type(judge.model).__name__ == "SparseOPTForCausalLM", type(judge.model)
     found["lm-eval"] = judge._model_call(ids)[0, -1].tolist()
+    from dejavu_train.extras.serving.server import ServeConfig, load, load_tokenizer
+    os.environ |= {"HF_TOKEN": value for value in options.values()}  # a server has no option for it
+    found["served"] = load(ServeConfig("me/joint")).bundle.digest(), len(load_tokenizer("me/joint"))
 print(json.dumps(found))
 """
 
@@ -153,49 +153,11 @@ def test_pushed_and_loaded_by_id(places, tiny_opt, bundle, tmp_path, hub, forks,
     torch.testing.assert_close(torch.tensor(found["apart"]), apart, rtol=1e-4, atol=1e-4)
     assert found["density"] == pytest.approx([bundle.mean_density("mlp"), 0.2], abs=0.02)
     assert found["pipeline"].startswith("the model")
+    assert found["served"] == [joint.bundle.digest(), len(AutoTokenizer.from_pretrained(places / "joint"))]
     asked = len(hub.asked)
     offline = forks.fork([], home | {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": hub.endpoint})
     (line,) = offline.run(tmp_path, LOAD, tmp_path / "cache", "{}")[-1:]
     assert json.loads(line) == found and len(hub.asked) == asked
-
-
-SERVE = "import sys; from dejavu_train.cli.commands import main; sys.exit(main(['serve', *sys.argv[1:]]))"
-WHOLE = {"model": "me/joint", "prompt": "the model", "max_tokens": 5, "temperature": 0}
-LONG = WHOLE | {"max_tokens": 400, "temperature": 1.3, "seed": 7, "stream": True, "extra_body": {"min_tokens": 400}}
-
-
-def test_served_by_id_until_a_signal(places, online, pushed, tmp_path):
-    """A server loads the model by its id. SIGTERM lets a text end."""
-    server = online.start(tmp_path, SERVE, "--model", "me/joint", "--port", "0", "--rows", "4", HF_TOKEN=TOKEN)
-    try:
-        client = openai.OpenAI(base_url=address(server), api_key="none", max_retries=0, timeout=30)
-        found = client.completions.create(**WHOLE).choices[0].text
-        model = SparseOPTForCausalLM.from_pretrained(places / "joint", backend="gather", sparse_from="prompt")
-        assert found == written(model, places / "joint")
-        stream = iter(client.completions.create(**LONG))
-        next(stream)
-        server.send_signal(signal.SIGTERM)
-        assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert server.wait(20) == 128 + signal.SIGTERM
-    finally:
-        server.send_signal(signal.SIGKILL)
-
-
-def address(server):
-    """Where a server listens, once it says so."""
-    end = time.monotonic() + 60
-    while " at " not in (said := server.err.read_text()):
-        assert time.monotonic() < end, said
-        time.sleep(0.05)
-    return said.split("serving me/joint at ")[1].split(",")[0]
-
-
-def written(model, folder):
-    """The model's own greedy text behind the prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(WHOLE["prompt"], return_tensors="pt").input_ids
-    made = model.generate(ids, max_new_tokens=WHOLE["max_tokens"], do_sample=False)[0, ids.shape[1] :]
-    return tokenizer.decode(made, skip_special_tokens=True)
 
 
 def check_cards(hub):

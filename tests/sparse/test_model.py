@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from bundles import make_bundle
 from sparse_helpers import close, gather_sets, mask_sets, sparse, tokens
 
 from dejavu_train import SparseOPTForCausalLM
@@ -132,22 +131,3 @@ def test_a_compiled_part_runs_or_is_refused(tiny_opt, dense, bundle, part):
             with pytest.raises(UserError, match=f"{part} is compiled"):
                 call(sparse(model, bundle, "mask"))
         close(sparse(model, bundle, "gather")(ids).logits, sparse(dense, bundle, "mask")(ids).logits)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"hidden_size": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2, "vocab_size": 50272},  # head dim 64
-        {"hidden_size": 256, "word_embed_proj_dim": 256, "num_attention_heads": 2, "ffn_dim": 320},  # head dim 128
-        {"enable_bias": False, "layer_norm_elementwise_affine": False, "num_hidden_layers": 1},
-    ],
-    ids=["head-dim-64", "head-dim-128", "no-bias"],
-)
-def test_other_sizes(tmp_path, sizes):
-    from conftest import save_tiny_opt
-
-    folder = save_tiny_opt(tmp_path / "opt", **sizes)
-    moved = make_bundle(folder, means=True).at(0.3, 0.5)
-    model, ids = load_model(str(folder)), tokens(2, 12)
-    with torch.no_grad():
-        close(sparse(model, moved, "gather")(ids).logits, sparse(model, moved, "mask")(ids).logits)

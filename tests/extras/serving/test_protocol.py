@@ -111,19 +111,8 @@ def test_what_asks_for_something_else_is_refused_by_its_name(server, path, field
     assert answer.status_code == 400 and error["param"] == name and name in error["message"], error
 
 
-def test_a_message_may_come_in_parts_and_from_a_developer(server):
-    whole = chat(server)["choices"][0]["message"]["content"]
-    parts = [{"type": "text", "text": "the model"}, {"type": "text", "text": " reads"}]
-    assert chat(server, parts)["choices"][0]["message"]["content"] == whole
-    one = [{"role": "developer", "content": "a rule"}, {"role": "user", "content": "a token"}]
-    other = [
-        {"role": "system", "content": "a rule"},
-        {"role": "user", "content": [{"type": "text", "text": "a token"}]},
-    ]
-    found = [chat(server, messages=each) for each in (one, other)]
-    cached = [each["usage"].pop("prompt_tokens_details")["cached_tokens"] for each in found]
-    assert cached[1] > cached[0] - 1 and found[0]["usage"] == found[1]["usage"]
-    assert found[0]["choices"] == found[1]["choices"]
+def test_a_message_of_another_kind_is_refused(server):
+    """Messages in parts, and from a developer, are asked at random, in tests/asked."""
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     refused = post(server, "chat/completions", messages=[{"role": "user", "content": image}]).json()["error"]
     assert refused["param"] == "messages.0.content" and "must be a text, or parts such as" in refused["message"]

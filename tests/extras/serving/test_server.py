@@ -55,26 +55,6 @@ def test_a_greedy_text_is_that_of_generate(server, tiny_opt, bundle_folder):
     assert density == pytest.approx(0.3, abs=0.05) and density == round(density, 4) and usage["acceptance"] is None
 
 
-def test_a_text_is_what_it_is_alone_also_as_a_stream(server):
-    client = server.client()
-    asked = [
-        DRAWN | {"seed": i, "top_p": 1 - 0.1 * (i % 3), "presence_penalty": 0.5 * (i % 2), "max_tokens": 12 + 7 * i}
-        for i in range(8)
-    ]
-    alone = [client.completions.create(**each).choices[0].text for each in asked]
-
-    def streamed(each):
-        chunks = client.completions.create(**each, stream=True, stream_options={"include_usage": True})
-        parts = list(chunks)
-        assert parts[-1].usage.completion_tokens <= each["max_tokens"] and parts[-2].choices[0].finish_reason
-        return "".join(part.choices[0].text for part in parts[:-1])
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(streamed, asked)) == alone
-        assert [each.choices[0].text for each in pool.map(lambda a: client.completions.create(**a), asked)] == alone
-    assert len(set(alone)) == 8
-
-
 def test_what_no_request_is_gets_its_status_and_the_server_goes_on(server):
     """Bodies that are wrong are asked at random, in tests/asked."""
     with httpx.Client(base_url=server.url, timeout=30) as client:

@@ -108,21 +108,6 @@ def test_qkv(device, batch, n_heads, head_dim, d, group, density):
     check(qkv, qkv_reference, case(device, batch, n_heads, head_dim, d, group, density))
 
 
-@pytest.mark.parametrize(("batch", "n_heads", "d", "group"), [(1, 2, 40, 40), (3, 2, 64, 64)])
-def test_without_watermarks_nothing_is_missing(device, batch, n_heads, d, group):
-    check(qkv, qkv_reference, (*case(device, batch, n_heads, 16, d, group, 1.0)[:-1], None))
-
-
-@pytest.mark.parametrize(("batch", "warps", "steps"), [(1, 2, 4), (2, 1, 8)])
-def test_a_head_idle_for_long_is_shared_out(device, batch, warps, steps):
-    tensors = case(device, batch, 2, 16, 384, 128, 1.0, capacity=20)
-    position, watermark = tensors[4:]
-    watermark[:, 0], watermark[:, 1] = 0, position
-    settings = QkvSettings(16, 2, 32 * warps, steps, warps, 8)
-    with settings.in_use():
-        check(qkv, qkv_reference, tensors)
-
-
 def lacking(device, lacks, selected, d=64, group=32):
     """lacks (batch, heads): how many positions each row's head lacks, up to 32. selected: 0 or 1, of the same shape."""
     lacks, selected = (torch.tensor(each, dtype=torch.int32, device=device) for each in (lacks, selected))
@@ -157,7 +142,12 @@ def test_what_heads_lack(device, lacks, selected):
 
 
 def test_lines_of_a_tile_in_assembly(device, queues_in_assembly):
-    test_a_head_idle_for_long_is_shared_out(device, 1, 2, 4)
+    """Of a head that was idle for long, which several programs fill in."""
+    tensors = case(device, 1, 2, 16, 384, 128, 1.0, capacity=20)
+    position, watermark = tensors[4:]
+    watermark[:, 0], watermark[:, 1] = 0, position
+    with QkvSettings(16, 2, 64, 4, 2, 8).in_use():
+        check(qkv, qkv_reference, tensors)
 
 
 @pytest.mark.parametrize(

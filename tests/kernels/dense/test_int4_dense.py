@@ -42,23 +42,6 @@ def test_lines_of_dense_rows_in_assembly(device, queues_in_assembly):
     test_dense_rows(device, 20, 1280, 128, 2, 2)
 
 
-@pytest.mark.parametrize(("n_heads", "head_dim"), [(2, 32), (1, 80)])
-def test_qkv_of_all_heads(device, n_heads, head_dim):
-    d, capacity = 64, 5
-    x, ln = with_outliers(torch.randn(1, d, device=device)), norm(d, device)
-    weight = random_rows(device, n_heads, 3, head_dim, d, group=32)
-    bias, position = torch.randn(n_heads, 3, head_dim, device=device), torch.tensor([3], device=device).int()
-    made = []
-    for run in (qkv_dense, qkv_dense_reference):
-        q = torch.full((1, n_heads, head_dim), NAN, device=device)
-        caches = [torch.zeros(1, n_heads, capacity, head_dim, device=device) for _ in range(2)]
-        run(x, ln, Linear(weight, bias), HeadStep(q, KvCache(*caches, x[:, :0]), position))
-        made.append([q, *caches])
-    for got, want in zip(*made, strict=True):
-        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-3)
-        assert torch.equal(got == 0, want == 0)  # nothing but the present position is written
-
-
 def test_a_nan_is_passed_on(device):
     x = torch.randn(1, 64, device=device)
     x[0, 7] = NAN

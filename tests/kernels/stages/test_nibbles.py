@@ -37,20 +37,6 @@ def test_nibbles_are_those_of_a_bundle(columns):
     assert torch.equal(nibble_codes(stored, columns), unpack_nibbles(stored, columns))
 
 
-@pytest.mark.parametrize(("d", "rank", "n"), [(64, 16, 70), (49, 7, 33), (40, 33, 20), (17, 1, 5)])
-def test_both_products(device, d, rank, n):
-    predictor, ln = make_predictor(device, d, rank, n), norm(d, device)
-    x = with_outliers(torch.randn(1, d, device=device) * 2 + 1)
-    logits, selection = torch.full((1, n), NAN, device=device), Selection.empty(n, device, 16)
-    normalised = torch.full((1, d), NAN, device=device)
-    own = predictor_of(predictor.with_norm(ln), 0.1, selection)
-    predict_select(x, own, ln, normalised_out=normalised, logits_out=logits)
-    want = predict_reference(x.double(), predictor, ln)
-    torch.testing.assert_close(logits.double(), want, atol=1e-3, rtol=1e-3)
-    assert torch.equal(selection.to_mask(1), logits > 0.1)
-    assert normalised.isfinite().all()
-
-
 def check_several(device, d, rank, n, batch, block=64, pdl=False):
     """Logits, set, bits and list of several rows against float64."""
     predictor, ln = make_predictor(device, d, rank, n), norm(d, device)

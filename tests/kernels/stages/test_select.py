@@ -36,21 +36,6 @@ def check(out, mask, logits, threshold, band=1e-4):
     assert int(out.counts.sum()) == int(union.sum())
 
 
-@pytest.mark.parametrize("n,d,rank", [(300, 96, 32), (1, 16, 3), (129, 128, 100)])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_threshold_selects_the_reference_set(n, d, rank, batch, device):
-    predictor = make_predictor(n, d, rank, device)
-    x = torch.randn(batch, d).to(device)
-    ln = LayerNormWeights(torch.rand(d).to(device) + 0.5, torch.randn(d).to(device))
-    out, normalised = poisoned(n, device), torch.full((batch, d), 7.0, device=device)
-    logits = torch.full((batch, n), float("nan"), device=device)
-    predict_select(x, predictor_of(predictor, 0.3, out, batch), ln, normalised_out=normalised, logits_out=logits)
-    want = predict_reference(x.double(), predictor, ln)
-    torch.testing.assert_close(logits.double(), want, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(normalised, torch.nn.functional.layer_norm(x, (d,), ln.weight, ln.bias))
-    check(out, want > 0.3, want, 0.3)
-
-
 def second_half(weights, hidden, threshold, out):
     threshold = torch.tensor([threshold], device=hidden.device)
     return Predictor(weights, threshold, out, hidden, products_of(weights, len(hidden)))

@@ -1,27 +1,21 @@
-"""Stages with weights and caches of 16 bits in the interpreter, both kinds, against float64.
+"""Attention over caches of 16 bits, MLPs of bf16 and embeddings of both, in the interpreter, against float64.
 
-Other files have stages of fp32 and of 4 bits, and true shapes of 16 bits on a GPU.
+test_positions.py has rows of q, k and v of 16 bits, and attention/test_out_projection.py the output projection.
 """
-
-import dataclasses
 
 import pytest
 import torch
 
-from dejavu_train.kernels.attention.out_projection import ProjectSettings, project_heads
 from dejavu_train.kernels.common.kv_cache import HeadStep, KvCache
-from dejavu_train.kernels.common.layer_norm import LayerNormWeights, NormKind
-from dejavu_train.kernels.common.positions import Alibi, Rotary
+from dejavu_train.kernels.common.positions import Alibi
 from dejavu_train.kernels.common.selection import Selection
-from dejavu_train.kernels.dense.dense_rows import qkv_dense, qkv_dense_reference
-from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights, Rows
+from dejavu_train.kernels.formats.matrix import Hidden, Linear, MlpWeights
 from dejavu_train.kernels.sample.sampling import TokenState, embed
 from dejavu_train.kernels.stages.attend import AttentionScratch, flash_decode, flash_decode_reference
 from dejavu_train.kernels.stages.hidden import kept_unit
 from dejavu_train.kernels.stages.mlp import hidden_reference
 from dejavu_train.kernels.stages.mlp_batch import BatchActivations, down_batch, up_batch
 from dejavu_train.kernels.stages.predictor import head_selection
-from dejavu_train.kernels.stages.qkv import qkv, qkv_reference
 
 NAN = float("nan")
 OFF = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # twice what a rounding may change, as a share
@@ -52,44 +46,6 @@ def projection(device, dtype, batch, positions=None, share=2, n_heads=3, head_di
     return weights, KvCache(k, v, inputs, marks, positions=positions), position, q
 
 
-def rotary(device, capacity=9, head_dim=16):
-    cos, sin = torch.randn(2, capacity, head_dim // 4, device=device)
-    return Rotary.of(cos.repeat(1, 2), sin.repeat(1, 2), head_dim)
-
-
-def widened(cache, q):
-    return dataclasses.replace(cache, k=cache.k.double(), v=cache.v.double()), q.double()
-
-
-@both
-@pytest.mark.parametrize(("density", "turns", "batch"), [(0.0, True, 1), (0.6, True, 2), (1.0, False, 1)])
-def test_rows_of_selected_heads(device, dtype, density, turns, batch):
-    needs_tensor_cores(dtype, device)
-    weights, cache, position, q = projection(device, dtype, batch, rotary(device) if turns else None)
-    selection = head_selection(3, device)
-    selection.set_mask(torch.rand(batch, 3, device=device) < density)
-    exact, want = widened(cache, q)
-    qkv_reference(weights, HeadStep(want, exact, position, selection))
-    qkv(weights, HeadStep(q, cache, position, selection))
-    for got, expected in ((q, want), (cache.k, exact.k), (cache.v, exact.v)):
-        close(got, expected, dtype)
-    assert bool(q.isnan().all()) == (density == 0)
-
-
-@both
-@pytest.mark.parametrize(("turns", "batch"), [(True, 1), (False, 1), (True, 2)])
-def test_rows_of_all_heads(device, dtype, turns, batch):
-    weights, cache, position, q = projection(device, dtype, batch, rotary(device) if turns else None)
-    x = torch.randn(batch, 40, device=device) * 2 + 1
-    ln = LayerNormWeights(torch.rand(40, device=device) + 0.5, None, kind=NormKind.RMS_NORM)
-    exact, want = widened(cache, q)
-    wide = Linear.of(weights.weight.dense(torch.float64), weights.bias.double())
-    qkv_dense_reference(x.double(), ln, wide, HeadStep(want, exact, position))
-    qkv_dense(x, ln, weights, HeadStep(q, cache, position))
-    for got, expected in ((q, want), (cache.k, exact.k), (cache.v, exact.v)):
-        close(got, expected, dtype, size=8.0)
-
-
 @both
 @pytest.mark.parametrize(("density", "slopes"), [(None, True), (0.0, False), (0.6, False)])
 def test_attention_over_caches(device, dtype, density, slopes):
@@ -110,26 +66,6 @@ def test_attention_over_caches(device, dtype, density, slopes):
     cache.watermark.copy_(marks)
     flash_decode(HeadStep(q, cache, position, selection), out, AttentionScratch.empty(2, 6, 16, 40, device))
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)  # K/V are numbers of 16 bits in both
-
-
-@both
-@pytest.mark.parametrize(("density", "tiles"), [(None, False), (0.0, False), (0.6, False), (0.6, True), (1.0, True)])
-def test_the_output_projection(device, dtype, density, tiles):
-    if tiles:
-        needs_tensor_cores(dtype, device)
-    n_heads, head_dim, d = 3, 16, 37
-    weight = (torch.randn(d, n_heads * head_dim, device=device) * 0.2).to(dtype)
-    bias, residual = torch.randn(d, device=device).to(dtype), torch.randn(1, d, device=device)
-    mask = torch.rand(1, n_heads, device=device) < (1 if density is None else density)
-    selection = None
-    if density is not None:
-        selection = head_selection(n_heads, device)
-        selection.set_mask(mask)
-    mixed = torch.randn(1, n_heads * head_dim, device=device) * mask.repeat_interleave(head_dim, 1)
-    out = torch.full((1, d), NAN, device=device)
-    with (ProjectSettings(16, 0, 3, 1) if tiles else ProjectSettings(4, 16, 0, 4)).in_use():
-        project_heads(mixed, Rows(weight), bias, residual, selection, out)
-    close(out, mixed.double() @ weight.double().T + bias.double() + residual, dtype)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.4, 1.0])
