@@ -40,21 +40,22 @@ class HostLauncher:
 @functools.cache
 def compiled(sizes: StepSizes) -> Path:
     """A library for these sizes."""
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or pytest.skip("no C++ compiler")
+    needed = "#include <ucontext.h>\nucontext_t context; _Float16 half;"
+    command = [compiler, "-std=c++17", "-x", "c++", "-"]
+    if subprocess.run([*command, "-fsyntax-only"], input=needed, text=True, capture_output=True).returncode:
+        pytest.skip(f"{compiler} has no ucontext.h or no _Float16")
     parts = [HOST, *decoder_layers.SOURCES[1:], LAUNCH]
     source = "\n".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in parts)
     defines = [f"-D{name}={value}" for name, value in {**sizes.defines, "THREADS_OF_ALL": THREADS}.items()]
-    command = [compiler, "-std=c++17", "-O2", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
+    command += ["-O2", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
     told = hashlib.sha256("\n".join([source, *defines, *command]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"dejavu-host-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     file = folder / f"{told}.so"
     if not file.exists():
         made = file.with_suffix(f".{os.getpid()}")
-        command += [*defines, "-x", "c++", "-", "-o", str(made)]
-        found = subprocess.run(command, input=source, text=True, capture_output=True)
+        found = subprocess.run([*command, *defines, "-o", str(made)], input=source, text=True, capture_output=True)
         assert found.returncode == 0, found.stderr[-3000:]
         os.replace(made, file)
     return file
