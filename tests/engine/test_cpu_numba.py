@@ -53,6 +53,12 @@ def test_numba_hidden(tiny_opt, monkeypatch, caplog, name):
         from dejavu_train.engine.cpu import CpuEngine  # noqa: F401
 
 
+def test_windows_has_other_threads(tiny_opt, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "platform", "win32")
+    sparse = SparseOPTForCausalLM.from_model(load_model(str(tiny_opt)), make_bundle(tiny_opt).at(0.3, 0.6))
+    assert sparse.backend == "gather" and "this is Windows" in caplog.text
+
+
 def small():
     """A function in the place of the engine's entry point, which takes 15 seconds to compile."""
 

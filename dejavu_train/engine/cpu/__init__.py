@@ -4,6 +4,7 @@ Numba is imported when the engine is first asked for: it may be missing, or brok
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dejavu_train.engine.inputs import Sampling
@@ -21,8 +22,11 @@ def load_engine() -> None:
     """Import numba, then the engine.
 
     Raises:
-        Unsupported: numba is not installed, its LLVM does not load, or it is a version that the engine does not know.
+        Unsupported: Windows, or numba is not installed, its LLVM does not load, or it is a version that the engine does
+            not know.
     """
+    if sys.platform == "win32":
+        raise Unsupported("the CPU engine's threads are those of Linux and macOS, and this is Windows")
     try:
         importlib.import_module("numba")
     except Exception as error:  # of somebody else: OSError, ImportError, AttributeError and SystemError were seen
