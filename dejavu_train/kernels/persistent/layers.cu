@@ -659,7 +659,7 @@ struct Consumer {
       const bool failed = get_acquired(limit.error) != 0;  // a step that failed is NaN, which ends its row by name
       if (holds)
         for (int i = 0; i < 16; ++i) a.out[column + i] = failed ? __uint_as_float(0x7FC00000u) : x[i];
-      if (tid == 0) *(volatile u32*)a.sync = launch + 1;
+      if (tid == 0) *(volatile u32*)a.sync = launch + 1 < LAUNCHES ? launch + 1 : 0;
     }
   }
 };

@@ -24,6 +24,7 @@ constexpr int COUNTERS = 8;                                         // of the ba
 constexpr int PARTS_AT = 512, PARTS = RANKS * (HEAD_DIM + 2);
 constexpr float MAGIC = 12582912.f + 128.f;  // 1.5 * 2^23: the whole part in the low bits; 128 rounds the high digit
 constexpr float LARGEST = 1073741824.f;      // units that a program may add to a column, and all together: 2^30
+constexpr u32 LAUNCHES = 3u << 30;           // are counted: all counters then begin anew, and delta's three buffers
 constexpr u64 LIMIT_NS = 4000000000ull;      // of a launch, in which every wait gives up
 
 static_assert((D == 2048 || D == 4096) && D_FFN % (16 * CTAS) == 0 && OWN <= 128, "unsupported widths");

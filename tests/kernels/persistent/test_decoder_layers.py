@@ -189,6 +189,21 @@ def test_a_copy_that_never_lands_ends_every_wait_and_is_forgotten(device, neuron
     assert torch.equal(out, right) and not kernel.fault()
 
 
+def test_launches_are_counted_anew_after_some_days(device):
+    _, _, x, kernel = problem(device, 2048, 1, Neurons.SELECTED, 40)
+    out, right = torch.zeros_like(x), torch.zeros_like(x)
+    kernel(x, right)
+    kernel.reset()
+    last = (3 << 30) - 1
+    counts = {0: last, 3 * 32: last * 128, **{32 * (8 + i): last * 2 * 16 for i in range(8)}}
+    for at, count in counts.items():  # as uint32
+        kernel.sync[at] = (count + (1 << 31)) % (1 << 32) - (1 << 31)
+    for _ in range(2):
+        kernel(x, out.zero_())
+        assert torch.equal(out, right) and not kernel.fault()
+    assert int(kernel.sync[0]) == 1
+
+
 @pytest.mark.parametrize("neurons", MODES)
 class TestStepsOnAGpu:
     pytestmark = gpu
