@@ -75,15 +75,15 @@ class StepLayer:
         for norm in (self.norm1, self.norm2):
             found += [norm.weight, norm.bias]
         found += [self.cache.k, self.cache.v]
-        own = self.predictor
+        own, largest = self.predictor, _rows(self.down).scales.abs().amax(0).float()
         if own is None:
-            return [*found, *[None] * 6]
+            return [*found, *[None] * 6, largest]
         assert own.down_scale is not None and own.up_scale is not None
         bias = torch.zeros_like(own.up_scale) if own.bias is None else own.bias
         d, rank = _rows(self.qkv).shape[-1], len(own.down)
         packed = (pack_int4(nibble_codes(*each)) for each in ((own.down, d), (own.up, rank)))
         first, second = packed
-        return [*found, first, own.down_scale, second, own.up_scale, bias, self.threshold]
+        return [*found, first, own.down_scale, second, own.up_scale, bias, self.threshold, largest]
 
 
 def _rows(linear: Linear) -> Int4Rows:
@@ -109,12 +109,7 @@ class DecoderLayers:
         self.sizes, self.position, self.row_state = sizes, position, row_state
         device = position.device
         self._held = [layer.tensors() for layer in layers]
-        largest = torch.stack([_rows(layer.down).scales.abs().amax().float() for layer in layers])
-        bits = largest.view(torch.int32).tolist()
-        table = [
-            [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [word]
-            for tensors, word in zip(self._held, bits, strict=True)
-        ]
+        table = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in self._held]
         self.table = torch.tensor(table, dtype=torch.int64, device=device)
         require(self.table.shape[1] * 8 == LAYER_BYTES, "the table's rows are those of the source")
         self.capacity, self.eps = layers[0].cache.capacity, layers[0].norm1.eps

@@ -505,12 +505,17 @@ struct Consumer {
 
   // Rows of n neurons times s.kept. A block of columns is 128 of each warp, whose lanes g have two words of 8 each.
   __device__ int row_of(int i) const { return 2 * t + (i & 1) + (ROWS == 16 ? 8 * (i >> 1 & 1) : 0); }  // in its page
-  __device__ void down(int n, float largest) {
+  __device__ void down(int n, const float* largest) {
     float most = 0;
     for (int k = lane; k < n; k += 32) most = larger(most, s.kept[k]);
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) most = larger(most, __shfl_xor_sync(~0u, most, o));
-    const float unit2 = most * largest * (1.f / 32512.f), inverse = unit2 > 0 ? 1.f / unit2 : 0.f;
+    if (lane < BLOCKS) {
+      const float unit2 = most * __ldg(largest + w * BLOCKS + lane) * (1.f / 32512.f);
+      s.units[0][w * BLOCKS + lane] = unit2;
+      s.units[1][w * BLOCKS + lane] = unit2 > 0 ? 1.f / unit2 : 0.f;
+    }
+    __syncwarp();
     const bool odd = g & 1;
     const u32 select = odd ? 0x0040 : 0x0051, flip = odd ? 0x80808080u : 0;
     int acc[BLOCKS][2][4] = {}, raised[BLOCKS][4] = {};
@@ -542,6 +547,7 @@ struct Consumer {
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
         u32 word[8][2], f[8];
+        const float inverse = s.units[1][w * BLOCKS + block];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float scale = half_of(scales[i][block >> 1] >> 16 * (block & 1) & 0xFFFF);
@@ -588,6 +594,7 @@ struct Consumer {
       for (int k = 0; k < 2; ++k) {  // byte t of a word: columns 0, 4, 1, 5, and two on
         const int* const sum = acc[block][k];
         const int* const r = raised[block];
+        const float unit2 = s.units[0][w * BLOCKS + block];
         const int to = (w * BLOCKS + block) * 128 + g * 16 + 8 * k + (t >> 1) + 4 * (t & 1);
         put_sum(to, (((sum[0] - r[0]) << 8) + sum[1] - r[1]) * unit2);
         put_sum(to + 2, ((((sum[2] >> 4) - r[2]) << 8) + (sum[3] >> 4) - r[3]) * unit2);
@@ -634,7 +641,7 @@ struct Consumer {
       limit.wait(shared_at(&s.listed), l & 1, LIST);
       n = s.n;
     }
-    down(n, __uint_as_float((u32)layer.largest));
+    down(n, (const float*)layer.largest);
     add_bias(down_bias);
   }
   __device__ void run() {

@@ -39,7 +39,7 @@ struct Layer {
   const u8 *down, *down_scales, *down_bias, *gain1, *shift1, *gain2, *shift2;
   u8 *k, *v;  // (HEADS, capacity, HEAD_DIM) fp16
   const u8 *first, *first_scales, *second, *second_scales, *second_bias, *threshold;
-  u64 largest;  // fp32 bits: of down's scales
+  const u8* largest;  // (D / 128) fp32: of down's scales of 128 columns
 };
 
 struct Arguments {
@@ -64,6 +64,7 @@ struct __align__(128) Shared {
   float warp_parts[WARPS * HEAD_DIM], warp_norms[WARPS * 2];
   float products[9][WARPS][16];  // tile, warp, row
   float stats[2][WARPS][2];
+  float units[2][D / 128];  // of down's inputs for 128 columns, and their inverses
   u32 mask[CTAS][4];
   int prefix[CTAS + 1];
   u16 ids[128];

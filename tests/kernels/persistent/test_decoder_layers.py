@@ -189,6 +189,17 @@ def test_a_copy_that_never_lands_ends_every_wait_and_is_forgotten(device, neuron
     assert torch.equal(out, right) and not kernel.fault()
 
 
+def test_a_large_scale_of_down_is_felt_in_its_columns_alone(device):
+    sizes, layers, x, kernel = problem(device, 2048, 1, Neurons.ALL, 40)
+    layers[0].down.weight.scales[5, 3] *= 300
+    kernel = DecoderLayers(sizes, layers, kernel.position, kernel.row_state)
+    out, expected = torch.zeros_like(x), decoder_layers_reference(sizes, layers, x, 40)
+    kernel(x, out)
+    others = torch.ones(2048, dtype=torch.bool, device=device)
+    others[3 * 128 : 4 * 128] = False
+    assert not kernel.fault() and off(out[:, others], expected[:, others]) < 5e-4
+
+
 def test_launches_are_counted_anew_after_some_days(device):
     _, _, x, kernel = problem(device, 2048, 1, Neurons.SELECTED, 40)
     out, right = torch.zeros_like(x), torch.zeros_like(x)
