@@ -33,7 +33,7 @@ DONE, SPARSE, DENSE = range(3)  # State.row_state
 LINE = 64  # bytes; what two threads write again and again never lies on one cache line
 PADDED = LINE // 4  # elements between the parts of two threads
 GREEDY, SAMPLED = range(2)  # greedy rows alone, or each row as its numbers say
-LEVELS = 127 * 257  # of an operand: int16 whose two bytes, both signed, reach 127
+LEVELS = 127 * 257  # the largest of an operand, in int16
 RELU_KIND, RELU2_KIND, GELU_KIND, GELU_TANH_KIND = range(4)  # Model.activation
 NEVER, BEFORE, BEHIND = range(3)  # Model.head_norm: where norms of q and k stand, seen from their rotation
 
