@@ -867,13 +867,19 @@ def llama_verdict(root: Path) -> str:
     rows = llama_runs(read_rows(root / CPU_STEPS))
     over: dict[str, list[float]] = {"dense-int4": [], "sparse-int4": []}
     for model in dict.fromkeys(row["model"] for row in rows):
-        ms = {row["engine"]: float(row["p50_ms"]) for row in rows if row["model"] == model}
+        ms = {
+            row["engine"]: float(row["p50_ms"])
+            for row in rows
+            if row["model"] == model and float(row["head_selected"]) == 1
+        }
         for engine, found in over.items():
             found.append(ms[engine] / ms["llama.cpp-q4_0"])
     exact, sparse = (f"{min(found):.2f} to {max(found):.2f}" for found in over.values())
+    (threads,), (active,) = ({row[name] for row in rows} for name in ("threads", "active_share"))
     return (
-        f"On a CPU with two threads, in 4 bits, an exact step takes {exact} of the time that llama.cpp takes in Q4_0,"
-        f" and a sparse one {sparse}. Shapes are of 1.3B to 7B, with random weights and 6 % of the neurons active.\n"
+        f"On a CPU of {threads} threads, an exact step in 4 bits takes {exact} of the time that llama.cpp takes in"
+        f" Q4_0.\nA sparse one takes {sparse} of it. Shapes of 1.3B to 7B have random weights, and"
+        f" {100 * float(active):g} % of their neurons are active.\n"
     )
 
 

@@ -125,7 +125,7 @@ def add_products(builder: Any, total: Any, codes: Half, levels: Half) -> Any:
 
 @intrinsic
 def lay_levels(typingctx: Any, levels: Any) -> Any:
-    """Lay levels (D) int16 as products take them, in their place."""
+    """Lay levels (D) int16, D in whole halves, as products take them, in their place."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])

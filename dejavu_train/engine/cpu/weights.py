@@ -383,7 +383,7 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """Codes (n, d) in -8..7 -> (n, D / 2) uint8, D = d in whole chunks: see `level_products.nibbles`."""
+    """Codes (n, d) in -8..7 -> (n, D / 2) uint8, D = d in whole chunks: see `level_products.codes_of`."""
     raised = torch.nn.functional.pad(codes + 8, (0, -codes.shape[1] % CHUNK), value=8).to(torch.uint8)
     low, high = raised.view(len(codes), -1, 2, HALF).unbind(2)
     return (low | high << 4).flatten(1)

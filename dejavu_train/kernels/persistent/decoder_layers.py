@@ -68,7 +68,10 @@ class StepLayer:
     threshold: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        """In the order of `Layer` in the source. A predictor's matrices are packed as rows of words."""
+        """In the order of `Layer` in the source. A predictor's matrices are packed as rows of words.
+
+        The last is made now: the largest of down's scales, for each 128 columns.
+        """
         found: list[Tensor | None] = []
         for linear in (self.qkv, self.out, self.up, self.down):
             found += [*_rows(linear).parts(), linear.bias]

@@ -503,7 +503,8 @@ struct Consumer {
     }
   }
 
-  // Rows of n neurons times s.kept. A block of columns is 128 of each warp, whose lanes g have two words of 8 each.
+  // Rows of n neurons times s.kept. What is rounded is a neuron times a row's scale, in a unit of 128 columns, so that a
+  // large scale makes its own columns coarser alone. A block of columns is 128 of each warp, whose lanes g have two words of 8 each.
   __device__ int row_of(int i) const { return 2 * t + (i & 1) + (ROWS == 16 ? 8 * (i >> 1 & 1) : 0); }  // in its page
   __device__ void down(int n, const float* largest) {
     float most = 0;

@@ -30,6 +30,7 @@ constexpr u64 LIMIT_NS = 4000000000ull;      // of a launch, in which every wait
 static_assert((D == 2048 || D == 4096) && D_FFN % (16 * CTAS) == 0 && OWN <= 128, "unsupported widths");
 static_assert(PAGE == SCALES_AT + ROWS * ROW_SCALES, "a page holds rows, and their scales behind them");
 static_assert(PARTS_AT + PARTS <= EXCHANGE, "a head's words have no room");
+static_assert(LAUNCHES % 3 == 0 && LAUNCHES % (1u << 27) == 0, "counters do not begin anew together");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "unsupported head");
 static_assert(MODE != SELECT || (RANK % 128 == 0 && RANK <= 256), "unsupported rank");
 
@@ -65,7 +66,7 @@ struct __align__(128) Shared {
   float products[9][WARPS][16];  // tile, warp, row
   float stats[2][WARPS][2];
   float units[2][D / 128];  // of down's inputs for 128 columns, and their inverses
-  u32 mask[CTAS][4];
+  __align__(16) u32 mask[CTAS][4];
   int prefix[CTAS + 1];
   u16 ids[128];
   __align__(16) u16 own_mask[WARPS];

@@ -1,8 +1,8 @@
 // A GPU for the kernel of all layers on a CPU, in one thread: the instructions that the kernel names, in plain C++.
 //
 // Every thread of the GPU is a fiber. A fiber that waits gives way, and nothing else interrupts one. A bulk copy leaves
-// NaN until it lands, rounds later, and which copies land first follows from a seed. One of them can be lost. Time stands
-// still, but for 5 s when nobody gets on. So waits, what has landed, alignment and all numbers are those of the kernel.
+// 0xFF until it lands, rounds later, and which copies land first follows from a seed. One of them can be lost. Time stands
+// still, but for 5 s when nobody gets on. So waits, what has landed, alignment and whole numbers are those of the kernel.
 // The order of stores, which hardware may change, is not.
 #include <setjmp.h>
 #include <sys/mman.h>
@@ -86,10 +86,11 @@ struct Bar {  // an mbarrier's eight bytes
 };
 
 constexpr size_t STACK = 32768;
+constexpr u64 CANARY = 0x5AFE5AFE5AFE5AFEull;  // at a stack's end
 static Fiber* fiber;
 static jmp_buf scheduler;
 static u8* arena;  // the programs' shared memories
-static u32 arena_bytes, program_bytes;
+static u32 program_bytes;
 static std::vector<Copy> copies;
 static u64 clock_ns, progress;
 static u32 dice;

@@ -51,7 +51,8 @@ def compiled(sizes: StepSizes) -> Path:
     command += ["-O2", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
     told = hashlib.sha256("\n".join([source, *defines, *command]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"dejavu-host-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.getuid(), f"{folder} is of another user"
     file = folder / f"{told}.so"
     if not file.exists():
         made = file.with_suffix(f".{os.getpid()}")

@@ -46,7 +46,6 @@ static u8* room(size_t n) {
 }
 
 // 0, or 1 where programs wait for each other for ever.
-
 static int run_all(int programs, u32 shared) {
   program_bytes = (shared + 127) / 128 * 128;
   const size_t n = (size_t)programs * THREADS_OF_ALL, all_bytes = (size_t)programs * program_bytes;
@@ -63,6 +62,7 @@ static int run_all(int programs, u32 shared) {
     fibers[i].program = &of[i / THREADS_OF_ALL];
     fibers[i].warp = &warps[i / 32];
     fibers[i].stack = arena + all_bytes + i * STACK;
+    *(u64*)fibers[i].stack = CANARY;
   }
   int idle = 0;
   for (bool alive = true; alive;) {
@@ -83,6 +83,8 @@ static int run_all(int programs, u32 shared) {
     else if (++idle == 50) clock_ns += 5000000000ull;
     else if (idle > 5000) break;
   }
+  for (const Fiber& each : fibers)
+    if (*(u64*)each.stack != CANARY) refuse("a stack is too small");
   munmap(arena, all_bytes + n * STACK);
   return idle > 5000;
 }
