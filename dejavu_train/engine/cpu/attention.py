@@ -172,6 +172,21 @@ def raise_watermarks(state, work, layer, n_units):
 
 
 @compiled(fastmath=SUMS)
+def add_weighted(out, rows, weights):
+    """Add to out (n,) each of the first m rows (at least m, at least n) times its one of weights (m,)."""
+    n, m = out.shape[0], weights.shape[0]
+    for i in range(0, m - m % 4, 4):  # four at once, so that out is read and written once for them
+        a, b, c, d = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
+        of_a, of_b, of_c, of_d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        for j in range(n):
+            out[j] += (of_a * a[j] + of_b * b[j]) + (of_c * c[j] + of_d * d[j])
+    for i in range(m - m % 4, m):
+        row, weight = rows[i], weights[i]
+        for j in range(n):
+            out[j] += weight * row[j]
+
+
+@compiled(fastmath=SUMS)
 def attend_one(q, keys, values, n, slope, scores, mean, out):
     """Softmax attention of q (e,) over n columns of keys (e, T) and rows of values (T, e), less mean (e,), into out.
 
@@ -181,15 +196,7 @@ def attend_one(q, keys, values, n, slope, scores, mean, out):
     scores = scores[:n]
     for p in range(n):
         scores[p] = slope * np.float32(p + 1 - n)
-    for k in range(0, e - e % 4, 4):  # four at once, so that sums are read and written once for them
-        a, b, c, d = keys[k], keys[k + 1], keys[k + 2], keys[k + 3]
-        of_a, of_b, of_c, of_d = q[k], q[k + 1], q[k + 2], q[k + 3]
-        for p in range(n):
-            scores[p] += (of_a * a[p] + of_b * b[p]) + (of_c * c[p] + of_d * d[p])
-    for k in range(e - e % 4, e):
-        a, of_a = keys[k], q[k]
-        for p in range(n):
-            scores[p] += of_a * a[p]
+    add_weighted(scores, keys, q)
     largest = scores[0]
     for p in range(n):
         largest = max(largest, scores[p])
@@ -200,15 +207,7 @@ def attend_one(q, keys, values, n, slope, scores, mean, out):
         total += weight
     for k in range(e):
         out[k] = 0
-    for p in range(0, n - n % 4, 4):
-        a, b, c, d = values[p], values[p + 1], values[p + 2], values[p + 3]
-        of_a, of_b, of_c, of_d = scores[p], scores[p + 1], scores[p + 2], scores[p + 3]
-        for k in range(e):
-            out[k] += (of_a * a[k] + of_b * b[k]) + (of_c * c[k] + of_d * d[k])
-    for p in range(n - n % 4, n):
-        a, of_a = values[p], scores[p]
-        for k in range(e):
-            out[k] += of_a * a[k]
+    add_weighted(out, values, scores)
     for k in range(e):
         out[k] = out[k] / total - mean[k]
 

@@ -142,7 +142,7 @@ def test_what_heads_lack(device, lacks, selected):
 
 
 def test_lines_of_a_tile_in_assembly(device, queues_in_assembly):
-    """Of a head that was idle for long, which several programs fill in."""
+    """A head that was idle for long has K and V filled in by several programs."""
     tensors = case(device, 1, 2, 16, 384, 128, 1.0, capacity=20)
     position, watermark = tensors[4:]
     watermark[:, 0], watermark[:, 1] = 0, position
