@@ -8,18 +8,21 @@ of the tasks in tasks/. Stages:
 
     pretrain      torchrun on all GPUs; a held-out text stops it early
     predictors    train.py: own text, collecting, training on all GPUs, calibration. Then GPTQ
-    measure       a process a GPU: eight texts, eight tasks, ms a token, rows of real text, lossless speed
+    measure       a process a GPU: `dejavu evidence`, and rows of real text in each kind of weights
 
-Each process writes its rows at once. rows.csv: scale, what was measured,
-weights, selection, subject, value. times.csv: every process, its exit code and seconds.
+OUTPUT_FOLDER gets evidence/, real-rows.csv, logs, and times.csv: every process, its exit code and seconds.
+one_model.json has the results of evidence, and how the model was pretrained. Predictors read what attention reads, so
+that one kernel runs all layers in 4 bits.
 
 Rehearsal: `--scale tiny --device cpu --gpus 2 --work /tmp/w --out /tmp/o`
-In a hurry: `--set pretrain_seconds=300 own_tokens=90000 heads=1 --quantize=--quantizer=rtn --only texts,speed,real`
+In a hurry: `--set pretrain_seconds=300 own_tokens=90000 --quantize=--quantizer=rtn --only evidence`
 """
 
 import argparse
 import dataclasses
+import json
 import os
+import queue
 import shlex
 import shutil
 import subprocess
@@ -27,16 +30,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.one_model_rows import gather
-from benchmarks.rows import ROOT, command_line
+from benchmarks.rows import ROOT, SCORE, STEP, command_line, made_now
 from benchmarks.texts import TEXTS
+from dejavu_train.ground.files import write_json
 
 DENSITY = 0.1  # of the neurons, at which the bundle is calibrated
-DRAFTED = 0.2  # of the neurons, with all heads: lossless drafts
 HELDOUT = ("general", "books", "docs")  # the first one stops pretraining
 PROMPTS = ("general", "docs", "wikitext", "code")  # texts that are continued
+SHOWN = ("rows", "versions", "machine", "seconds")  # of the results of evidence
 CALL = [sys.executable, "-m"]
 
 
@@ -51,7 +55,6 @@ class Scale:
     learning_rate: float
     micro_rows: int
     rank: int
-    head_rank: int
     rows: int = 128  # sequences of a step
     context: int = 1024
     warmup_steps: int = 60
@@ -59,16 +62,8 @@ class Scale:
     steps: int = 1000  # of each predictor
     text_tokens: int = 30_000  # of each text
     questions: int = 300  # of each task
-    prompts: int = 16  # of lossless decoding
-    new_tokens: int = 192
     prompt: int = 128
     pretrain_seconds: float = 540.0
-    heads: float = 0.85  # at which the bundle is calibrated. 1: heads have no predictors
-
-    @property
-    def pairs(self) -> tuple[str, ...]:
-        """Densities of neurons and heads that are measured."""
-        return f"{DENSITY}/1", f"{2 * DENSITY}/1", *([f"{DENSITY}/{self.heads}"] if self.heads < 1 else [])
 
     def changed(self, words: Sequence[str]) -> "Scale":
         """The scale with other values, of words name=value."""
@@ -78,22 +73,21 @@ class Scale:
 
 SCALES = {
     "tiny": Scale(
-        128, 2, 4, 512, 3e-3, 2, 16, 4, rows=4, context=128, warmup_steps=4, own_tokens=16_000, steps=20,
-        text_tokens=1500, questions=6, prompts=2, new_tokens=16, prompt=32, pretrain_seconds=40.0,
+        128, 2, 4, 512, 3e-3, 2, 16, rows=4, context=128, warmup_steps=4, own_tokens=16_000, steps=20,
+        text_tokens=1500, questions=6, prompt=32, pretrain_seconds=40.0,
     ),
-    "100m": Scale(768, 12, 12, 3072, 2e-3, 32, 128, 12),
-    "350m": Scale(1024, 24, 16, 4096, 1.2e-3, 16, 128, 16),
-    "1.3b": Scale(2048, 24, 32, 8192, 8e-4, 8, 128, 32),
+    "100m": Scale(768, 12, 12, 3072, 2e-3, 32, 128),
+    "350m": Scale(1024, 24, 16, 4096, 1.2e-3, 16, 128),
+    "1.3b": Scale(2048, 24, 32, 8192, 8e-4, 8, 128),
 }  # fmt: skip
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Job:
-    """A process of the measurements. needs: what must be there before."""
+    """A process of the measurements."""
 
     name: str
     command: list[str]
-    needs: tuple[Path, ...] = ()
 
 
 class Run:
@@ -109,6 +103,7 @@ class Run:
         name, self.mine = f"opt-{options.scale}", self.work / "mine"
         self.model, self.int4 = self.work / name, self.work / "int4" / name  # rows say the name
         self.bundle, self.int4_bundle = self.mine / "bundle", self.work / "int4-bundle"
+        self.visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(options.gpus)))).split(",")
         self.rows.mkdir(parents=True, exist_ok=True)
         self.began, self._lock = time.monotonic(), threading.Lock()
 
@@ -117,7 +112,7 @@ class Run:
         began = time.monotonic()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         if gpus is not None and self.options.device == "cuda":
-            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(self.visible[gpu] for gpu in gpus)}
         with (self.rows / f"{name}.log").open("ab") as log:
             code = subprocess.run(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
@@ -166,11 +161,10 @@ class Run:
                 f"--model={self.model}", f"--output={self.mine}", *text, "--collect.window=512",
                 "--collect.train_tokens=null", "--collect.val_tokens=null", "--collect.calibration_tokens=null",
                 f"--collect.dtype={'float16' if on_gpu else 'float32'}", f"--mlp.rank={scale.rank}",
-                f"--heads.rank={scale.head_rank}", f"--mlp.steps={scale.steps}", f"--heads.steps={scale.steps}",
-                f"--calibrate.mlp_density={DENSITY}", f"--calibrate.head_density={scale.heads}",
-                f"--heads.enabled={str(scale.heads < 1).lower()}", "--trainer.logger=false",
+                f"--mlp.steps={scale.steps}", "--mlp.lookahead=1", f"--calibrate.mlp_density={DENSITY}",
+                "--heads.enabled=false", "--calibrate.head_density=1.0", "--trainer.logger=false",
                 f"--trainer.accelerator={'gpu' if on_gpu else 'cpu'}", "--data.num_workers=0",
-                *([] if on_gpu else ["--calibrate.sensitivity_tokens=512", "--calibrate.head_loss_tokens=512"]),
+                *([] if on_gpu else ["--calibrate.sensitivity_tokens=512"]),
                 "--jobs=auto" if on_gpu else f"--jobs={self.options.gpus}", *shlex.split(self.options.train),
             ])  # fmt: skip
         if not (self.int4 / "config.json").is_file():
@@ -184,30 +178,28 @@ class Run:
     def measure(self) -> None:
         """Take the measurements: every GPU takes the next that no other has."""
         wanted = tuple(self.options.only.split(","))
-        waiting = [job for job in measurements(self) if job.name.startswith(wanted) and not self.done(job).exists()]
+        free = queue.SimpleQueue[int]()
+        for gpu in range(self.options.gpus):
+            free.put(gpu)
 
-        def worker(gpu: int) -> None:
-            while True:
-                with self._lock:
-                    ready = next((job for job in waiting if all(path.exists() for path in job.needs)), None)
-                    if ready is None:
-                        return
-                    waiting.remove(ready)
-                if self.step(ready.name, ready.command, [gpu]) == 0:
-                    self.done(ready).touch()
-                with self._lock:
-                    gather(self.options.scale, self.model, self.rows)
+        def take(job: Job) -> None:
+            done, gpu = self.rows / f"{job.name}.done", free.get()
+            if not done.exists() and self.step(job.name, job.command, [gpu]) == 0:
+                done.touch()
+            free.put(gpu)
 
-        workers = [threading.Thread(target=worker, args=(gpu,)) for gpu in range(self.options.gpus)]
-        for each in workers:
-            each.start()
-        for each in workers:
-            each.join()
-        for job in waiting:
-            print(f"{job.name}: left out, since {job.needs} are missing")
+        with ThreadPoolExecutor(self.options.gpus) as pool:
+            list(pool.map(take, [job for job in measurements(self) if job.name.startswith(wanted)]))
 
-    def done(self, job: Job) -> Path:
-        return self.rows / f"{job.name}.done"
+    def gather(self) -> None:
+        """Put what a page shows into one file."""
+        if (results := self.rows / "evidence/results.json").is_file():
+            told, all_found = (
+                json.loads(path.read_text("utf-8")) for path in (self.model / "pretraining.json", results)
+            )
+            found = {"pretraining": told, "evidence": {name: all_found[name] for name in SHOWN}}
+            found |= made_now(*STEP, *SCORE)
+            write_json(self.rows / "one_model.json", found)
 
 
 def relabel(bundle: Path, model: Path, to: Path) -> None:
@@ -222,77 +214,16 @@ def relabel(bundle: Path, model: Path, to: Path) -> None:
 
 def measurements(run: Run) -> list[Job]:
     """Every process of the last stage, what matters most first."""
-    device, count = f"--device={run.options.device}", run.options.gpus
-    kinds = (("fp16", run.model, run.bundle), ("int4", run.int4, run.int4_bundle))
-    jobs = [text_job(run, i, list(TEXTS)[i::count], device) for i in range(min(count, len(TEXTS)))]
-    for weights, model, bundle in kinds:
-        jobs += [
-            *speed_jobs(run, weights, model, bundle, device), rows_job(run, weights, model, bundle, device),
-            lossless_job(run, weights, model, bundle, device),
-        ]  # fmt: skip
-    return jobs + [job for kind in kinds for job in task_jobs(run, *kind, device)]
-
-
-def text_job(run: Run, number: int, names: Sequence[str], device: str) -> Job:
-    """Perplexities of some texts, of both weights."""
-    command = [*CALL, "benchmarks.quantize", "report", f"--model={run.model}", f"--data={run.texts}", device]
-    command += ["--tf32", f"--texts={','.join(names)}", f"--tokens={run.scale.text_tokens}", "--batch-tokens=8192"]
-    command += [f"--weights=gptq={run.int4}", f"--bundle={run.bundle}"]
-    command += [f"--csv={run.rows / f'texts-{number}.csv'}", "--densities", *run.scale.pairs]
-    return Job(f"texts-{number}", command, (run.int4, run.bundle))
-
-
-def task_jobs(run: Run, weights: str, model: Path, bundle: Path, device: str) -> list[Job]:
-    """Answers to the questions of the tasks, dense and at each selection."""
-    jobs = []
-    for pair in run.scale.pairs:
-        neurons, heads = pair.split("/")
-        name = f"tasks-{weights}-{neurons}-{heads}"
-        command = ["env", f"DEJAVU_RESULTS={run.rows / name}", *CALL, "benchmarks.tasks", f"--model={model}", device]
-        command += [f"--config={ROOT / 'configs/eval/opt-mini.yaml'}", f"--bundle={bundle}", "--shots=[0]", "--text=[]"]
-        command += [f"--folder={run.options.data}", f"--limit={run.scale.questions}"]
-        command += [f"--mlp_density={neurons}", f"--head_density={heads}"]
-        jobs.append(Job(name, command, (model, bundle)))
-    return jobs
-
-
-def rows_job(run: Run, weights: str, model: Path, bundle: Path, device: str) -> Job:
-    """Rows of real text together, of one kind of weights."""
-    name = f"real-rows-{weights}"
-    command = [*CALL, "benchmarks.real_rows", f"--model={model}", f"--bundle={bundle}", device]
-    command += [f"--prompt={run.scale.prompt}", f"--mlp-density={DENSITY}", f"--out={run.rows / name}.csv"]
-    command += ["--texts", *(str(run.texts / f"{text}.jsonl") for text in PROMPTS)]
-    return Job(name, command, (model, bundle))
-
-
-def lossless_job(run: Run, weights: str, model: Path, bundle: Path, device: str) -> Job:
-    """Lossless speed of one kind of weights."""
-    scale = run.scale
-    command = [*CALL, "benchmarks.lossless", "speed", f"--model={model}", f"--bundle={bundle}", device]
-    command += [f"--prompts={len(PROMPTS) + scale.prompts}", f"--new={scale.new_tokens}", f"--prompt={scale.prompt}"]
-    command += [f"--mlp-density={DRAFTED}", f"--out={run.rows / f'lossless-{weights}.csv'}"]
-    command += [] if weights == "fp16" else ["--ways", "draft_length=0", "sparse"]
-    command += ["--texts", *(str(run.texts / f"{name}.jsonl") for name in PROMPTS)]
-    return Job(f"lossless-{weights}", command, (model, bundle))
-
-
-def speed_jobs(run: Run, weights: str, model: Path, bundle: Path, device: str) -> list[Job]:
-    """Milliseconds a token of one kind of weights, at each selection."""
-    scale, on_gpu = run.scale, run.options.device == "cuda"
-    dense = (["dense"] if weights == "fp16" else []) + (["dense-engine"] if on_gpu else ["dense-cpu"])
-    sparse, jobs = "triton" if on_gpu else "cpu", []
-    for pair in scale.pairs:
-        neurons, heads = pair.split("/")
-        name = f"speed-{weights}-{neurons}-{heads}"
-        infer = [
-            str(ROOT / "infer.py"), f"--model={model}", f"--bundle={bundle}", "--tokens=0", "--timing=true", device,
-            f"--text=wikitext={run.texts / 'wikitext.jsonl'}", f"--prompt={scale.prompt}",
-            f"--new_tokens={min(64, scale.new_tokens)}", f"--timing_mlp_density={neurons}",
-            f"--timing_head_density={heads}", f"--dtype={'float16' if on_gpu else 'float32'}",
-        ]  # fmt: skip
-        timed = ",".join([*(dense if pair == scale.pairs[0] else ()), sparse])
-        one = [f"--output={run.rows / name}", f"--timing_backends=[{timed}]"]
-        jobs.append(Job(name, [sys.executable, *infer, *one], (model, bundle)))
+    scale, device = run.scale, f"--device={run.options.device}"
+    command = [*CALL, "dejavu_train", "evidence", f"--model={run.model}", f"--bundle={run.bundle}", device]
+    command += ["--text", *(f"{name}={run.texts / name}.jsonl" for name in TEXTS), f"--tokens={scale.text_tokens}"]
+    command += [f"--four_bits={run.int4}", f"--local={run.options.data}", f"--limit={scale.questions}"]
+    jobs = [Job("evidence", [*command, f"--output={run.rows / 'evidence'}", *shlex.split(run.options.evidence)])]
+    for weights, model, bundle in (("fp16", run.model, run.bundle), ("int4", run.int4, run.int4_bundle)):
+        command = [*CALL, "benchmarks.real_rows", f"--model={model}", f"--bundle={bundle}", device]
+        command += [f"--prompt={scale.prompt}", f"--mlp-density={DENSITY}", f"--out={run.rows / 'real-rows.csv'}"]
+        command += ["--texts", *(str(run.texts / f"{text}.jsonl") for text in PROMPTS)]
+        jobs.append(Job(f"real-rows-{weights}", command))
     return jobs
 
 
@@ -308,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="what else the scale says")
     parser.add_argument("--train", default="", help="more flags of train.py, in one word")
     parser.add_argument("--quantize", default="", help="the same of dejavu_train.quantize")
-    parser.add_argument("--only", default="", help="measurements, by how their names begin: lossless,speed")
+    parser.add_argument("--evidence", default="", help="the same of dejavu evidence")
+    parser.add_argument("--only", default="", help="measurements, by how their names begin: evidence,real")
     run = Run(parser.parse_args(argv))
     run.pretrain()
     if not (run.model / "pretraining.json").is_file():
@@ -316,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     run.predictors()
     run.measure()
+    run.gather()
     return 0
 
 

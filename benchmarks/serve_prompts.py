@@ -10,11 +10,12 @@ new sentence. Rows go to benchmarks/results/serve_prompts.jsonl.
 """
 
 import asyncio
+import functools
 import random
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,25 +78,34 @@ class Pauses:
             row |= quantiles(name, seconds) if len(seconds) > 1 else {}
         return row
 
-    async def chat(self, tokens: int) -> dict[str, Any]:
-        """First token and cached tokens of each turn, in milliseconds. tokens: of the first turn, about."""
+    async def chat(self, tokens: int, page: Callable[[], str]) -> dict[str, Any]:
+        """First token by the server's own clock, in milliseconds, and cached tokens of each turn.
+
+        tokens: of the first turn, about. page: the server's metrics.
+        """
         text, firsts, found = PROMPT * max(1, tokens // 18), [], []
         for _ in range(TURNS):
-            first, reply, cached = await self.stream(text, REPLY)
-            firsts.append(round(1e3 * first, 2))
+            before = first_seconds(page())
+            _, reply, cached = await self.stream(text, REPLY)
+            firsts.append(round(1e3 * (first_seconds(page()) - before), 2))
             found.append(cached)
             text += reply + PROMPT
         return {"chat_first_ms": firsts, "chat_cached": found}
+
+
+def first_seconds(page: str) -> float:
+    """Seconds to the first tokens of all requests together."""
+    return float(re.findall(r"first_token_seconds_sum (\S+)", page)[0])
 
 
 async def measured(url: str, options: Any) -> dict[str, Any]:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
         streams = Pauses(client, options.model, options.vocab)
         row = await streams.joined(options.rows, options.prompt, options.joins, options.new)
-        page = httpx.get(url.removesuffix("/v1") + "/metrics").text
-        for quantile, value in re.findall(r'between_tokens_seconds{quantile="([\d.]+)"} (\S+)', page):
+        page = functools.partial(httpx.get, url.removesuffix("/v1") + "/metrics")
+        for quantile, value in re.findall(r'between_tokens_seconds{quantile="([\d.]+)"} (\S+)', page().text):
             row[f"between_p{float(quantile) * 100:.0f}_ms"] = round(1e3 * float(value), 2)
-        return row | await streams.chat(options.chat)
+        return row | await streams.chat(options.chat, lambda: page().text)
 
 
 def main() -> None:

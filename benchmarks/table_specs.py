@@ -29,7 +29,7 @@ from dejavu_train.families.dims import engine_refusal
 from dejavu_train.ground.errors import Unsupported
 
 RESULTS, PAGES = "benchmarks/results", "docs/results"
-DEMO, EXACT, ONE_MODEL = f"{RESULTS}/demo.json", f"{RESULTS}/exact.csv", f"{RESULTS}/one_model.csv"
+DEMO, EXACT, ONE_MODEL = f"{RESULTS}/demo.json", f"{RESULTS}/exact.csv", f"{RESULTS}/one_model.json"
 CARD, LOSSLESS = "checkpoints/opt-mini/pretraining.json", f"{RESULTS}/lossless.csv"
 MINI, HUNDRED = f"{PAGES}/texts/opt-mini.csv", f"{PAGES}/texts/opt-100m.csv"
 FAMILY_ROWS, FAMILY_MODELS = f"{PAGES}/families/rows.csv", f"{PAGES}/families/models.jsonl"
@@ -719,61 +719,49 @@ LOSSLESS_FORCED = Table(
 
 
 def one_model_rows(root: Path) -> list[Row]:
-    """Of the largest model a row for each kind of weights and selection: quality, tasks, ms, lossless speed."""
-    rows = read_rows(root / ONE_MODEL)
-    largest = max(
-        (row["scale"] for row in rows), key=lambda scale: float(scale.rstrip("mb")) * (1e3 ** scale.endswith("b"))
-    )
-    rows = [row for row in rows if row["scale"] == largest]
-    kinds = ("weights", "mlp_density", "head_density")
-    device = next(row["device"] for row in rows if row["measure"] == "ms")
-    theirs = [row for row in rows if row["measure"] == "ms" and row["way"] == "dense"]
-    found = [{**row, "kind": "fp16, transformers", "neurons": "all", "heads": "", "ms": row["value"]} for row in theirs]
-    for kind in dict.fromkeys(tuple(row[name] for name in kinds) for row in rows if row["measure"] == "perplexity"):
-        same = [row for row in rows if tuple(row[name] for name in kinds) == kind]
-        values = {measure: numbers([row for row in same if row["measure"] == measure], "value")
-                  for measure in ("perplexity", "increase", "accuracy", "changed")}  # fmt: skip
-        row = {**same[-1], "device": device, "kind": kind[0], "dense": kind[1:] == ("1", "1")}
-        row |= {"neurons": "all" if kind[1] == "1" else f"{100 * float(kind[1]):g} %", "heads": kind[2]}
-        row |= {"perplexity": math.exp(mean([math.log(value) for value in values["perplexity"]]))}
-        row |= {"rise": percent(math.expm1(mean(values["increase"])))}
-        row |= {name: 100 * mean(values[name]) if values[name] else "" for name in ("accuracy", "changed")}
-        ways = ("dense-engine", "dense-cpu") if row["dense"] else ("triton", "cpu")
-        timed = [each for each in same if each["measure"] == "ms" and each["gpus"] == "1" and each["way"] in ways]
-        row["ms"] = float(timed[0]["value"]) if timed else ""
-        row["lossless"] = _best_draft(rows, kind[0]) if kind[1:] == ("0.2", "1") else ""
-        found.append(row)
-    return found
-
-
-def _best_draft(rows: Sequence[Row], weights: str) -> str:
-    """Greedy speed in dense steps and acceptance of the fastest sparse draft."""
-    drafts = [row for row in rows if row["weights"] == weights and row["subject"] == "greedy"
-              and row["way"].startswith("sparse")]  # fmt: skip
-    best = max(
-        (row for row in drafts if row["measure"] == "lossless"), key=lambda row: float(row["value"]), default=None
-    )
-    if best is None:
-        return ""
-    accepted = next(row for row in drafts if row["measure"] == "acceptance" and row["way"] == best["way"])
-    return f"{float(best['value']):.2f}, {100 * float(accepted['value']):.0f} %"
+    """A row for each way to run the model: quality, bytes, ms of one row, answers to tasks."""
+    found = json.loads((root / ONE_MODEL).read_text("utf-8"))
+    parts, versions = found["evidence"]["rows"], found["evidence"]["versions"]
+    about = {
+        "sources": found["sources"],
+        "torch": versions["torch"],
+        "device": found["evidence"]["machine"]["name"].removeprefix("this machine, "),
+    }
+    first = min(row["prompt"] for row in parts["speed"])
+    ms = {row["variant"]: row["ms"] for row in parts["speed"] if row["rows"] == 1 and row["prompt"] == first}
+    variants = dict.fromkeys(row["variant"] for row in (*parts["speed"], *parts["quality"]))
+    rows: list[Row] = []
+    for name in variants:
+        scored = [row for row in parts["quality"] if row["variant"] == name]
+        row: Row = {"variant": name, "ms": ms.get(name, ""), **about}
+        if scored:
+            row["perplexity"] = math.exp(mean([math.log(each["perplexity"]) for each in scored]))
+            row["rise"] = percent(math.expm1(mean([math.log1p(each["increase"]) for each in scored])))
+            row |= {key: mean([each[key] for each in scored]) for key in ("kl_mean", "top1", "megabytes")}
+        if (side := {"dense": "dense", "sparse": "value"}.get(name)) is not None:
+            tasks = [each for each in parts.get("tasks", ()) if each["metric"] == "acc" and each["task"] != "mean"]
+            row["accuracy"] = mean([float(each[side]) for each in tasks]) if tasks else ""
+        rows.append(row)
+    return rows
 
 
 ONE_MODEL_TABLE = Table(
     one_model_rows,
-    {"weights": "kind", "neurons": "neurons", "heads": "heads"},
+    {"way": "variant"},
     (
         Column("perplexity of the texts", "perplexity", form=".4g"), Column("rise, %", "rise", form=""),
-        Column("accuracy of the tasks, %", "accuracy", form=".1f"), Column("answers changed, %", "changed", form=".1f"),
-        Column("ms a token", "ms"),
-        Column("lossless speed, accepted", "lossless", form=""),
+        Column("KL, nats", "kl_mean", form=".2g"), Column("same likeliest token, %", "top1", form=".1f", times=100),
+        Column("accuracy of the tasks, %", "accuracy", form=".1f", times=100),
+        Column("MB read a step", "megabytes", form=",.0f"), Column("ms a token", "ms"),
     ),
     "`python -m benchmarks.one_model`",
     links=(ONE_MODEL,),
 )  # fmt: skip
 ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
-    Column("perplexity of eight texts", "perplexity", form=".4g"), Column("ms per token", "ms"),
-    line={"weights": "kind", "neurons read": "neurons"}, where={"heads": "1", "ms": bool}, brief=True,
+    Column("perplexity of eight texts", "perplexity", form=".4g"),
+    Column("MB read per token", "megabytes", form=",.0f"),
+    Column("ms per token", "ms"),
+    line={"1.3B": "variant"}, where={"ms": bool, "perplexity": lambda value: bool(value)}, brief=True,
 )  # fmt: skip
 
 COMPARED = Table(
@@ -847,18 +835,16 @@ def demo_verdict(root: Path) -> str:
 
 
 def one_model_verdict(root: Path) -> str:
-    """Which weights are the fastest, what sparsity gains in fp16, and from which size on it does in 4 bits."""
-    rows = [row for row in one_model_rows(root) if row["heads"] == "1" and row["ms"]]
-    spent = {(row["kind"], row["dense"]): row["ms"] for row in rows}
-    weights, dense = min(spent, key=lambda key: spent[key])
-    gained = [f"{spent[kind, True] / spent[kind, False]:.2f} times in {kind}" for kind in ("fp16", "4 bits")]
-    lines = exact_at(USUAL, batch="1", weights="4 bits").lines(root)
-    over = [(name[0].removeprefix("OPT-"), GAINS[1].text(rows).rstrip("x")) for name, rows in lines if "OPT" in name[0]]
+    """What is the fastest way to run the model, and what sparsity gains over the strongest way without predictors."""
+    ms = {row["variant"]: row["ms"] for row in one_model_rows(root) if row["ms"]}
+    best = min((name for name in ms if name != "lossless"), key=lambda name: ms[name])
+    gained = [
+        f"{ms[simple] / ms[sparse]:.2f} times as fast as {simple}"
+        for sparse, simple in (("sparse", "exact skip"), ("sparse, 4 bits", "4 bits"))
+    ]
     return (
-        f"The fastest row at this size is {weights}, {'dense' if dense else 'sparse'}. A sparse step is"
-        f" {' and '.join(gained)} as fast as one that reads all rows.\n"
-        f"With random weights in 4 bits predictors make the exact engine {over[0][1]} times as fast at {over[0][0]},"
-        f" and {over[1][1]} times at {over[1][0]}.\n"
+        f"The fastest row is {best}. Predictors make a step {gained[0]}, and in 4 bits {gained[1]}, neither of which"
+        " needs training.\n"
     )
 
 
