@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import openai
 
-from benchmarks.rows import SERVER, append_json, command_line, made_now
+from benchmarks.rows import SERVER, append_json, command_line, device_name, made_now
 from benchmarks.serve import PROMPT, serving
 
 TURNS, REPLY = 5, 64  # of a chat, and tokens of a reply
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--prefill-chunk", type=int, help="tokens of a prompt between two steps. As the server's")
     parser.add_argument("--joins", type=int, default=20)
     parser.add_argument("--new", type=int, default=400, help="tokens of the rows that write meanwhile")
     parser.add_argument("--chat", type=int, default=400, help="tokens of a chat's first turn, about")
@@ -123,11 +124,13 @@ def main() -> None:
     options = parser.parse_args()
     command = ["--model", options.model, "--device", options.device, "--rows", str(options.rows)]
     command += ["--bundle", options.bundle] if options.bundle else []
+    command += ["--prefill_chunk", str(options.prefill_chunk)] if options.prefill_chunk else []
     begun = time.perf_counter()
     told: list[str] = []
     with serving(command, told) as url:
-        row = {"model": Path(options.model).name, "bundle": Path(options.bundle).name, "device": options.device}
-        row |= {"rows": options.rows, "ready_s": round(time.perf_counter() - begun, 2), "told": told[0]}
+        row = {"model": Path(options.model).name, "bundle": Path(options.bundle).name}
+        row |= {"device": device_name(options.device), "prefill_chunk": options.prefill_chunk, "rows": options.rows}
+        row |= {"ready_s": round(time.perf_counter() - begun, 2), "told": told[0]}
         row |= asyncio.run(measured(url, options))
     append_json(options.out, row | made_now(*SERVER))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,20 @@ SERVE_LOAD = Table(
     ),
     "`python -m benchmarks.serve load`",
     derived={"others": lambda row: sum(v for k, v in row.items() if k.startswith(("lost", "strange", "refused 5")))},
+)  # fmt: skip
+SERVE_PROMPTS = Table(
+    f"{RESULTS}/serve_prompts.jsonl",
+    {"device": "device", "model": "model"},
+    (
+        Column("ready after weights, first start, s", "warm", form=lambda rows, name: f"{max(numbers(rows, name)):g}"),
+        Column("later starts, s", "warm", form=lambda rows, name: f"{min(numbers(rows, name)):g}"),
+        Column("between tokens, p50, ms", "between_p50_ms", {"prefill_chunk": None}),
+        Column("p99", "between_p99_ms", {"prefill_chunk": None}),
+        Column("p99 in chunks of 256", "between_p99_ms", {"prefill_chunk": 256}),
+        Column("first token of five turns, ms", "chat_first_ms", {"prefill_chunk": None}, ""),
+    ),
+    "`python -m benchmarks.serve_prompts --device cuda --new 600 --chat 1000`",
+    derived={"warm": lambda row: re.findall(r"warmed up in ([\d.]+)", row["told"])[0]},
 )  # fmt: skip
 
 
@@ -896,6 +911,7 @@ TABLES: dict[str, Table | Callable[[Path], str]] = {
     "prompts-cpu": PROMPTS_CPU,
     "serve-speed": SERVE_SPEED,
     "serve-load": SERVE_LOAD,
+    "serve-prompts": SERVE_PROMPTS,
     "texts": TEXT_MATRIX,
     "families-runs": runs_table,
     "families": FAMILIES,
