@@ -386,10 +386,15 @@ SERVE_PROMPTS = Table(
         Column("between tokens, p50, ms", "between_p50_ms", {"prefill_chunk": None}),
         Column("p99", "between_p99_ms", {"prefill_chunk": None}),
         Column("p99 in chunks of 256", "between_p99_ms", {"prefill_chunk": 256}),
-        Column("first token of five turns, ms", "chat_first_ms", {"prefill_chunk": None}, ""),
+        Column("first token of a chat, ms", "first_turn", {"prefill_chunk": None}),
+        Column("of its later turns", "later_turns", {"prefill_chunk": None}),
     ),
     "`python -m benchmarks.serve_prompts --device cuda --new 600 --chat 1000`",
-    derived={"warm": lambda row: re.findall(r"warmed up in ([\d.]+)", row["told"])[0]},
+    derived={
+        "warm": lambda row: re.findall(r"warmed up in ([\d.]+)", row["told"])[0],
+        "first_turn": lambda row: row["chat_first_ms"][0] if "chat_first_ms" in row else "",
+        "later_turns": lambda row: mean(row["chat_first_ms"][1:]) if "chat_first_ms" in row else "",
+    },
 )  # fmt: skip
 
 
@@ -677,6 +682,7 @@ def runs_table(_: Path) -> str:
     for kind, values in KINDS.items():
         dims = dims_of(values, kind)
         known = ["opt-mini"] * (kind == "OPT") + ["14M and 100M (briefly trained)"] * (kind in PRETRAINED)
+        known += ["50M (briefly trained)"] * (kind == "Nemotron-H")
         gpu, cpu = (is_run(dims, engine) for engine in (Engine.GPU, Engine.CPU))
         verified = gpu and engine_refusal(dims, runs.VERIFIED) is None
         answers = [True, gpu, is_run(dims, Engine.GPU, packed=True), verified]

@@ -235,20 +235,6 @@ def test_the_verdict_of_speed_has_the_numbers_of_its_rows(copied):
     assert before.splitlines()[1] == after.splitlines()[1]
 
 
-def test_the_verdict_of_one_model_names_its_fastest_row(copied):
-    assert TABLES["one-model-verdict"](copied).startswith("The fastest row at this size is 4 bits, dense.")
-    path = copied / ONE_MODEL
-    found = list(csv.DictReader(path.read_text().splitlines()))
-    for row in found:
-        if row["measure"] == "ms" and row["weights"] == "4 bits" and row["mlp_density"] == "1":
-            row["value"] = "0.7"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(found[0]))
-        writer.writeheader()
-        writer.writerows(found)
-    assert "4 bits, sparse" in TABLES["one-model-verdict"](copied)
-
-
 def test_a_table_without_rows_is_empty(rows, capsys):
     text = "before\n<!-- table: demo -->\n\nbygone\n\n<!-- end -->\nafter\n"
     filled = fill(text, rows)
