@@ -128,7 +128,7 @@ def main() -> None:
     begun = time.perf_counter()
     told: list[str] = []
     with serving(command, told) as url:
-        row = {"model": Path(options.model).name, "bundle": Path(options.bundle).name}
+        row: dict[str, Any] = {"model": Path(options.model).name, "bundle": Path(options.bundle).name}
         row |= {"device": device_name(options.device), "prefill_chunk": options.prefill_chunk, "rows": options.rows}
         row |= {"ready_s": round(time.perf_counter() - begun, 2), "told": told[0]}
         row |= asyncio.run(measured(url, options))
