@@ -1,10 +1,8 @@
 """The package as a stranger meets it: version, what is missing, examples, the troubleshooting page."""
 
 import ast
-import importlib
 import re
 import runpy
-import sys
 import tomllib
 from importlib.metadata import version
 
@@ -15,7 +13,6 @@ from test_imports import TRAINING_ONLY, python
 import dejavu_train
 from dejavu_train.cli.commands import COMMANDS
 from dejavu_train.evaluation.command import read_config
-from dejavu_train.ground import moved
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.run.command import parse_config
 
@@ -35,21 +32,6 @@ def test_changelog_begins_with_the_version_that_stands_in_pyproject():
     assert releases[0][1] == version_here
     kinds = re.findall(r"^### (.+)$", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), re.M)
     assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-
-
-@pytest.mark.parametrize("room", sorted(moved.ROOMS))
-def test_a_module_imports_by_its_name_of_version_0_2(room):
-    sys.modules.pop(f"dejavu_train.{room}", None)
-    with pytest.warns(DeprecationWarning, match=f"dejavu_train.{room} is now dejavu_train.{moved.ROOMS[room]}, "):
-        old = importlib.import_module(f"dejavu_train.{room}")
-    real = importlib.import_module(f"dejavu_train.{moved.ROOMS[room]}")
-    assert all(getattr(old, name) is value for name, value in vars(real).items() if not name.startswith("__"))
-
-
-@pytest.mark.parametrize("old", ["serving.server.Served", "serving.line.Ended", "locks.Held", "models.opt.load_opt"])
-def test_a_name_of_version_0_2_is_what_it_is_called_now(old):
-    module, _, name = f"dejavu_train.{old}".rpartition(".")
-    assert getattr(importlib.import_module(module), name).__name__ == moved.NAMES[name]
 
 
 def test_every_file_beside_the_modules_is_installed_with_them():
