@@ -1,6 +1,8 @@
-"""The package as a stranger meets it: version, what is missing, examples, the troubleshooting page."""
+"""The package as a stranger meets it: version, what is missing, examples, docstrings, the troubleshooting page."""
 
 import ast
+import doctest
+import importlib
 import re
 import runpy
 import tomllib
@@ -144,3 +146,14 @@ def test_every_key_of_the_configuration_page_has_its_meaning():
     assert len(rows) > 150 and [key for key, _, meaning in rows if not meaning] == []
     assert ("heads", "", "Predictors of the attention heads.") in rows and ("port", "8000") in [row[:2] for row in rows]
     assert [name for name in COMMANDS if f"\n## {name}\n" not in page] == ["compare"], "which has no keys"
+
+
+ROOMS = [REPOSITORY / name for name in ("benchmarks", "dejavu_train", "papers")]
+EXAMPLES = [path for room in ROOMS for path in sorted(room.rglob("*.py")) if ">>> " in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_of_a_module_are_true(path):
+    module = importlib.import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+    tried = doctest.testmod(module)
+    assert tried.attempted and not tried.failed
