@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from dejavu_train.evaluation.figure import STYLES, pyplot, save
-from dejavu_train.evaluation.report import Table, densities_of, table
+from dejavu_train.evaluation.report import Table, densities_of
 from dejavu_train.evaluation.schema import read_current
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.experiments import Record, record_of
 from dejavu_train.ground.files import read_json, write_text
 from dejavu_train.ground.progress import set_up_logging
+from dejavu_train.ground.table import table
 
 logger = logging.getLogger(__name__)
 QUALITY = ("mlp_candidates", "mlp_selected", "head_selected", "mlp_bytes", "mlp_recall", "mlp_retained_mass")
