@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dejavu_train.ground.moved import find_moved
 from dejavu_train.models.register import register_when_loaded
 
 if TYPE_CHECKING:
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     __version__: str
 
 register_when_loaded()
-find_moved()
 
 __all__ = ["Bundle", "Guard", "SparseCausalLM", "SparseForCausalLM", "SparseOPTForCausalLM", "__version__"]
 

@@ -1,10 +1,10 @@
-"""The package as a stranger meets it: version, what is missing, examples, the troubleshooting page."""
+"""The package as a stranger meets it: version, what is missing, examples, docstrings, the troubleshooting page."""
 
 import ast
+import doctest
 import importlib
 import re
 import runpy
-import sys
 import tomllib
 from importlib.metadata import version
 
@@ -15,7 +15,6 @@ from test_imports import TRAINING_ONLY, python
 import dejavu_train
 from dejavu_train.cli.commands import COMMANDS
 from dejavu_train.evaluation.command import read_config
-from dejavu_train.ground import moved
 from dejavu_train.ground.errors import exit_on_user_error
 from dejavu_train.run.command import parse_config
 
@@ -35,21 +34,6 @@ def test_changelog_begins_with_the_version_that_stands_in_pyproject():
     assert releases[0][1] == version_here
     kinds = re.findall(r"^### (.+)$", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), re.M)
     assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-
-
-@pytest.mark.parametrize("room", sorted(moved.ROOMS))
-def test_a_module_imports_by_its_name_of_version_0_2(room):
-    sys.modules.pop(f"dejavu_train.{room}", None)
-    with pytest.warns(DeprecationWarning, match=f"dejavu_train.{room} is now dejavu_train.{moved.ROOMS[room]}, "):
-        old = importlib.import_module(f"dejavu_train.{room}")
-    real = importlib.import_module(f"dejavu_train.{moved.ROOMS[room]}")
-    assert all(getattr(old, name) is value for name, value in vars(real).items() if not name.startswith("__"))
-
-
-@pytest.mark.parametrize("old", ["serving.server.Served", "serving.line.Ended", "locks.Held", "models.opt.load_opt"])
-def test_a_name_of_version_0_2_is_what_it_is_called_now(old):
-    module, _, name = f"dejavu_train.{old}".rpartition(".")
-    assert getattr(importlib.import_module(module), name).__name__ == moved.NAMES[name]
 
 
 def test_every_file_beside_the_modules_is_installed_with_them():
@@ -162,3 +146,14 @@ def test_every_key_of_the_configuration_page_has_its_meaning():
     assert len(rows) > 150 and [key for key, _, meaning in rows if not meaning] == []
     assert ("heads", "", "Predictors of the attention heads.") in rows and ("port", "8000") in [row[:2] for row in rows]
     assert [name for name in COMMANDS if f"\n## {name}\n" not in page] == ["compare"], "which has no keys"
+
+
+ROOMS = [REPOSITORY / name for name in ("benchmarks", "dejavu_train", "papers")]
+EXAMPLES = [path for room in ROOMS for path in sorted(room.rglob("*.py")) if ">>> " in path.read_text("utf-8")]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_of_a_module_are_true(path):
+    module = importlib.import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+    tried = doctest.testmod(module)
+    assert tried.attempted and not tried.failed

@@ -114,24 +114,14 @@ def test_every_command_of_evaluation_in_the_documentation_parses():
     except ImportError:
         pass  # without the extra eval
     else:
-        parsers["dejavu tasks"] = lambda flags: read_tasks(TasksConfig, flags, "")
+        for command in ("dejavu tasks", r"python -m benchmarks\.tasks"):
+            parsers[command] = lambda flags: read_tasks(TasksConfig, flags, "")
         parsers[r"python -m papers\.deja_vu\.(?:tables|record)"] = read_tables
     for command, read in parsers.items():
         commands = [words for words in _commands(command) if words[-1] != "picture"]
         assert commands, command
         for _, _, *flags in commands:
             read(flags)
-
-
-def test_commands_of_task_rows_in_the_documentation_parse():
-    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
-    from dejavu_train.extras.tasks.config import TasksConfig
-    from dejavu_train.extras.tasks.run import read_config as read_tasks
-
-    commands = _commands(r"python -m benchmarks\.tasks")
-    assert commands
-    for _, _, *flags in commands:
-        read_tasks(TasksConfig, flags, "")
 
 
 def test_names_come_with_commas_or_repeated_and_none_is_empty():

@@ -24,7 +24,7 @@ from dejavu_train.ground.files import write_sealed
 from dejavu_train.models.load import load_model, load_tokenizer
 from dejavu_train.run import pipeline
 from dejavu_train.run.command import main, parse_config
-from dejavu_train.run.pipeline import say_what_density_holds, table
+from dejavu_train.run.pipeline import say_what_density_holds
 from dejavu_train.training.config import PredictorConfig
 
 
@@ -78,7 +78,7 @@ def test_the_summary_shows_what_the_bundle_has(tiny_opt):
         mass = sum(each.retained_mass for key, each in moved.specs.items() if key[1] == "mlp") / 2
         assert means[0].startswith("mlp: recall 0.") and f"at density {moved.mean_density('mlp'):.3f}" in means[0]
         assert any("raise --calibrate.mlp_density" in line for line in means) == (mass < 0.95)
-    assert pipeline.bundle_summary(bundle.at(0.3, 1.0)).count(" dense ") == 2  # the heads of two layers
+    assert pipeline.bundle_summary(bundle.at(0.3, 1.0)).split().count("dense") == 2  # the heads of two layers
 
 
 def test_predictors_are_tuned_in_the_model_before_the_last_calibration(finished, tiny_opt, text_file, tmp_path):
@@ -330,8 +330,3 @@ def test_two_processes_train_to_the_same_quality(tiny_opt, text_file, tmp_path, 
     assert ours["steps"] == theirs["steps"]
     own = json.loads((output / "predictors/layer_01/heads/predictor.json").read_text())
     assert own["kind"] == "custom" and own["metrics"]["steps"] == 8
-
-
-def test_table_aligns():
-    lines = table(["layer", "recall"], [[0, 0.5], [10, 0.25]]).splitlines()
-    assert lines == ["layer  recall", "    0   0.500", "   10   0.250"]

@@ -134,9 +134,9 @@ def _tags(shape: ModelDims, metadata: Mapping[str, Any]) -> list[str]:
 
 
 def tagged(text: str, tags: Sequence[str]) -> str:
-    """A card with more tags in its front matter.
+    r"""A card with more tags in its front matter.
 
-    >>> tagged(_FRONT_MATTER, ["mine"]).splitlines()[4:]
+    >>> tagged("tags:\n- contextual-sparsity\n---", ["mine"]).splitlines()[1:]
     ['- contextual-sparsity', '- "mine"', '---']
     """
     lines = "".join(f"- {json.dumps(tag)}\n" for tag in tags)
@@ -146,8 +146,8 @@ def tagged(text: str, tags: Sequence[str]) -> str:
 def code(text: str) -> str:
     """``text`` on one line as a Markdown code span that it cannot end.
 
-    >>> code("a`b")
-    '`` a`b ``'
+    >>> code("a"), code("a`b"), code("``"), code("")
+    ('`a`', '`` a`b ``', '``` `` ```', '`  `')
     """
     line = "".join(letter if letter.isprintable() else " " for letter in text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))

@@ -234,9 +234,8 @@ def record_batch(
 
     with record(model, {"attn_in", "mlp_in", "activation", "head_out"}, list(heads), on_layer):
         device = model.get_input_embeddings().weight.device
-        (run or whole_decoder(model))(batch.ids.to(device), real.long().to(device))
-
-
-def whole_decoder(model: Any) -> Run:
-    """Runs a model without its logits over the vocabulary, which are of no use here."""
-    return lambda ids, mask: model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+        ids, mask = batch.ids.to(device), real.long().to(device)
+        if run is not None:
+            run(ids, mask)
+        else:  # without logits over the vocabulary, which are of no use here
+            model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import lzma
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ SCHEMA = 1
 TOKENS_ON_GPU = 1_000_000
 TOKENS_ON_CPU = 200_000
 CYCLE = ("val", "calibration", "calibration", *("train",) * 22)  # the sets of each 25 rows in turn
-TRIAL_TOKENS = 16
 MAX_SEED = 1 << 26  # what the engine takes
 NOT_BY_LAYERS = (
     "collect.by_layers has one layer at a time, and text.source self needs all layers for every token that the model"
@@ -262,7 +260,7 @@ def _sample(
     missing = [part for part in range(len(starts)) if not _is_whole(folder, part, len(batch(part)), length)]
     write, writer = open_writer(config.batch_size, length)
     if missing:
-        _announce(write, batch(missing[0]), length, sum(len(batch(part)) for part in missing))
+        logger.info("sampling %d tokens from the model", sum(len(batch(part)) for part in missing) * length)
     done = (len(starts) - len(missing)) * config.batch_size * length
     with Progress("sampling from the model", n_rows * length, "token", done) as progress:
         for part in missing:
@@ -287,17 +285,6 @@ def _is_whole(folder: Path, part: int, rows: int, length: int) -> bool:
     """Whether a part of an interrupted run is there and holds as many rows as this run needs of it."""
     path = folder / f"part_{part:04d}.xz"
     return path.is_file() and len(decode_rows(path.read_bytes(), length)) == rows
-
-
-def _announce(write: Write, prompts: Rows, length: int, rows: int) -> None:
-    """Say how long it will take, from a short trial (the second of two: the first one warms up)."""
-    short = min(length, len(prompts[0]) + TRIAL_TOKENS)
-    for _ in range(2):
-        began = time.perf_counter()
-        write(prompts, short, 0)
-        seconds = time.perf_counter() - began
-    steps = (length - len(prompts[0])) / (short - len(prompts[0])) * rows / len(prompts)  # in units of the trial
-    logger.info("sampling %d tokens from the model: about %.1f minutes", rows * length, seconds * steps / 60)
 
 
 def transformers_writer(model: Any, config: SampleConfig) -> Write:

@@ -61,6 +61,19 @@ def _free() -> str:
     return "free memory unknown" if free is None else f"{free / 1e9:.3g} GB of memory are free"
 
 
+def _check_project(name: str) -> None:
+    """Raise :class:`UserError` for a project that wandb would refuse when everything has been measured."""
+    import wandb
+
+    try:
+        wandb.Settings(project=name)
+    except (wandb.Error, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--wandb {name!r} cannot be a project's name: {reason}") from None
+    if not name.strip():
+        raise UserError("--wandb is empty; name a project")
+
+
 def check(config: InferConfig) -> None:
     """Compare the configuration with the folders of model, bundle and results, the texts and the installed packages.
 
@@ -70,9 +83,7 @@ def check(config: InferConfig) -> None:
     """
     if config.wandb is not None:
         require_package("wandb", "--wandb", "'dejavu-train[train]'")
-        from dejavu_train.evaluation.project import check_project  # imports wandb
-
-        check_project(config.wandb)
+        _check_project(config.wandb)
     check_device_map(config.device_map, "--device_map")
     check_device_name(config.device, "--device")
     if config.bundle:

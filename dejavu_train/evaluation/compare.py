@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.figure import STYLES, pyplot, save
-from dejavu_train.evaluation.report import Table, densities_of, table
+from dejavu_train.evaluation.figure import STYLES, make_panels, pyplot, save
+from dejavu_train.evaluation.report import Table, densities_of
 from dejavu_train.evaluation.schema import read_current
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.experiments import Record, record_of
 from dejavu_train.ground.files import read_json, write_text
 from dejavu_train.ground.progress import set_up_logging
+from dejavu_train.ground.table import table
 
 logger = logging.getLogger(__name__)
 QUALITY = ("mlp_candidates", "mlp_selected", "head_selected", "mlp_bytes", "mlp_recall", "mlp_retained_mass")
@@ -253,19 +254,16 @@ def draw(rows: Sequence[Mapping[str, Any]], stem: Path, lines: Mapping[str, str]
 
     Returns: False without matplotlib.
     """
-    plt = pyplot()
-    if plt is None:
+    if pyplot() is None:
         return False
     texts = list(dict.fromkeys(row["text"] for row in rows))
     timed = [row for row in rows if row.get("ms_per_token") is not None]
     axes = [(text, "mlp_bytes", [row for row in rows if row["text"] == text]) for text in texts]
     axes += [(text, "ms_per_token", found) for text in texts[:1] if (found := [r for r in timed if r["text"] == text])]
     columns = min(3, len(axes))
-    height = math.ceil(len(axes) / columns)
-    size = {"figsize": (4.5 * columns, 3.6 * height), "layout": "constrained"}
-    figure, panels = plt.subplots(height, columns, squeeze=False, **size)
+    figure, panels = make_panels(columns, 4.5, 3.6, math.ceil(len(axes) / columns))
     styles = dict(zip(dict.fromkeys(lines[row["run"]] for row in rows), _styles(), strict=False))
-    for panel, (text, by, found) in zip(panels.flat, axes, strict=False):
+    for panel, (text, by, found) in zip(panels, axes, strict=False):
         for name, (colour, marker, line) in styles.items():
             of_line = (row for row in found if lines[row["run"]] == name and row[by] is not None)
             own = sorted(of_line, key=lambda row: row[by])
@@ -283,10 +281,9 @@ def draw(rows: Sequence[Mapping[str, Any]], stem: Path, lines: Mapping[str, str]
         words = {"mlp_bytes": "MLP bytes of a token, % of dense"}
         panel.set_xlabel(words.get(by, "ms a token, bars from p20 to p80"))
         panel.set_ylabel("increase of perplexity, %")
-        panel.grid(alpha=0.3)
-    for panel in list(panels.flat)[len(axes) :]:
+    for panel in panels[len(axes) :]:
         panel.set_axis_off()
-    panels.flat[0].legend(fontsize=8)
+    panels[0].legend(fontsize=8)
     save(figure, stem)
     return True
 

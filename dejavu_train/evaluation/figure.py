@@ -32,6 +32,36 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
+def make_panels(
+    count: int, width: float = 4.2, height: float = 3.6, bands: int = 1, **options: Any
+) -> tuple[Any, list[Any]]:
+    """``bands`` rows of ``count`` panels, each ``width`` x ``height`` inches, in reading order. Needs matplotlib."""
+    size = (width * count, height * bands)
+    figure, grid = pyplot().subplots(bands, count, figsize=size, squeeze=False, layout="constrained", **options)
+    made = grid.flatten().tolist()
+    for panel in made:
+        panel.grid(alpha=0.3)
+        panel.tick_params(labelsize=9)
+    return figure, made
+
+
+def name_axes(panel: Any, x: str, y: str, title: str) -> None:
+    """Name both axes, and the panel."""
+    panel.set_xlabel(x, fontsize=10)
+    panel.set_ylabel(y, fontsize=10)
+    panel.set_title(title, fontsize=10)
+
+
+def add_legend(figure: Any, columns: int = 2) -> None:
+    """One legend for all panels, below them. What two panels name alike stands there once."""
+    known: dict[str, Any] = {}
+    for panel in figure.axes:
+        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
+            known.setdefault(name, handle)
+    options = {"loc": "outside lower center", "frameon": False, "handlelength": 3.2}
+    figure.legend(known.values(), known.keys(), fontsize=9, ncols=columns, **options)
+
+
 def save(figure: Any, stem: Path, kinds: Sequence[str] = ("svg", "png")) -> None:
     """Write ``stem``.svg (the same bytes for the same rows) and ``stem``.png, and close the figure."""
     import matplotlib.pyplot

@@ -8,7 +8,6 @@ So it can be made anew at any time. report.html.jinja is the page, which escapes
 there, curve.png among them.
 """
 
-import argparse
 import base64
 import csv
 import dataclasses
@@ -17,10 +16,11 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 
+from dejavu_train.cli.parser import Parser
 from dejavu_train.evaluation import report
 from dejavu_train.evaluation.report import Table
 from dejavu_train.evaluation.schema import read_current
@@ -238,15 +238,10 @@ def start_wandb(project: str, folder: Path, about: Mapping[str, Any]) -> Any:
         raise UserError(f"--wandb: {said} Or set WANDB_MODE=offline, which keeps the run on disk") from None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Everything the command does. Raises :class:`UserError` for what the user can mend."""
     set_up_logging()
-    parser = _Parser(prog="python -m dejavu_train.evaluation.html_report", description="Make report.html anew.")
+    parser = Parser(prog="python -m dejavu_train.evaluation.html_report", description="Make report.html anew.")
     parser.add_argument("folder", help="which infer.py wrote: it holds results.json")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the tables and pictures there as well")
     given = parser.parse_args(argv)

@@ -14,6 +14,7 @@ from dejavu_train.evaluation.texts import EvalText
 from dejavu_train.evaluation.timing import Timing
 from dejavu_train.families import TARGETS, Target
 from dejavu_train.ground.files import read_json, replacing, write_json
+from dejavu_train.ground.table import table
 from dejavu_train.predictors.metrics import SelectionSums, total
 
 Scored = Sequence[tuple[EvalText, Sequence[EvalResult]]]
@@ -139,22 +140,6 @@ def _of_target(quality: EvalResult, target: Target) -> SelectionSums:
 def _rounded(value: float | None) -> float | None:
     """Six significant digits: more would be noise in a file that people read. Not a number becomes null."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Right-aligned columns, the first left-aligned.
-
-    >>> print(table(["a", "b"], [["x", "10"], ["yy", "5"]]))
-    a    b
-    x   10
-    yy   5
-    """
-    widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
-    lines = []
-    for line in [headings, *rows]:
-        first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        lines.append("  ".join([first.strip().ljust(widths[0]), *rest]))
-    return "\n".join(line.rstrip() for line in lines)
 
 
 COLUMNS = {  # heading of a table -> what stands below it

@@ -256,8 +256,8 @@ class ModelDims:
 def listed(layers: Sequence[int]) -> str:
     """Rising layer numbers in words, as ``--layers`` takes them.
 
-    >>> listed([1, 4, 5, 6, 7])
-    '1,4-7'
+    >>> listed([1, 4, 5, 6, 9])
+    '1,4-6,9'
     """
     parts: list[list[int]] = []
     for layer in layers:

@@ -30,6 +30,7 @@ from dejavu_train.families.dims import listed
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import read_json, read_sealed, remove_leftovers, replacing, sha256_file, write_sealed
 from dejavu_train.ground.locks import locked
+from dejavu_train.ground.table import table
 from dejavu_train.models.config_values import read_values
 from dejavu_train.models.layer_walk import LayerWalk
 from dejavu_train.models.load import load_model, resolve_device, weight_hash
@@ -418,17 +419,8 @@ def bundle_summary(bundle: Bundle) -> str:
             )
     if Target.HEADS not in bundle.targets:
         lines.append("heads: all run, because they have no predictors. --heads.enabled true trains some")
-    return "\n".join([table(columns, rows), *lines])
+    return "\n".join([table(columns, [[_shown(value) for value in row] for row in rows]), *lines])
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as aligned text. Fractions with three digits."""
-
-    def show(value: Any) -> str:
-        if isinstance(value, float):
-            return f"{value:.3f}" if value <= 1 else f"{value:.0f}"
-        return str(value)
-
-    cells = [list(columns), *([show(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+def _shown(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -55,7 +55,6 @@ REFUSED = {  # what to do instead; {name} is the class
     "state_dict": _DENSE,
     "key_mapping": _SAVED,
     "variant": _SAVED,
-    "kv_policy": "keys and values of skipped heads are always filled in (backfill); leave it out",
     "gguf_file": _SAVED,
     "from_tf": _SAVED,
     "from_flax": _SAVED,
@@ -73,7 +72,7 @@ REFUSED = {  # what to do instead; {name} is the class
     "allow_all_kernels": _KERNELS,
     "fusion_config": _KERNELS,
 }
-DEFAULTS = {"use_safetensors": True, "weights_only": True, "adapter_name": "default", "kv_policy": "backfill"}
+DEFAULTS = {"use_safetensors": True, "weights_only": True, "adapter_name": "default"}
 # Of a config beside what its family names: what decides which tensors there are. The rest may be given as keywords.
 STRUCTURE = ("tie_word_embeddings", "model_type", "architectures", "transformers_version")
 

@@ -162,7 +162,8 @@ class Gates:
         assert spec.threshold is not None
         is_active = (activation != 0).to(activation.dtype)
         if layer in self.second_stages:
-            passed = self._passed(self.second_stages[layer], sites[spec.key.site]).to(activation)
+            with torch.no_grad():
+                passed = self.second_stages[layer].passed(sites[spec.key.site]).to(activation)
             activation = activation * passed
             upper, rest = plane_bytes(self.bundle.shape.d_model)
             cost = upper + passed * (rest + self.unit.down * is_active)
@@ -172,10 +173,6 @@ class Gates:
         out, spent = Gate.apply(activation, logits - spec.threshold, cost, zero, zero, self.width)
         self.spent.append(spent)
         return out
-
-    @torch.no_grad()
-    def _passed(self, second_stage: SecondStage, mlp_in: Tensor) -> Tensor:
-        return second_stage.passed(mlp_in)
 
     def _heads(self, layer: int, values: Tensor, sites: Sites) -> Tensor:
         spec: PredictorSpec = self.bundle.specs[UnitKey(layer, Target.HEADS)]

@@ -4,8 +4,11 @@ The rows are those of ``benchmarks/check_sizes.py``. Readable without torch.
 """
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
+
+from dejavu_train.ground.table import table
 
 ROWS = Path(__file__).parent / "sizes.json"
 _HEADINGS = ["configuration", "disk, GB", "weights in fp16, GB", "hours", "on"]
@@ -20,10 +23,7 @@ def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
 
 def size_table() -> str:
     """The rows as text: activations on disk, weights on the GPU, and hours on the device that is named."""
-    cells = [_HEADINGS, *([f"{row[name]}" for name in _COLUMNS] for row in read_rows())]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(_HEADINGS))]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join(line.rstrip() for line in lines)
+    return textwrap.indent(table(_HEADINGS, [[f"{row[name]}" for name in _COLUMNS] for row in read_rows()]), "  ")
 
 
 def check_help() -> str:

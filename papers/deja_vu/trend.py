@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.figure import CURVES, pyplot, save
+from dejavu_train.evaluation.figure import CURVES, make_panels, pyplot, save
 
 COLUMNS = 3
 
@@ -21,19 +21,15 @@ def plot_trend(rows: Sequence[dict[str, Any]], stem: Path) -> bool:
     shown = [r for r in rows if r["table"] == "fig7" and (r["task"] == "mean" or r["metric"] == "perplexity")]
     if not shown:
         return False
-    plt = pyplot()
-    if plt is None:
+    if pyplot() is None:
         return False
-    panels = list(dict.fromkeys((row["metric"] == "perplexity", row["task"], row["shots"]) for row in shown))
-    panels.sort()
-    columns = min(COLUMNS, len(panels))
-    bands = math.ceil(len(panels) / columns)
-    size = (3.3 * columns, 0.4 + 3 * bands)
-    figure, grid = plt.subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
-    axes = grid.flatten().tolist()
-    for panel in axes[len(panels) :]:
+    kinds = list(dict.fromkeys((row["metric"] == "perplexity", row["task"], row["shots"]) for row in shown))
+    kinds.sort()
+    columns = min(COLUMNS, len(kinds))
+    figure, axes = make_panels(columns, 3.3, 3.2, math.ceil(len(kinds) / columns))
+    for panel in axes[len(kinds) :]:
         panel.set_axis_off()
-    for panel, (is_perplexity, task, shots) in zip(axes, panels, strict=False):
+    for panel, (is_perplexity, task, shots) in zip(axes, kinds, strict=False):
         of_task = [row for row in shown if (row["task"], row["shots"]) == (task, shots)]
         dense = of_task[0]["dense"] if is_perplexity else 100 * of_task[0]["dense"]
         panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1, label="dense")
@@ -51,8 +47,6 @@ def plot_trend(rows: Sequence[dict[str, Any]], stem: Path) -> bool:
         if is_perplexity:
             panel.set_yscale("log")
         panel.set_xlim(0, 100)
-        panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=8)
     axes[0].legend(fontsize=8, frameon=False)
     figure.supxlabel("share of all blocks' weights that is not read, %", fontsize=10)
     save(figure, stem)

@@ -11,7 +11,6 @@ from bundles import make_bundle
 
 import dejavu_train
 from dejavu_train.bundle.artifact import CARD, METADATA, TENSORS, Bundle
-from dejavu_train.bundle.card import code
 
 HOSTILE = "a`b``c|d\n---\n# heading\n```\n<script>alert(1)</script> [x](http://y) \u2028 {z}"
 STAGE = {"name": "calibrate", "keys": {"calibrate.mlp_density": 0.2}, "identity": "0"}
@@ -104,8 +103,3 @@ def test_names_of_the_user_break_neither_markdown_nor_front_matter(bundle, tmp_p
 def test_bundles_that_say_less_have_a_card(bundle, tmp_path, metadata):
     text = written(dataclasses.replace(bundle, metadata=metadata), tmp_path / "bundle")
     assert "- trained on: " in text and len(table(text)) == 4
-
-
-@pytest.mark.parametrize(("text", "span"), [("a", "`a`"), ("a`b", "`` a`b ``"), ("``", "``` `` ```"), ("", "`  `")])
-def test_code_spans(text, span):
-    assert code(text) == span

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from dejavu_train.bundle.allocation import read_curve
 from dejavu_train.calibration import curves as cal
 
 
@@ -57,11 +56,6 @@ def test_losses_between_measured_densities():
     assert losses[2] == pytest.approx(0.2) and losses[0] == pytest.approx(4.0)
     assert losses[4] == pytest.approx(0.05) and losses[5] == 0.0
     assert all(a >= b for a, b in itertools.pairwise(losses))
-
-
-def test_read_curve_reads_every_column():
-    c = {"density": [0.1, 1.0], "threshold": [1.0, -1.0], "recall": [0.5, 1.0]}
-    assert read_curve(c, 0.55)["threshold"] == pytest.approx(0.0)
 
 
 def test_a_loss_of_nearly_nothing_is_not_extrapolated_without_bounds():

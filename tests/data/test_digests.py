@@ -3,27 +3,14 @@
 import hashlib
 import threading
 
-import pytest
-
 from dejavu_train.data import bulk_read
 from dejavu_train.data.bulk_read import sha256_files
 
 
-def write(folder, count):
-    paths = [folder / f"{number}" for number in range(count)]
+def test_files_are_hashed_side_by_side_and_stand_in_their_order(tmp_path, monkeypatch):
+    paths, meeting = [tmp_path / f"{number}" for number in range(20)], threading.Barrier(2, timeout=30)
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]) * (number + 1))
-    return paths
-
-
-def test_digests_stand_in_the_order_of_the_files(tmp_path):
-    paths = write(tmp_path, 20)
-    assert sha256_files(paths) == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-    assert sha256_files([]) == []
-
-
-def test_files_are_hashed_side_by_side(tmp_path, monkeypatch):
-    meeting = threading.Barrier(2, timeout=30)
     digest = hashlib.file_digest
 
     def met(file, name):
@@ -32,9 +19,4 @@ def test_files_are_hashed_side_by_side(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bulk_read, "cores", lambda: 2)
     monkeypatch.setattr(hashlib, "file_digest", met)
-    assert len(set(sha256_files(write(tmp_path, 4)))) == 4
-
-
-def test_a_file_that_is_not_there_is_the_systems_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        sha256_files([*write(tmp_path, 3), tmp_path / "none"])
+    assert sha256_files(paths) == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]

@@ -58,13 +58,6 @@ def test_reader_joins_shards(tiny_opt, text_file):
     reader.close()
 
 
-def test_windows_are_the_sequences(tiny_opt, text_file):
-    reader = ShardReader(activations(tiny_opt, text_file), 0, "calibration")
-    windows = reader.windows()
-    assert sum(map(len, windows)) == reader.rows == 2000
-    assert all(window[0] == 2 and len(window) <= 64 for window in windows)
-
-
 def test_density_statistics(tiny_opt, text_file):
     folder = activations(tiny_opt, text_file)
     counted = []

@@ -84,7 +84,6 @@ def test_table(found):
     assert report.tables(found).endswith("\ntriton read candidates of the second stage whole")
     found |= {"texts": [], "quality": [], "layers": [], "timing": []}
     assert report.tables(found).count("\n") == 0
-    assert report.table(["a", "b"], [["x", "10"], ["yyy", "5"]]).splitlines() == ["a     b", "x    10", "yyy   5"]
 
 
 def test_picture(found, tmp_path):

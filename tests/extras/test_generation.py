@@ -1,4 +1,4 @@
-"""Generation under sparsity: measures against plain loops, the command end to end, its section in report.html."""
+"""Generation under sparsity: scores, the command end to end, its section in report.html."""
 
 import csv
 import dataclasses
@@ -34,37 +34,6 @@ def settings(tiny_opt, bundle_folder, text, tmp_path):
     values = {"model": tiny_opt, "bundle": bundle_folder, "output": tmp_path, "text": text}
     values = {name: str(value) for name, value in values.items()}
     return values | {"prompts": 3, "prompt": 12, "new_tokens": 9, "batch": 2, "device": "cpu"}
-
-
-def test_agreement_and_divergence_against_a_plain_loop():
-    generator = torch.Generator().manual_seed(1)
-    tokens, reference = (torch.randint(0, 2, (40, 12), generator=generator) for _ in range(2))
-    reference[0], n = tokens[0], tokens.shape[1]
-    same, alive, first = [0] * n, [0] * n, []
-    for mine, other in zip(tokens.tolist(), reference.tolist(), strict=True):
-        parted = None
-        for i in range(n):
-            same[i] += mine[i] == other[i]
-            if mine[i] != other[i] and parted is None:
-                parted = i
-            alive[i] += parted is None
-        first.append(n if parted is None else parted)
-    assert max(first) == n and min(first) == 0
-    assert measures.divergence(tokens, reference).tolist() == first
-    assert measures.agreement(tokens, reference).tolist() == pytest.approx([count / 40 for count in same])
-    assert measures.same_so_far(tokens, reference).tolist() == pytest.approx([count / 40 for count in alive])
-
-
-def test_repetition_against_a_plain_loop():
-    tokens = torch.randint(0, 2, (5, 30), generator=torch.Generator().manual_seed(2))
-    for row, found in zip(tokens.tolist(), measures.repetition(tokens).tolist(), strict=True):
-        seen, again = set(), 0
-        for i in range(len(row) - 3):
-            gram = tuple(row[i : i + 4])
-            again += gram in seen
-            seen.add(gram)
-        assert found == pytest.approx(again / (len(row) - 3))
-    assert measures.repetition(torch.arange(30)[None]).tolist() == [0.0]
 
 
 def test_score_is_the_dense_models(tiny_opt):

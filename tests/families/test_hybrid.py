@@ -11,7 +11,7 @@ from dejavu_train.data.config import CollectConfig
 from dejavu_train.data.text import TextSource
 from dejavu_train.extras.export import ExportConfig, export
 from dejavu_train.families import Target, UnitKey, blocks_of, dims_of
-from dejavu_train.families.dims import ModelDims, engine_refusal, listed
+from dejavu_train.families.dims import ModelDims, engine_refusal
 from dejavu_train.ground.errors import UserError, exit_on_user_error
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.models.hooks import record
@@ -47,10 +47,6 @@ def test_sizes_name_the_targets_that_there_are(folder):
     assert shape.weights == sum(each.numel() for each in model.parameters() if each.dim() > 1)
     assert ModelDims.from_stored(shape.stored()) == shape
     assert [block.targets for block in blocks_of(model)] == [shape.targets_of(i) for i in range(8)]
-
-
-def test_numbers_of_layers_are_listed_as_a_flag_takes_them():
-    assert listed([1, 4, 5, 6, 9]) == "1,4-6,9" and listed(range(3)) == "0-2"
 
 
 def test_hooks_hand_over_what_a_layer_has(folder):

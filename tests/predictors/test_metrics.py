@@ -1,15 +1,8 @@
-import doctest
-
 import numpy as np
 import pytest
 import torch
 
-import dejavu_train.predictors.metrics
 from dejavu_train.predictors.metrics import SelectionSums, at_density, logit_histograms, top_units
-
-
-def test_doctests():
-    assert doctest.testmod(dejavu_train.predictors.metrics).failed == 0
 
 
 def test_sums_match_numpy_over_uneven_batches():

@@ -8,7 +8,6 @@ from dejavu_train.predictors.quantization import (
     as_trained,
     int4_rows,
     pack_nibbles,
-    quantise_rows,
     row_codes,
     stored_rows,
     unpack_nibbles,
@@ -61,8 +60,3 @@ def test_gradients_pass_as_if_nothing_was_rounded():
     weight = torch.randn(3, 8, requires_grad=True)
     as_trained(weight, "int4").backward(factor := torch.randn(3, 8))
     torch.testing.assert_close(weight.grad, factor)
-
-
-def test_int8_of_a_row_of_zeros():
-    codes, scale = quantise_rows(torch.zeros(1, 4))
-    assert not codes.any() and scale.item() == 1

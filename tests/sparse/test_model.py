@@ -36,14 +36,6 @@ def test_256_decoded_tokens_agree_with_mask(dense, bundle):
         assert 0.05 < want[layer, "mlp"].float().mean() < 0.7
 
 
-def test_a_policy_of_version_0_2(tiny_opt, bundle):
-    """The only one that is left may be named. The others are refused."""
-    SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle, kv_policy="backfill")
-    for gone in ("stale", "always"):
-        with pytest.raises(UserError, match=r"takes no kv_policy; .* always filled in \(backfill\); leave it out"):
-            SparseOPTForCausalLM.from_pretrained(tiny_opt, bundle, kv_policy=gone)
-
-
 @pytest.mark.parametrize("start", [0, 5, torch.tensor([3, 9]), 100])
 def test_sparse_from(dense, bundle, start):
     ids = tokens(2, 12)

@@ -31,15 +31,21 @@ def divergence(tokens: Tensor, reference: Tensor) -> Tensor:
 
 
 def same_so_far(tokens: Tensor, reference: Tensor) -> Tensor:
-    """(N,) share of the prompts that have not diverged up to and with a position. Both (P, N)."""
+    """(N,) share of the prompts that have not diverged up to and with a position. Both (P, N).
+
+    >>> same_so_far(torch.tensor([[1, 2, 3], [1, 5, 3]]), torch.tensor([[1, 2, 4], [1, 2, 3]])).tolist()
+    [1.0, 0.5, 0.0]
+    """
     return (tokens == reference).long().cumprod(1).double().mean(0)
 
 
 def repetition(tokens: Tensor, n: int = NGRAM) -> Tensor:
     """(P,) share of a continuation's n-grams that stood in it before, of tokens (P, N): 1 - distinct / all.
 
-    >>> repetition(torch.tensor([[1, 2, 1, 2, 1, 2]]), 2).tolist()
-    [0.6]
+    >>> repetition(torch.tensor([[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5, 6]]), 2).tolist()
+    [0.6, 0.0]
+    >>> repetition(torch.ones(1, 5)).tolist()  # a text of two n-grams
+    [0.5]
     """
     grams = tokens.unfold(1, n, 1)
     distinct = [len(row.unique(dim=0)) for row in grams]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dejavu_train.evaluation.figure import STYLES, pyplot, save
+from dejavu_train.evaluation.figure import STYLES, add_legend, make_panels, name_axes, pyplot, save
 
 BLOCK = 16  # positions that a point of a curve over positions averages
 
@@ -15,18 +15,15 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
     Args:
         rows: of :class:`run.GenerationRow`. positions: of :class:`run.PositionRow`.
     """
-    plt = pyplot()
-    if plt is None:
+    if pyplot() is None:
         return False
     decodings = list(dict.fromkeys(row.decoding for row in rows))
     guarded = any(row.guard_every for row in rows)
-    count = 2 * len(decodings) + guarded * len(decodings)
     columns = len(decodings)
-    size = (4.6 * columns, 3.3 * count / columns)
-    figure, grid = plt.subplots(count // columns, columns, figsize=size, squeeze=False, layout="constrained")
+    figure, grid = make_panels(columns, 4.6, 3.3, 2 + guarded)
     for column, decoding in enumerate(decodings):
         of_decoding = [row for row in positions if row.decoding == decoding and not row.guard_every]
-        parting, drift = grid[0][column], grid[1][column]
+        parting, drift = grid[column], grid[columns + column]
         for style, points in _curves(of_decoding):
             marker = style.pop("marker")
             x = [point.position + 1 for point in points]
@@ -35,7 +32,7 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
             excess = [sum(p.nats - p.dense_nats for p in block) / len(block) for block in blocks]
             middle = [block[len(block) // 2].position + 1 for block in blocks]
             drift.plot(middle, excess, marker=marker, markersize=4, **style)
-        _label(parting, "tokens behind the prompt", "texts not parted yet, %", f"{decoding}: when texts part")
+        name_axes(parting, "tokens behind the prompt", "texts not parted yet, %", f"{decoding}: when texts part")
         parting.set_ylim(-3, 103)
         parting.set_xscale("log")  # half the texts part within few tokens
         ticks = [2**i for i in range(12) if 2**i <= len({row.position for row in of_decoding})]
@@ -43,14 +40,10 @@ def draw(rows: Sequence[Any], positions: Sequence[Any], stem: Path) -> bool:
         parting.set_xticks([], minor=True)
         drift.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
         title = f"{decoding}: under the dense model, over its own text"
-        _label(drift, "tokens behind the prompt", "nats a token", title)
+        name_axes(drift, "tokens behind the prompt", "nats a token", title)
         if guarded:
-            _draw_guards(grid[2][column], [row for row in rows if row.decoding == decoding], decoding)
-    known: dict[str, Any] = {}
-    for panel in figure.axes:
-        known |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-    options = {"loc": "outside lower center", "frameon": False, "handlelength": 3.2, "fontsize": 9, "ncols": 2}
-    figure.legend(known.values(), known.keys(), **options)
+            _draw_guards(grid[2 * columns + column], [row for row in rows if row.decoding == decoding], decoding)
+    add_legend(figure)
     save(figure, stem)
     return True
 
@@ -91,12 +84,4 @@ def _draw_guards(panel: Any, rows: Sequence[Any], decoding: str) -> None:
         panel.errorbar(x, [100 * r.change for r in shown], [100 * (r.error or 0) for r in shown], capsize=2.5, **style)
     panel.axhline(0, color="0.35", linestyle=(0, (1, 1)), linewidth=1)
     panel.set_xticks(list(places.values()), ["none" if not every else f"1 in {every}" for every in places])
-    _label(panel, "dense tokens", "perplexity over dense's, %", f"{decoding}: what a guard buys")
-
-
-def _label(panel: Any, x: str, y: str, title: str) -> None:
-    panel.set_xlabel(x, fontsize=10)
-    panel.set_ylabel(y, fontsize=10)
-    panel.set_title(title, fontsize=10)
-    panel.grid(alpha=0.3)
-    panel.tick_params(labelsize=9)
+    name_axes(panel, "dense tokens", "perplexity over dense's, %", f"{decoding}: what a guard buys")

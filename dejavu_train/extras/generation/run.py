@@ -24,7 +24,6 @@ from dejavu_train.bundle.folder import require_model
 from dejavu_train.bundle.guard import GuardState
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.cli.parser import parse
-from dejavu_train.evaluation import report
 from dejavu_train.evaluation.calibrated import described, moved
 from dejavu_train.evaluation.html_report import rows_table
 from dejavu_train.evaluation.perplexity import increase
@@ -39,6 +38,7 @@ from dejavu_train.families import TARGETS, Target, dims_of
 from dejavu_train.ground.errors import UserError
 from dejavu_train.ground.files import write_json
 from dejavu_train.ground.progress import Progress, set_up_logging
+from dejavu_train.ground.table import table
 from dejavu_train.kernels.common.checks import runs_on
 from dejavu_train.models.load import drop_generation_defaults, load_model, load_tokenizer, resolve_device
 from dejavu_train.sparse.model import SparseCausalLM
@@ -351,12 +351,12 @@ def write_generation(
     return folder, rows
 
 
-def table(rows: Sequence[GenerationRow]) -> str:
+def shown_rows(rows: Sequence[GenerationRow]) -> str:
     """Rows for people."""
     names = ["decoding", "sparse_from", "guard_every", "thresholds", "agreement", "median_divergence", "dense_choice"]
     names += ["perplexity", "change", "error", "repetition", "dense_repetition"]
     shown = rows_table("", [{"neurons": row.asked_mlp_density} | {n: getattr(row, n) for n in names} for row in rows])
-    return report.table(shown.headings, shown.cells)
+    return table(shown.headings, shown.cells)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -370,5 +370,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(config.model, config.revision)
     dense = load_model(config.model, config.dtype, resolve_device(config.device), None, config.revision)
     folder, rows = write_generation(config, dense, tokenizer, bundle)
-    print(table(rows))
+    print(shown_rows(rows))
     logger.info("wrote %s", folder)

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dejavu_train.extras.hosts.hardware import Hardware, hardware_of
 from dejavu_train.families import ModelDims, Target
 from dejavu_train.ground.errors import UserError
+from dejavu_train.ground.table import table
 from dejavu_train.models.config_values import read_dims
 from dejavu_train.run.estimate import Estimate, flops_of_step
 from dejavu_train.run.footprint import gigabytes, memory_line
 from dejavu_train.run.own_text import tokens_to_sample
-from dejavu_train.run.pipeline import table
 from dejavu_train.run.plan import expected_tokens, row_bytes, stage_seconds
 from dejavu_train.training.config import PlanConfig, RunConfig
 
@@ -110,8 +110,8 @@ def print_forecast(config: RunConfig, plan: PlanConfig) -> None:
     stages = {name: spent for name, spent in whole.seconds.items() if spent}
     print(f"{config.model}: {shape.n_layers} layers, {gigabytes(2 * shape.weights)} of weights in 16 bits")
     print(f"{plan.gpus} x {gpu.gpu}, a disk of {plan.disk_gb_s:g} GB/s, nothing made before\n")
-    rows = [[name, whole.gpus[name], _hours(spent / 3600)] for name, spent in stages.items()]
-    rows.append(["in all", plan.gpus, _hours(whole.hours)])
+    rows = [[name, str(whole.gpus[name]), _hours(spent / 3600)] for name, spent in stages.items()]
+    rows.append(["in all", str(plan.gpus), _hours(whole.hours)])
     print(table(["stage", "GPUs", "hours"], rows))
     print(f"each stage holds {START_SECONDS:g} seconds of its start")
     if "text" in stages:
@@ -145,8 +145,8 @@ def _memory_lines(config: RunConfig, shape: ModelDims, gpu: Hardware, plan: Plan
         )
 
 
-def _choice(title: str, run: Forecast, plan: PlanConfig) -> list[object]:
-    cells: list[object] = [title, f"{run.tokens:,}", gigabytes(run.shards), _hours(run.hours), _hours(run.paid)]
+def _choice(title: str, run: Forecast, plan: PlanConfig) -> list[str]:
+    cells = [title, f"{run.tokens:,}", gigabytes(run.shards), _hours(run.hours), _hours(run.paid)]
     return cells + ([f"{run.paid * plan.price:.2f}"] if plan.price else [])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dejavu_train.data.untrained import warn_of_logits
-from dejavu_train.evaluation.perplexity import EvalCorpus
+from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches
 from dejavu_train.extras.survey.decoder import DecoderParts, routed_experts, rows_in
 from dejavu_train.extras.survey.layerwise import LayerRunner
 from dejavu_train.families import Target
@@ -99,14 +99,11 @@ class Survey:
         clock: Callable[[], float],
     ) -> None:
         self.runner, self.parts, self.held, self.selections = runner, parts, held, list(selections)
-        self.state, self.identity, self.clock = state, identity, clock
-        length = max(len(window) for window in held.windows) - 1
-        self.ids = torch.zeros(len(held.windows), length, dtype=torch.long)
-        self.targets, self.real = self.ids.clone(), torch.zeros_like(self.ids, dtype=torch.bool)
-        for row, window in enumerate(held.windows):
-            self.ids[row, : len(window) - 1] = torch.tensor(window[:-1])
-            self.targets[row, : len(window) - 1] = torch.tensor(window[1:])
-            self.real[row, : len(window) - 1] = True
+        self.state, self.clock = state, clock
+        self.identity = f"{identity}, windows by length"  # in the order of the text, they were of earlier versions
+        room = len(held.windows) * max(map(len, held.windows))
+        (whole,) = eval_batches(held, room, torch.device("cpu"))
+        self.ids, self.targets, self.real, self.document = whole.ids, whole.targets, whole.real, whole.document
 
     @torch.no_grad()
     def run(self) -> SurveyResult:
@@ -195,7 +192,7 @@ class Survey:
 
     def _score(self, hidden: Tensor, update: Callable[[int], object]) -> np.ndarray:
         nats = np.zeros((len(self.selections), len(self.held.document_tokens)))
-        for window, document in enumerate(self.held.document):
+        for window, document in enumerate(self.document):
             real = self.real[window]
             for row in range(len(self.selections)):
                 logits = self.runner.logits(self.ids[window : window + 1], hidden[window, row : row + 1])

@@ -5,18 +5,19 @@ Writes results.json (settings, rows) into the output folder, with ``log_samples`
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import transformers
 
 from dejavu_train.bundle.artifact import Bundle
 from dejavu_train.bundle.folder import require_model
 from dejavu_train.cli.parser import parse
+from dejavu_train.evaluation import provenance
 from dejavu_train.evaluation.calibrated import described
 from dejavu_train.extras.tasks.config import AskedOptions, TasksConfig
 from dejavu_train.extras.tasks.model import DENSE, DejavuLM, ModelSpec
@@ -100,10 +101,7 @@ def _write_samples(folder: Path, run: TaskRun, model: str) -> None:
 
 def versions() -> dict[str, str]:
     """Versions that the rows depend on."""
-    import importlib.metadata
-
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return versions | {"lm_eval": importlib.metadata.version("lm_eval")}
+    return provenance.versions() | {"lm_eval": importlib.metadata.version("lm_eval")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -155,7 +155,8 @@ def ask(lm: Any, questions: Questions, use_cache: str | None = None) -> TaskRun:
                 raise UserError(f"the cache of answers {use_cache}.db holds one that is not a number; delete it")
     seconds = time.perf_counter() - began
     logged = {name: _samples(task) for name, task in questions.tasks.items()}
-    tokens = {n: [_tokens(lm, sample) for sample in samples] for n, samples in logged.items() if n in TEXTS}
+    texts = {n: [sample["arguments"][0][0] for sample in logged[n]] for n in logged if n in TEXTS}
+    tokens = {name: [lm.count_tokens(text) for text in own] for name, own in texts.items()}
     cut = {n: _cut(lm, samples) if n not in TEXTS else 0.0 for n, samples in logged.items()}
     return TaskRun(questions.shots, logged, tokens, cut, seconds)
 
@@ -213,31 +214,17 @@ def mean_rows(rows: Sequence[TaskRow]) -> list[TaskRow]:
     n = len(accuracies)
     if n < 2:
         return []
-    return [
-        TaskRow(
-            task="mean",
-            shots=accuracies[0].shots,
-            metric="acc",
-            examples=sum(row.examples for row in accuracies),
-            value=sum(row.value for row in accuracies) / n,
-            dense=sum(row.dense for row in accuracies) / n,
-            change=sum(row.change for row in accuracies) / n,
-            error=math.sqrt(sum((row.error or 0.0) ** 2 for row in accuracies)) / n,
-            flips=sum(row.flips or 0.0 for row in accuracies) / n,
-            cut=sum(row.cut for row in accuracies) / n,
-            seconds=sum(row.seconds for row in accuracies),
-        )
-    ]
+    means = {name: sum(getattr(row, name) for row in accuracies) / n for name in ("value", "dense", "change", "cut")}
+    totals = {name: sum(getattr(row, name) for row in accuracies) for name in ("examples", "seconds")}
+    error = math.sqrt(sum((row.error or 0.0) ** 2 for row in accuracies)) / n
+    flips = sum(row.flips or 0.0 for row in accuracies) / n
+    return [dataclasses.replace(accuracies[0], task="mean", error=error, flips=flips, **means, **totals)]
 
 
 def _log_likelihood(sample: dict[str, Any]) -> float:
     """Nats of a continuation, or of a whole text."""
     answer = sample["filtered_resps"][0]
     return float(answer if isinstance(answer, float) else answer[0])
-
-
-def _tokens(lm: DejavuLM, sample: dict[str, Any]) -> int:
-    return lm.count_tokens(sample["arguments"][0][0])
 
 
 def _cut(lm: DejavuLM, samples: Sequence[dict[str, Any]]) -> float:

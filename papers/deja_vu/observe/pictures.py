@@ -7,7 +7,19 @@ print. Markers and dashes tell lines apart too. Legends stand below the panels, 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dejavu_train.evaluation.figure import BLACK, BLUE, CURVES, GREEN, ORANGE, PINK, RED, STYLES
+from dejavu_train.evaluation.figure import (
+    BLACK,
+    BLUE,
+    CURVES,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    STYLES,
+    add_legend,
+    make_panels,
+    name_axes,
+)
 from dejavu_train.families import Target
 from papers.deja_vu.observe.attention import HeadRow, UniformityRow
 from papers.deja_vu.observe.cost import PARTS, PHASES, CostRow
@@ -27,40 +39,6 @@ UNION_STYLES = {
     "selections": (BLUE, "s", "-", "grouped by previous selections"),
     "independent": (PINK, "x", ":", "independent, same frequencies"),
 }
-
-
-def _panels(
-    count: int, width: float = 4.2, height: float = 3.6, bands: int = 1, **options: Any
-) -> tuple[Any, list[Any]]:
-    """``bands`` rows of ``count`` panels, each ``width`` x ``height`` inches, in reading order."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    size = (width * count, height * bands)
-    figure, grid = plt.subplots(bands, count, figsize=size, squeeze=False, layout="constrained", **options)
-    panels = grid.flatten().tolist()
-    for panel in panels:
-        panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=9)
-    return figure, panels
-
-
-def _label(panel: Any, x: str, y: str, title: str) -> None:
-    panel.set_xlabel(x, fontsize=10)
-    panel.set_ylabel(y, fontsize=10)
-    panel.set_title(title, fontsize=10)
-
-
-def _legend(figure: Any, columns: int = 2) -> None:
-    """One legend for all panels, below them. What two panels name alike stands there once."""
-    known: dict[str, Any] = {}
-    for panel in figure.axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            known.setdefault(label, handle)
-    options = {"loc": "outside lower center", "frameon": False, "handlelength": 3.2}
-    figure.legend(known.values(), known.keys(), fontsize=9, ncols=columns, **options)
 
 
 def _plain(axis: Any) -> None:
@@ -91,7 +69,7 @@ def _ramp(place: int, count: int) -> Any:
 
 def sparsity(rows: Sequence[SparsityRow]) -> Any:
     """Fig. 3: share of heads and of neurons that a token can do without, a line for each loss."""
-    figure, panels = _panels(2)
+    figure, panels = make_panels(2)
     for panel, (target, name) in zip(panels, TARGETS.items(), strict=True):
         of_target = [row for row in rows if row.target == target]
         units = {row.layer: row.needed / (1 - row.silenced) for row in of_target if row.silenced < 1}
@@ -107,8 +85,8 @@ def sparsity(rows: Sequence[SparsityRow]) -> Any:
             0 if least < 50 else max(0, least - 3), 101
         )  # nearly all neurons are silent: the end of the axis
         _whole(panel, [row.layer for row in of_target])
-        _label(panel, "layer", "silenced, % of units", name)
-    _legend(figure, 3)
+        name_axes(panel, "layer", "silenced, % of units", name)
+    add_legend(figure, 3)
     return figure
 
 
@@ -118,7 +96,7 @@ def _pairs(rows: Sequence[SparsityRow], name: str) -> list[tuple[SparsityRow, fl
 
 def cosine(rows: Sequence[CosineRow]) -> Any:
     """Fig. 5a, b: similarity of consecutive layers by layer, and of layers further apart."""
-    figure, panels = _panels(2, sharey=True)
+    figure, panels = make_panels(2, sharey=True)
     near = [row for row in rows if row.distance == 1]
     layers = [row.layer for row in near]
     panels[0].plot(layers, [row.median for row in near], color=BLACK, marker="x", linewidth=1.5, label="median")
@@ -126,7 +104,7 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
         ends = [[getattr(row, name) for row in near] for name in (low, high)]
         panels[0].fill_between(layers, *ends, color=BLACK, alpha=alpha, linewidth=0, label=text)
     _whole(panels[0], layers)
-    _label(panels[0], "layer l", "cosine similarity", "residual stream before l and l + 1")
+    name_axes(panels[0], "layer l", "cosine similarity", "residual stream before l and l + 1")
     starts = sorted({row.layer for row in rows if row.distance == 2} or set(layers))
     starts = starts[:: -(-len(starts) // 5)]
     for style, start in enumerate(starts):
@@ -134,15 +112,15 @@ def cosine(rows: Sequence[CosineRow]) -> Any:
         _line(
             panels[1], [row.distance for row in of_layer], [row.median for row in of_layer], style, f"from l = {start}"
         )
-    _label(panels[1], "distance n", "", "before l and l + n, medians")
+    name_axes(panels[1], "distance n", "", "before l and l + n, medians")
     panels[1].set_xticks(range(1, 1 + max(row.distance for row in rows)))
-    _legend(figure, 4)
+    add_legend(figure, 4)
     return figure
 
 
 def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any:
     """Fig. 4: uniformity of heads against the norm of their output, and the rank correlation by layer."""
-    figure, panels = _panels(2)
+    figure, panels = make_panels(2)
     layers = sorted({row.layer for row in rows})
     for place, layer in enumerate(layers):
         of_layer = [row for row in rows if row.layer == layer]
@@ -152,7 +130,7 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
         panels[0].scatter(x, y, s=22, color=colour, marker=marker, edgecolors="black", linewidths=0.3, label=label)
     panels[0].set_yscale("log")
     _plain(panels[0].yaxis)
-    _label(panels[0], "uniformity (1: looks at all alike)", "norm of the head's output", "heads, means over tokens")
+    name_axes(panels[0], "uniformity (1: looks at all alike)", "norm of the head's output", "heads, means over tokens")
     after = [row.layer for row in correlations]
     panels[1].axhline(0, color="0.35", linewidth=1)
     panels[1].errorbar(
@@ -162,14 +140,14 @@ def heads(rows: Sequence[HeadRow], correlations: Sequence[UniformityRow]) -> Any
     _line(panels[1], after, [row.of_means for row in correlations], 1, "of the heads' means")
     panels[1].set_ylim(-1.05, 1.05)
     _whole(panels[1], after)
-    _label(panels[1], "layer", "rank correlation", "uniformity and norm of the output")
-    _legend(figure, 4)
+    name_axes(panels[1], "layer", "rank correlation", "uniformity and norm of the output")
+    add_legend(figure, 4)
     return figure
 
 
 def union(rows: Sequence[UnionRow]) -> Any:
     """Fig. 8 and App. C.1: sparsity of a batch's union, mean over the layers, and what grouping makes of it."""
-    figure, panels = _panels(2, height=2.9, bands=2)
+    figure, panels = make_panels(2, height=2.9, bands=2)
     mean = mean_over_layers(rows)
     sizes = sorted({row.batch for row in rows})
     for place, (target, name) in enumerate(TARGETS.items()):
@@ -182,20 +160,20 @@ def union(rows: Sequence[UnionRow]) -> Any:
             whole.plot(batches, [100 * row.sparsity for row in of_grouping], label=text, **style)
             gained.plot(batches, [100 * row.gain for row in of_grouping], label=text, **style)
         whole.set_ylim(bottom=0)
-        _label(whole, "", "in no row's set, % of units", name)
-        _label(gained, "rows of a batch", "smaller union, %", f"{name}: gain over different documents")
+        name_axes(whole, "", "in no row's set, % of units", name)
+        name_axes(gained, "rows of a batch", "smaller union, %", f"{name}: gain over different documents")
         for panel in (whole, gained):
             panel.set_xscale("log", base=2)
             panel.set_xticks(sizes, [str(size) for size in sizes])
             panel.set_xticks([], minor=True)
-    _legend(figure, 3)
+    add_legend(figure, 3)
     return figure
 
 
 def predictors(rows: Sequence[PredictorRow]) -> Any:
     """Section 5.2: accuracy, recall and precision of the predictors by layer."""
     present = [target for target in TARGETS if any(row.target == target for row in rows)]
-    figure, panels = _panels(len(present), sharey=True)
+    figure, panels = make_panels(len(present), sharey=True)
     for panel, target in zip(panels, present, strict=True):
         of_target = [row for row in rows if row.target == target]
         for style, column in enumerate(("accuracy", "recall", "precision")):
@@ -214,14 +192,14 @@ def predictors(rows: Sequence[PredictorRow]) -> Any:
             )  # fmt: skip
         panel.set_ylim(0, 102)
         _whole(panel, [row.layer for row in of_target])
-        _label(panel, "layer", "%", TARGETS[target])
-    _legend(figure, 4)
+        name_axes(panel, "layer", "%", TARGETS[target])
+    add_legend(figure, 4)
     return figure
 
 
 def neighbours(rows: Sequence[NeighbourRow]) -> Any:
     """App. C.2: what selecting costs, and what the selection is worth."""
-    figure, (panel,) = _panels(1, width=5.6)
+    figure, (panel,) = make_panels(1, width=5.6)
     styles = {"exact": (BLACK, "s"), "hnsw": (RED, "o"), "predictor": (BLUE, "^")}
     names = {"exact": "exact search", "hnsw": "graph (HNSW)", "predictor": "this bundle's predictors"}
     for method, (colour, marker) in styles.items():
@@ -241,14 +219,14 @@ def neighbours(rows: Sequence[NeighbourRow]) -> Any:
     _plain(panel.xaxis)
     panel.margins(x=0.2, y=0.15)
     title = f"{100 * rows[0].density:.0f} % of the neurons"
-    _label(panel, "ms to select for one token, all layers", "increase of perplexity, %", title)
-    _legend(figure, 3)
+    name_axes(panel, "ms to select for one token, all layers", "increase of perplexity, %", title)
+    add_legend(figure, 3)
     return figure
 
 
 def selections(rows: Sequence[SelectionRow]) -> Any:
     """Fig. 1, section 5.2: perplexity against sparsity, contextual, static and non-contextual."""
-    figure, (panel,) = _panels(1, width=5.6, height=4.4)
+    figure, (panel,) = make_panels(1, width=5.6, height=4.4)
     for name, (colour, marker, dash, text) in CURVES.items():
         points = sorted((100 * row.sparsity, row.perplexity) for row in rows if row.selection == name)
         if points:
@@ -260,14 +238,14 @@ def selections(rows: Sequence[SelectionRow]) -> Any:
     panel.axhline(dense, color="0.35", linestyle=(0, (1, 1)), linewidth=1.2, label="dense")
     panel.set_yscale("log")
     _plain(panel.yaxis)
-    _label(panel, "MLP neurons left out, %", "perplexity", "all heads; each takes as many neurons as predicted")
-    _legend(figure, 2)
+    name_axes(panel, "MLP neurons left out, %", "perplexity", "all heads; each takes as many neurons as predicted")
+    add_legend(figure, 2)
     return figure
 
 
 def cost(rows: Sequence[CostRow]) -> Any:
     """Tables 1 to 3: theory beside measured, for the prompt and for one generated token."""
-    figure, panels = _panels(2)
+    figure, panels = make_panels(2)
     for panel, phase in zip(panels, PHASES, strict=True):
         of_part = {row.part: row for row in rows if row.phase == phase}
         columns = (
@@ -286,8 +264,8 @@ def cost(rows: Sequence[CostRow]) -> Any:
         panel.set_yscale("log")
         _plain(panel.yaxis)
         what = f"prompt of {rows[0].prompt} tokens" if phase == "prompting" else "one generated token"
-        _label(panel, "", "ms, all layers", f"{what}, batch {rows[0].batch}")
-    _legend(figure, 3)
+        name_axes(panel, "", "ms, all layers", f"{what}, batch {rows[0].batch}")
+    add_legend(figure, 3)
     return figure
 
 

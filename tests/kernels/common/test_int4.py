@@ -11,14 +11,6 @@ def test_every_code_in_every_column_comes_back():
     assert torch.equal(unpack_int4(words), codes.to(torch.int8))
 
 
-def test_a_mask_leaves_two_neighbouring_columns():
-    codes = torch.tensor([[-8, -3, 1, 7, 0, 2, -1, 5]])
-    word = pack_int4(codes).item() & 0xFFFFFFFF
-    for i in range(4):
-        pair = word >> 4 * i & 0x000F000F
-        assert [pair & 15, pair >> 16] == (codes[0, 2 * i : 2 * i + 2] + 8).tolist()
-
-
 def test_a_scale_for_each_group_of_columns():
     codes = torch.randint(-8, 8, (3, 32))
     scales = torch.tensor([[1.0, -0.5], [2.0, 0.25], [-1.0, 3.0]]).half()
