@@ -104,9 +104,11 @@ struct Consumer {
     return __float2int_rn(u);
   }
   __device__ void put_sum(int column, float v) { s.sums[column] = in_units(v); }
-  __device__ float ask_bias(const u8* bias) const { return tid < MINE ? half_at(bias, cta * MINE + tid) : 0.f; }
+  __device__ float ask_bias(const u8* bias) const {
+    return BIASES && tid < MINE ? half_at(bias, cta * MINE + tid) : 0.f;
+  }
   __device__ void add_bias(float bias) {
-    if (tid < MINE) atomicAdd(a.delta + turn * D + cta * MINE + tid, in_units(bias));
+    if (BIASES && tid < MINE) atomicAdd(a.delta + turn * D + cta * MINE + tid, in_units(bias));
   }
   // This program's N sums from `first` on are added, and all programs' are there. The next norm's weights are on their
   // way meanwhile.
@@ -132,7 +134,7 @@ struct Consumer {
       gain[i] = shift[i] = uint4{0, 0, 0, 0};
       if (holds) {
         gain[i] = __ldg((const uint4*)(weight + 2 * column) + i);
-        shift[i] = __ldg((const uint4*)(bias + 2 * column) + i);
+        if (!RMS_NORM) shift[i] = __ldg((const uint4*)(bias + 2 * column) + i);
       }
     }
   }
@@ -198,7 +200,7 @@ struct Consumer {
       q += stats[k][1];
     }
     per_unit = 131072.f / __uint_as_float(max(__float_as_uint(sqrtf(q / D)) & 0x7F800000u, 0x3E000000u));
-    const float mean = u / D, rstd = rsqrtf(fmaxf(q / D - mean * mean, 0.f) + a.eps);
+    const float mean = RMS_NORM ? 0.f : u / D, rstd = rsqrtf(fmaxf(q / D - mean * mean, 0.f) + a.eps);
     float scale[16], v[16];
     halves(gain, scale);
     halves(shift, v);
@@ -297,14 +299,15 @@ struct Consumer {
   }
   // OWN neurons: their mask. early: this thread's hidden value, if it was there before.
   __device__ void predict_second(int l, const Layer& layer, u64 early) {
-    const bool mine = w < OWN / 16;
-    const int row = cta * OWN + w * 16 + g;
+    const bool mine = w < OWN_TILES;
+    const bool has0 = OWN % 16 == 0 || w * 16 + g < OWN, has8 = OWN % 16 == 0 || w * 16 + g + 8 < OWN;  // if mine
+    const int row = cta * OWN + (has0 ? w * 16 + g : 0), eighth = cta * OWN + (has8 ? w * 16 + g + 8 : 0);
     float scale0 = 0, scale8 = 0, bias0 = 0, bias8 = 0, threshold = 0;
     if (mine) {
       scale0 = __ldg((const float*)layer.second_scales + row);
-      scale8 = __ldg((const float*)layer.second_scales + row + 8);
+      scale8 = __ldg((const float*)layer.second_scales + eighth);
       bias0 = __ldg((const float*)layer.second_bias + row);
-      bias8 = __ldg((const float*)layer.second_bias + row + 8);
+      bias8 = __ldg((const float*)layer.second_bias + eighth);
       threshold = __ldg((const float*)layer.threshold);
     }
     if (tid < RANK) {
@@ -336,8 +339,8 @@ struct Consumer {
       }
       const float score0 = quad_sum((join(low[0], low[1], high[0], high[1]) - offset2) * unit2) * scale0 + bias0;
       const float score8 = quad_sum((join(low[2], low[3], high[2], high[3]) - offset2) * unit2) * scale8 + bias8;
-      const u32 m0 = __ballot_sync(~0u, every || score0 > threshold),
-                m8 = __ballot_sync(~0u, every || score8 > threshold);
+      const u32 m0 = __ballot_sync(~0u, has0 && (every || score0 > threshold)),
+                m8 = __ballot_sync(~0u, has8 && (every || score8 > threshold));
       if (lane == 0) {
         u32 m = 0;
 #pragma unroll
@@ -552,7 +555,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float scale = half_of(scales[i][block >> 1] >> 16 * (block & 1) & 0xFFFF);
-          f[i] = __float_as_uint(fmaf(h[i] > 0 ? h[i] * scale : 0.f, inverse, MAGIC));
+          f[i] = __float_as_uint(fmaf((GATED ? h[i] != 0 : h[i] > 0) ? h[i] * scale : 0.f, inverse, MAGIC));
           const uint2 u = load2(at[4 * i / ROWS] + neuron_at(row_of(i)) + (w * BLOCKS + block) * 64 + g * 8);
           word[i][0] = u.x;
           word[i][1] = u.y;
@@ -605,13 +608,19 @@ struct Consumer {
   __device__ void attention(int l, const Layer& layer) {
     const int which = tid / QKV_ROWS, at = rank * QKV_ROWS + tid % QKV_ROWS;
     const bool mine = tid < QKV_TILES * 16;
-    const float bias = mine ? half_at(layer.qkv_bias, (head * 3 + which) * HEAD_DIM + at) : 0.f,
+    const float bias = BIASES && mine ? half_at(layer.qkv_bias, (head * 3 + which) * HEAD_DIM + at) : 0.f,
                 out_bias = ask_bias(layer.out_bias);
+    const float2 turn =
+        ROTARY && mine && which < 2 ? __ldg(a.turns + (last * HEAD_DIM + at) / 2) : make_float2(1.f, 0.f);
     if (MODE == SELECT) predict_first(l, layer);
     rows(QKV_TILES * 16);
     const u64 early = MODE == SELECT && tid < RANK ? get_word(a.hidden + tid) : 0;
+    float v = mine ? row_sum(tid) + bias : 0.f;
+    if (ROTARY) {
+      const float other = __shfl_xor_sync(~0u, v, 1);
+      v = fmaf(v, turn.x, at & 1 ? other * turn.y : -other * turn.y);
+    }
     if (mine) {
-      const float v = row_sum(tid) + bias;
       const u16 rounded = to_half(v);
       send(which * HEAD_DIM + at, which ? half_of(rounded) : v, l);
       if (which) ((u16*)(which == 1 ? layer.k : layer.v))[((u64)head * a.capacity + last) * HEAD_DIM + at] = rounded;
@@ -623,6 +632,10 @@ struct Consumer {
     project_out();
     add_bias(out_bias);
   }
+  __device__ float activated(float v) const {
+    const float kept = v <= THRESHOLD ? 0.f : v;  // keeps a NaN
+    return SQUARED ? kept * kept : kept;
+  }
   __device__ void mlp(int l, const Layer& layer) {
     const float down_bias = ask_bias(layer.down_bias);
     int n = OWN;
@@ -632,16 +645,23 @@ struct Consumer {
     }
     const float bias = tid < n ? half_at(layer.up_bias, MODE == SELECT ? s.ids[tid] : cta * OWN + tid) : 0.f;
     rows(n);
-    if (tid < n) {
-      const float v = row_sum(tid) + bias;
-      (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = v <= 0 ? 0 : v;  // keeps a NaN
-    }
+    if (tid < n) (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = activated(row_sum(tid) + bias);
     meet();
     if (MODE == SKIP_ZEROS) {
       if (tid == 0) bar_arrive(shared_at(&s.live));
       limit.wait(shared_at(&s.listed), l & 1, LIST);
       n = s.n;
     }
+#if GATED
+    float factor_bias = 0;
+    if (BIASES && tid < n) factor_bias = half_at(layer.factor_bias, MODE == READ_ALL ? cta * OWN + tid : s.ids[tid]);
+    rows(n);
+    if (tid < n) {
+      const float v = row_sum(tid) + factor_bias;
+      s.kept[tid] *= BOTH ? activated(v) : v;
+    }
+    meet();
+#endif
     down(n, (const float*)layer.largest);
     add_bias(down_bias);
   }
@@ -674,8 +694,10 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     decoder_layers(const Layer* layers, const float* x, float* out, const int* position, const int* row_state,
-                   int* delta, u64* heads, u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps) {
-  const Arguments a = {layers, x, out, position, row_state, delta, heads, hidden, masks, sync, n_layers, capacity, eps};
+                   int* delta, u64* heads, u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps,
+                   const float2* turns) {
+  const Arguments a = {layers, x,     out,  position, row_state, delta, heads,
+                       hidden, masks, sync, n_layers, capacity,  eps,   turns};
   SHARED_MEMORY(ring);
   Shared& s = *(Shared*)(ring + PAGES * PAGE);
   Layer* const table = (Layer*)(ring + PAGES * PAGE + SMALL);

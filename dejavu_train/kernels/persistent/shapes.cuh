@@ -16,6 +16,7 @@ constexpr int SCALES_AT = 16384 + 16 * ROWS;
 // Where row r lies in a page, so that lanes that read together meet no bank twice: of rows, and of down's neurons.
 __host__ __device__ constexpr int row_at(int r) { return r * ROW + (r >> 2) * 64; }
 __host__ __device__ constexpr int neuron_at(int r) { return r * ROW + (r >> 1) * 32; }
+constexpr int OWN_TILES = (OWN + 15) / 16;
 constexpr int FIRST_ROWS = (RANK + CTAS - 1) / CTAS, SECOND_BYTES = OWN * RANK / 2;
 constexpr int POSITIONS = 32, KV_BYTES = POSITIONS * HEAD_DIM * 2;  // of a page of K (or V)
 constexpr int FLYING = 4, CALM = 2;                                 // pages on their way, and beside a barrier
@@ -27,7 +28,7 @@ constexpr float LARGEST = 1073741824.f;      // units that a program may add to 
 constexpr u32 LAUNCHES = 3u << 30;           // are counted: all counters then begin anew, and delta's three buffers
 constexpr u64 LIMIT_NS = 4000000000ull;      // of a launch, in which every wait gives up
 
-static_assert((D == 2048 || D == 4096) && D_FFN % (16 * CTAS) == 0 && OWN <= 128, "unsupported widths");
+static_assert((D == 2048 || D == 4096) && D_FFN % CTAS == 0 && OWN <= 128, "unsupported widths");
 static_assert(PAGE == SCALES_AT + ROWS * ROW_SCALES, "a page holds rows, and their scales behind them");
 static_assert(PARTS_AT + PARTS <= EXCHANGE, "a head's words have no room");
 static_assert(LAUNCHES % 3 == 0 && LAUNCHES % (1u << 27) == 0, "counters do not begin anew together");
@@ -36,11 +37,15 @@ static_assert(MODE != SELECT || (RANK % 128 == 0 && RANK <= 256), "unsupported r
 
 // A layer's tensors, in the order of decoder_layers.StepLayer.tensors.
 struct Layer {
-  const u8 *qkv, *qkv_scales, *qkv_bias, *out, *out_scales, *out_bias, *up, *up_scales, *up_bias;
+  const u8 *qkv, *qkv_scales, *qkv_bias, *out, *out_scales, *out_bias;
+  const u8 *up, *up_scales, *up_bias;  // of a gated MLP the gate: the map whose products are activated
   const u8 *down, *down_scales, *down_bias, *gain1, *shift1, *gain2, *shift2;
   u8 *k, *v;  // (HEADS, capacity, HEAD_DIM) fp16
   const u8 *first, *first_scales, *second, *second_scales, *second_bias, *threshold;
   const u8* largest;  // (D / 128) fp32: of down's scales of 128 columns
+#if GATED
+  const u8 *factor, *factor_scales, *factor_bias;  // up behind a gate
+#endif
 };
 
 struct Arguments {
@@ -53,6 +58,7 @@ struct Arguments {
   u32 *masks, *sync;    // (CTAS, 4); words at 32 i: 0 launches, 3 list, 4 error, 8.. barrier
   int n_layers, capacity;
   float eps;
+  const float2* turns;  // (capacity, HEAD_DIM / 2): cosine and sine of neighbouring rows of q and k
 };
 
 // Where word i lies in an array of which lanes read 16 neighbours each, 32 apart: without bank conflicts.
