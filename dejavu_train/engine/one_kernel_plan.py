@@ -31,9 +31,10 @@ def one_kernel_sizes(
     sizes = StepSizes(
         dims.d_model, dims.n_heads, dims.head_dim, dims.d_ffn, dims.n_layers,
         Neurons.SELECTED if facts else Neurons.LIVE if skips else Neurons.ALL, facts[0].rank if facts else 0,
-        rms=dims.norm in (Norm.RMS_NORM, Norm.RMS_NORM_PLAIN), rotary=dims.positions is Positions.ROTARY,
-        biases=dims.biases, gated=dims.gated, squared=dims.activation is Activation.RELU2,
-        both=dims.activation is Activation.DRELU, threshold=dims.threshold,
+        kv_heads=dims.n_kv_heads, rms=dims.norm in (Norm.RMS_NORM, Norm.RMS_NORM_PLAIN),
+        rotary=dims.positions is Positions.ROTARY, biases=dims.biases, gated=dims.gated,
+        squared=dims.activation is Activation.RELU2, both=dims.activation is Activation.DRELU,
+        threshold=dims.threshold,
     )  # fmt: skip
     for why, refused in (
         ("none was asked for", not options.one_kernel),
@@ -43,7 +44,6 @@ def one_kernel_sizes(
         ("its norms stand in front of halves alone", dims.post_norm or dims.qk_norm is not QkNorm.NONE),
         ("its positions are learned or rotary", dims.positions is Positions.ALIBI),
         ("its layers have attention and an MLP", bool(dims.pattern)),
-        ("its heads share no K and V", dims.n_kv_heads != dims.n_heads),
         ("a guard measures layer by layer", options.guarded),
         ("it selects no heads", any(key[1] == Target.HEADS and each is not None for key, each in predictors.items())),
         ("it selects in all layers or in none", bool(facts) and len(facts) < dims.n_layers),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 SMALL = {"n_layers": 4, "vocab_size": 512, "max_positions": 256}
 DIMS = ModelDims(2048, 8192, 4, 32, 512, 256)
 FAMILIES = [pytest.param(DIMS, id="opt")]
-FAMILIES += [pytest.param(replace(SHAPES[name], **SMALL), id=name) for name in ("prosparse-7b",)]
+FAMILIES += [pytest.param(replace(SHAPES[name], **SMALL), id=name) for name in ("prosparse-7b", "minitron-8b")]
 ROWS = [[3 + (7 * i) % 500 for i in range(200)]]
 
 

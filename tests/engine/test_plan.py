@@ -349,11 +349,13 @@ OPT_1B = ModelDims(2048, 8192, 24, 32, 50272, 2048)
 OWN_INT4 = {"ahead": 1, "heads": False, "rank": 128, "format": "int4"}
 
 
-PROSPARSE = SHAPES["prosparse-7b"]
 ONE_KERNEL = [
     (OPT_1B, StepSizes(2048, 32, 64, 8192, 24, Neurons.ALL)),
-    (PROSPARSE, StepSizes(
+    (SHAPES["prosparse-7b"], StepSizes(
         4096, 32, 128, 11008, 32, Neurons.ALL, rms=True, rotary=True, biases=False, gated=True, threshold=0.01
+    )),
+    (SHAPES["minitron-8b"], StepSizes(
+        4096, 48, 128, 16384, 32, Neurons.ALL, kv_heads=8, rotary=True, biases=False, squared=True
     )),
 ]  # fmt: skip
 
@@ -379,8 +381,8 @@ def test_one_kernel_runs_all_layers_of_one_row(dims, sizes, given, options, neur
         (None, {}, {"post_norm": True}, "in front of halves alone"),
         (None, {}, {"positions": Positions.ALIBI}, "learned or rotary"),
         (None, {}, {"d_ffn": 8192 + 64}, "in a multiple of 128"),
-        (None, {}, {"n_kv_heads": 8}, "share no K and V"),
-        (None, {}, {"n_heads": 16, "n_kv_heads": 16}, "heads of 32, not 16"),
+        (None, {}, {"n_kv_heads": 8}, "32 heads with 8 of K and V do not fall evenly"),
+        (None, {}, {"n_heads": 24, "n_kv_heads": 24}, "K/V heads of 8 or 16 or 32, not 24"),
         (None, {"guard": Guard(every=8)}, {}, "a guard measures layer by layer"),
         (OWN_INT4 | {"heads": True}, {}, {}, "it selects no heads"),
         (OWN_INT4 | {"ahead": 0}, {}, {}, "predictors read their layer's attn_in"),

@@ -28,9 +28,7 @@ from dejavu_train.kernels.formats.int4 import Int4Rows, pack_int4
 from dejavu_train.kernels.formats.matrix import Linear
 from dejavu_train.kernels.persistent.program import Launcher, Program
 from dejavu_train.kernels.persistent.sizes import (
-    EXCHANGE,
     GROUP,
-    HEADS,
     PROGRAMS,
     RANKS,
     SYNC,
@@ -55,7 +53,7 @@ ERROR_AT = 4 * 32  # of sync
 class StepLayer:
     """Tensors of one layer: Int4Rows as `engine.weights` lays them, down as rows of neurons, biases and norms in fp16.
 
-    cache: k and v (1, heads, capacity, head_dim) fp16. predictor: of the MLP, from norm1's output, as nibbles.
+    cache: k and v (1, kv_heads, capacity, head_dim) fp16. predictor: of the MLP, from norm1's output, as nibbles.
     threshold: (1,) fp32. gate: of a gated MLP, as up.
     """
 
@@ -126,7 +124,11 @@ class DecoderLayers:
         def zeros(n: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(n, dtype=dtype, device=device)
 
-        self.delta, self.heads, self.hidden = zeros(3 * sizes.d, torch.int32), zeros(HEADS * EXCHANGE), zeros(RANKS[-1])
+        self.delta, self.heads, self.hidden = (
+            zeros(3 * sizes.d, torch.int32),
+            zeros(sizes.kv_heads * sizes.exchange),
+            zeros(RANKS[-1]),
+        )
         self.masks, self.sync = zeros(4 * PROGRAMS, torch.int32), zeros(SYNC, torch.int32)
         self.launch = layers_launcher(sizes, device)
 
@@ -176,9 +178,10 @@ def program_of(sizes: StepSizes) -> Program:
 def check_layer(sizes: StepSizes, layer: StepLayer) -> None:
     """Raise ValueError for tensors that the kernel would misread."""
     d, head_dim, heads, n = sizes.d, sizes.head_dim, sizes.heads, sizes.d_ffn
+    qkv = (sizes.kv_heads, sizes.share + 2, head_dim, d)
     require((layer.gate is not None) == sizes.gated, "gates are there, or none is")
     for name, linear, shape, group in (
-        ("qkv", layer.qkv, (heads, 3, head_dim, d), GROUP), ("out", layer.out, (heads, d, head_dim), head_dim),
+        ("qkv", layer.qkv, qkv, GROUP), ("out", layer.out, (heads, d, head_dim), head_dim),
         ("gate", layer.gate, (n, d), GROUP), ("up", layer.up, (n, d), GROUP), ("down", layer.down, (n, d), GROUP),
     ):  # fmt: skip
         if linear is None:
@@ -233,8 +236,8 @@ def attention_reference(sizes: StepSizes, layer: StepLayer, n: Tensor, position:
 
 
 def qkv_reference(sizes: StepSizes, layer: StepLayer, n: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(q (heads, 1, head_dim), k and v (heads, head_dim)), turned."""
-    rows = (_dense(layer.qkv) @ n[0] + layer.qkv.bias.double()).view(sizes.heads, -1, sizes.head_dim)
+    """(q (kv_heads, share, head_dim), k and v (kv_heads, head_dim)), turned."""
+    rows = (_dense(layer.qkv) @ n[0] + layer.qkv.bias.double()).view(sizes.kv_heads, -1, sizes.head_dim)
     if (turning := layer.cache.turning) is not None:
         at = torch.full(rows[:, :-1].shape[:2], position, device=n.device)
         rows = torch.cat((turned_reference(rows[:, :-1], turning, at), rows[:, -1:]), 1)

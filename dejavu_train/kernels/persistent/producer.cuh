@@ -7,6 +7,7 @@ struct Producer {
   const u32 pages, full, empty, launch;
   const int last;
   const int lane = threadIdx.x & 31, cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
+  const int team = rank / PARTNERS, partner = rank % PARTNERS;
   int slot = 0, landed = 0, flying = 0;
   u32 phase = 0, landed_phase = 0;
 
@@ -82,10 +83,11 @@ struct Producer {
   }
   __device__ void attention(const Layer& layer, int l) {
     if (MODE == SELECT) { whole(layer.first + (u64)cta * FIRST_ROWS * ROW, FIRST_ROWS * ROW); }
-    for (int r = 0; r < 3 * QKV_ROWS; r += ROWS)
-      rows<4>(layer.qkv, layer.qkv_scales, (head * 3 + r / QKV_ROWS) * HEAD_DIM + rank * QKV_ROWS + r % QKV_ROWS);
+    for (int r = 0; r < QKV_ROWS; r += ROWS)
+      rows<4>(layer.qkv, layer.qkv_scales,
+              (head * (SHARE + 2) + r / PART_ROWS) * HEAD_DIM + rank * PART_ROWS + r % PART_ROWS);
     if (MODE == SELECT) whole(layer.second + (u64)cta * SECOND_BYTES, SECOND_BYTES);
-    for (int c = rank; c * POSITIONS < last; c += RANKS) {
+    for (int c = partner; c * POSITIONS < last; c += PARTNERS) {
       const u32 bytes = min(POSITIONS, last - c * POSITIONS) * HEAD_DIM * 2;
       const u64 from = ((u64)head * a.capacity + c * POSITIONS) * HEAD_DIM * 2;
       claim(2 * bytes);
@@ -95,8 +97,9 @@ struct Producer {
       }
       next();
     }
-    for (int i = 0; i < OUT_PAGES; ++i) {
-      const u64 row = (u64)head * D + rank * (D / RANKS) + i * 256;
+    for (int i = 0; i < MIXED * OUT_PAGES; ++i) {
+      const int mixed = head * SHARE + team * MIXED + i / OUT_PAGES;
+      const u64 row = (u64)mixed * D + partner * COLUMNS + i % OUT_PAGES * 256;
       claim(OUT_BYTES + 512);
       if (lane == 0) {
         fetch(at(), layer.out + row * (HEAD_DIM / 2), OUT_BYTES, bar());

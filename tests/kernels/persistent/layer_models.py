@@ -19,11 +19,12 @@ from dejavu_train.kernels.persistent.decoder_layers import (
 from dejavu_train.kernels.persistent.sizes import Neurons, StepSizes
 from dejavu_train.kernels.stages.predictor import PredictorWeights
 
-# What differs from OPT. Of a program's neurons none of these fill whole pages.
+# What differs from OPT.
 PROSPARSE = {"rms": True, "rotary": True, "biases": False, "gated": True, "threshold": 0.1}
 FORMS = {
     "opt": {},
     "prosparse": PROSPARSE,
+    "minitron": {"rotary": True, "biases": False, "squared": True},
     "drelu": PROSPARSE | {"both": True, "biases": True, "threshold": 0.0},
 }
 
@@ -31,13 +32,16 @@ FORMS = {
 def sizes_of(d, n_layers, neurons, relu=False, form="opt"):
     rank = d // 16 if neurons is Neurons.SELECTED else 0
     d_ffn = 43 * d // 16 if form != "opt" else 4 * d  # ProSparse-7B's of 4096
-    return StepSizes(d, 32, d // 32, d_ffn, n_layers, neurons, rank, relu, **FORMS[form])
+    heads, kv_heads, head_dim = (32, 32, d // 32)
+    if form == "minitron":
+        heads, kv_heads, head_dim = (48, 8, 128) if d == 4096 else (64, 16, 128)  # Minitron-8B's of 4096
+    return StepSizes(d, heads, head_dim, d_ffn, n_layers, neurons, rank, relu, kv_heads, **FORMS[form])
 
 
 def random_layers(sizes, capacity, device, seed=0):
     """Layers whose scales have either sign. In a step that skips silent neurons, most are silent."""
     generator = torch.Generator(device).manual_seed(seed)
-    d, hd, n, h = sizes.d, sizes.head_dim, sizes.d_ffn, sizes.heads
+    d, hd, n, h, kv = sizes.d, sizes.head_dim, sizes.d_ffn, sizes.heads, sizes.kv_heads
     unit = 0.02 * (4096 / d) ** 0.5 / 4.6
 
     def normal(*shape):
@@ -62,7 +66,7 @@ def random_layers(sizes, capacity, device, seed=0):
     def scales(n):
         return (torch.rand(n, device=device, generator=generator) + 0.5) * 0.01
 
-    half = hd // 2
+    half = hd // (4 if sizes.squared else 2)  # a part of a head's dimensions turns, or all
     angles = torch.arange(capacity, device=device)[:, None] * 100.0 ** (-torch.arange(half, device=device) / half)
     turns = Rotary.of(*(each.repeat(1, 2) for each in (angles.cos(), angles.sin())), hd) if sizes.rotary else None
     silent = -1.5 if sizes.neurons is Neurons.LIVE else 0.0
@@ -74,11 +78,11 @@ def random_layers(sizes, capacity, device, seed=0):
                 first, second, 0.1 * normal(n), scales(sizes.rank), scales(n), relu=sizes.relu
             )  # fmt: skip
             threshold = torch.zeros(1, device=device)
-        cache = KvCache(*(normal(1, h, capacity, hd).half() for _ in range(2)), torch.zeros(0, device=device))
+        cache = KvCache(*(normal(1, kv, capacity, hd).half() for _ in range(2)), torch.zeros(0, device=device))
         cache = replace(cache, positions=turns)
         gate = linear(n, d, groups=d // 128, bias=(n,), shift=silent) if sizes.gated else None
         yield StepLayer(
-            linear(h, 3, hd, d, groups=d // 128, bias=(h, 3, hd)),
+            linear(kv, h // kv + 2, hd, d, groups=d // 128, bias=(kv, h // kv + 2, hd)),
             linear(h, d, hd, groups=1, bias=(d,)),
             linear(n, d, groups=d // 128, bias=(n,), shift=None if sizes.gated else silent),
             linear(n, d, groups=d // 128, bias=(d,)),

@@ -36,7 +36,10 @@ def compiler():
 
 
 @pytest.mark.parametrize("neurons", MODES)
-@pytest.mark.parametrize(("d", "form"), [(2048, "opt"), (4096, "opt"), (4096, "prosparse")])
+@pytest.mark.parametrize(
+    ("d", "form"),
+    [(2048, "opt"), (4096, "opt"), *(pytest.param(4096, form, marks=pytest.mark.long) for form in [*FORMS][1:])],
+)
 def test_the_compiler_needs_no_more_than_a_multiprocessor_has(d, form, neurons):
     compiler()
     sizes = sizes_of(d, 48, neurons, form=form)
@@ -55,8 +58,8 @@ def test_a_source_that_does_not_compile_says_where():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"d": 2560}, "a width of 2048 or 4096, not 2560"), ({"heads": 40}, "heads of 32, not 40"),
-        ({"head_dim": 80}, "a head dim of 64 or 128, not 80"), ({"head_dim": 64}, "as wide as the model"),
+        ({"d": 2560}, "a width of 2048 or 4096, not 2560"), ({"kv_heads": 40}, "heads of 8 or 16 or 32, not 40"),
+        ({"head_dim": 80}, "a head dim of 64 or 128, not 80"), ({"heads": 40}, "40 heads with 32 of K and V"),
         ({"rank": 192}, "rank of 128 or 256, not 192"), ({"d_ffn": 20480}, "16384 at most, not 20480"),
         ({"d_ffn": 16000 + 64}, "a multiple of 128"), ({"layers": 700}, "no room for its pages"),
     ],
@@ -153,8 +156,9 @@ def test_it_equals_plain_torch_on_a_cpu(device, d, n_layers, neurons, position, 
 @pytest.mark.parametrize(
     ("d", "form", "n_layers", "neurons", "position"),
     [
-        *((2048, "prosparse", 2, neurons, position) for neurons, position in zip(MODES, (150, 40, 0), strict=True)),
-        (2048, "drelu", 1, Neurons.LIVE, 40),
+        (2048, "prosparse", 1, Neurons.ALL, 150), (2048, "prosparse", 2, Neurons.LIVE, 40),
+        (2048, "prosparse", 1, Neurons.SELECTED, 0), (2048, "drelu", 1, Neurons.LIVE, 40),
+        (2048, "minitron", 1, Neurons.LIVE, 150), (2048, "minitron", 1, Neurons.SELECTED, 199),
         *(
             pytest.param(d, form, 3, neurons, position, marks=pytest.mark.long)
             for d in WIDTHS
@@ -163,7 +167,7 @@ def test_it_equals_plain_torch_on_a_cpu(device, d, n_layers, neurons, position, 
             for position in (0, 199)
         ),
     ],
-)
+)  # fmt: skip
 def test_it_equals_plain_torch_in_other_families(device, d, form, n_layers, neurons, position):
     equals_plain_torch(device, d, n_layers, neurons, position, form=form)
 
