@@ -14,7 +14,7 @@
 // times too large. Group j of a warp lies in columns 2 j and 2 j + 1 of B, with zeros elsewhere. So one accumulator
 // serves four groups, and lane t of a quad ends with the sums of group t. delta is in whole numbers of 32 bits, so its
 // sums have no order. Their unit follows from the residual stream, which is fp32 in the registers of every program, alike
-// in all: 2^-17 of the power of two below its root mean square, which is taken as an eighth at least.
+// in all: 1 / UNITS of the power of two below its root mean square, which is taken as an eighth at least.
 
 // The warps that multiply.
 struct Consumer {
@@ -209,7 +209,7 @@ struct Consumer {
       u += stats[k][0];
       q += stats[k][1];
     }
-    per_unit = 131072.f / __uint_as_float(max(__float_as_uint(sqrtf(q / D)) & 0x7F800000u, 0x3E000000u));
+    per_unit = UNITS / __uint_as_float(max(__float_as_uint(sqrtf(q / D)) & 0x7F800000u, 0x3E000000u));
     const float mean = RMS_NORM ? 0.f : u / D, rstd = rsqrtf(fmaxf(q / D - mean * mean, 0.f) + a.eps);
     float scale[16], v[16];
     halves(gain, scale);

@@ -29,9 +29,12 @@ constexpr int COUNTERS = 8;                                         // of the ba
 constexpr int TEAM_WORDS = MIXED * PARTNERS * (HEAD_DIM + 2), NORMS = MIXED * PARTNERS * HEAD_DIM;
 constexpr int PARTS_AT = EXCHANGE - TEAMS * TEAM_WORDS;
 constexpr float MAGIC = 12582912.f + 128.f;  // 1.5 * 2^23: the whole part in the low bits; 128 rounds the high digit
-constexpr float LARGEST = 1073741824.f;      // units that a program may add to a column, and all together: 2^30
-constexpr u32 LAUNCHES = 3u << 30;           // are counted: all counters then begin anew, and delta's three buffers
-constexpr u64 LIMIT_NS = 4000000000ull;      // of a launch, in which every wait gives up
+// Of delta in the power of two below the stream's root mean square. Models without biases keep some in columns of the
+// stream: one MLP adds thousands where that is still small.
+constexpr float UNITS = BIASES ? 131072.f : 32768.f;
+constexpr float LARGEST = 1073741824.f;  // units that a program may add to a column, and all together: 2^30
+constexpr u32 LAUNCHES = 3u << 30;       // are counted: all counters then begin anew, and delta's three buffers
+constexpr u64 LIMIT_NS = 4000000000ull;  // of a launch, in which every wait gives up
 
 static_assert((D == 2048 || D == 4096) && D_FFN % CTAS == 0 && OWN <= 128, "unsupported widths");
 static_assert(PAGE == SCALES_AT + ROWS * ROW_SCALES, "a page holds rows, and their scales behind them");

@@ -226,6 +226,20 @@ def test_a_large_scale_of_down_is_felt_in_its_columns_alone(device):
     assert not kernel.fault() and off(out[:, others], expected[:, others]) < 5e-4
 
 
+def test_a_model_without_biases_may_add_thousands_to_a_column_of_a_small_stream(device):
+    sizes, layers, x, kernel = problem(device, 2048, 1, Neurons.ALL, 40, form="prosparse")
+    x *= 0.03
+    added = decoder_layers_reference(sizes, layers, x, 40)[0] - x[0]
+    layers[0].down.weight.scales[:, 5] *= 3000 / float(added[5 * 128 : 6 * 128].abs().max())
+    kernel = DecoderLayers(sizes, layers, kernel.position, kernel.row_state)
+    out, expected = torch.zeros_like(x), decoder_layers_reference(sizes, layers, x, 40)
+    kernel(x, out)
+    others = torch.ones(2048, dtype=torch.bool, device=device)
+    others[5 * 128 : 6 * 128] = False
+    assert expected.abs().max() > 2000 and not kernel.fault()
+    assert off(out, expected) < 5e-4 and off(out[:, others], expected[:, others]) < 5e-4
+
+
 def test_launches_are_counted_anew_after_some_days(device):
     _, _, x, kernel = problem(device, 2048, 1, Neurons.SELECTED, 40)
     out, right = torch.zeros_like(x), torch.zeros_like(x)
