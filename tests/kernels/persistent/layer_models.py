@@ -31,7 +31,7 @@ FORMS = {
 
 def sizes_of(d, n_layers, neurons, relu=False, form="opt"):
     rank = d // 16 if neurons is Neurons.SELECTED else 0
-    d_ffn = 43 * d // 16 if form != "opt" else 4 * d  # ProSparse-7B's of 4096
+    d_ffn = {2048: 39, 4096: 86}[d] * 128 if form != "opt" else 4 * d  # ProSparse-7B's of 4096
     heads, kv_heads, head_dim = (32, 32, d // 32)
     if form == "minitron":
         heads, kv_heads, head_dim = (48, 8, 128) if d == 4096 else (64, 16, 128)  # Minitron-8B's of 4096
