@@ -1,13 +1,14 @@
 // All layers of a decoding step of one row as one cooperative kernel, over 4-bit weights where they lie.
 // The host defines what `StepSizes.defines` lists. docs/notes/one-kernel.md explains it.
 //
-// CTAS programs, one a multiprocessor, four for a head. A program owns a quarter of its head's rows, a quarter of the
-// columns of the head's output projection, and D_FFN / CTAS neurons. Its producer warp streams weights into a ring of
-// pages in shared memory, in the order in which they are used and ahead of all barriers. Eight warps multiply them.
+// CTAS programs, one a multiprocessor, RANKS for a head of K and V. Those with the same of its SHARE heads of q are a
+// team. Of OPT four programs are the team of a head. A program owns a part of the rows of q, k and v, of its team's
+// positions and of the columns of their output projection, and D_FFN / CTAS neurons. Its producer warp streams weights
+// into a ring of pages in shared memory, in the order of their use and ahead of all barriers. Eight warps multiply them.
 //
-//   half 1  x += delta, LayerNorm, q/k/v rows | the four exchange | attention, a quarter of the positions
-//           | the four exchange | columns of the output projection, added into delta | BARRIER of all programs
-//   half 2  x += delta, LayerNorm, up rows of own neurons, down rows of the same, added into delta | BARRIER
+//   half 1  x += delta, norm, q/k/v rows | all of a head exchange | turn, attention over a part of the positions
+//           | the team exchanges | columns of the output projection, added into delta | BARRIER of all programs
+//   half 2  x += delta, norm, up (and gate) rows of own neurons, down rows of the same, added into delta | BARRIER
 //
 // Numbers: inputs of products are whole numbers of 16 bits by groups of 128, as two signed digits of 8 bits in two
 // columns of B. Codes are multiplied as they lie (u8 x s8, exact): the low nibbles of a word, and its high ones, sixteen
