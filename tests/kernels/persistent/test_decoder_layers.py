@@ -263,11 +263,12 @@ def test_launches_are_counted_anew_after_some_days(device):
 
 
 @pytest.mark.parametrize("neurons", MODES)
+@pytest.mark.parametrize("form", FORMS)
 class TestStepsOnAGpu:
     pytestmark = gpu
 
-    def test_a_thousand_steps_are_equal_beside_another_stream(self, neurons):
-        _, _, x, kernel = problem("cuda", 4096, 4, neurons, 130)
+    def test_a_thousand_steps_are_equal_beside_another_stream(self, form, neurons):
+        _, _, x, kernel = problem("cuda", 4096, 4, neurons, 130, form=form)
         out, first = torch.zeros_like(x), torch.zeros_like(x)
         kernel(x, first)
         load, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
