@@ -10,24 +10,23 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;                  // that multiply
 constexpr int ROW = D / 2, ROW_SCALES = D / 64;                 // bytes of a row of codes and of its scales
 constexpr int ROWS = 16384 / ROW;                               // of a page
 constexpr int GROUPS = D / 128 / WARPS;                         // of a warp, of a row
-constexpr int PART_ROWS = HEAD_DIM / RANKS,
-              QKV_ROWS = (SHARE + 2) * PART_ROWS;  // of a program, of each q, k and v, of all
-constexpr int COLUMNS = D / PARTNERS;              // of the output projection, of a program
+constexpr int PART_ROWS = HEAD_DIM / RANKS;                     // of a program, of each of q, k and v
+constexpr int QKV_ROWS = (SHARE + 2) * PART_ROWS;               // of all of them
+constexpr int COLUMNS = D / PARTNERS;                           // of the output projection, of a program
 constexpr int OUT_PAGES = COLUMNS / 256, OUT_BYTES = 256 * (HEAD_DIM / 2);
-constexpr int OWN = D_FFN / CTAS;  // neurons of a program
-constexpr int BLOCKS = D / 1024;   // of columns of down, 128 of each warp
+constexpr int OWN = D_FFN / CTAS, OWN_TILES = (OWN + 15) / 16;  // neurons of a program, in tiles of 16
+constexpr int BLOCKS = D / 1024;                                // of columns of down, 128 of each warp
 constexpr int SCALES_AT = 16384 + 16 * ROWS;
 // Where row r lies in a page, so that lanes that read together meet no bank twice: of rows, and of down's neurons.
 __host__ __device__ constexpr int row_at(int r) { return r * ROW + (r >> 2) * 64; }
 __host__ __device__ constexpr int neuron_at(int r) { return r * ROW + (r >> 1) * 32; }
-constexpr int OWN_TILES = (OWN + 15) / 16;
 constexpr int FIRST_ROWS = (RANK + CTAS - 1) / CTAS, SECOND_BYTES = OWN * RANK / 2;
 constexpr int POSITIONS = 32, KV_BYTES = POSITIONS * HEAD_DIM * 2;  // of a page of K (or V)
 constexpr int FLYING = 4, CALM = 2;                                 // pages on their way, and beside a barrier
 constexpr int MINE = D / CTAS;                                      // columns of x that a program looks after
 constexpr int COUNTERS = 8;                                         // of the barrier, a line each
-constexpr int TEAM_WORDS = MIXED * PARTNERS * (HEAD_DIM + 2), NORMS = MIXED * PARTNERS * HEAD_DIM;
-constexpr int PARTS_AT = EXCHANGE - TEAMS * TEAM_WORDS;
+constexpr int NORMS = MIXED * PARTNERS * HEAD_DIM;                  // of a team's words, behind its parts
+constexpr int TEAM_WORDS = NORMS + MIXED * PARTNERS * 2, PARTS_AT = (SHARE + 2) * HEAD_DIM;
 constexpr float MAGIC = 12582912.f + 128.f;  // 1.5 * 2^23: the whole part in the low bits; 128 rounds the high digit
 // Of delta in the power of two below the stream's root mean square. Models without biases keep some in columns of the
 // stream: one MLP adds thousands where that is still small.
@@ -38,7 +37,7 @@ constexpr u64 LIMIT_NS = 4000000000ull;  // of a launch, in which every wait giv
 
 static_assert((D == 2048 || D == 4096) && D_FFN % CTAS == 0 && OWN <= 128, "unsupported widths");
 static_assert(PAGE == SCALES_AT + ROWS * ROW_SCALES, "a page holds rows, and their scales behind them");
-static_assert(PARTS_AT >= (SHARE + 2) * HEAD_DIM && PARTS_AT % 2 == 0, "a head's words have no room");
+static_assert(PARTS_AT + TEAMS * TEAM_WORDS <= EXCHANGE, "a head's words have no room");
 static_assert(PART_ROWS % ROWS == 0 && QKV_ROWS <= 128 && OUT_PAGES % 2 == 0, "unsupported heads");
 static_assert(LAUNCHES % 3 == 0 && LAUNCHES % (1u << 27) == 0, "counters do not begin anew together");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "unsupported head");

@@ -74,8 +74,8 @@ class StepSizes:
 
     @property
     def exchange(self) -> int:
-        """Words of a head of K and V: q's, k and v, then the teams' parts."""
-        return (self.share + 2) * self.head_dim + self.teams * self.team_words
+        """Words of a head of K and V: q's, k and v, then the teams' parts. Whole lines of 16."""
+        return -(-((self.share + 2) * self.head_dim + self.teams * self.team_words) // 16) * 16
 
     @property
     def layer_bytes(self) -> int:
