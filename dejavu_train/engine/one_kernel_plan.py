@@ -43,7 +43,6 @@ def one_kernel_sizes(
         (f"it has activations that are zero for many neurons, not {dims.activation}", dims.activation not in SILENT),
         ("its norms stand in front of halves alone", dims.post_norm or dims.qk_norm is not QkNorm.NONE),
         ("its positions are learned or rotary", dims.positions is Positions.ALIBI),
-        ("its layers have attention and an MLP", bool(dims.pattern)),
         ("a guard measures layer by layer", options.guarded),
         ("it selects no heads", any(key[1] == Target.HEADS and each is not None for key, each in predictors.items())),
         ("it selects in all layers or in none", bool(facts) and len(facts) < dims.n_layers),
