@@ -52,6 +52,7 @@ def layers_in_one(
     layers = []
     for i, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
         own = predictors.get(UnitKey(i, Target.MLP))
-        chosen = (None, None) if own is None else (own.weights, own.threshold)
-        layers.append(StepLayer(layer.qkv, layer.out, layer.up, layer.down, layer.norm1, layer.norm2, cache, *chosen))
+        parts = (layer.qkv, layer.out, layer.up, layer.down, layer.norm1, layer.norm2)
+        step = StepLayer(*parts, cache, gate=layer.gate)
+        layers.append(step if own is None else replace(step, predictor=own.weights, threshold=own.threshold))
     return DecoderLayers(sizes, layers, state.position, state.row_state)

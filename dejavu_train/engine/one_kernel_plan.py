@@ -9,7 +9,7 @@ from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.planned import Formats
 from dejavu_train.families import ModelDims, Target, UnitKey
-from dejavu_train.families.dims import Activation, Norm, Positions
+from dejavu_train.families.dims import SILENT, Activation, Norm, Positions, QkNorm
 from dejavu_train.kernels.persistent.sizes import GROUP, Neurons, StepSizes
 
 
@@ -31,15 +31,18 @@ def one_kernel_sizes(
     sizes = StepSizes(
         dims.d_model, dims.n_heads, dims.head_dim, dims.d_ffn, dims.n_layers,
         Neurons.SELECTED if facts else Neurons.LIVE if skips else Neurons.ALL, facts[0].rank if facts else 0,
+        kv_heads=dims.n_kv_heads, rms=dims.norm in (Norm.RMS_NORM, Norm.RMS_NORM_PLAIN),
+        rotary=dims.positions is Positions.ROTARY, biases=dims.biases, gated=dims.gated,
+        squared=dims.activation is Activation.RELU2, both=dims.activation is Activation.DRELU,
+        threshold=dims.threshold,
     )  # fmt: skip
-    plain = dims.norm is Norm.LAYER_NORM and dims.positions is Positions.LEARNED and not dims.post_norm
     for why, refused in (
         ("none was asked for", not options.one_kernel),
         ("it runs on one GPU", ranks > 1),
         (f"it takes groups of {GROUP}, not {formats.group}", formats.group != GROUP),
-        ("it has ReLU without a gate", dims.gated or dims.activation is not Activation.RELU),
-        ("it has LayerNorm in front of each half and learned positions", not plain or not dims.biases),
-        ("its heads share no K and V", dims.n_kv_heads != dims.n_heads),
+        (f"it has activations that are zero for many neurons, not {dims.activation}", dims.activation not in SILENT),
+        ("its norms stand in front of halves alone", dims.post_norm or dims.qk_norm is not QkNorm.NONE),
+        ("its positions are learned or rotary", dims.positions is Positions.ALIBI),
         ("a guard measures layer by layer", options.guarded),
         ("it selects no heads", any(key[1] == Target.HEADS and each is not None for key, each in predictors.items())),
         ("it selects in all layers or in none", bool(facts) and len(facts) < dims.n_layers),

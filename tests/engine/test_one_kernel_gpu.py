@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.decode_problem import random_predictors, set_thresholds, start
+from benchmarks.decode_problem import SHAPES, random_predictors, set_thresholds, start
 from benchmarks.random_weights import weights_of_shape
 from dejavu_train.engine.decode import DecodeEngine
 from dejavu_train.engine.options import EngineOptions
@@ -17,7 +17,10 @@ from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.persistent.sizes import Neurons
 
 pytestmark = pytest.mark.gpu
+SMALL = {"n_layers": 4, "vocab_size": 512, "max_positions": 256}
 DIMS = ModelDims(2048, 8192, 4, 32, 512, 256)
+FAMILIES = [pytest.param(DIMS, id="opt")]
+FAMILIES += [pytest.param(replace(SHAPES[name], **SMALL), id=name) for name in ("prosparse-7b", "minitron-8b")]
 ROWS = [[3 + (7 * i) % 500 for i in range(200)]]
 
 
@@ -33,8 +36,9 @@ def engine(made, one_kernel, predictors=None, **options):
 
 
 @pytest.mark.parametrize("zeros", ["read", "skip"])
-def test_likelihoods_are_those_of_the_chain(zeros):
-    made = weights()
+@pytest.mark.parametrize("dims", FAMILIES)
+def test_likelihoods_are_those_of_the_chain(dims, zeros):
+    made = weights(dims)
     one, chain = (engine(made, asked, zeros=zeros) for asked in (True, False))
     assert one.plan.one_kernel.neurons is (Neurons.LIVE if zeros == "skip" else Neurons.ALL), one.describe()
     assert chain.plan.one_kernel is None and "none was asked for" in chain.describe()
@@ -45,9 +49,10 @@ def test_likelihoods_are_those_of_the_chain(zeros):
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 
-def test_predictors_select_what_they_select_in_the_chain():
-    made = weights()
-    predictors = random_predictors(DIMS, 128, 0.3, 1.0, lookahead=1, dtype="int4")
+@pytest.mark.parametrize("dims", FAMILIES)
+def test_predictors_select_what_they_select_in_the_chain(dims):
+    made = weights(dims)
+    predictors = random_predictors(dims, dims.d_model // 16, 0.3, 1.0, lookahead=1, dtype="int4")
     chain, one = (engine(made, asked, predictors) for asked in (False, True))
     assert one.plan.one_kernel.neurons is Neurons.SELECTED, one.describe()
     start(chain, 64, 60)
@@ -59,8 +64,9 @@ def test_predictors_select_what_they_select_in_the_chain():
     assert ((expected - dense).abs().amax(-1) / expected.abs().max())[20:].median() > 0.05  # selecting shows
 
 
-def test_greedy_tokens_are_the_same_each_time():
-    one = engine(weights(), True)
+@pytest.mark.parametrize("dims", FAMILIES)
+def test_greedy_tokens_are_the_same_each_time(dims):
+    one = engine(weights(dims), True)
     texts = [one.generate([ROWS[0][:40]], 100, min_new_tokens=100)[0] for _ in range(3)]
     assert len(texts[0]) == 100 and texts[0] == texts[1] == texts[2]
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.decode_problem import SHAPES
 from dejavu_train.bundle.guard_config import Guard
 from dejavu_train.engine import plan as plans
 from dejavu_train.engine.facts import PredictorFacts
@@ -11,7 +12,7 @@ from dejavu_train.engine.options import EngineOptions
 from dejavu_train.engine.plan import carveout, dense_from, plan_step, with_screen
 from dejavu_train.engine.planned import Early, Engine, Formats, Kernels, Packer, Place, Run, StepPlan, hidden_values
 from dejavu_train.families import ModelDims, Site, Target, UnitKey
-from dejavu_train.families.dims import Activation, Norm
+from dejavu_train.families.dims import Activation, Norm, Positions
 from dejavu_train.ground.errors import UserError
 from dejavu_train.kernels.common.activation import activation_of
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, INT4_CARVEOUT, SPARSE_CARVEOUT
@@ -348,14 +349,26 @@ OPT_1B = ModelDims(2048, 8192, 24, 32, 50272, 2048)
 OWN_INT4 = {"ahead": 1, "heads": False, "rank": 128, "format": "int4"}
 
 
+ONE_KERNEL = [
+    (OPT_1B, StepSizes(2048, 32, 64, 8192, 24, Neurons.ALL)),
+    (SHAPES["prosparse-7b"], StepSizes(
+        4096, 32, 128, 11008, 32, Neurons.ALL, rms=True, rotary=True, biases=False, gated=True, threshold=0.01
+    )),
+    (SHAPES["minitron-8b"], StepSizes(
+        4096, 48, 128, 16384, 32, Neurons.ALL, kv_heads=8, rotary=True, biases=False, squared=True
+    )),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "options", "neurons"),
     [(None, {}, Neurons.LIVE), (None, {"zeros": "read"}, Neurons.ALL), (OWN_INT4, {}, Neurons.SELECTED)],
 )
-def test_one_kernel_runs_all_layers_of_one_row(given, options, neurons):
-    predictors = None if given is None else facts(OPT_1B, **given)
-    made = plan(predictors, INT4_128, OPT_1B, **options)
-    assert made.one_kernel == StepSizes(2048, 32, 64, 8192, 24, neurons, 128 if given else 0)
+@pytest.mark.parametrize(("dims", "sizes"), ONE_KERNEL)
+def test_one_kernel_runs_all_layers_of_one_row(dims, sizes, given, options, neurons):
+    predictors = None if given is None else facts(dims, **given)
+    made = plan(predictors, INT4_128, dims, **options)
+    assert made.one_kernel == replace(sizes, neurons=neurons, rank=128 if given else 0)
     words = {Neurons.LIVE: "that are not zero", Neurons.ALL: "all neurons", Neurons.SELECTED: "the selected neurons"}
     assert "all layers in one kernel" in made.describe() and words[neurons] in made.describe()
 
@@ -364,10 +377,12 @@ def test_one_kernel_runs_all_layers_of_one_row(given, options, neurons):
     ("given", "options", "dims", "said"),
     [
         (None, {"one_kernel": False}, {}, "none was asked for"),
-        (None, {}, {"activation": Activation.RELU2}, "ReLU without a gate"),
-        (None, {}, {"norm": Norm.RMS_NORM}, "LayerNorm in front of each half"),
-        (None, {}, {"n_kv_heads": 8}, "share no K and V"),
-        (None, {}, {"n_heads": 16, "n_kv_heads": 16}, "heads of 32, not 16"),
+        (None, {}, {"activation": Activation.GELU}, "zero for many neurons, not gelu"),
+        (None, {}, {"post_norm": True}, "in front of halves alone"),
+        (None, {}, {"positions": Positions.ALIBI}, "learned or rotary"),
+        (None, {}, {"d_ffn": 8192 + 64}, "in a multiple of 128"),
+        (None, {}, {"n_kv_heads": 8}, "32 heads with 8 of K and V do not fall evenly"),
+        (None, {}, {"n_heads": 24, "n_kv_heads": 24}, "K/V heads of 8 or 16 or 32, not 24"),
         (None, {"guard": Guard(every=8)}, {}, "a guard measures layer by layer"),
         (OWN_INT4 | {"heads": True}, {}, {}, "it selects no heads"),
         (OWN_INT4 | {"ahead": 0}, {}, {}, "predictors read their layer's attn_in"),

@@ -1,20 +1,21 @@
 // All layers of a decoding step of one row as one cooperative kernel, over 4-bit weights where they lie.
 // The host defines what `StepSizes.defines` lists. docs/notes/one-kernel.md explains it.
 //
-// CTAS programs, one a multiprocessor, four for a head. A program owns a quarter of its head's rows, a quarter of the
-// columns of the head's output projection, and D_FFN / CTAS neurons. Its producer warp streams weights into a ring of
-// pages in shared memory, in the order in which they are used and ahead of all barriers. Eight warps multiply them.
+// CTAS programs, one a multiprocessor, RANKS for a head of K and V. Those with the same of its SHARE heads of q are a
+// team. Of OPT four programs are the team of a head. A program owns a part of the rows of q, k and v, of its team's
+// positions and of the columns of their output projection, and D_FFN / CTAS neurons. Its producer warp streams weights
+// into a ring of pages in shared memory, in the order of their use and ahead of all barriers. Eight warps multiply them.
 //
-//   half 1  x += delta, LayerNorm, q/k/v rows | the four exchange | attention, a quarter of the positions
-//           | the four exchange | columns of the output projection, added into delta | BARRIER of all programs
-//   half 2  x += delta, LayerNorm, up rows of own neurons, down rows of the same, added into delta | BARRIER
+//   half 1  x += delta, norm, q/k/v rows | all of a head exchange | turn, attention over a part of the positions
+//           | the team exchanges | columns of the output projection, added into delta | BARRIER of all programs
+//   half 2  x += delta, norm, up (and gate) rows of own neurons, down rows of the same, added into delta | BARRIER
 //
 // Numbers: inputs of products are whole numbers of 16 bits by groups of 128, as two signed digits of 8 bits in two
 // columns of B. Codes are multiplied as they lie (u8 x s8, exact): the low nibbles of a word, and its high ones, sixteen
 // times too large. Group j of a warp lies in columns 2 j and 2 j + 1 of B, with zeros elsewhere. So one accumulator
 // serves four groups, and lane t of a quad ends with the sums of group t. delta is in whole numbers of 32 bits, so its
 // sums have no order. Their unit follows from the residual stream, which is fp32 in the registers of every program, alike
-// in all: 2^-17 of the power of two below its root mean square, which is taken as an eighth at least.
+// in all: 1 / UNITS of the power of two below its root mean square, which is taken as an eighth at least.
 
 // The warps that multiply.
 struct Consumer {
@@ -27,6 +28,7 @@ struct Consumer {
   const bool every;
   const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
   const int cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
+  const int team = rank / PARTNERS, partner = rank % PARTNERS;
   const int row = (g >> 1) + 4 * (g & 1);  // of a tile, and the eighth behind it
   const bool holds = (g >> 1) < GROUPS;
   const int column = (WARPS * (g >> 1) + w) * 128 + 32 * t + 16 * (g & 1);  // this lane's 16 columns of x
@@ -78,23 +80,32 @@ struct Consumer {
   __device__ void send(int at, float v, int l) {
     put_tagged(a.heads + head * EXCHANGE + at, __float_as_uint(v), tag(l));
   }
-  // n words from `at` on. Every thread takes up to four.
-  __device__ void receive(int at, float* to, int n, int l) {
-    const int i = 2 * tid, j = i + 2 * THREADS;
+  // N words from `at` on, in pairs. Only those that are missing are asked for again.
+  template <int N>
+  __device__ void receive(int at, float* to, int l) {
+    constexpr int PAIRS = (N + 2 * THREADS - 1) / (2 * THREADS);  // of a thread
     const u32 want = tag(l);
-    const u64* p = a.heads + head * EXCHANGE + at + i;
-    u64 v[4];
+    const u64* p = a.heads + head * EXCHANGE + at + 2 * tid;
+    u64 v[PAIRS][2];
     bool ok;
+    const auto there = [&](int k) { return (u32)(v[k][0] >> 32) == want && (u32)(v[k][1] >> 32) == want; };
+#pragma unroll
+    for (int k = 0; k < PAIRS; ++k) v[k][0] = v[k][1] = (u64)(2 * (tid + k * THREADS) < N ? ~want : want) << 32;
     int tries = 0;
     do {
-      v[0] = v[1] = v[2] = v[3] = (u64)want << 32;
-      if (i < n) get_words(p, v[0], v[1]);
-      if (j < n) get_words(p + 2 * THREADS, v[2], v[3]);
-      ok = (u32)(v[0] >> 32) == want && (u32)(v[1] >> 32) == want && (u32)(v[2] >> 32) == want &&
-           (u32)(v[3] >> 32) == want;
+      ok = true;
+#pragma unroll
+      for (int k = 0; k < PAIRS; ++k)
+        if (!there(k)) get_words(p + 2 * k * THREADS, v[k][0], v[k][1]);
+#pragma unroll
+      for (int k = 0; k < PAIRS; ++k) ok = ok && there(k);
     } while (!ok && !((++tries & 255) == 0 && limit.late(EXCHANGED)));
-    if (i < n) *(float2*)(to + spread(i)) = make_float2(__uint_as_float((u32)v[0]), __uint_as_float((u32)v[1]));
-    if (j < n) *(float2*)(to + spread(j)) = make_float2(__uint_as_float((u32)v[2]), __uint_as_float((u32)v[3]));
+#pragma unroll
+    for (int k = 0; k < PAIRS; ++k) {
+      const int i = 2 * (tid + k * THREADS);
+      const float2 both = make_float2(__uint_as_float((u32)v[k][0]), __uint_as_float((u32)v[k][1]));
+      if (i < N) *(float2*)(to + spread(i)) = both;
+    }
     meet();
   }
   // A sum of this program's, and the bias of the columns that it looks after. `barrier` adds them into delta.
@@ -104,9 +115,11 @@ struct Consumer {
     return __float2int_rn(u);
   }
   __device__ void put_sum(int column, float v) { s.sums[column] = in_units(v); }
-  __device__ float ask_bias(const u8* bias) const { return tid < MINE ? half_at(bias, cta * MINE + tid) : 0.f; }
+  __device__ float ask_bias(const u8* bias) const {
+    return BIASES && tid < MINE ? half_at(bias, cta * MINE + tid) : 0.f;
+  }
   __device__ void add_bias(float bias) {
-    if (tid < MINE) atomicAdd(a.delta + turn * D + cta * MINE + tid, in_units(bias));
+    if (BIASES && tid < MINE) atomicAdd(a.delta + turn * D + cta * MINE + tid, in_units(bias));
   }
   // This program's N sums from `first` on are added, and all programs' are there. The next norm's weights are on their
   // way meanwhile.
@@ -132,7 +145,7 @@ struct Consumer {
       gain[i] = shift[i] = uint4{0, 0, 0, 0};
       if (holds) {
         gain[i] = __ldg((const uint4*)(weight + 2 * column) + i);
-        shift[i] = __ldg((const uint4*)(bias + 2 * column) + i);
+        if (!RMS_NORM) shift[i] = __ldg((const uint4*)(bias + 2 * column) + i);
       }
     }
   }
@@ -197,8 +210,8 @@ struct Consumer {
       u += stats[k][0];
       q += stats[k][1];
     }
-    per_unit = 131072.f / __uint_as_float(max(__float_as_uint(sqrtf(q / D)) & 0x7F800000u, 0x3E000000u));
-    const float mean = u / D, rstd = rsqrtf(fmaxf(q / D - mean * mean, 0.f) + a.eps);
+    per_unit = UNITS / __uint_as_float(max(__float_as_uint(sqrtf(q / D)) & 0x7F800000u, 0x3E000000u));
+    const float mean = RMS_NORM ? 0.f : u / D, rstd = rsqrtf(fmaxf(q / D - mean * mean, 0.f) + a.eps);
     float scale[16], v[16];
     halves(gain, scale);
     halves(shift, v);
@@ -297,14 +310,15 @@ struct Consumer {
   }
   // OWN neurons: their mask. early: this thread's hidden value, if it was there before.
   __device__ void predict_second(int l, const Layer& layer, u64 early) {
-    const bool mine = w < OWN / 16;
-    const int row = cta * OWN + w * 16 + g;
+    const bool mine = w < OWN_TILES;
+    const bool has0 = OWN % 16 == 0 || w * 16 + g < OWN, has8 = OWN % 16 == 0 || w * 16 + g + 8 < OWN;  // if mine
+    const int row = cta * OWN + (has0 ? w * 16 + g : 0), eighth = cta * OWN + (has8 ? w * 16 + g + 8 : 0);
     float scale0 = 0, scale8 = 0, bias0 = 0, bias8 = 0, threshold = 0;
     if (mine) {
       scale0 = __ldg((const float*)layer.second_scales + row);
-      scale8 = __ldg((const float*)layer.second_scales + row + 8);
+      scale8 = __ldg((const float*)layer.second_scales + eighth);
       bias0 = __ldg((const float*)layer.second_bias + row);
-      bias8 = __ldg((const float*)layer.second_bias + row + 8);
+      bias8 = __ldg((const float*)layer.second_bias + eighth);
       threshold = __ldg((const float*)layer.threshold);
     }
     if (tid < RANK) {
@@ -336,8 +350,8 @@ struct Consumer {
       }
       const float score0 = quad_sum((join(low[0], low[1], high[0], high[1]) - offset2) * unit2) * scale0 + bias0;
       const float score8 = quad_sum((join(low[2], low[3], high[2], high[3]) - offset2) * unit2) * scale8 + bias8;
-      const u32 m0 = __ballot_sync(~0u, every || score0 > threshold),
-                m8 = __ballot_sync(~0u, every || score8 > threshold);
+      const u32 m0 = __ballot_sync(~0u, has0 && (every || score0 > threshold)),
+                m8 = __ballot_sync(~0u, has8 && (every || score8 > threshold));
       if (lane == 0) {
         u32 m = 0;
 #pragma unroll
@@ -352,18 +366,21 @@ struct Consumer {
     }
   }
 
-  // This program's quarter of the positions, and the new one in program 0's first warp.
+  // A team's heads over this program's share of the positions, and the new one in its first program's first warp.
   __device__ void attend(int l) {
     constexpr int E = HEAD_DIM / 8, PIECES = HEAD_DIM / 64;  // numbers of a lane, in pieces of 8
     const int where = lane >> 3, sub = lane & 7;
-    float q[E], o[E] = {}, m = -1e30f, d = 0;
-    const float scale = rsqrtf((float)HEAD_DIM) * 1.4426950408889634f;
+    float q[E], o[MIXED][E] = {}, m[MIXED], d[MIXED] = {};
+    const auto ask = [&](int part, float (&to)[E]) {
 #pragma unroll
-    for (int k = 0; k < PIECES; ++k)
+      for (int k = 0; k < PIECES; ++k)
 #pragma unroll
-      for (int e = 0; e < 8; ++e) q[8 * k + e] = s.exchanged[spread(64 * k + 8 * sub) + e] * scale;
-    const bool has_new = rank == 0 && w == 0;
-    for (int c = rank;; c += RANKS) {
+        for (int e = 0; e < 8; ++e) to[8 * k + e] = s.exchanged[spread(part * HEAD_DIM + 64 * k + 8 * sub) + e];
+    };
+    for (float& most : m) most = -1e30f;
+    if (MIXED == 1) ask(team, q);
+    const bool has_new = partner == 0 && w == 0;
+    for (int c = partner;; c += PARTNERS) {
       const bool cached = c * POSITIONS < last;
       if (!cached && !has_new) break;
       float kk[E], vv[E];
@@ -382,88 +399,108 @@ struct Consumer {
         halves(vp, vv);
         done(bar);
       } else {
-#pragma unroll
-        for (int k = 0; k < PIECES; ++k)
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            kk[8 * k + e] = s.exchanged[spread(HEAD_DIM + 64 * k + 8 * sub) + e];
-            vv[8 * k + e] = s.exchanged[spread(2 * HEAD_DIM + 64 * k + 8 * sub) + e];
-          }
+        ask(SHARE, kk);
+        ask(SHARE + 1, vv);
         ok = where == 0;
       }
-      float z = 0;
 #pragma unroll
-      for (int e = 0; e < E; ++e) z = fmaf(q[e], kk[e], z);
-      z += __shfl_xor_sync(~0u, z, 1);
-      z += __shfl_xor_sync(~0u, z, 2);
-      z += __shfl_xor_sync(~0u, z, 4);
-      if (!ok) z = -1e30f;
-      const float M = fmaxf(m, z), f = exp2f(m - M), p = ok ? exp2f(z - M) : 0.f;
-      m = M;
-      d = d * f + p;
+      for (int j = 0; j < MIXED; ++j) {
+        if (MIXED > 1) ask(team * MIXED + j, q);
+        float z = 0;
 #pragma unroll
-      for (int e = 0; e < E; ++e) o[e] = fmaf(p, vv[e], o[e] * f);
+        for (int e = 0; e < E; ++e) z = fmaf(q[e], kk[e], z);
+        z += __shfl_xor_sync(~0u, z, 1);
+        z += __shfl_xor_sync(~0u, z, 2);
+        z += __shfl_xor_sync(~0u, z, 4);
+        if (!ok) z = -1e30f;
+        const float M = fmaxf(m[j], z), f = exp2f(m[j] - M), p = ok ? exp2f(z - M) : 0.f;
+        m[j] = M;
+        d[j] = d[j] * f + p;
+#pragma unroll
+        for (int e = 0; e < E; ++e) o[j][e] = fmaf(p, vv[e], o[j][e] * f);
+      }
       if (!cached) break;
     }
-    // Four positions of a warp become one, of which each lane keeps a quarter. Then warps, then the four programs.
-    float M = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
-    M = fmaxf(M, __shfl_xor_sync(~0u, M, 16));
-    const float f = exp2f(m - M);
-    d *= f;
-    d += __shfl_xor_sync(~0u, d, 8);
-    d += __shfl_xor_sync(~0u, d, 16);
-    const bool b3 = lane & 8, b4 = lane & 16;
-    float half[E / 2], quarter[E / 4];
+    // Four positions of a warp become one, of which each lane keeps a quarter. Then warps, then the programs of a team.
 #pragma unroll
-    for (int e = 0; e < E / 2; ++e)
-      half[e] = ((b3 ? o[E / 2 + e] : o[e]) * f) + __shfl_xor_sync(~0u, (b3 ? o[e] : o[E / 2 + e]) * f, 8);
+    for (int j = 0; j < MIXED; ++j) {
+      float M = fmaxf(m[j], __shfl_xor_sync(~0u, m[j], 8));
+      M = fmaxf(M, __shfl_xor_sync(~0u, M, 16));
+      const float f = exp2f(m[j] - M);
+      d[j] *= f;
+      d[j] += __shfl_xor_sync(~0u, d[j], 8);
+      d[j] += __shfl_xor_sync(~0u, d[j], 16);
+      const bool b3 = lane & 8, b4 = lane & 16;
+      float half[E / 2], quarter[E / 4];
 #pragma unroll
-    for (int e = 0; e < E / 4; ++e)
-      quarter[e] = (b4 ? half[E / 4 + e] : half[e]) + __shfl_xor_sync(~0u, b4 ? half[e] : half[E / 4 + e], 16);
-    const int at = E == 16 ? 64 * b3 + 8 * sub + 4 * b4 : 8 * sub + 4 * b3 + 2 * b4;
+      for (int e = 0; e < E / 2; ++e)
+        half[e] =
+            ((b3 ? o[j][E / 2 + e] : o[j][e]) * f) + __shfl_xor_sync(~0u, (b3 ? o[j][e] : o[j][E / 2 + e]) * f, 8);
 #pragma unroll
-    for (int e = 0; e < E / 4; ++e) s.warp_parts[w * HEAD_DIM + at + e] = quarter[e];
-    if (lane == 0) {
-      s.warp_norms[2 * w] = M;
-      s.warp_norms[2 * w + 1] = d;
+      for (int e = 0; e < E / 4; ++e)
+        quarter[e] = (b4 ? half[E / 4 + e] : half[e]) + __shfl_xor_sync(~0u, b4 ? half[e] : half[E / 4 + e], 16);
+      const int at = E == 16 ? 64 * b3 + 8 * sub + 4 * b4 : 8 * sub + 4 * b3 + 2 * b4;
+#pragma unroll
+      for (int e = 0; e < E / 4; ++e) s.warp_parts[j][w][at + e] = quarter[e];
+      if (lane == 0) {
+        s.warp_norms[j][w][0] = M;
+        s.warp_norms[j][w][1] = d[j];
+      }
     }
     meet();
-    if (tid < HEAD_DIM) {
+#pragma unroll
+    for (int i = tid; i < MIXED * HEAD_DIM; i += THREADS) {
+      const int j = i / HEAD_DIM, e = i % HEAD_DIM, part = j * PARTNERS + partner;
+      const float (*norms)[2] = s.warp_norms[j];
       float most = -1e30f, sum = 0, total = 0;
 #pragma unroll
-      for (int k = 0; k < WARPS; ++k) most = fmaxf(most, s.warp_norms[2 * k]);
+      for (int k = 0; k < WARPS; ++k) most = fmaxf(most, norms[k][0]);
 #pragma unroll
       for (int k = 0; k < WARPS; ++k) {
-        const float e = exp2f(s.warp_norms[2 * k] - most);
-        sum = fmaf(e, s.warp_parts[k * HEAD_DIM + tid], sum);
-        total = fmaf(e, s.warp_norms[2 * k + 1], total);
+        const float f = exp2f(norms[k][0] - most);
+        sum = fmaf(f, s.warp_parts[j][k][e], sum);
+        total = fmaf(f, norms[k][1], total);
       }
-      send(PARTS_AT + rank * HEAD_DIM + tid, sum, l);
-      if (tid < 2) send(PARTS_AT + RANKS * HEAD_DIM + 2 * rank + tid, tid ? total : most, l);
+      send(PARTS_AT + team * TEAM_WORDS + part * HEAD_DIM + e, sum, l);
+      if (e < 2) send(PARTS_AT + team * TEAM_WORDS + NORMS + 2 * part + e, e ? total : most, l);
     }
   }
 
   __device__ void project_out() {
-    constexpr int N = HEAD_DIM / 16, TURNS = OUT_PAGES / 2;
-    float v[2 * N], f[RANKS], M = -1e30f, d = 0;
+    constexpr int TURNS = OUT_PAGES / 2;
+    float sum0[TURNS] = {}, sum8[TURNS] = {};
+#pragma unroll 1
+    for (int j = 0; j < MIXED; ++j) project_head<TURNS>(j * PARTNERS, sum0, sum8);
 #pragma unroll
-    for (int k = 0; k < RANKS; ++k) {
-      f[k] = s.parts[spread(RANKS * HEAD_DIM + 2 * k)];
+    for (int i = 0; i < TURNS; ++i) {
+      const int to = partner * COLUMNS + (2 * i + (t >> 1)) * 256 + (2 * w + (t & 1)) * 16 + g;
+      put_sum(to, sum0[i]);
+      put_sum(to + 8, sum8[i]);
+    }
+  }
+  // The head whose partners' parts lie from `part` on.
+  template <int TURNS>
+  __device__ void project_head(int part, float (&sum0)[TURNS], float (&sum8)[TURNS]) {
+    constexpr int N = HEAD_DIM / 16;
+    float v[2 * N], f[PARTNERS], M = -1e30f, d = 0;
+#pragma unroll
+    for (int k = 0; k < PARTNERS; ++k) {
+      f[k] = s.parts[spread(NORMS + 2 * (part + k))];
       M = fmaxf(M, f[k]);
     }
 #pragma unroll
-    for (int k = 0; k < RANKS; ++k) {
+    for (int k = 0; k < PARTNERS; ++k) {
       f[k] = exp2f(f[k] - M);
-      d = fmaf(f[k], s.parts[spread(RANKS * HEAD_DIM + 2 * k) + 1], d);
+      d = fmaf(f[k], s.parts[spread(NORMS + 2 * (part + k)) + 1], d);
     }
 #pragma unroll
-    for (int k = 0; k < RANKS; ++k) f[k] = __fdividef(f[k], d);
+    for (int k = 0; k < PARTNERS; ++k) f[k] = __fdividef(f[k], d);
 #pragma unroll
     for (int i = 0; i < 2 * N; i += 4) {
       v[i] = v[i + 1] = v[i + 2] = v[i + 3] = 0;
 #pragma unroll
-      for (int k = 0; k < RANKS; ++k) {
-        const float4 u = *(const float4*)(s.parts + spread(k * HEAD_DIM + 4 * N * t + 2 * N * (g & 1) + i));
+      for (int k = 0; k < PARTNERS; ++k) {
+        const float4 u = *(const float4*)(s.parts + spread((part + k) * HEAD_DIM + 4 * N * t + 2 * N * (g & 1) + i));
         v[i] = fmaf(f[k], u.x, v[i]);
         v[i + 1] = fmaf(f[k], u.y, v[i + 1]);
         v[i + 2] = fmaf(f[k], u.z, v[i + 2]);
@@ -497,9 +534,10 @@ struct Consumer {
     }
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
-      const int to = rank * (D / RANKS) + (2 * i + (t >> 1)) * 256 + (2 * w + (t & 1)) * 16 + g;
-      put_sum(to, (join(low[i][0], low[i][1], high[i][0], high[i][1]) - z.offset) * (scale0[i] * z.unit));
-      put_sum(to + 8, (join(low[i][2], low[i][3], high[i][2], high[i][3]) - z.offset) * (scale8[i] * z.unit));
+      const int units0 = join(low[i][0], low[i][1], high[i][0], high[i][1]) - z.offset,
+                units8 = join(low[i][2], low[i][3], high[i][2], high[i][3]) - z.offset;
+      sum0[i] = fmaf(units0, scale0[i] * z.unit, sum0[i]);
+      sum8[i] = fmaf(units8, scale8[i] * z.unit, sum8[i]);
     }
   }
 
@@ -552,7 +590,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float scale = half_of(scales[i][block >> 1] >> 16 * (block & 1) & 0xFFFF);
-          f[i] = __float_as_uint(fmaf(h[i] > 0 ? h[i] * scale : 0.f, inverse, MAGIC));
+          f[i] = __float_as_uint(fmaf((GATED ? h[i] != 0 : h[i] > 0) ? h[i] * scale : 0.f, inverse, MAGIC));
           const uint2 u = load2(at[4 * i / ROWS] + neuron_at(row_of(i)) + (w * BLOCKS + block) * 64 + g * 8);
           word[i][0] = u.x;
           word[i][1] = u.y;
@@ -603,25 +641,37 @@ struct Consumer {
   }
 
   __device__ void attention(int l, const Layer& layer) {
-    const int which = tid / QKV_ROWS, at = rank * QKV_ROWS + tid % QKV_ROWS;
-    const bool mine = tid < QKV_TILES * 16;
-    const float bias = mine ? half_at(layer.qkv_bias, (head * 3 + which) * HEAD_DIM + at) : 0.f,
+    const int which = tid / PART_ROWS, at = rank * PART_ROWS + tid % PART_ROWS;  // q's, then k, then v
+    const bool mine = tid < QKV_ROWS;
+    const float bias = BIASES && mine ? half_at(layer.qkv_bias, (head * (SHARE + 2) + which) * HEAD_DIM + at) : 0.f,
                 out_bias = ask_bias(layer.out_bias);
+    const float2 turn =
+        ROTARY && mine && which <= SHARE ? __ldg(a.turns + (last * HEAD_DIM + at) / 2) : make_float2(1.f, 0.f);
     if (MODE == SELECT) predict_first(l, layer);
-    rows(QKV_TILES * 16);
+    rows(QKV_ROWS);
     const u64 early = MODE == SELECT && tid < RANK ? get_word(a.hidden + tid) : 0;
+    float v = mine ? row_sum(tid) + bias : 0.f;
+    if (ROTARY) {
+      const float other = __shfl_xor_sync(~0u, v, 1);
+      v = fmaf(v, turn.x, at & 1 ? other * turn.y : -other * turn.y);
+    }
     if (mine) {
-      const float v = row_sum(tid) + bias;
       const u16 rounded = to_half(v);
-      send(which * HEAD_DIM + at, which ? half_of(rounded) : v, l);
-      if (which) ((u16*)(which == 1 ? layer.k : layer.v))[((u64)head * a.capacity + last) * HEAD_DIM + at] = rounded;
+      const float per_score = rsqrtf((float)HEAD_DIM) * 1.4426950408889634f;
+      send(which * HEAD_DIM + at, which < SHARE ? v * per_score : half_of(rounded), l);
+      u8* const cache = which == SHARE ? layer.k : layer.v;
+      if (which >= SHARE) ((u16*)cache)[((u64)head * a.capacity + last) * HEAD_DIM + at] = rounded;
     }
     if (MODE == SELECT) predict_second(l, layer, early);
-    receive(0, s.exchanged, 3 * HEAD_DIM, l);
+    receive<(SHARE + 2) * HEAD_DIM>(0, s.exchanged, l);
     attend(l);
-    receive(PARTS_AT, s.parts, PARTS, l);
+    receive<TEAM_WORDS>(PARTS_AT + team * TEAM_WORDS, s.parts, l);
     project_out();
     add_bias(out_bias);
+  }
+  __device__ float activated(float v) const {
+    const float kept = v <= THRESHOLD ? 0.f : v;  // keeps a NaN
+    return SQUARED ? kept * kept : kept;
   }
   __device__ void mlp(int l, const Layer& layer) {
     const float down_bias = ask_bias(layer.down_bias);
@@ -632,16 +682,23 @@ struct Consumer {
     }
     const float bias = tid < n ? half_at(layer.up_bias, MODE == SELECT ? s.ids[tid] : cta * OWN + tid) : 0.f;
     rows(n);
-    if (tid < n) {
-      const float v = row_sum(tid) + bias;
-      (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = v <= 0 ? 0 : v;  // keeps a NaN
-    }
+    if (tid < n) (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = activated(row_sum(tid) + bias);
     meet();
     if (MODE == SKIP_ZEROS) {
       if (tid == 0) bar_arrive(shared_at(&s.live));
       limit.wait(shared_at(&s.listed), l & 1, LIST);
       n = s.n;
     }
+#if GATED
+    float factor_bias = 0;
+    if (BIASES && tid < n) factor_bias = half_at(layer.factor_bias, MODE == READ_ALL ? cta * OWN + tid : s.ids[tid]);
+    rows(n);
+    if (tid < n) {
+      const float v = row_sum(tid) + factor_bias;
+      s.kept[tid] *= BOTH ? activated(v) : v;
+    }
+    meet();
+#endif
     down(n, (const float*)layer.largest);
     add_bias(down_bias);
   }
@@ -653,7 +710,7 @@ struct Consumer {
       norm();
       attention(l, layer);
       ask_norm(layer.gain2, layer.shift2);
-      barrier<D / RANKS>(rank * (D / RANKS));
+      barrier<COLUMNS>(partner * COLUMNS);
       take(false);
       norm();
       mlp(l, layer);
@@ -674,8 +731,10 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     decoder_layers(const Layer* layers, const float* x, float* out, const int* position, const int* row_state,
-                   int* delta, u64* heads, u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps) {
-  const Arguments a = {layers, x, out, position, row_state, delta, heads, hidden, masks, sync, n_layers, capacity, eps};
+                   int* delta, u64* heads, u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps,
+                   const float2* turns) {
+  const Arguments a = {layers, x,     out,  position, row_state, delta, heads,
+                       hidden, masks, sync, n_layers, capacity,  eps,   turns};
   SHARED_MEMORY(ring);
   Shared& s = *(Shared*)(ring + PAGES * PAGE);
   Layer* const table = (Layer*)(ring + PAGES * PAGE + SMALL);

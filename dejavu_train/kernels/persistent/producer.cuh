@@ -7,6 +7,7 @@ struct Producer {
   const u32 pages, full, empty, launch;
   const int last;
   const int lane = threadIdx.x & 31, cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
+  const int team = rank / PARTNERS, partner = rank % PARTNERS;
   int slot = 0, landed = 0, flying = 0;
   u32 phase = 0, landed_phase = 0;
 
@@ -51,19 +52,24 @@ struct Producer {
     if (lane == 0) fetch(at(), from, bytes, bar());
     next();
   }
-  // A page of neighbouring rows from `row` on, at most ROWS. Few large copies: each costs as much as a kilobyte.
+  // A page of n neighbouring rows from `row` on. Few large copies: each costs as much as a kilobyte.
   template <int TOGETHER>
-  __device__ void rows(const u8* codes, const u8* scales, u64 row) {  // TOGETHER in a copy
-    claim(ROWS * (ROW + ROW_SCALES));
-    if (lane < ROWS / TOGETHER)
-      fetch(at() + (TOGETHER == 4 ? row_at(4 * lane) : neuron_at(2 * lane)), codes + (row + lane * TOGETHER) * ROW,
-            TOGETHER * ROW, bar());
-    if (lane == 0) fetch(at() + SCALES_AT, scales + row * ROW_SCALES, ROWS * ROW_SCALES, bar());
+  __device__ void rows(const u8* codes, const u8* scales, u64 row, int n = ROWS) {  // TOGETHER in a copy
+    claim(n * (ROW + ROW_SCALES));
+    const int first = lane * TOGETHER, m = OWN % ROWS ? min(TOGETHER, n - first) : TOGETHER;
+    if (first < n)
+      fetch(at() + (TOGETHER == 4 ? row_at(first) : neuron_at(first)), codes + (row + first) * ROW, m * ROW, bar());
+    if (lane == 0) fetch(at() + SCALES_AT, scales + row * ROW_SCALES, n * ROW_SCALES, bar());
     next();
   }
-  // Pages of n rows that the list names.
-  template <bool DOWN>
-  __device__ void listed_rows(const u8* codes, const u8* scales, int n) {
+  // Pages of n neurons: those that the list names, or this program's own.
+  template <bool LISTED, bool DOWN>
+  __device__ void neurons(const u8* codes, const u8* scales, int n) {
+    if constexpr (!LISTED) {
+      for (int i = 0; i < OWN; i += ROWS)
+        rows<DOWN ? 2 : 4>(codes, scales, cta * OWN + i, OWN % ROWS ? min(ROWS, OWN - i) : ROWS);
+      return;
+    }
     for (int i = 0; i < n; i += ROWS) {
       const int m = min(ROWS, n - i);
       claim(m * (ROW + ROW_SCALES));
@@ -77,10 +83,11 @@ struct Producer {
   }
   __device__ void attention(const Layer& layer, int l) {
     if (MODE == SELECT) { whole(layer.first + (u64)cta * FIRST_ROWS * ROW, FIRST_ROWS * ROW); }
-    for (int r = 0; r < 3 * QKV_ROWS; r += ROWS)
-      rows<4>(layer.qkv, layer.qkv_scales, (head * 3 + r / QKV_ROWS) * HEAD_DIM + rank * QKV_ROWS + r % QKV_ROWS);
+    for (int r = 0; r < QKV_ROWS; r += ROWS)
+      rows<4>(layer.qkv, layer.qkv_scales,
+              (head * (SHARE + 2) + r / PART_ROWS) * HEAD_DIM + rank * PART_ROWS + r % PART_ROWS);
     if (MODE == SELECT) whole(layer.second + (u64)cta * SECOND_BYTES, SECOND_BYTES);
-    for (int c = rank; c * POSITIONS < last; c += RANKS) {
+    for (int c = partner; c * POSITIONS < last; c += PARTNERS) {
       const u32 bytes = min(POSITIONS, last - c * POSITIONS) * HEAD_DIM * 2;
       const u64 from = ((u64)head * a.capacity + c * POSITIONS) * HEAD_DIM * 2;
       claim(2 * bytes);
@@ -90,8 +97,9 @@ struct Producer {
       }
       next();
     }
-    for (int i = 0; i < OUT_PAGES; ++i) {
-      const u64 row = (u64)head * D + rank * (D / RANKS) + i * 256;
+    for (int i = 0; i < MIXED * OUT_PAGES; ++i) {
+      const int mixed = head * SHARE + team * MIXED + i / OUT_PAGES;
+      const u64 row = (u64)mixed * D + partner * COLUMNS + i % OUT_PAGES * 256;
       claim(OUT_BYTES + 512);
       if (lane == 0) {
         fetch(at(), layer.out + row * (HEAD_DIM / 2), OUT_BYTES, bar());
@@ -132,7 +140,7 @@ struct Producer {
     for (int k = 0; k < LANE; ++k) first += __popc(__ballot_sync(~0u, s.prefix[lane + 32 * k + 1] <= low));
     for (int q = first; q < CTAS && s.prefix[q] < low + n; ++q) {
       int place = s.prefix[q] - low;
-      for (int k = 0; k < OWN / 32; ++k) {
+      for (int k = 0; k < (OWN + 31) / 32; ++k) {
         const u32 m = s.mask[q][k];
         const int mine = place + __popc(m & ((1u << lane) - 1));
         if ((m >> lane & 1) && mine >= 0 && mine < n) s.ids[mine] = q * OWN + k * 32 + lane;
@@ -151,9 +159,10 @@ struct Producer {
     int n = 0;
     for (int k = 0; k < OWN; k += 32) {
       const float v = s.h[k + lane];
-      const u32 m = __ballot_sync(~0u, !(v <= 0));
+      const bool alive = !(v <= 0) && (OWN % 32 == 0 || k + lane < OWN);
+      const u32 m = __ballot_sync(~0u, alive);
       const int place = n + __popc(m & ((1u << lane) - 1));
-      if (!(v <= 0)) {
+      if (alive) {
         s.ids[place] = cta * OWN + k + lane;
         s.kept[place] = v;
       }
@@ -168,16 +177,13 @@ struct Producer {
     for (int l = 0; l < a.n_layers; ++l) {
       const Layer& layer = layers[l];
       attention(layer, l);
-      if (MODE == SELECT) {
-        const int n = share(l);
-        listed_rows<false>(layer.up, layer.up_scales, n);
-        listed_rows<true>(layer.down, layer.down_scales, n);
-        continue;
-      }
-      for (int i = 0; i < OWN; i += ROWS) rows<4>(layer.up, layer.up_scales, cta * OWN + i);
-      if (MODE == SKIP_ZEROS) listed_rows<true>(layer.down, layer.down_scales, survivors(l));
-      else
-        for (int i = 0; i < OWN; i += ROWS) rows<2>(layer.down, layer.down_scales, cta * OWN + i);
+      int n = MODE == SELECT ? share(l) : OWN;
+      neurons<MODE == SELECT, false>(layer.up, layer.up_scales, n);
+      if (MODE == SKIP_ZEROS) n = survivors(l);
+#if GATED
+      neurons<MODE != READ_ALL, false>(layer.factor, layer.factor_scales, n);
+#endif
+      neurons<MODE != READ_ALL, true>(layer.down, layer.down_scales, n);
     }
   }
 };

@@ -33,7 +33,7 @@ class Program:
 
     source: str
     kernel: str
-    defines: Mapping[str, int]
+    defines: Mapping[str, int | str]
     arch: str
 
     @property

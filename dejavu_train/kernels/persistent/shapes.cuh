@@ -3,15 +3,19 @@
 #define SKIP_ZEROS 1  // every row of up, and rows of down whose neuron is not zero
 #define SELECT 2      // the neurons of the predictor's list
 
-constexpr int RANKS = 4, CTAS = HEADS * RANKS;                             // programs of a head, of all
-constexpr int WARPS = 8, THREADS = 32 * WARPS;                             // that multiply; one warp more fetches
-constexpr int ROW = D / 2, ROW_SCALES = D / 64;                            // bytes of a row of codes and of its scales
-constexpr int ROWS = 16384 / ROW;                                          // of a page
-constexpr int GROUPS = D / 128 / WARPS;                                    // of a warp, of a row
-constexpr int QKV_ROWS = HEAD_DIM / RANKS, QKV_TILES = 3 * HEAD_DIM / 64;  // of a program, of each of q, k and v
-constexpr int OUT_PAGES = D / 1024, OUT_BYTES = 256 * (HEAD_DIM / 2);
-constexpr int OWN = D_FFN / CTAS;  // neurons of a program
-constexpr int BLOCKS = D / 1024;   // of columns of down, 128 of each warp
+constexpr int CTAS = 128, RANKS = CTAS / KV_HEADS;              // programs of all, of a head of K and V
+constexpr int SHARE = HEADS / KV_HEADS;                         // heads of q that share K and V
+constexpr int MIXED = SHARE / TEAMS, PARTNERS = RANKS / TEAMS;  // heads and programs of a team
+constexpr int WARPS = 8, THREADS = 32 * WARPS;                  // that multiply; one warp more fetches
+constexpr int ROW = D / 2, ROW_SCALES = D / 64;                 // bytes of a row of codes and of its scales
+constexpr int ROWS = 16384 / ROW;                               // of a page
+constexpr int GROUPS = D / 128 / WARPS;                         // of a warp, of a row
+constexpr int PART_ROWS = HEAD_DIM / RANKS;                     // of a program, of each of q, k and v
+constexpr int QKV_ROWS = (SHARE + 2) * PART_ROWS;               // of all of them
+constexpr int COLUMNS = D / PARTNERS;                           // of the output projection, of a program
+constexpr int OUT_PAGES = COLUMNS / 256, OUT_BYTES = 256 * (HEAD_DIM / 2);
+constexpr int OWN = D_FFN / CTAS, OWN_TILES = (OWN + 15) / 16;  // neurons of a program, in tiles of 16
+constexpr int BLOCKS = D / 1024;                                // of columns of down, 128 of each warp
 constexpr int SCALES_AT = 16384 + 16 * ROWS;
 // Where row r lies in a page, so that lanes that read together meet no bank twice: of rows, and of down's neurons.
 __host__ __device__ constexpr int row_at(int r) { return r * ROW + (r >> 2) * 64; }
@@ -21,26 +25,35 @@ constexpr int POSITIONS = 32, KV_BYTES = POSITIONS * HEAD_DIM * 2;  // of a page
 constexpr int FLYING = 4, CALM = 2;                                 // pages on their way, and beside a barrier
 constexpr int MINE = D / CTAS;                                      // columns of x that a program looks after
 constexpr int COUNTERS = 8;                                         // of the barrier, a line each
-constexpr int PARTS_AT = 512, PARTS = RANKS * (HEAD_DIM + 2);
+constexpr int NORMS = MIXED * PARTNERS * HEAD_DIM;                  // of a team's words, behind its parts
+constexpr int TEAM_WORDS = NORMS + MIXED * PARTNERS * 2, PARTS_AT = (SHARE + 2) * HEAD_DIM;
 constexpr float MAGIC = 12582912.f + 128.f;  // 1.5 * 2^23: the whole part in the low bits; 128 rounds the high digit
-constexpr float LARGEST = 1073741824.f;      // units that a program may add to a column, and all together: 2^30
-constexpr u32 LAUNCHES = 3u << 30;           // are counted: all counters then begin anew, and delta's three buffers
-constexpr u64 LIMIT_NS = 4000000000ull;      // of a launch, in which every wait gives up
+// Of delta in the power of two below the stream's root mean square. Models without biases keep some in columns of the
+// stream: one MLP adds thousands where that is still small.
+constexpr float UNITS = BIASES ? 131072.f : 32768.f;
+constexpr float LARGEST = 1073741824.f;  // units that a program may add to a column, and all together: 2^30
+constexpr u32 LAUNCHES = 3u << 30;       // are counted: all counters then begin anew, and delta's three buffers
+constexpr u64 LIMIT_NS = 4000000000ull;  // of a launch, in which every wait gives up
 
-static_assert((D == 2048 || D == 4096) && D_FFN % (16 * CTAS) == 0 && OWN <= 128, "unsupported widths");
+static_assert((D == 2048 || D == 4096) && D_FFN % CTAS == 0 && OWN <= 128, "unsupported widths");
 static_assert(PAGE == SCALES_AT + ROWS * ROW_SCALES, "a page holds rows, and their scales behind them");
-static_assert(PARTS_AT + PARTS <= EXCHANGE, "a head's words have no room");
+static_assert(PARTS_AT + TEAMS * TEAM_WORDS <= EXCHANGE, "a head's words have no room");
+static_assert(PART_ROWS % ROWS == 0 && QKV_ROWS <= 128 && OUT_PAGES % 2 == 0, "unsupported heads");
 static_assert(LAUNCHES % 3 == 0 && LAUNCHES % (1u << 27) == 0, "counters do not begin anew together");
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "unsupported head");
 static_assert(MODE != SELECT || (RANK % 128 == 0 && RANK <= 256), "unsupported rank");
 
 // A layer's tensors, in the order of decoder_layers.StepLayer.tensors.
 struct Layer {
-  const u8 *qkv, *qkv_scales, *qkv_bias, *out, *out_scales, *out_bias, *up, *up_scales, *up_bias;
+  const u8 *qkv, *qkv_scales, *qkv_bias, *out, *out_scales, *out_bias;
+  const u8 *up, *up_scales, *up_bias;  // of a gated MLP the gate: the map whose products are activated
   const u8 *down, *down_scales, *down_bias, *gain1, *shift1, *gain2, *shift2;
-  u8 *k, *v;  // (HEADS, capacity, HEAD_DIM) fp16
+  u8 *k, *v;  // (KV_HEADS, capacity, HEAD_DIM) fp16
   const u8 *first, *first_scales, *second, *second_scales, *second_bias, *threshold;
   const u8* largest;  // (D / 128) fp32: of down's scales of 128 columns
+#if GATED
+  const u8 *factor, *factor_scales, *factor_bias;  // up behind a gate
+#endif
 };
 
 struct Arguments {
@@ -49,10 +62,11 @@ struct Arguments {
   float* out;      // (D) behind the last
   const int *position, *row_state;
   int* delta;           // (3, D) sums
-  u64 *heads, *hidden;  // tagged words of heads (HEADS, EXCHANGE) and of RANK
+  u64 *heads, *hidden;  // tagged words of heads (KV_HEADS, EXCHANGE) and of RANK
   u32 *masks, *sync;    // (CTAS, 4); words at 32 i: 0 launches, 3 list, 4 error, 8.. barrier
   int n_layers, capacity;
   float eps;
+  const float2* turns;  // (capacity, HEAD_DIM / 2): cosine and sine of neighbouring rows of q and k
 };
 
 // Where word i lies in an array of which lanes read 16 neighbours each, 32 apart: without bank conflicts.
@@ -60,9 +74,9 @@ __host__ __device__ constexpr int spread(int i) { return i + i / 32 * 4; }
 
 struct __align__(128) Shared {
   int sums[spread(D)];  // what this program adds into delta, or the delta of all, spread
-  __align__(16) float exchanged[spread(3 * HEAD_DIM)], parts[spread(PARTS + 32)], z[spread(256)];
+  __align__(16) float exchanged[spread((SHARE + 2) * HEAD_DIM)], parts[spread(TEAM_WORDS + 32)], z[spread(256)];
   float h[128], kept[128];
-  float warp_parts[WARPS * HEAD_DIM], warp_norms[WARPS * 2];
+  float warp_parts[MIXED][WARPS][HEAD_DIM], warp_norms[MIXED][WARPS][2];
   float products[9][WARPS][16];  // tile, warp, row
   float stats[2][WARPS][2];
   float units[2][D / 128];  // of down's inputs for 128 columns, and their inverses

@@ -1,17 +1,18 @@
 """Sizes for which the kernel of all layers is compiled, and which there are. Loads no torch."""
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
 PROGRAMS, THREADS = 128, 288
-HEADS = 32  # of four programs each
+KV_HEADS = (8, 16, 32)  # of as many programs each
 GROUP = 128  # columns of a scale
 WIDTHS, HEAD_DIMS, RANKS = (2048, 4096), (64, 128), (128, 256)
 NEURONS = 128  # of a program, at most
-SMALL_BYTES, LAYER_BYTES = 20480, 200  # beside the pages: of a program and of a layer
+SMALL_BYTES, LAYER_BYTES, GATE_BYTES = 13440, 200, 24  # beside the pages: of a program, of a layer and of its gate
 SHARED_BYTES = 232448  # of a multiprocessor that a program can have
 MOST_PAGES, LEAST_PAGES = 12, 6
-EXCHANGE, SYNC = 1280, 16 * 32  # words
+SYNC = 16 * 32  # words
 
 
 class Neurons(IntEnum):
@@ -28,7 +29,13 @@ class Neurons(IntEnum):
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes for which the kernel is compiled. rank: of the MLPs' predictors, 0 = none. relu: within these."""
+    """Sizes for which the kernel is compiled, and what its layers compute. Without more they are OPT's.
+
+    rank: of the MLPs' predictors, 0 = none. relu: within these.
+    kv_heads: of K and V, 0 = heads. rms: norms are RMSNorm. rotary: q and k are turned.
+    biases: linear maps have them. The first of an MLP always does.
+    gated: act(gate) up instead of act(up). both: act(gate) act(up). act: a ReLU with this threshold, squared or not.
+    """
 
     d: int
     heads: int
@@ -38,6 +45,42 @@ class StepSizes:
     neurons: Neurons
     rank: int = 0
     relu: bool = False
+    kv_heads: int = 0
+    rms: bool = False
+    rotary: bool = False
+    biases: bool = True
+    gated: bool = False
+    squared: bool = False
+    both: bool = False
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+
+    @property
+    def share(self) -> int:
+        """Heads that share K and V."""
+        return self.heads // self.kv_heads
+
+    @property
+    def teams(self) -> int:
+        """How many ways the programs of a head of K and V share its heads. Those of a team share the positions."""
+        return math.gcd(self.share, PROGRAMS // self.kv_heads // 4)
+
+    @property
+    def team_words(self) -> int:
+        """Words that a team's programs exchange: each a part of each head, its largest score and its sum."""
+        return self.share * PROGRAMS // self.kv_heads // self.teams**2 * (self.head_dim + 2)
+
+    @property
+    def exchange(self) -> int:
+        """Words of a head of K and V: q's, k and v, then the teams' parts. Whole lines of 16."""
+        return -(-((self.share + 2) * self.head_dim + self.teams * self.team_words) // 16) * 16
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a layer's row in the table of tensors."""
+        return LAYER_BYTES + GATE_BYTES * self.gated
 
     @property
     def page_bytes(self) -> int:
@@ -53,7 +96,9 @@ class StepSizes:
     @property
     def small_bytes(self) -> int:
         """Bytes beside the pages: sums of every column, what programs tell each other, and the table of layers."""
-        return SMALL_BYTES + 4 * (self.d + self.d // 8) + LAYER_BYTES * self.layers
+        words = self.d + self.share * self.head_dim + self.team_words
+        words += words // 8 + 8 * self.share // self.teams * self.head_dim  # gaps, and what warps tell each other
+        return SMALL_BYTES + -(-4 * words // 128) * 128 + self.layer_bytes * self.layers
 
     @property
     def refusal(self) -> str:
@@ -61,26 +106,32 @@ class StepSizes:
         own = self.d_ffn // PROGRAMS
         for what, got, allowed in (
             ("a width", self.d, WIDTHS),
-            ("heads", self.heads, (HEADS,)),
+            ("K/V heads", self.kv_heads, KV_HEADS),
             ("a head dim", self.head_dim, HEAD_DIMS),
             *((("a predictor's rank", self.rank, RANKS),) if self.neurons is Neurons.SELECTED else ()),
         ):
             if got not in allowed:
                 return f"it takes {what} of {' or '.join(map(str, allowed))}, not {got}"
-        if self.heads * self.head_dim != self.d:
-            return "it takes heads that are as wide as the model together"
-        if self.d_ffn % (32 * PROGRAMS) or own > NEURONS:
-            return f"it takes neurons in a multiple of {32 * PROGRAMS}, {NEURONS * PROGRAMS} at most, not {self.d_ffn}"
+        rows = self.head_dim * self.kv_heads // PROGRAMS  # of a program, of each of q, k and v
+        columns = self.d * self.kv_heads * self.teams // PROGRAMS
+        if self.heads % self.kv_heads or rows % (32768 // self.d) or columns % 512 or (self.share + 2) * rows > NEURONS:
+            return f"{self.heads} heads with {self.kv_heads} of K and V do not fall evenly on its programs"
+        if self.d_ffn % PROGRAMS or own > NEURONS:
+            return f"it takes neurons in a multiple of {PROGRAMS}, {NEURONS * PROGRAMS} at most, not {self.d_ffn}"
         if self.pages < LEAST_PAGES:
             return f"{self.layers} layers leave no room for its pages"
         return ""
 
     @property
-    def defines(self) -> dict[str, int]:
+    def defines(self) -> dict[str, int | str]:
         """Macros of the source. PAGE: bytes of a page. SMALL: bytes behind the pages, in front of the table of layers.
         EXCHANGE: words of a head, q/k/v and then attention's parts."""
         return {
-            "D": self.d, "HEADS": self.heads, "HEAD_DIM": self.head_dim, "D_FFN": self.d_ffn, "PAGES": self.pages,
-            "PAGE": self.page_bytes, "SMALL": self.small_bytes - LAYER_BYTES * self.layers, "EXCHANGE": EXCHANGE,
-            "MODE": int(self.neurons), "RANK": self.rank, "PREDICTOR_RELU": int(self.relu),
+            "D": self.d, "HEADS": self.heads, "KV_HEADS": self.kv_heads, "TEAMS": self.teams,
+            "HEAD_DIM": self.head_dim, "D_FFN": self.d_ffn, "PAGES": self.pages,
+            "PAGE": self.page_bytes, "SMALL": self.small_bytes - self.layer_bytes * self.layers,
+            "EXCHANGE": self.exchange, "MODE": int(self.neurons), "RANK": self.rank, "PREDICTOR_RELU": int(self.relu),
+            "RMS_NORM": int(self.rms), "ROTARY": int(self.rotary), "BIASES": int(self.biases),
+            "GATED": int(self.gated), "SQUARED": int(self.squared), "BOTH": int(self.both),
+            "THRESHOLD": f"{float(self.threshold)!r}f",
         }  # fmt: skip

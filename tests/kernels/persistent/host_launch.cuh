@@ -92,12 +92,12 @@ static Arguments given;
 // seed: of the order of copies and warps. without: the number of a copy that is lost, or -1.
 extern "C" int launch(int programs, u32 shared, u32 seed, int without, const Layer* layers, const float* x, float* out,
                       const int* position, const int* row_state, int* delta, u64* heads, u64* hidden, u32* masks,
-                      u32* sync, int n_layers, int capacity, float eps) {
-  given = {layers, x, out, position, row_state, delta, heads, hidden, masks, sync, n_layers, capacity, eps};
+                      u32* sync, int n_layers, int capacity, float eps, const float2* turns) {
+  given = {layers, x, out, position, row_state, delta, heads, hidden, masks, sync, n_layers, capacity, eps, turns};
   entry = [] {
     const Arguments& a = given;
     decoder_layers(a.layers, a.x, a.out, a.position, a.row_state, a.delta, a.heads, a.hidden, a.masks, a.sync,
-                   a.n_layers, a.capacity, a.eps);
+                   a.n_layers, a.capacity, a.eps, a.turns);
   };
   dice = seed;
   lost = without;

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from host import HostLauncher
-from layer_models import put_thresholds, random_layers, sizes_of
+from layer_models import FORMS, put_thresholds, random_layers, sizes_of
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.persistent import decoder_layers
@@ -18,6 +18,7 @@ from dejavu_train.kernels.persistent.decoder_layers import (
     check_layer,
     decoder_layers_reference,
     program_of,
+    qkv_reference,
 )
 from dejavu_train.kernels.persistent.program import NoCompiler, Program
 from dejavu_train.kernels.persistent.sizes import LEAST_PAGES, Neurons
@@ -35,10 +36,13 @@ def compiler():
 
 
 @pytest.mark.parametrize("neurons", MODES)
-@pytest.mark.parametrize("d", WIDTHS)
-def test_the_compiler_needs_no_more_than_a_multiprocessor_has(d, neurons):
+@pytest.mark.parametrize(
+    ("d", "form"),
+    [(2048, "opt"), (4096, "opt"), *(pytest.param(4096, form, marks=pytest.mark.long) for form in [*FORMS][1:])],
+)
+def test_the_compiler_needs_no_more_than_a_multiprocessor_has(d, form, neurons):
     compiler()
-    sizes = sizes_of(d, 48, neurons)
+    sizes = sizes_of(d, 48, neurons, form=form)
     _, log = program_of(sizes).compiled(verbose=True)
     (used,) = [int(line.split("Used ")[1].split()[0]) for line in log.splitlines() if "Used " in line]
     # Twelve warps a quarter's registers: nine are there, and a quarter of the multiprocessor has three of them.
@@ -54,10 +58,10 @@ def test_a_source_that_does_not_compile_says_where():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"d": 2560}, "a width of 2048 or 4096, not 2560"), ({"heads": 40}, "heads of 32, not 40"),
-        ({"head_dim": 80}, "a head dim of 64 or 128, not 80"), ({"head_dim": 64}, "as wide as the model"),
+        ({"d": 2560}, "a width of 2048 or 4096, not 2560"), ({"kv_heads": 40}, "heads of 8 or 16 or 32, not 40"),
+        ({"head_dim": 80}, "a head dim of 64 or 128, not 80"), ({"heads": 40}, "40 heads with 32 of K and V"),
         ({"rank": 192}, "rank of 128 or 256, not 192"), ({"d_ffn": 20480}, "16384 at most, not 20480"),
-        ({"d_ffn": 16000}, "a multiple of 4096"), ({"layers": 700}, "no room for its pages"),
+        ({"d_ffn": 16000 + 64}, "a multiple of 128"), ({"layers": 700}, "no room for its pages"),
     ],
 )  # fmt: skip
 def test_sizes_that_it_does_not_take_are_named(changed, said):
@@ -66,18 +70,24 @@ def test_sizes_that_it_does_not_take_are_named(changed, said):
 
 
 def test_tensors_that_it_would_misread_are_refused():
-    sizes = sizes_of(2048, 1, Neurons.ALL)
-    (layer,) = random_layers(sizes, 64, "cpu")
+    sizes, rotary = (sizes_of(2048, 1, Neurons.ALL, form=form) for form in ("opt", "prosparse"))
+    (layer,), (turned,) = (random_layers(each, 64, "cpu") for each in (sizes, rotary))
     check_layer(sizes, layer)
+    check_layer(rotary, turned)
     up, norm = layer.up, layer.norm1
-    for wrong, said in (
-        (replace(layer, up=replace(up, bias=up.bias.float())), "up's bias is torch.float32"),
-        (replace(layer, up=replace(up, weight=up.weight.view(4096, 4096))), "up is"),
-        (replace(layer, norm2=LayerNormWeights(norm.weight, norm.bias, eps=1e-6)), "one eps"),
-        (replace(layer, norm1=LayerNormWeights(norm.weight.float(), norm.bias)), "a norm is torch.float32"),
+    for taken, wrong, said in (
+        (sizes, replace(layer, up=replace(up, bias=up.bias.float())), "up's bias is torch.float32"),
+        (sizes, replace(layer, up=replace(up, weight=up.weight.view(4096, 4096))), "up is"),
+        (sizes, replace(layer, norm2=LayerNormWeights(norm.weight, norm.bias, eps=1e-6)), "one eps"),
+        (sizes, replace(layer, norm1=LayerNormWeights(norm.weight.float(), norm.bias)), "a norm is torch.float32"),
+        (sizes, replace(layer, cache=turned.cache), "q and k are turned, or not"),
+        (rotary, replace(turned, gate=None), "gates are there, or none is"),
+        (rotary, replace(turned, norm2=layer.norm2), "norms are a rms_norm"),
+        (rotary, replace(turned, out=replace(turned.out, bias=layer.out.bias)), "out has a bias, expected none"),
+        (rotary, replace(turned, norm2=replace(turned.norm2, bias=norm.bias)), "of an RMSNorm zeros"),
     ):
         with pytest.raises(ValueError, match=said):
-            check_layer(sizes, wrong)
+            check_layer(taken, wrong)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=gpu)])
@@ -88,12 +98,12 @@ def device(request, monkeypatch):
     return request.param
 
 
-def problem(device, d, n_layers, neurons, position, relu=False):
+def problem(device, d, n_layers, neurons, position, relu=False, form="opt"):
     """(sizes, layers, input, the kernel)."""
-    sizes = sizes_of(d, n_layers, neurons, relu)
+    sizes = sizes_of(d, n_layers, neurons, relu, form)
     layers = list(random_layers(sizes, 200, device))
     x = torch.randn(1, d, device=device, generator=torch.Generator(device).manual_seed(1))
-    if sizes.rank:
+    if sizes.rank or sizes.threshold:
         put_thresholds(sizes, layers, x, position)
     at, state = (torch.full((1,), value, dtype=torch.int32, device=device) for value in (position, 1))
     return sizes, layers, x, DecoderLayers(sizes, layers, at, state)
@@ -103,18 +113,18 @@ def off(found, expected):
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def equals_plain_torch(device, d, n_layers, neurons, position, relu=False):
-    sizes, layers, x, kernel = problem(device, d, n_layers, neurons, position, relu)
+def equals_plain_torch(device, d, n_layers, neurons, position, relu=False, form="opt"):
+    sizes, layers, x, kernel = problem(device, d, n_layers, neurons, position, relu, form)
     for layer in layers:  # what lies behind the position was never written
         layer.cache.k[:, :, position:], layer.cache.v[:, :, position:] = float("nan"), float("nan")
     out = torch.full_like(x, float("nan"))
     expected = decoder_layers_reference(sizes, layers, x, position)
     kernel(x, out)
     assert not kernel.fault() and off(out, expected) < 5e-4
-    normed = layer_norm_reference(x.double(), layers[0].norm1, torch.float64)[0]
-    new = layers[0].qkv.weight.dense(torch.float64) @ normed + layers[0].qkv.bias.double()
-    for which, cached in ((1, layers[0].cache.k), (2, layers[0].cache.v)):
-        assert off(cached[0, :, position], new[:, which]) < 1e-3
+    normed = layer_norm_reference(x.double(), layers[0].norm1, torch.float64)
+    _, *new = qkv_reference(sizes, layers[0], normed, position)
+    for each, cached in zip(new, (layers[0].cache.k, layers[0].cache.v), strict=True):
+        assert off(cached[0, :, position], each) < 1e-3
     if sizes.rank:
         kernel.row_state.fill_(2)
         kernel(x, out)
@@ -147,6 +157,25 @@ class TestOnAGpu:
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_it_equals_plain_torch_on_a_cpu(device, d, n_layers, neurons, position, relu):
     equals_plain_torch(device, d, n_layers, neurons, position, relu)
+
+
+@pytest.mark.parametrize(
+    ("d", "form", "n_layers", "neurons", "position"),
+    [
+        (2048, "prosparse", 1, Neurons.ALL, 150), (2048, "prosparse", 2, Neurons.LIVE, 40),
+        (2048, "prosparse", 1, Neurons.SELECTED, 0), (2048, "drelu", 1, Neurons.LIVE, 40),
+        (2048, "minitron", 1, Neurons.SELECTED, 150),
+        *(
+            pytest.param(d, form, 3, neurons, position, marks=pytest.mark.long)
+            for d in WIDTHS
+            for form in [*FORMS][1:]
+            for neurons in MODES
+            for position in (0, 199)
+        ),
+    ],
+)  # fmt: skip
+def test_it_equals_plain_torch_in_other_families(device, d, form, n_layers, neurons, position):
+    equals_plain_torch(device, d, n_layers, neurons, position, form=form)
 
 
 @pytest.mark.parametrize("neurons", MODES)
@@ -203,6 +232,21 @@ def test_a_large_scale_of_down_is_felt_in_its_columns_alone(device):
     assert not kernel.fault() and off(out[:, others], expected[:, others]) < 5e-4
 
 
+def test_a_model_without_biases_may_add_thousands_to_a_column_of_a_small_stream(device):
+    sizes, layers, x, kernel = problem(device, 2048, 1, Neurons.ALL, 40, form="prosparse")
+    x *= 0.03
+    put_thresholds(sizes, layers, x, 40)
+    added = decoder_layers_reference(sizes, layers, x, 40)[0] - x[0]
+    layers[0].down.weight.scales[:, 5] *= 3000 / float(added[5 * 128 : 6 * 128].abs().max())
+    kernel = DecoderLayers(sizes, layers, kernel.position, kernel.row_state)
+    out, expected = torch.zeros_like(x), decoder_layers_reference(sizes, layers, x, 40)
+    kernel(x, out)
+    others = torch.ones(2048, dtype=torch.bool, device=device)
+    others[5 * 128 : 6 * 128] = False
+    assert expected.abs().max() > 2000 and not kernel.fault()
+    assert off(out, expected) < 5e-4 and off(out[:, others], expected[:, others]) < 5e-4
+
+
 def test_launches_are_counted_anew_after_some_days(device):
     _, _, x, kernel = problem(device, 2048, 1, Neurons.SELECTED, 40)
     out, right = torch.zeros_like(x), torch.zeros_like(x)
@@ -219,11 +263,12 @@ def test_launches_are_counted_anew_after_some_days(device):
 
 
 @pytest.mark.parametrize("neurons", MODES)
+@pytest.mark.parametrize("form", FORMS)
 class TestStepsOnAGpu:
     pytestmark = gpu
 
-    def test_a_thousand_steps_are_equal_beside_another_stream(self, neurons):
-        _, _, x, kernel = problem("cuda", 4096, 4, neurons, 130)
+    def test_a_thousand_steps_are_equal_beside_another_stream(self, form, neurons):
+        _, _, x, kernel = problem("cuda", 4096, 4, neurons, 130, form=form)
         out, first = torch.zeros_like(x), torch.zeros_like(x)
         kernel(x, first)
         load, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
