@@ -37,7 +37,7 @@ def with_one_kernel(plan: StepPlan, predictors: Mapping[UnitKey, TargetPredictor
             why = str(error)
     if why:
         return replace(plan, one_kernel=None, one_kernel_why=why)
-    size = sizes.layers * sizes.rank * (sizes.d + sizes.d_ffn) // 2
+    size = len(predictors) * sizes.rank * (sizes.d + sizes.d_ffn) // 2
     return replace(plan, one_kernel=sizes, coming={**plan.coming, "predictors of one kernel": size})
 
 

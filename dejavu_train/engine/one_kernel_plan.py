@@ -4,6 +4,7 @@ What it does not take runs as a chain of kernels, and `DecodeEngine.describe` sa
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
@@ -11,6 +12,8 @@ from dejavu_train.engine.planned import Formats
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SILENT, Activation, Norm, Positions, QkNorm
 from dejavu_train.kernels.persistent.sizes import GROUP, Neurons, StepSizes
+
+OF_OPT = {"kv_heads": 0, "rms": False, "rotary": False, "biases": True, "gated": False, "squared": False, "both": False}
 
 
 def one_kernel_sizes(
@@ -36,8 +39,9 @@ def one_kernel_sizes(
         squared=dims.activation is Activation.RELU2, both=dims.activation is Activation.DRELU,
         threshold=dims.threshold,
     )  # fmt: skip
+    mixed = 0 < len(facts) < dims.n_layers
     for why, refused in (
-        ("none was asked for", not options.one_kernel),
+        ("none was asked for", options.one_kernel is False),
         ("it runs on one GPU", ranks > 1),
         (f"it takes groups of {GROUP}, not {formats.group}", formats.group != GROUP),
         (f"it has activations that are zero for many neurons, not {dims.activation}", dims.activation not in SILENT),
@@ -45,7 +49,7 @@ def one_kernel_sizes(
         ("its positions are learned or rotary", dims.positions is Positions.ALIBI),
         ("a guard measures layer by layer", options.guarded),
         ("it selects no heads", any(key[1] == Target.HEADS and each is not None for key, each in predictors.items())),
-        ("it selects in all layers or in none", bool(facts) and len(facts) < dims.n_layers),
+        ("layers without predictors leave silent neurons out", mixed and not skips),
         ("predictors have one rank, a threshold and int4", any(
             each.rank != sizes.rank or each.top_k is not None or each.format != "int4" for each in facts
         )),
@@ -54,6 +58,9 @@ def one_kernel_sizes(
         )),
         ("predictors of earlier sites run inline or on a stream", bool(facts) and options.look_ahead != "fused"),
         (sizes.refusal, bool(sizes.refusal)),
+        ("it was not timed for such layers, and one_kernel=True asks for it", options.one_kernel is None and (
+            mixed or sizes != replace(sizes, **OF_OPT)
+        )),
     ):  # fmt: skip
         if refused:
             return None, why

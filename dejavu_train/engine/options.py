@@ -42,7 +42,8 @@ class EngineOptions:
         zeros: what becomes of rows of neurons that are exactly zero, where a layer selects nothing. "skip": they are
             not read. "read": they are. "auto": they are left out where that was measured to be no slower. The output is
             the same.
-        one_kernel: run all layers of a step as one kernel, where there is one for this model and GPU.
+        one_kernel: run all layers of a step as one kernel, where there is one for this model and GPU. None = where it
+            was timed: for OPT, with predictors in all layers or in none. False = never.
     Raises:
         UserError: a value that is not allowed.
     """
@@ -60,7 +61,7 @@ class EngineOptions:
     guard: Guard | GuardState | None = None
     screen: bool | None = None
     zeros: str = "auto"
-    one_kernel: bool = True
+    one_kernel: bool | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES:

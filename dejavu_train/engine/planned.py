@@ -9,7 +9,7 @@ from dejavu_train.families import ModelDims, Site, Target, UnitKey
 from dejavu_train.families.dims import Activation
 from dejavu_train.kernels.common.limits import DRIVERS_CARVEOUT, Products
 from dejavu_train.kernels.formats.matrix import Hidden
-from dejavu_train.kernels.persistent.sizes import StepSizes
+from dejavu_train.kernels.persistent.sizes import Neurons, StepSizes
 
 
 class Engine(StrEnum):
@@ -210,7 +210,9 @@ class StepPlan:
             )
         lines.append(f"weights in {self.formats.layers}, LM head in {self.formats.head}: {self.head_why}")
         if self.one_kernel is not None:
-            return "\n".join([*lines, f"all layers in one kernel: of MLPs {self.one_kernel.neurons.words}"])
+            chosen, layers = len(self.selecting), self.dims.n_layers
+            mixed = f" in {chosen} of {layers} layers, else {Neurons.LIVE.words}" if 0 < chosen < layers else ""
+            return "\n".join([*lines, f"all layers in one kernel: of MLPs {self.one_kernel.neurons.words}{mixed}"])
         if self.one_kernel_why:
             lines.append(f"layers as a chain of kernels, not one kernel: {self.one_kernel_why}")
         for target, name in ((Target.HEADS, "attention"), (Target.MLP, "MLP")):

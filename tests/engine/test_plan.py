@@ -367,8 +367,9 @@ ONE_KERNEL = [
 @pytest.mark.parametrize(("dims", "sizes"), ONE_KERNEL)
 def test_one_kernel_runs_all_layers_of_one_row(dims, sizes, given, options, neurons):
     predictors = None if given is None else facts(dims, **given)
-    made = plan(predictors, INT4_128, dims, **options)
+    made = plan(predictors, INT4_128, dims, one_kernel=True, **options)
     assert made.one_kernel == replace(sizes, neurons=neurons, rank=128 if given else 0)
+    assert (plan(predictors, INT4_128, dims, **options).one_kernel is None) == (dims is not OPT_1B)
     words = {Neurons.LIVE: "that are not zero", Neurons.ALL: "all neurons", Neurons.SELECTED: "the selected neurons"}
     assert "all layers in one kernel" in made.describe() and words[neurons] in made.describe()
 
@@ -401,4 +402,6 @@ def test_one_kernel_is_for_a_gpu_and_one_row_and_says_nothing_elsewhere():
     for made in (plan(None, INT4_128, OPT_1B, engine=Engine.INTERPRETER), plan(None, INT4_128, OPT_1B, batch=2)):
         assert made.one_kernel is None and "one kernel" not in made.describe()
     some = {key: each for key, each in facts(OPT_1B, **OWN_INT4).items() if key.layer != 3}
-    assert "in all layers or in none" in plan(some, INT4_128, OPT_1B).describe()
+    assert "it was not timed for such layers" in plan(some, INT4_128, OPT_1B).describe()
+    assert "in 23 of 24 layers, else up, and" in plan(some, INT4_128, OPT_1B, one_kernel=True).describe()
+    assert "leave silent neurons out" in plan(some, INT4_128, OPT_1B, one_kernel=True, zeros="read").describe()

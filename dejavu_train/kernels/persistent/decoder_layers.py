@@ -201,7 +201,7 @@ def check_layer(sizes: StepSizes, layer: StepLayer) -> None:
     require(cache.watermark is None, "all K/V are there")
     require((cache.turning is not None) == sizes.rotary, "q and k are turned, or not")
     predictor = layer.predictor
-    require((predictor is not None) == (sizes.neurons is Neurons.SELECTED), "predictors are there, or none is")
+    require(predictor is None or sizes.neurons is Neurons.SELECTED, "no predictor is asked")
     if predictor is not None:
         require(predictor.down.dtype == torch.uint8, "predictors are nibbles")
         check_matrix("down", predictor.down, predictor.down_scale, (sizes.rank, d), cache.k)

@@ -647,9 +647,9 @@ struct Consumer {
                 out_bias = ask_bias(layer.out_bias);
     const float2 turn =
         ROTARY && mine && which <= SHARE ? __ldg(a.turns + (last * HEAD_DIM + at) / 2) : make_float2(1.f, 0.f);
-    if (MODE == SELECT) predict_first(l, layer);
+    if (selects(layer)) predict_first(l, layer);
     rows(QKV_ROWS);
-    const u64 early = MODE == SELECT && tid < RANK ? get_word(a.hidden + tid) : 0;
+    const u64 early = selects(layer) && tid < RANK ? get_word(a.hidden + tid) : 0;
     float v = mine ? row_sum(tid) + bias : 0.f;
     if (ROTARY) {
       const float other = __shfl_xor_sync(~0u, v, 1);
@@ -662,7 +662,7 @@ struct Consumer {
       u8* const cache = which == SHARE ? layer.k : layer.v;
       if (which >= SHARE) ((u16*)cache)[((u64)head * a.capacity + last) * HEAD_DIM + at] = rounded;
     }
-    if (MODE == SELECT) predict_second(l, layer, early);
+    if (selects(layer)) predict_second(l, layer, early);
     receive<(SHARE + 2) * HEAD_DIM>(0, s.exchanged, l);
     attend(l);
     receive<TEAM_WORDS>(PARTS_AT + team * TEAM_WORDS, s.parts, l);
@@ -676,15 +676,15 @@ struct Consumer {
   __device__ void mlp(int l, const Layer& layer) {
     const float down_bias = ask_bias(layer.down_bias);
     int n = OWN;
-    if (MODE == SELECT) {
+    if (selects(layer)) {
       limit.wait(shared_at(&s.listed), l & 1, LIST);
       n = s.n;
     }
-    const float bias = tid < n ? half_at(layer.up_bias, MODE == SELECT ? s.ids[tid] : cta * OWN + tid) : 0.f;
+    const float bias = tid < n ? half_at(layer.up_bias, selects(layer) ? s.ids[tid] : cta * OWN + tid) : 0.f;
     rows(n);
-    if (tid < n) (MODE == SKIP_ZEROS ? s.h : s.kept)[tid] = activated(row_sum(tid) + bias);
+    if (tid < n) (skips(layer) ? s.h : s.kept)[tid] = activated(row_sum(tid) + bias);
     meet();
-    if (MODE == SKIP_ZEROS) {
+    if (skips(layer)) {
       if (tid == 0) bar_arrive(shared_at(&s.live));
       limit.wait(shared_at(&s.listed), l & 1, LIST);
       n = s.n;

@@ -9,6 +9,8 @@ struct Producer {
   const int lane = threadIdx.x & 31, cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
   const int team = rank / PARTNERS, partner = rank % PARTNERS;
   int slot = 0, landed = 0, flying = 0;
+  u32 lists = 0;                               // of all launches before
+  int chosen_layers = 0, skipping_layers = 0;  // of this one so far
   u32 phase = 0, landed_phase = 0;
 
   __device__ Producer(const Arguments& a, const Limit& limit, Shared& s, u8* ring, u32 launch, int last)
@@ -81,12 +83,12 @@ struct Producer {
       next();
     }
   }
-  __device__ void attention(const Layer& layer, int l) {
-    if (MODE == SELECT) { whole(layer.first + (u64)cta * FIRST_ROWS * ROW, FIRST_ROWS * ROW); }
+  __device__ void attention(const Layer& layer) {
+    if (selects(layer)) whole(layer.first + (u64)cta * FIRST_ROWS * ROW, FIRST_ROWS * ROW);
     for (int r = 0; r < QKV_ROWS; r += ROWS)
       rows<4>(layer.qkv, layer.qkv_scales,
               (head * (SHARE + 2) + r / PART_ROWS) * HEAD_DIM + rank * PART_ROWS + r % PART_ROWS);
-    if (MODE == SELECT) whole(layer.second + (u64)cta * SECOND_BYTES, SECOND_BYTES);
+    if (selects(layer)) whole(layer.second + (u64)cta * SECOND_BYTES, SECOND_BYTES);
     for (int c = partner; c * POSITIONS < last; c += PARTNERS) {
       const u32 bytes = min(POSITIONS, last - c * POSITIONS) * HEAD_DIM * 2;
       const u64 from = ((u64)head * a.capacity + c * POSITIONS) * HEAD_DIM * 2;
@@ -107,15 +109,16 @@ struct Producer {
       }
       next();
     }
-    if (MODE == SELECT && lane == 0) {  // one writer and one reader of masks a program
-      limit.wait(shared_at(&s.masked), l & 1, MASK);
+    if (selects(layer) && lane == 0) {  // one writer and one reader of masks a program
+      limit.wait(shared_at(&s.masked), chosen_layers & 1, MASK);
       __stcg((uint4*)a.masks + cta, *(const uint4*)s.own_mask);
       add_released(a.sync + 32 * 3, 1);
     }
   }
   // The masks of all programs -> this program's even share of the list, in ascending order.
-  __device__ int share(int l) {
-    if (lane == 0) limit.reach(a.sync + 32 * 3, (launch * a.n_layers + l + 1) * CTAS, LIST);
+  __device__ int share() {
+    ++chosen_layers;
+    if (lane == 0) limit.reach(a.sync + 32 * 3, (lists + chosen_layers) * CTAS, LIST);
     __syncwarp();
     constexpr int LANE = CTAS / 32;
     int before[LANE], sum = 0;
@@ -153,8 +156,8 @@ struct Producer {
     return n;
   }
   // The neurons that are not zero, of those that this program has multiplied.
-  __device__ int survivors(int l) {
-    limit.wait(shared_at(&s.live), l & 1, LIVE);
+  __device__ int survivors() {
+    limit.wait(shared_at(&s.live), skipping_layers++ & 1, LIVE);
     __syncwarp();
     int n = 0;
     for (int k = 0; k < OWN; k += 32) {
@@ -174,12 +177,16 @@ struct Producer {
     return n;
   }
   __device__ void run() {
+    for (int l = 0; l < a.n_layers; ++l) lists += selects(layers[l]) ? launch : 0;
     for (int l = 0; l < a.n_layers; ++l) {
       const Layer& layer = layers[l];
-      attention(layer, l);
-      int n = MODE == SELECT ? share(l) : OWN;
-      neurons<MODE == SELECT, false>(layer.up, layer.up_scales, n);
-      if (MODE == SKIP_ZEROS) n = survivors(l);
+      attention(layer);
+      int n = OWN;
+      if (selects(layer)) {
+        n = share();
+        neurons<true, false>(layer.up, layer.up_scales, n);
+      } else neurons<false, false>(layer.up, layer.up_scales, n);
+      if (skips(layer)) n = survivors();
 #if GATED
       neurons<MODE != READ_ALL, false>(layer.factor, layer.factor_scales, n);
 #endif

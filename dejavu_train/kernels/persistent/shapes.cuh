@@ -1,7 +1,7 @@
 // Constants of one configuration, what programs hold and share, and waits of which none may hang.
 #define READ_ALL 0    // MODE: every neuron
 #define SKIP_ZEROS 1  // every row of up, and rows of down whose neuron is not zero
-#define SELECT 2      // the neurons of the predictor's list
+#define SELECT 2      // the neurons of the predictor's list. A layer without one skips zeros
 
 constexpr int CTAS = 128, RANKS = CTAS / KV_HEADS;              // programs of all, of a head of K and V
 constexpr int SHARE = HEADS / KV_HEADS;                         // heads of q that share K and V
@@ -55,6 +55,10 @@ struct Layer {
   const u8 *factor, *factor_scales, *factor_bias;  // up behind a gate
 #endif
 };
+__device__ __forceinline__ bool selects(const Layer& layer) { return MODE == SELECT && layer.first; }
+__device__ __forceinline__ bool skips(const Layer& layer) {
+  return MODE == SKIP_ZEROS || (MODE == SELECT && !layer.first);
+}
 
 struct Arguments {
   const Layer* layers;

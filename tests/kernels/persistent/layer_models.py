@@ -98,7 +98,7 @@ def put_thresholds(sizes, layers, x, position, density=0.1):
     x = x.double()
     for layer in layers:
         n = layer_norm_reference(x, layer.norm1, torch.float64)
-        if sizes.rank:
+        if layer.predictor is not None:
             top, at = scores_reference(layer, n)[0].sort(descending=True).values, int(density * sizes.d_ffn)
             near = slice(at - 40, at + 40)
             first = int((top[near] - top[at - 39 : at + 41]).argmax()) + at - 40

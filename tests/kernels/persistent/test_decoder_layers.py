@@ -206,6 +206,20 @@ class TestFaults:
         assert out.isnan().all() and kernel.fault() == "a sum left its range"
 
 
+@pytest.mark.parametrize("without", [(0,), (1,), (0, 2)])
+def test_layers_without_a_predictor_leave_silent_neurons_out(device, without):
+    sizes, layers, x, kernel = problem(device, 2048, 3, Neurons.SELECTED, 40)
+    layers = [replace(each, predictor=None, threshold=None) if i in without else each for i, each in enumerate(layers)]
+    put_thresholds(sizes, layers, x, 40)
+    kernel = DecoderLayers(sizes, layers, kernel.position, kernel.row_state)
+    out, first = torch.zeros_like(x), torch.zeros_like(x)
+    kernel(x, first)
+    assert not kernel.fault() and off(first, decoder_layers_reference(sizes, layers, x, 40)) < 5e-4
+    for _ in range(2):  # lists are counted over launches
+        kernel(x, out.zero_())
+        assert torch.equal(out, first) and not kernel.fault()
+
+
 @pytest.mark.parametrize("neurons", [*(pytest.param(each, marks=pytest.mark.long) for each in MODES[:2]), MODES[2]])
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_a_copy_that_never_lands_ends_every_wait_and_is_forgotten(device, neurons):
