@@ -4,7 +4,6 @@ What it does not take runs as a chain of kernels, and `DecodeEngine.describe` sa
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from dejavu_train.engine.facts import PredictorFacts
 from dejavu_train.engine.options import EngineOptions
@@ -12,8 +11,6 @@ from dejavu_train.engine.planned import Formats
 from dejavu_train.families import ModelDims, Target, UnitKey
 from dejavu_train.families.dims import SILENT, Activation, Norm, Positions, QkNorm
 from dejavu_train.kernels.persistent.sizes import GROUP, Neurons, StepSizes
-
-OF_OPT = {"kv_heads": 0, "rms": False, "rotary": False, "biases": True, "gated": False, "squared": False, "both": False}
 
 
 def one_kernel_sizes(
@@ -58,9 +55,8 @@ def one_kernel_sizes(
         )),
         ("predictors of earlier sites run inline or on a stream", bool(facts) and options.look_ahead != "fused"),
         (sizes.refusal, bool(sizes.refusal)),
-        ("it was not timed for such layers, and one_kernel=True asks for it", options.one_kernel is None and (
-            mixed or sizes != replace(sizes, **OF_OPT)
-        )),
+        ("it was not timed for such layers, and one_kernel=True asks for it",
+         options.one_kernel is None and (mixed or not sizes.of_opt)),
     ):  # fmt: skip
         if refused:
             return None, why
