@@ -41,7 +41,7 @@ from dejavu_train.evaluation.perplexity import EvalCorpus, eval_batches, window_
 from dejavu_train.extras.survey import speed
 from dejavu_train.extras.survey.decoder import _layer_parts, find_parts, load_decoder, read_config
 from dejavu_train.extras.survey.layerwise import LayerRunner
-from dejavu_train.extras.survey.measure import Selection, Survey
+from dejavu_train.extras.survey.measure import Selection, Survey, _Counts
 from dejavu_train.families import Target
 from dejavu_train.families.dims import CARRIED
 from dejavu_train.ground.errors import UserError
@@ -408,3 +408,11 @@ def test_bytes_of_a_step(tiny_opt):
     predictors = 2 * 64 * (d + n) * 0.5
     assert speed.step_bytes(parts, Selection(Target.MLP, 0.25), 0.1, 2) == pytest.approx(kept * 2 + predictors)
     assert math.isclose(speed.GPUS[4].bandwidth, 4.8e12)
+
+
+def test_a_token_without_active_neurons_needs_none():
+    counts = _Counts({0.2: 0.0}, 0)
+    counts.add(torch.zeros(3, 10), torch.zeros(3, 10))
+    counts.add(torch.ones(1, 10), torch.tensor([[8.0, 2.0, *[0.0] * 8]]))
+    found = counts.means()
+    assert found.needed == pytest.approx(0.2 / 4) and found.mass[0.2] == pytest.approx(1)

@@ -238,14 +238,15 @@ class _Counts:
     def add(self, values: Tensor, contribution: Tensor) -> None:
         """Neurons (N, n) of tokens, and what they contribute."""
         running = contribution.sort(-1, descending=True).values.cumsum(-1)
-        whole = running[:, -1:].clamp_min(torch.finfo(torch.float32).tiny)
-        n = values.shape[-1]
+        whole, n = running[:, -1:], values.shape[-1]
+        silent = whole <= 0  # tokens that need no neuron
         self.tokens += len(values)
         self.nonzero += float((values != 0).double().mean(-1).sum())
-        self.needed += float((((running < CARRIED * whole).sum(-1) + 1).clamp_max(n).double() / n).sum())
+        needed = ((running < CARRIED * whole).sum(-1) + 1).clamp_max(n).double() / n
+        self.needed += float(needed.masked_fill(silent[:, 0], 0).sum())
         for share in self.mass:
             last = max(1, min(n, round(share * n))) - 1
-            self.mass[share] += float((running[:, last : last + 1] / whole).double().sum())
+            self.mass[share] += float((running[:, last : last + 1] / whole).masked_fill(silent, 1).double().sum())
 
     def add_experts(self, experts: Any, x: Tensor, chosen: Tensor) -> None:
         """Count of what fires. x: what experts read of tokens, (N, d). chosen: numbers of each one's, (N, k)."""
