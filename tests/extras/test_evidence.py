@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -291,3 +292,15 @@ def test_mistakes_are_one_line(flags, words, tiny_opt, capsys):
     assert main(["evidence", "--model", str(tiny_opt), *flags]) == 2
     said = capsys.readouterr().err
     assert words in said and len(said.strip().splitlines()) == 1
+
+
+def test_a_model_whose_tensors_do_not_fit_is_refused_before_anything_is_written(
+    asked, tiny_opt, tmp_path, offline, capsys
+):
+    model = shutil.copytree(tiny_opt, tmp_path / "model")
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"ffn_dim": values["ffn_dim"] + 8}))
+    text = asked[asked.index("--text") : asked.index("--rows")]
+    flags = ["--output", str(tmp_path / "out"), "--parts", "speed", "--device", "cpu", *text]
+    assert main(["evidence", "--model", str(model), *flags]) == 2
+    assert "fc1" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -100,6 +100,9 @@ def run(config: EvidenceConfig) -> Path | None:
             part.look()
         print(plan(parts, subject))
         return None
+    if any(part.left for part in parts):
+        # A model that cannot be loaded ends here, before anything is written.
+        logger.info("weights of %s in %s", config.model, subject.dense.dtype)
     logger.info("%s", plan(parts, subject))
     began, page_path = time.monotonic(), Path()
     total = sum(len(part.cells) for part in parts)
