@@ -758,6 +758,7 @@ def one_model_rows(root: Path) -> list[Row]:
         if scored:
             row["perplexity"] = math.exp(mean([math.log(each["perplexity"]) for each in scored]))
             row["rise"] = percent(math.expm1(mean([math.log1p(each["increase"]) for each in scored])))
+            row["worst"] = percent(max(each["increase"] for each in scored))
             row |= {key: mean([each[key] for each in scored]) for key in ("kl_mean", "top1", "megabytes")}
         if (side := {"dense": "dense", "sparse": "value"}.get(name)) is not None:
             tasks = [each for each in parts.get("tasks", ()) if each["metric"] == "acc" and each["task"] != "mean"]
@@ -771,7 +772,8 @@ ONE_MODEL_TABLE = Table(
     {"way": "variant"},
     (
         Column("perplexity of the texts", "perplexity", form=".4g"), Column("rise, %", "rise", form=""),
-        Column("KL, nats", "kl_mean", form=".2g"), Column("same likeliest token, %", "top1", form=".1f", times=100),
+        Column("largest of a text", "worst", form=""), Column("KL, nats", "kl_mean", form=".2g"),
+        Column("same likeliest token, %", "top1", form=".1f", times=100),
         Column("accuracy of the tasks, %", "accuracy", form=".1f", times=100),
         Column("MB read a step", "megabytes", form=",.0f"), Column("ms a token", "ms"),
     ),
@@ -779,7 +781,7 @@ ONE_MODEL_TABLE = Table(
     links=(ONE_MODEL,),
 )  # fmt: skip
 ONE_MODEL_OPENING = ONE_MODEL_TABLE.with_columns(
-    Column("perplexity of eight texts", "perplexity", form=".4g"),
+    Column("perplexity of eight texts", "perplexity", form=".4g"), Column("largest rise, %", "worst", form=""),
     Column("MB read per token", "megabytes", form=",.0f"),
     Column("ms per token", "ms"),
     line={"1.3B": "variant"}, where={"ms": bool, "perplexity": lambda value: bool(value)}, brief=True,

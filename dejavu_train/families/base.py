@@ -286,7 +286,7 @@ def refuse_activation(name: str, activation: str, runs: Iterable[str]) -> NoRetu
 def survey_of(name: str) -> str:
     """End of a refusal of a model. A model without a name has no command."""
     model = name if name and " " not in name else "MODEL"
-    return f"dejavu survey --model {model} tells what the model would gain"
+    return f"dejavu survey --model {model} tells what the model would gain, where transformers knows its type"
 
 
 def logits_of(model: Any, hidden: "Tensor") -> "Tensor":

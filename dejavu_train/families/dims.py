@@ -290,7 +290,7 @@ def engine_refusal(dims: ModelDims, runs: Runs) -> str | None:
         "logit_cap": "capped logits",
         "post_norm": "norms behind the halves of a layer",
         "n_kv_heads": f"{dims.n_kv_heads} K/V heads of {dims.n_heads} heads",
-        "pattern": "layers without attention or an MLP (mask and gather run, a plug-in for vLLM is planned)",
+        "pattern": "layers without attention or an MLP (mask and gather run, and vLLM with the plug-in dejavu-vllm)",
     }
     listed = ", ".join(words.get(name, f"{name} {value}") for name, value in others.items())
     return f"no kernels for {listed}" if others else None

@@ -53,9 +53,10 @@ def test_results_of_evidence_become_a_table(tmp_path):
     (tmp_path / ONE_MODEL).write_text(json.dumps({"sources": "", "evidence": evidence}))
     lines = TABLES["one-model"].make(tmp_path).splitlines()
     assert (
-        next(line for line in lines if "| sparse |" in line) == "| sparse | 20 | +25.0 | 0.01 | 90.0 | 75.0 | 10 | 1 |"
+        next(line for line in lines if "| sparse |" in line)
+        == "| sparse | 20 | +25.0 | +56.2 | 0.01 | 90.0 | 75.0 | 10 | 1 |"
     )
-    assert next(line for line in lines if "| dense |" in line) == "| dense | | | | | 50.0 | | 2 |"
+    assert next(line for line in lines if "| dense |" in line) == "| dense | | | | | | 50.0 | | 2 |"
     assert TABLES["one-model-verdict"](tmp_path) == (
         "The fastest row is sparse, 4 bits. Exact skip and 4 bits need no training. In fp16 a sparse step is 1.50 times"
         " as fast as exact skip. In 4 bits it is 1.60 times as fast as one without predictors.\n"
