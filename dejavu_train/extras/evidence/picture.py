@@ -56,6 +56,8 @@ def _speed(panel: Any, rows: Sequence[Row]) -> None:
 
 
 def _quality(panel: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import LogFormatter
+
     for number, row in enumerate(means("variant", rows)):
         turn, place = divmod(number, len(STYLES))
         style = {"color": STYLES[place][0], "marker": STYLES[place - turn][1], "linestyle": "", "label": row["variant"]}
@@ -63,8 +65,8 @@ def _quality(panel: Any, rows: Sequence[Row]) -> None:
     panel.set_xlabel("MB of weights that a step reads")
     panel.set_ylabel("perplexity over the dense model's")
     panel.set_yscale("log")
-    for part in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
-        part("{x:g}")
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # none beyond a decade, where they meet
     panel.set_xlim(0, None)
     panel.legend(frameon=False)
 
