@@ -118,7 +118,8 @@ class DecoderLayers:
         self.table = torch.tensor(table, dtype=torch.int64, device=device)
         require(self.table.shape[1] * 8 == sizes.layer_bytes, "the table's rows are those of the source")
         turning = layers[0].cache.turning  # the same of all layers
-        self.turns = torch.zeros(1, device=device) if turning is None else turning.fitting(layers[0].cache.k)
+        none = torch.zeros(1, dtype=torch.float32, device=device)
+        self.turns = none if turning is None else turning.fitting(layers[0].cache.k)
         self.capacity, self.eps = layers[0].cache.capacity, layers[0].norm1.eps
 
         def zeros(n: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -41,7 +41,8 @@ long = pytest.mark.long
 def test_a_step_is_that_of_plain_torch(dims, neurons, monkeypatch):
     monkeypatch.setattr(decoder_layers, "layers_launcher", HostLauncher)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
-    weights, predictors, options = weights_of_shape(dims, torch.float16, "cpu", packed=True), {}, EngineOptions()
+    weights, predictors = weights_of_shape(dims, torch.float16, "cpu", packed=True), {}
+    options = EngineOptions(one_kernel=True)
     weights.embedding.mul_(50)
     if neurons is Neurons.SELECTED:
         predictors = random_predictors(dims, 128, 0.3, 1.0, lookahead=1, dtype="int4", device="cpu")
