@@ -133,7 +133,7 @@ def test_numbers_that_are_not_finite_are_placed(folder, backend, layer, said):
 def test_engines_refuse_in_a_line(folder, bundle):
     assert engine_refusal(read_dims(str(folder)), {}).count("layers without attention or an MLP") == 1
     for backend in ("cpu", "triton"):
-        with pytest.raises(UserError, match=r"layers .* \(mask and gather run, a plug-in for vLLM is planned\)"):
+        with pytest.raises(UserError, match=r"layers .* \(mask and gather run, and vLLM with the plug-in"):
             sparse(folder, bundle, backend)
     assert sparse(folder, bundle, "auto").backend == "gather"
 
