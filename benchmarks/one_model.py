@@ -11,8 +11,8 @@ of the tasks in tasks/. Stages:
     measure       a process a GPU: `dejavu evidence`, and rows of real text in each kind of weights
 
 OUTPUT_FOLDER gets evidence/, real-rows.csv, logs, and times.csv: every process, its exit code and seconds.
-one_model.json has the results of evidence, and how the model was pretrained. Predictors read what attention reads, so
-that one kernel runs all layers in 4 bits.
+one_model.json has the results of evidence, and how the model was pretrained. Predictors read what attention reads, as
+one kernel for all layers asks of them.
 
 Rehearsal: `--scale tiny --device cpu --gpus 2 --work /tmp/w --out /tmp/o`
 In a hurry: `--set pretrain_seconds=300 own_tokens=90000 --quantize=--quantizer=rtn --only evidence`
@@ -20,7 +20,6 @@ In a hurry: `--set pretrain_seconds=300 own_tokens=90000 --quantize=--quantizer=
 
 import argparse
 import dataclasses
-import json
 import os
 import queue
 import shlex
@@ -35,7 +34,7 @@ from pathlib import Path
 
 from benchmarks.rows import ROOT, SCORE, STEP, command_line, made_now
 from benchmarks.texts import TEXTS
-from dejavu_train.ground.files import write_json
+from dejavu_train.ground.files import read_json, write_json
 
 DENSITY = 0.1  # of the neurons, at which the bundle is calibrated
 HELDOUT = ("general", "books", "docs")  # the first one stops pretraining
@@ -194,11 +193,9 @@ class Run:
     def gather(self) -> None:
         """Put what a page shows into one file."""
         if (results := self.rows / "evidence/results.json").is_file():
-            told, all_found = (
-                json.loads(path.read_text("utf-8")) for path in (self.model / "pretraining.json", results)
-            )
-            found = {"pretraining": told, "evidence": {name: all_found[name] for name in SHOWN}}
-            found |= made_now(*STEP, *SCORE)
+            measured = read_json(results, "results of evidence")
+            found = {"pretraining": read_json(self.model / "pretraining.json", "what pretraining tells")}
+            found |= {"evidence": {name: measured[name] for name in SHOWN}, **made_now(*STEP, *SCORE)}
             write_json(self.rows / "one_model.json", found)
 
 

@@ -10,7 +10,6 @@ new sentence. Rows go to benchmarks/results/serve_prompts.jsonl.
 """
 
 import asyncio
-import functools
 import random
 import re
 import statistics
@@ -102,10 +101,13 @@ async def measured(url: str, options: Any) -> dict[str, Any]:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
         streams = Pauses(client, options.model, options.vocab)
         row = await streams.joined(options.rows, options.prompt, options.joins, options.new)
-        page = functools.partial(httpx.get, url.removesuffix("/v1") + "/metrics")
-        for quantile, value in re.findall(r'between_tokens_seconds{quantile="([\d.]+)"} (\S+)', page().text):
+
+        def page() -> str:
+            return httpx.get(url.removesuffix("/v1") + "/metrics").text
+
+        for quantile, value in re.findall(r'between_tokens_seconds{quantile="([\d.]+)"} (\S+)', page()):
             row[f"between_p{float(quantile) * 100:.0f}_ms"] = round(1e3 * float(value), 2)
-        return row | await streams.chat(options.chat, lambda: page().text)
+        return row | await streams.chat(options.chat, page)
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ class StepSizes:
 
     @property
     def of_opt(self) -> bool:
-        """Whether layers compute what OPT's do."""
+        """True where layers compute what OPT's do."""
         more = self.rms or self.rotary or self.gated or self.squared or self.both
         return self.biases and self.kv_heads == self.heads and not more
 
