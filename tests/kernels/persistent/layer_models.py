@@ -90,10 +90,10 @@ def random_layers(sizes, capacity, device, seed=0):
         )  # fmt: skip
 
 
-def put_thresholds(sizes, layers, x, position, density=0.1):
+def put_thresholds(sizes, layers, x, position, density=0.1, row_state=1):
     """Thresholds that select about `density` of the neurons, each in a wide gap between two scores.
 
-    Products near an activation's threshold are moved away from it by the bias.
+    Products near an activation's threshold are moved away from it by the bias, for a row of this state.
     """
     x = x.double()
     for layer in layers:
@@ -106,4 +106,4 @@ def put_thresholds(sizes, layers, x, position, density=0.1):
         if sizes.threshold:
             products = first_reference(layer, x + attention_reference(sizes, layer, n, position))[0]
             layer.gate.bias[(products - sizes.threshold).abs() < 0.002] += 0.01
-        x = decoder_layers_reference(sizes, [layer], x, position)
+        x = decoder_layers_reference(sizes, [layer], x, position, row_state)

@@ -24,6 +24,7 @@ from dejavu_train.kernels.persistent.program import NoCompiler, Program
 from dejavu_train.kernels.persistent.sizes import LEAST_PAGES, Neurons
 
 WIDTHS = (2048, 4096)
+LAYERS = ((2048, 3), (4096, 1))  # that a CPU runs in seconds
 MODES = list(Neurons)
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -98,6 +99,21 @@ def device(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def dense_once(monkeypatch):
+    """Unpacks a matrix once a test, not for each product."""
+    plain, made = decoder_layers._dense, {}
+
+    def dense(linear):
+        words, scales = linear.weight.words, linear.weight.scales
+        key = words.data_ptr(), scales.data_ptr(), scales._version
+        if key not in made:
+            made[key] = plain(linear), linear  # an address is not given twice
+        return made[key][0]
+
+    monkeypatch.setattr(decoder_layers, "_dense", dense)
+
+
 def problem(device, d, n_layers, neurons, position, relu=False, form="opt"):
     """(sizes, layers, input, the kernel)."""
     sizes = sizes_of(d, n_layers, neurons, relu, form)
@@ -126,6 +142,7 @@ def equals_plain_torch(device, d, n_layers, neurons, position, relu=False, form=
     for each, cached in zip(new, (layers[0].cache.k, layers[0].cache.v), strict=True):
         assert off(cached[0, :, position], each) < 1e-3
     if sizes.rank:
+        put_thresholds(sizes, layers, x, position, row_state=2)
         kernel.row_state.fill_(2)
         kernel(x, out)
         assert off(out, decoder_layers_reference(sizes, layers, x, position, row_state=2)) < 5e-4
@@ -147,8 +164,8 @@ class TestOnAGpu:
     [
         (2048, 2, Neurons.ALL, 40, False), (2048, 2, Neurons.LIVE, 150, False), (2048, 2, Neurons.SELECTED, 0, True),
         *(
-            pytest.param(d, 3, neurons, position, relu, marks=pytest.mark.long)
-            for d in WIDTHS
+            pytest.param(d, n_layers, neurons, position, relu, marks=pytest.mark.long)
+            for d, n_layers in LAYERS
             for neurons in MODES
             for position, relu in ((0, False), (32, True), (199, False))
         ),
@@ -166,8 +183,8 @@ def test_it_equals_plain_torch_on_a_cpu(device, d, n_layers, neurons, position, 
         (2048, "prosparse", 1, Neurons.SELECTED, 0), (2048, "drelu", 1, Neurons.LIVE, 40),
         (2048, "minitron", 1, Neurons.SELECTED, 150),
         *(
-            pytest.param(d, form, 3, neurons, position, marks=pytest.mark.long)
-            for d in WIDTHS
+            pytest.param(d, form, n_layers, neurons, position, marks=pytest.mark.long)
+            for d, n_layers in LAYERS
             for form in [*FORMS][1:]
             for neurons in MODES
             for position in (0, 199)
@@ -206,7 +223,7 @@ class TestFaults:
         assert out.isnan().all() and kernel.fault() == "a sum left its range"
 
 
-@pytest.mark.parametrize("without", [(0,), (1,), (0, 2)])
+@pytest.mark.parametrize("without", [*(pytest.param(each, marks=pytest.mark.long) for each in ((0,), (1,))), (0, 2)])
 def test_layers_without_a_predictor_leave_silent_neurons_out(device, without):
     sizes, layers, x, kernel = problem(device, 2048, 3, Neurons.SELECTED, 40)
     layers = [replace(each, predictor=None, threshold=None) if i in without else each for i, each in enumerate(layers)]
