@@ -9,6 +9,7 @@ WHOLE = STORED[:3]  # numbers as they are, not codes
 MAX_BATCH = 8
 CHUNK = 64  # columns; a cache line of int8 codes
 HALF = CHUNK // 2  # columns whose 4-bit codes lie in one half of a chunk's bytes
+BLOCK = 8  # scales of a row of 4-bit codes that are read at once
 SEED_ROWS = 4  # whose seeds follow each other
 
 

@@ -13,8 +13,9 @@ from dejavu_train.engine.cpu import CpuEngine, CpuWeights
 from dejavu_train.engine.cpu.arrays import LEVELS, MLP_DOWN, MLP_IN, MLP_UP, OUT, QKV
 from dejavu_train.engine.cpu.pipeline import Entry
 from dejavu_train.engine.cpu.rounded import MOST, read_weights
-from dejavu_train.engine.cpu.vector_ops import add_list, dot_list, round_to_levels
+from dejavu_train.engine.cpu.vector_ops import dot_list, round_to_levels, sum_packed
 from dejavu_train.engine.cpu.weights import pack_pairs, unpack_pairs
+from dejavu_train.engine.cpu_limits import BLOCK
 from dejavu_train.engine.draft import Draft
 from dejavu_train.ground.errors import UserError
 from dejavu_train.sparse.model import SparseCausalLM
@@ -23,15 +24,21 @@ PARTS = (QKV, OUT, MLP_UP, MLP_DOWN)
 
 
 @njit(error_model="numpy", _nrt=False, no_rewrites=True, pipeline_class=Entry)
-def multiply(rows, scales, group, numbers, inputs, operands, units, out, factors, sums):
+def multiply(rows, scales, most, group, numbers, inputs, operands, units, out, factors, sums):
     for b in range(inputs.shape[0]):
         units[b] = round_to_levels(inputs[b], LEVELS, operands[b])
     live, n = (1 << inputs.shape[0]) - 1, numbers.shape[0]
     dot_list(rows, scales, group, numbers, n, operands, units, live, out)
-    add_list(sums, rows, scales, group, numbers, factors, 0, n, live)
+    sum_packed(sums, rows, scales, most, group, numbers, factors, 0, n, live, units)
 
 
-@pytest.mark.parametrize(("columns", "group"), [(64, 32), (192, 64), (512, 128)])
+def scales_of(halves):
+    """Scales (n, groups) fp16 in whole blocks, and the largest of each row."""
+    whole = torch.nn.functional.pad(halves, (0, -halves.shape[1] % BLOCK))
+    return whole.numpy().view(np.uint16), halves.abs().amax(1).float().numpy()
+
+
+@pytest.mark.parametrize(("columns", "group"), [(64, 32), (192, 64), (512, 128), (832, 32)])
 def test_products_of_packed_rows(columns, group):
     """Against fp64, of one, two, four and seven rows of a list that ends early. A row is the same beside others."""
     generator = torch.Generator().manual_seed(0)
@@ -46,13 +53,29 @@ def test_products_of_packed_rows(columns, group):
         x, factors = x[:count].numpy(), factors[:count].numpy()
         out, sums = np.zeros((count, len(numbers) + 3), np.float32), np.zeros((count + 1, columns), np.float32)
         operands, units = np.zeros((count + 1, columns), np.int16), np.zeros(count, np.float32)
-        scales = halves.numpy().view(np.uint16)
-        multiply(pairs, scales, group, numbers, x, operands, units, out, factors, sums)
+        multiply(pairs, *scales_of(halves), group, numbers, x, operands, units, out, factors.copy(), sums)
         listed = weight[numbers].numpy()
         np.testing.assert_allclose(out[:, : len(numbers)], x @ listed.T, atol=2e-4 * np.abs(x @ listed.T).max())
         np.testing.assert_allclose(sums[:count], factors @ listed, atol=1e-5 * np.abs(listed).max() * 20)
         alone = (out[0].copy(), sums[0].copy()) if alone is None else alone
         assert np.array_equal(out[0], alone[0]) and np.array_equal(sums[0], alone[1])
+
+
+@njit(error_model="numpy", _nrt=False, no_rewrites=True, pipeline_class=Entry)
+def add_up(rows, scales, most, group, numbers, factors, sums, units):
+    sum_packed(sums, rows, scales, most, group, numbers, factors, 0, numbers.shape[0], 1, units)
+
+
+@pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
+def test_sums_of_packed_rows_at_their_ends(factor):
+    """All codes and levels at their ends, in a list so long that its unit is larger. What is not finite is seen."""
+    pairs, halves = pack_pairs(torch.full((1, 64), -8, dtype=torch.int8)).numpy(), torch.tensor([[0.25, -0.5]]).half()
+    factors, sums = np.full((1, 30_000), 3, np.float32), np.zeros((2, 64), np.float32)
+    factors[0, 7_000] *= factor
+    add_up(pairs, *scales_of(halves), 32, np.zeros(30_000, np.int32), factors, sums, np.zeros(1, np.float32))
+    if factor == 1:
+        np.testing.assert_allclose(sums[0], np.repeat([-180_000, 360_000], 32), rtol=1e-4)
+    assert np.isfinite(sums[0]).all() == (factor == 1)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,9 @@ class Model(Group):
     pairs: np.ndarray
     """(m, D / 2) uint8: rows of 4 bits, two a byte, see `level_products`. Without them 0 rows of the others' kind."""
     pair_scales: np.ndarray
-    """(m, ceil(D / pair_group)): fp16 as uint16."""
+    """(m, ceil(D / pair_group)), in whole blocks: fp16 as uint16."""
+    pair_most: np.ndarray
+    """(m,) fp32: the largest size of a row's scales."""
     pair_group: int
     """Columns of ``pairs`` that share a scale."""
     packed: np.ndarray

@@ -11,12 +11,12 @@ from dejavu_train.engine.cpu.row_kernels import ROWS
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu.vector_ops import (
     SUMS,
-    add_stored,
     copy,
     dot_stored,
     exp_negative,
     layer_norm,
     move_product,
+    sum_stored,
     turn,
 )
 
@@ -273,7 +273,7 @@ def project_out(model, state, work, layer, n_units, thread, n_threads):
             column = numbers[i] - model.first[layer, OUT]
             head = column // e
             end, live = min(n, i + e - column % e), work.mask[thread, column // of_unit]
-        add_stored(model, packed, out, numbers, factors, i, end, live)
+        sum_stored(model, packed, out, numbers, factors, i, end, live, work.operand_unit[thread])
         if scaled:
             for b in range(batch):
                 move_product(work.partial[0, thread, b], out[b], model.out_scale[layer, head])

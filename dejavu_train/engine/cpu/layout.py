@@ -21,7 +21,7 @@ from dejavu_train.engine.cpu.arrays import (
     padded,
 )
 from dejavu_train.engine.cpu.row_kernels import WIDEST_GROUP
-from dejavu_train.engine.cpu_limits import CHUNK, HALF, WHOLE
+from dejavu_train.engine.cpu_limits import BLOCK, CHUNK, HALF, WHOLE
 from dejavu_train.families import ModelDims
 from dejavu_train.families.dims import Activation, Norm, Positions, QkNorm
 from dejavu_train.ground.errors import UserError
@@ -74,7 +74,7 @@ def new_model(
     if not shape.gated:  # what is activated first is up
         first[:, MLP_IN], packed[:, MLP_IN] = first[:, MLP_UP], packed[:, MLP_UP]
     n_rows = embedding + vocab * (1 if tied else 2)
-    pairs = (n_pairs, columns // 2), np.uint8
+    pairs, blocks = ((n_pairs, columns // 2), np.uint8), math.ceil(columns / pair_group / BLOCK)
     screened = vocab if stored in WHOLE else 1
     learned = shape.max_positions if shape.positions is Positions.LEARNED else 0
     turned = shape.max_positions if shape.positions is Positions.ROTARY else 0
@@ -84,7 +84,8 @@ def new_model(
         rows=np.empty((n_rows, columns // (2 if stored == "bfloat16" else 1)), DTYPES[stored]),
         scales=np.ones((n_rows, math.ceil(columns / group)), np.float32),
         pairs=np.empty(*(pairs if stored == "int4" else ((0, columns), DTYPES[stored]))),
-        pair_scales=np.empty((n_pairs, math.ceil(columns / pair_group)), np.uint16 if stored == "int4" else np.float32),
+        pair_scales=np.empty((n_pairs, blocks * BLOCK), np.uint16 if stored == "int4" else np.float32),
+        pair_most=np.empty(n_pairs, np.float32),
         pair_group=pair_group,
         packed=packed.astype(np.int64),
         out_scale=np.ones((n_layers if coded else 0, shape.n_heads, columns), np.float32),

@@ -18,8 +18,8 @@ from numba.extending import intrinsic
 from dejavu_train.engine.cpu_limits import HALF
 
 LANES = 8
-_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_BYTES, _WORDS, _SUMS = ir.VectorType(_I8, HALF), ir.VectorType(_I16, 2 * LANES), ir.VectorType(_I32, LANES)
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_WORDS, _SUMS = ir.VectorType(_I16, 2 * LANES), ir.VectorType(_I32, LANES)
 NONE = ir.Constant(_SUMS, [0] * LANES)
 Half = list[Any]  # even and odd columns of 32
 
@@ -56,7 +56,7 @@ def multiply_add(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 
 def loop(
-    builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+    builder: Any, start: Any, stop: Any, step: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
     """``carried = body(i, carried)`` for i from start to stop, at least once. Returns the last ``carried``."""
     before = builder.basic_block
@@ -69,7 +69,7 @@ def loop(
     for value, initial in zip(values, carried, strict=True):
         value.add_incoming(initial, before)
     results = body(index, list(values))
-    following = builder.add(index, _I64(step))
+    following = builder.add(index, step)
     index.add_incoming(following, builder.basic_block)
     for value, result in zip(values, results, strict=True):
         value.add_incoming(result, builder.basic_block)
@@ -95,25 +95,15 @@ def levels_of(builder: Any, x: Any, column: Any) -> list[Half]:
     return [vectors[:2], vectors[2:]]
 
 
-def codes_of(builder: Any, address: Any, packed: bool) -> list[Half]:
-    """Both halves of a chunk of codes from its address on: even columns, odd columns.
-
-    The lower four bits of a packed byte are of the columns 0 to 31. They hold the code + 8.
-    """
-    if packed:
-        words = builder.xor(load_vector(builder, address, _WORDS), _words(-0x7778))
-        return [[_signed(builder, words, first + odd, 4) for odd in (0, 8)] for first in (0, 4)]
+def codes_of(builder: Any, address: Any) -> list[Half]:
+    """Both halves of a chunk of codes of 8 bits from its address on: even columns, odd columns."""
     halves = [load_vector(builder, builder.gep(address, [_I64(HALF * i)]), _WORDS) for i in range(2)]
     return [[_signed(builder, words, odd, 8) for odd in (0, 8)] for words in halves]
 
 
-def signed_nibbles(builder: Any, pairs: Any) -> list[Any]:
-    """Codes of both halves of a chunk of 32 bytes, as signed bytes."""
-    halves = [
-        builder.and_(pairs, ir.Constant(_BYTES, [15] * HALF)),
-        builder.lshr(pairs, ir.Constant(_BYTES, [4] * HALF)),
-    ]
-    return [builder.sub(half, ir.Constant(_BYTES, [8] * HALF)) for half in halves]
+def packed_codes(builder: Any, words: Any) -> list[Half]:
+    """The same of a packed chunk. The lower four bits of a byte are of a column in the first half."""
+    return [[_signed(builder, words, first + odd, 4) for odd in (0, 8)] for first in (0, 4)]
 
 
 def add_products(builder: Any, total: Any, codes: Half, levels: Half) -> Any:
@@ -138,7 +128,7 @@ def lay_levels(typingctx: Any, levels: Any) -> Any:
             builder.store(builder.shuffle_vector(whole, whole, order), place, align=1)
             return nothing
 
-        loop(builder, _I64(0), builder.extract_value(array.shape, 0), HALF, [], half)
+        loop(builder, _I64(0), builder.extract_value(array.shape, 0), _I64(HALF), [], half)
         return context.get_dummy_value()
 
     return types.void(levels), generate

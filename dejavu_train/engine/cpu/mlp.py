@@ -20,7 +20,7 @@ from dejavu_train.engine.cpu.arrays import (
 )
 from dejavu_train.engine.cpu.attention import row_bytes
 from dejavu_train.engine.cpu.threads import compiled
-from dejavu_train.engine.cpu.vector_ops import add_stored, dot_list, dot_stored, exp_negative
+from dejavu_train.engine.cpu.vector_ops import dot_list, dot_stored, exp_negative, sum_stored
 
 ROOT_HALF, ROOT_8_BY_PI = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(8 / math.pi))
 
@@ -78,7 +78,7 @@ def listed_neurons(model, selectors, work, layer, n, live, thread):
         numbers[i] = model.first[layer, MLP_DOWN] + units[i]
     work.partial[1, thread] = 0
     packed = model.packed[layer, MLP_DOWN]
-    add_stored(model, packed, work.partial[1, thread], numbers, results, 0, active, live)
+    sum_stored(model, packed, work.partial[1, thread], numbers, results, 0, active, live, scales_of)
     work.bytes_read[thread, WEIGHTS] += active * row_bytes(model, packed)
 
 

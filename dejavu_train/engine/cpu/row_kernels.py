@@ -26,7 +26,6 @@ from dejavu_train.engine.cpu.level_products import (
     load_vector,
     loop,
     multiply_add,
-    signed_nibbles,
 )
 from dejavu_train.engine.cpu_limits import CHUNK, HALF
 
@@ -61,7 +60,7 @@ class Rows:
         self.data = [builder.bitcast(start, self.element.as_pointer()) for start in starts]
 
     def place(self, row: int, column: Any) -> Any:
-        """The address of a column, of two columns a byte that of the byte."""
+        """The address of a column, in packed rows that of its chunk's bytes."""
         at = self.builder.lshr(column, _I64(1)) if self.packed else column
         return self.builder.gep(self.data[row], [at])
 
@@ -82,30 +81,24 @@ class Rows:
             return self.builder.bitcast(raised, floats)
         return self.builder.sitofp(stored, floats)
 
-    def prefetch_scales(self, scales: Any, n_groups: Any, number: Any) -> None:
-        """Ask for the scales of this group of the next four rows."""
-        for row in range(ROWS, 2 * ROWS):
-            at = self.builder.add(self.builder.mul(self.indices[row], n_groups), number)
-            _prefetch(self.builder, self.builder.gep(scales, [at]))
-
     def scale(self, scales: Any, n_groups: Any, row: int, number: Any, lanes: int = LANES) -> Any:
         """The scale of a group of a row in every lane."""
         at = self.builder.add(self.builder.mul(self.indices[row], n_groups), number)
-        stored = self.builder.load(self.builder.gep(scales, [at]))
-        return half_splat(self.builder, stored, lanes) if self.packed else splat(self.builder, stored, lanes)
+        return splat(self.builder, self.builder.load(self.builder.gep(scales, [at])), lanes)
 
     def prefetch(self, column: Any) -> None:
         """Ask for this chunk of the next four rows: processors prefetch along a row, not along a list of them."""
         for start in range(0, CHUNK, HALF if self.element == _I16 else CHUNK):  # a cache line each
             for row in range(ROWS, 2 * ROWS):
-                _prefetch(self.builder, self.place(row, self.builder.add(column, _I64(start))))
+                prefetch(self.builder, self.place(row, self.builder.add(column, _I64(start))))
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for the cache line of an address."""
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     line = builder.bitcast(address, _I8.as_pointer())
-    builder.call(prefetch, [line, _I32(0), _I32(2), _I32(1)])  # to read, into the second level, data
+    builder.call(ask, [line, _I32(0), _I32(2), _I32(1)])  # to read, into the second level, data
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -115,15 +108,8 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
     """A vector of a number in every lane."""
-    one = builder.insert_element(ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined), value, _I32(0))
+    one = builder.insert_element(ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined), value, _I32(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
-
-
-def half_splat(builder: Any, bits: Any, lanes: int) -> Any:
-    """The fp16 number with these 16 bits, as fp32 in every lane."""
-    one = builder.insert_element(ir.Constant(ir.VectorType(_I16, lanes), ir.Undefined), bits, _I32(0))
-    every = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
-    return widen_halves(builder, every, lanes)
 
 
 def widen_halves(builder: Any, bits: Any, lanes: int) -> Any:
@@ -135,16 +121,6 @@ def widen_halves(builder: Any, bits: Any, lanes: int) -> Any:
     sign, size = (builder.and_(every, ir.Constant(wide, [mask] * lanes)) for mask in (-(1 << 31), 0x7FFF))
     shifted = builder.or_(sign, builder.shl(size, ir.Constant(wide, [13] * lanes)))
     return builder.fmul(builder.bitcast(shifted, floats), ir.Constant(floats, [2.0**112] * lanes))
-
-
-def packed_numbers(builder: Any, pairs: Any, lanes: int) -> list[list[Any]]:
-    """Both halves of a chunk of 32 bytes of codes + 8 as fp32 vectors of so many lanes."""
-    floats = ir.VectorType(_FLOAT, lanes)
-    parts = [ir.Constant(ir.VectorType(_I32, lanes), list(range(at, at + lanes))) for at in range(0, HALF, lanes)]
-    return [
-        [builder.sitofp(builder.shuffle_vector(half, half, part), floats) for part in parts]
-        for half in signed_nibbles(builder, pairs)
-    ]
 
 
 def trailing_zeros(builder: Any, value: Any) -> Any:
@@ -160,20 +136,13 @@ def sum_lanes(builder: Any, vector: Any) -> Any:
     return builder.call(reduce, [_FLOAT(0.0), vector], fastmath=("reassoc",))
 
 
-def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any]) -> list[list[Any]]:
-    """Sums of code * scale * level, of four rows and each of x: exact over a group, in fp32 over groups."""
+def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any]) -> list[Any]:
+    """Sums (8) fp32 of code * scale * level, of four rows and each of x: exact over a group, in fp32 over groups."""
     builder, count = rows.builder, len(x)
-
-    def add_scaled(number: Any, totals: list[Any], sums: list[Any]) -> list[Any]:
-        for row in range(ROWS):
-            scale = rows.scale(scales, n_groups, row, number)
-            for i in range(row * count, row * count + count):
-                sums[i] = fused(builder, builder.sitofp(totals[i], _FLOATS), scale, sums[i])
-        return sums
 
     def chunk(column: Any, totals: list[Any]) -> list[Any]:
         rows.prefetch(column)
-        codes = [codes_of(builder, rows.place(row, column), False) for row in range(ROWS)]
+        codes = [codes_of(builder, rows.place(row, column)) for row in range(ROWS)]
         for b in range(count):
             for half, levels in enumerate(levels_of(builder, x[b], column)):
                 for row in range(ROWS):
@@ -185,31 +154,14 @@ def dot_levels(rows: Rows, scales: Any, n_groups: Any, group: Any, x: list[Any])
         start = builder.mul(number, group)
         stop = builder.add(start, group)
         stop = builder.select(builder.icmp_signed("<", stop, rows.columns), stop, rows.columns)
-        return add_scaled(number, loop(builder, start, stop, CHUNK, [NONE] * (ROWS * count), chunk), sums)
-
-    def packed_chunk(column: Any, sums: list[Any]) -> list[Any]:
-        rows.prefetch(column)
-        rows.prefetch_scales(scales, n_groups, builder.lshr(column, shift))
-        codes = [codes_of(builder, rows.place(row, column), True) for row in range(ROWS)]
-        levels = [levels_of(builder, each, column) for each in x]
-        for half in range(2):
-            totals = [
-                add_products(builder, NONE, codes[row][half], levels[b][half])
-                for row in range(ROWS)
-                for b in range(count)
-            ]
-            number = builder.lshr(builder.add(column, _I64(half * HALF)), shift)
-            sums = add_scaled(number, totals, sums)
+        totals = loop(builder, start, stop, _I64(CHUNK), [NONE] * (ROWS * count), chunk)
+        for row in range(ROWS):
+            scale = rows.scale(scales, n_groups, row, number)
+            for i in range(row * count, row * count + count):
+                sums[i] = fused(builder, builder.sitofp(totals[i], _FLOATS), scale, sums[i])
         return sums
 
-    zero = [_ZERO] * (ROWS * count)
-    if rows.packed:
-        shift = trailing_zeros(builder, group)
-        sums = loop(builder, _I64(0), rows.columns, CHUNK, zero, packed_chunk)
-    else:
-        sums = loop(builder, _I64(0), n_groups, 1, zero, one_group)
-    totals = [sum_lanes(builder, each) for each in sums]
-    return [totals[row * count : (row + 1) * count] for row in range(ROWS)]
+    return loop(builder, _I64(0), n_groups, _I64(1), [_ZERO] * (ROWS * count), one_group)
 
 
 def add_rows(
@@ -242,35 +194,19 @@ def add_rows(
                 add_to(b, here, numbers, factors)
         return []
 
-    def packed_chunk(column: Any, nothing: list[Any]) -> list[Any]:
-        fetch(read, column)
-        read.prefetch_scales(scales.data, n_groups, builder.lshr(column, shift))
-        halves = [packed_numbers(builder, read.codes(row, column, _I8, HALF), lanes) for row in range(ROWS)]
-        for half in range(2):
-            begin = builder.add(column, _I64(half * HALF))
-            factors = scaled(builder.lshr(begin, shift))
-            for part in range(HALF // lanes):
-                numbers = [halves[row][half][part] for row in range(ROWS)]
-                for b in range(len(outs)):
-                    add_to(b, builder.add(begin, _I64(part * lanes)), numbers, factors)
-        return nothing
-
     def one_group(number: Any, nothing: list[Any]) -> list[Any]:
         start = builder.mul(number, group)
         stop = builder.add(start, group)
         stop = builder.select(builder.icmp_signed("<", stop, read.columns), stop, read.columns)
         factors = scaled(number)
-        loop(builder, start, stop, CHUNK, [], lambda column, _: chunk(factors, column))
+        loop(builder, start, stop, _I64(CHUNK), [], lambda column, _: chunk(factors, column))
         return nothing
 
-    if read.packed:
-        shift = trailing_zeros(builder, group)
-        loop(builder, _I64(0), read.columns, CHUNK, [], packed_chunk)
-    elif read.whole:
+    if read.whole:
         factors = [[splat(builder, factor, lanes) for factor in each] for each in own]
-        loop(builder, _I64(0), read.columns, CHUNK, [], lambda column, _: chunk(factors, column))
+        loop(builder, _I64(0), read.columns, _I64(CHUNK), [], lambda column, _: chunk(factors, column))
     else:
-        loop(builder, _I64(0), n_groups, 1, [], one_group)
+        loop(builder, _I64(0), n_groups, _I64(1), [], one_group)
 
 
 @intrinsic
@@ -289,7 +225,7 @@ def dot_nibbles(typingctx: Any, pairs: Any, number: Any, coming: Any, levels: An
         integers, width = ir.VectorType(_I16, 2 * LANES), 2 * LANES
 
         def part(column: Any, sums: list[Any]) -> list[Any]:
-            _prefetch(builder, builder.gep(later, [column]))
+            prefetch(builder, builder.gep(later, [column]))
             for i in range(CHUNK // 2 // width):
                 here = builder.add(column, _I64(i * width))
                 codes = builder.zext(
@@ -305,7 +241,7 @@ def dot_nibbles(typingctx: Any, pairs: Any, number: Any, coming: Any, levels: An
             return sums
 
         zero = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-        sums = loop(builder, _I64(0), half, CHUNK // 2, [zero, zero], part)
+        sums = loop(builder, _I64(0), half, _I64(CHUNK // 2), [zero, zero], part)
         kind = ir.FunctionType(_I32, [zero.type])
         reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i32")
         return builder.call(reduce, [builder.add(*sums)])

@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from dejavu_train.engine.cpu.level_products import LANES, has_features, load_vector, loop
+from dejavu_train.engine.cpu.packed_rows import PackedRows, add_packed, dot_packed
 from dejavu_train.engine.cpu.row_kernels import ROWS, Rows, add_rows, dot_levels, fused, sum_lanes, trailing_zeros
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu_limits import CHUNK
@@ -56,7 +57,7 @@ class _Tile:
         if len(self.rows) > 1:
             return WIDE, fetch
         alone: Callable[..., None] = (lambda read, column: None) if read.kind == types.float32 else Rows.prefetch
-        return WIDE if read.packed else LANES, alone
+        return LANES, alone
 
     def fetch_floats(self, read: Rows, column: Any) -> None:
         """Half of what comes of a chunk is fetched by the last tile, half by each before: memory is never idle."""
@@ -84,7 +85,7 @@ def _dot_floats(read: Rows, tile: _Tile, x: list[Any]) -> list[list[Any]]:
         return sums
 
     zero = ir.Constant(floats, [0.0] * lanes)
-    sums = loop(builder, _I64(0), read.columns, CHUNK, [zero] * (ROWS * count * parts), chunk)
+    sums = loop(builder, _I64(0), read.columns, _I64(CHUNK), [zero] * (ROWS * count * parts), chunk)
     pairs = (
         [_halves(builder, each) for each in sums] if parts == 1 else [sums[i : i + 2] for i in range(0, 2 * ROWS, 2)]
     )
@@ -120,7 +121,13 @@ def _dot_tile(count: int) -> Any:
             scale_array = context.make_array(kinds[1])(context, builder, args[1])
             if kinds[0].dtype in (types.int8, types.uint8):
                 n_groups = builder.extract_value(scale_array.shape, 1)
-                sums = dot_levels(read, scale_array.data, n_groups, args[2], x)
+                found = (
+                    dot_packed(PackedRows(read, scale_array, args[2]), x)
+                    if read.packed
+                    else dot_levels(read, scale_array.data, n_groups, args[2], x)
+                )
+                totals = [sum_lanes(builder, each) for each in found]
+                sums = [totals[row * count : (row + 1) * count] for row in range(ROWS)]
             else:
                 sums = _dot_floats(read, tile, x)
                 for row in range(ROWS if not read.whole else 0):
@@ -147,6 +154,7 @@ def _add_tile(count: int) -> Any:
         """Add factors[b, i] times row numbers[i] to out[b], for i from first to first + 4 in a list of n.
 
         b are the ``count`` lowest of ``bits``, out (., D) fp32. Rows as `dot_tile` has them: whole, of int8 or packed.
+        With packed rows factors are in units, and out holds what `put_floats` turns into numbers.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -163,6 +171,9 @@ def _add_tile(count: int) -> Any:
                 own.append([builder.select(inside, factor, _FLOAT(0.0)) for factor in loaded])
 
             scale_array = context.make_array(kinds[2])(context, builder, args[2])
+            if read.packed:
+                add_packed(PackedRows(read, scale_array, args[3]), outs, own)
+                return context.get_dummy_value()
             lanes, fetch = tile.way(read, tile.fetch_floats if read.whole else Rows.prefetch)
             add_rows(read, outs, own, scale_array, args[3], lanes, fetch)
             return context.get_dummy_value()

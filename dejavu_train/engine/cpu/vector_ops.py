@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8
+from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8, LEVELS
 from dejavu_train.engine.cpu.level_products import lay_levels
+from dejavu_train.engine.cpu.packed_rows import put_floats
 from dejavu_train.engine.cpu.row_kernels import ROWS
 from dejavu_train.engine.cpu.row_tiles import (
     HAS_AVX512,
@@ -101,12 +102,50 @@ def dot_stored(model, packed, numbers, start, stop, n, operands, units, live, ou
 
 
 @compiled()
-def add_stored(model, packed, out, numbers, factors, start, stop, live):
-    """`add_list` of rows of a model, of 4 bits where ``packed``."""
+def sum_stored(model, packed, out, numbers, factors, start, stop, live, units):
+    """`add_list` of rows of a model, of 4 bits where ``packed``, onto zeros. See `sum_packed`."""
     if packed:
-        add_list(out, model.pairs, model.pair_scales, model.pair_group, numbers, factors, start, stop, live)
+        rows, scales, most, group = model.pairs, model.pair_scales, model.pair_most, model.pair_group
+        sum_packed(out, rows, scales, most, group, numbers, factors, start, stop, live, units)
     else:
         add_list(out, model.rows, model.scales, model.group, numbers, factors, start, stop, live)
+
+
+@compiled()
+def sum_packed(out, rows, scales, most, group, numbers, factors, start, stop, live, units):
+    """`add_list` of packed rows onto zeros. Factors and units (at least B) fp32 are written over.
+
+    A row times its factor is off by at most half a unit times its codes.
+    """
+    for b in range(factors.shape[0]):
+        if live >> b & 1:
+            units[b] = divide_by_unit(most, numbers, factors[b], start, stop)
+    add_list(out, rows, scales, group, numbers, factors, start, stop, live)
+    for b in range(factors.shape[0]):
+        if live >> b & 1:
+            put_floats(out[b], units[b])
+
+
+@compiled(fastmath=SUMS)
+def divide_by_unit(most, numbers, factors, start, stop):
+    """Divide factors by a unit in which their products with scales are levels, and no sum of codes overflows.
+
+    The unit is not finite where a factor is not.
+    """
+    largest, total = np.float32(0), np.float32(0)
+    for i in range(start, stop):
+        size = abs(factors[i]) * most[numbers[i]]
+        largest = max(largest, size)
+        total += size
+    unit, least = largest / np.float32(LEVELS), total * np.float32(8 / 2**30)
+    if not least <= unit:
+        unit = least
+    if unit == np.float32(0):
+        unit = np.float32(1)
+    factor = np.float32(1) / unit
+    for i in range(start, stop):
+        factors[i] *= factor
+    return unit
 
 
 @compiled()

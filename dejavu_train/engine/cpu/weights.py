@@ -252,6 +252,7 @@ class CpuWeights:
         held = scales.to(torch.float16).view(torch.int16).numpy().view(np.uint16)
         self.model.pair_scales[place] = 0
         self.model.pair_scales[place, : held.shape[1]] = held
+        self.model.pair_most[place] = np.abs(self.model.pair_scales[place].view(np.float16)).max(axis=1)
 
     def put_coded_layer(self, number: int, block: BlockParts) -> None:
         """Store a decoder layer of `CodedLinear`. The output projection is turned: a row is a column of a head."""
@@ -383,16 +384,16 @@ def quantise_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """Codes (n, d) in -8..7 -> (n, D / 2) uint8, D = d in whole chunks: see `level_products.codes_of`."""
-    raised = torch.nn.functional.pad(codes + 8, (0, -codes.shape[1] % CHUNK), value=8).to(torch.uint8)
-    low, high = raised.view(len(codes), -1, 2, HALF).unbind(2)
-    return (low | high << 4).flatten(1)
+    """Codes (n, d) in -8..7 -> (n, D / 2) uint8, D = d in whole chunks: see `level_products.packed_codes`."""
+    bits = torch.nn.functional.pad(codes, (0, -codes.shape[1] % CHUNK)).view(torch.uint8)
+    low, high = bits.view(len(codes), -1, 2, HALF).unbind(2)
+    return (low & 15 | high << 4).flatten(1)
 
 
 def unpack_pairs(pairs: Tensor) -> Tensor:
     """(n, D / 2) uint8 -> codes (n, D) int8."""
     halves = pairs.view(len(pairs), -1, HALF)
-    return torch.stack([halves & 15, halves >> 4], 2).flatten(1).to(torch.int8) - 8
+    return (torch.stack([halves & 15, halves >> 4], 2).flatten(1) ^ 8).to(torch.int8) - 8
 
 
 def matrices(block: BlockParts, g: int) -> dict[int, Tensor]:
