@@ -1,6 +1,7 @@
 """A 4-bit model in the CPU engine: its codes as they are, and the logits of `gather` but for what is rounded."""
 
 import decode_helpers
+import numpy as np
 import pytest
 import torch
 from bundles import make_bundle
@@ -75,8 +76,9 @@ def test_codes_are_kept_exactly(d_model, n_heads, group):
 
 
 @pytest.mark.parametrize("name", ["arcee", "drelu"])
-def test_codes_of_shared_heads_and_gates_are_kept_exactly(name, tmp_path):
-    """Scores equal those of fp32 rows of the same values, but for inputs of 16 bits."""
+def test_codes_of_shared_heads_and_gates_are_kept_exactly(name, tmp_path, monkeypatch):
+    """Scores equal those of fp32 rows of the same values, but for inputs of 16 bits, with K and V in fp32 too."""
+    monkeypatch.setattr(CpuWeights, "cached", np.float32)
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     folder = save_family(name, tmp_path, **sizes)
     bundle, model = make_bundle(folder, means=True).at(0.4, 0.6), four_bits(load_model(str(folder)))
@@ -100,11 +102,12 @@ def test_codes_of_shared_heads_and_gates_are_kept_exactly(name, tmp_path):
 
 
 @pytest.mark.parametrize(("mlp_density", "cascade"), [(1.0, False), (0.3, False), (0.3, True)])
-def test_scores_equal_gather_with_the_same_embeddings(folder, mlp_density, cascade):
+def test_scores_equal_gather_with_the_same_embeddings(folder, mlp_density, cascade, monkeypatch):
     """Inputs are rounded to 16 bits: 5e-4 with heads skipped. More where a neuron lies at its threshold.
 
-    Means stand in for skipped heads, two rows stand beside each other.
+    Means stand in for skipped heads, two rows stand beside each other. K and V are fp32, as those of `gather`.
     """
+    monkeypatch.setattr(CpuWeights, "cached", np.float32)
     bundle = make_bundle(folder, means=True, cascade=cascade).at(mlp_density, 0.4)
     model = load_model(str(folder))
     rows = [tokens(100, seed) for seed in (0, 1)]

@@ -7,14 +7,57 @@ import pytest
 from bundles import make_bundle
 from conftest import save_tiny_opt
 from decode_helpers import tokens
+from numba import njit
 
 from dejavu_train.engine.cpu import CpuEngine, CpuWeights
+from dejavu_train.engine.cpu.half_numbers import narrowed, widened
+from dejavu_train.engine.cpu.pipeline import Entry
 from dejavu_train.engine.draft import Draft
 from dejavu_train.ground.errors import UserError
 from dejavu_train.models.load import load_model
 from dejavu_train.sparse.model import SparseCausalLM
 
 STATUS = Path("/proc/self/status")
+
+
+@njit(error_model="numpy", _nrt=False, no_rewrites=True, pipeline_class=Entry)
+def turn_numbers(halves, wide, numbers, near):
+    for i in range(halves.shape[0]):
+        wide[i] = widened(halves[i])
+    for i in range(numbers.shape[0]):
+        near[i] = narrowed(near, numbers[i])
+
+
+def test_numbers_of_16_bits_are_those_of_ieee_754():
+    """All that there are, and fp32 numbers of all sizes: between two of 16 bits, too large, too small, not finite."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    numbers = np.random.default_rng(0).standard_normal(200_000).astype(np.float32)
+    numbers *= np.float32(2.0) ** np.arange(-30, 20).repeat(4000)
+    tie = halves.view(np.float16).astype(np.float32)  # exact numbers, and those in the middle of two
+    ends = [65504, 65519, 65520, 7e4, np.inf, np.nan, 2.0**-24, 2.0**-25, 3e-8, 1e-40]
+    numbers = np.concatenate([numbers, tie, (tie[:-1] + tie[1:]) / 2, np.float32(ends), -np.float32(ends)])
+    wide, near = np.zeros(1 << 16, np.float32), np.zeros(len(numbers), np.uint16)
+    turn_numbers(halves, wide, numbers, near)
+    np.testing.assert_array_equal(wide, halves.view(np.float16).astype(np.float32))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(near.view(np.float16), numbers.astype(np.float16))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_k_and_v_are_fp16_beside_codes(tiny_opt, sparse, monkeypatch):
+    """They take half of the bytes, and cost little: beside fp32 rows, so that nothing else is rounded."""
+    model, row = load_model(str(tiny_opt)), tokens(60)
+    assert (
+        CpuWeights.from_model(model, "int8").cached == np.uint16 and CpuWeights.from_model(model).cached == np.float32
+    )
+    rules, found, read = make_bundle(tiny_opt).at(1.0, 0.4) if sparse else None, [], []
+    for cached in (np.float32, np.uint16):
+        monkeypatch.setattr(CpuWeights, "cached", cached)
+        engine = CpuEngine(CpuWeights.from_model(model), rules, threads=2)
+        found.append(engine.score([row])[0])
+        read.append(engine.bytes_read()["kv"])
+    assert 0 < (found[0] - found[1]).abs().max() < 5e-3
+    assert read[0] == 2 * read[1] or sparse
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

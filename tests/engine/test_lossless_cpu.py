@@ -31,7 +31,7 @@ class Slots:
     def __init__(self, weights, row, known, threads=2):
         self.weights, self.row, self.known = weights, row, known
         self.rules, shape = make_selectors(weights, []), weights.shape
-        self.state = new_state(shape, 1, len(row) + 1, 0, weights.operand)
+        self.state = new_state(shape, 1, len(row) + 1, 0, weights.operand, cached=weights.cached)
         self.slots = new_state(shape, SLOTS, len(row) + 1, 0, weights.operand, self.state)
         self.work = new_scratch(shape, SLOTS, len(row) + 1, threads, self.rules, weights.operand)
         self.team = Team(enter, (weights.model, self.rules, self.slots, self.work), threads)
@@ -45,7 +45,7 @@ class Slots:
         self.state.tokens[0, : len(self.row)] = self.row
         PromptPass(self.weights, self.rules, self.state, len(self.row) + 1, self.team.n_threads).run(0, self.known)
         for behind in (self.state.keys[..., self.known :], self.state.values[:, :, :, self.known :]):
-            behind[:] = noise
+            behind[:] = np.float16(noise).view(np.uint16) if behind.dtype == np.uint16 else noise
         for name in ("x", "partial", "results", "heads_out", "q", "logits", "residual"):
             getattr(self.work, name)[:] = noise
         for i in range(live):

@@ -175,8 +175,8 @@ class State(Group):
     numbers were first not finite. fault_site (B): the half that they came from, as `normalise` counts, 0 = the LM head.
 
     Per sequence: tokens (S, T) int32, nll (S, T) fp32, seen (S, V) int32, see `penalise`. Caches: keys (L, S, g, e, T),
-    values (L, S, g, T, e) fp32. attn_in (layers with sparse heads, S, T, D) as operands, with attn_unit (., S, T).
-    watermark (L, S, g): K and V are valid below.
+    values (L, S, g, T, e) fp32, or fp16 as uint16. attn_in (layers with sparse heads, S, T, D) as operands, with
+    attn_unit (., S, T). watermark (L, S, g): K and V are valid below.
     """
 
     sequence: np.ndarray
@@ -273,12 +273,16 @@ def aligned(size: tuple[int, ...], dtype: type) -> np.ndarray:
 SHARED = ("tokens", "seen", "nll", "stops", "keys", "values", "watermark")
 
 
-def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: type, of: State | None = None) -> State:
+def new_state(
+    shape: ModelDims, batch: int, context: int, n_kept: int, operand: type, of: State | None = None,
+    cached: type = np.float32,
+) -> State:  # fmt: skip
     """All rows done. Pages of the caches are taken from memory as rows grow.
 
     Args:
         n_kept: layers with sparse heads. operand: fp32 or int16.
         of: a state of one sequence, which all rows are rows of. None = each row is a sequence of its own.
+        cached: fp32, or uint16 of fp16: K and V where ``of`` is None.
     """
     n_layers, g, e = shape.n_layers, shape.n_kv_heads, shape.head_dim
     n_sequences = batch if of is None else 1
@@ -297,8 +301,8 @@ def new_state(shape: ModelDims, batch: int, context: int, n_kept: int, operand: 
             seen=np.zeros((batch, shape.vocab_size), np.int32),
             nll=floats(batch, context),
             stops=ints(8) - 1,
-            keys=floats(n_layers, batch, g, e, context),
-            values=floats(n_layers, batch, g, context, e),
+            keys=np.zeros((n_layers, batch, g, e, context), cached),
+            values=np.zeros((n_layers, batch, g, context, e), cached),
             watermark=ints(n_layers, batch, g),
         )
     )

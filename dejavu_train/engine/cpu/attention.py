@@ -7,6 +7,7 @@ whose rows several threads may have multiplied. So it is a phase of its own (`co
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import BEFORE, BEHIND, DONE, KV, NEVER, OUT, QKV, WEIGHTS
+from dejavu_train.engine.cpu.half_numbers import narrowed, widened
 from dejavu_train.engine.cpu.row_kernels import ROWS
 from dejavu_train.engine.cpu.threads import compiled
 from dejavu_train.engine.cpu.vector_ops import (
@@ -100,12 +101,12 @@ def put_qkv(model, state, work, layer, b, unit, inside, position, products):
     keys, given, bias = state.keys[layer, own, unit], products[to_q:to_k], model.qkv_bias[layer, first + to_q :]
     from_k = max(inside - of_q, 0)
     for r in range(to_k - to_q):
-        keys[from_k + r, position] = given[r] + bias[r]
+        keys[from_k + r, position] = narrowed(keys, given[r] + bias[r])
     from_v = max(inside - of_q - e, 0)
     out, given = state.values[layer, own, unit, position, from_v:], products[to_k:]
     bias = model.qkv_bias[layer, first + to_k :]
     for r in range(n - to_k):
-        out[r] = given[r] + bias[r]
+        out[r] = narrowed(out, given[r] + bias[r])
 
 
 @compiled()
@@ -145,10 +146,10 @@ def compare_heads(model, selectors, state, work, layer, n_units, thread, n_threa
             keys, key = state.keys[layer, state.sequence[b], unit], work.scores[thread, :e]
             for p in range(first_missing(selectors, state, layer, b, unit), state.position[b] + 1):
                 for k in range(e):
-                    key[k] = keys[k, p]
+                    key[k] = widened(keys[k, p])
                 compared(model, layer, 1, p, key)
                 for k in range(e):
-                    keys[k, p] = key[k]
+                    keys[k, p] = narrowed(keys, key[k])
 
 
 @compiled()
@@ -179,11 +180,11 @@ def add_weighted(out, rows, weights):
         a, b, c, d = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
         of_a, of_b, of_c, of_d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
         for j in range(n):
-            out[j] += (of_a * a[j] + of_b * b[j]) + (of_c * c[j] + of_d * d[j])
+            out[j] += (of_a * widened(a[j]) + of_b * widened(b[j])) + (of_c * widened(c[j]) + of_d * widened(d[j]))
     for i in range(m - m % 4, m):
         row, weight = rows[i], weights[i]
         for j in range(n):
-            out[j] += weight * row[j]
+            out[j] += weight * widened(row[j])
 
 
 @compiled(fastmath=SUMS)
@@ -232,7 +233,7 @@ def attend(model, selectors, state, work, layer, n_units, thread, n_threads):
                             selectors.means[layer, head], work.heads_out[b, head * e : (head + 1) * e],
                         )  # fmt: skip
                         if head % model.kv_group == 0:
-                            work.bytes_read[thread, KV] += 8 * n * e
+                            work.bytes_read[thread, KV] += 2 * state.keys.itemsize * n * e
 
 
 @compiled()

@@ -102,7 +102,7 @@ class CpuEngine(Session):
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
         operand = self.weights.operand
         kept = int((self.selectors.kept >= 0).sum())
-        self.state = arrays.new_state(self.shape, batch, self.context, kept, operand)
+        self.state = arrays.new_state(self.shape, batch, self.context, kept, operand, cached=self.weights.cached)
         self.scratch = arrays.new_scratch(self.shape, batch, self.context, self.threads, self.selectors, operand)
         self._seconds_per_step = CALL_SECONDS
         self._prompts = PromptPass(self.weights, self.selectors, self.state, self.context, self.threads)

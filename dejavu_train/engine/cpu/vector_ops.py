@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dejavu_train.engine.cpu.arrays import FLOAT16, FLOAT32, INT4, INT8, LEVELS
+from dejavu_train.engine.cpu.half_numbers import widened
 from dejavu_train.engine.cpu.level_products import lay_levels
 from dejavu_train.engine.cpu.packed_rows import put_floats
 from dejavu_train.engine.cpu.row_kernels import ROWS
@@ -186,7 +187,7 @@ def stored_products(float32, float16, int8, int4, kind, offset, scale, x, start,
         for r in range(start, stop):
             halves, total = float16[offset + r * n : offset + (r + 1) * n], np.float32(0)
             for j in range(n):
-                total += half_value(halves[j]) * x[j]
+                total += widened(halves[j]) * x[j]
             out[r] = total * scale[r]
     elif kind == INT8:
         for r in range(start, stop, 4):  # four at once read x once; of what is no multiple, the last row again
@@ -267,15 +268,7 @@ def stored_sums(float32, float16, int8, int4, kind, offset, x, units, start, sto
         else:
             halves = float16[here : here + n]
             for i in range(n):
-                sums[i] += half_value(halves[i]) * factor
-
-
-@compiled()
-def half_value(bits):
-    """A finite fp16 number, given as uint16, in fp32: exact, in operations that every vector unit has."""
-    wide = np.int32(bits)
-    magnitude = float_from_bits((wide & np.int32(0x7FFF)) << np.int32(13)) * np.float32(2.0**112)
-    return -magnitude if wide & np.int32(0x8000) else magnitude
+                sums[i] += widened(halves[i]) * factor
 
 
 @compiled(fastmath=SUMS)

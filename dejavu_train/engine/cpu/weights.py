@@ -208,6 +208,11 @@ class CpuWeights:
         return np.int16 if self.model.rows.dtype == np.int8 else np.float32
 
     @property
+    def cached(self) -> type:
+        """Type of K and V: fp16 as uint16 beside rows of codes, else fp32."""
+        return np.uint16 if self.model.rows.dtype == np.int8 else np.float32
+
+    @property
     def half(self) -> torch.dtype | None:
         """The dtype of rows of 16 bits, None of other ones."""
         return {np.dtype(np.uint16): torch.float16, np.dtype(np.uint32): torch.bfloat16}.get(self.model.rows.dtype)
