@@ -1,4 +1,4 @@
-"""Numbers in compiled loops that are fp32 or fp16, the latter as uint16: numba has no fp16 on a CPU.
+"""Numbers of 16 bits in compiled loops. Numba has no fp16 on a CPU, so they are uint16 there.
 
 Processors with F16C turn eight at once. Elsewhere whole numbers do it, which LLVM puts side by side too.
 """
@@ -12,8 +12,27 @@ from numba.extending import intrinsic
 from dejavu_train.engine.cpu.level_products import has_features
 
 _HALF, _FLOAT, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
-_UP = _FLOAT(2.0**112)  # between the exponents of fp16 and fp32, of the same bits
-_SPECIAL = _I32(0x7F800000)  # exponent of what is not finite, in fp32
+_SPECIAL = 0x7F800000  # exponent of what is not finite, in fp32
+
+
+def widen(builder: Any, bits: Any) -> Any:
+    """The fp16 numbers with these 16 bits, one or a vector of them, as fp32."""
+    count = getattr(bits.type, "count", 0)
+
+    def kind(of: Any) -> Any:
+        return ir.VectorType(of, count) if count else of
+
+    def every(number: Any, of: Any = _I32) -> Any:
+        return ir.Constant(kind(of), [number] * count if count else number)
+
+    if has_features("f16c"):
+        return builder.fpext(builder.bitcast(bits, kind(_HALF)), kind(_FLOAT))
+    wide = builder.zext(bits, kind(_I32))
+    sign, size = (builder.and_(wide, every(mask)) for mask in (0x8000, 0x7FFF))
+    moved = builder.fmul(builder.bitcast(builder.shl(size, every(13)), kind(_FLOAT)), every(2.0**112, _FLOAT))
+    whole = builder.or_(builder.bitcast(moved, kind(_I32)), builder.shl(sign, every(16)))
+    special = builder.select(builder.icmp_unsigned(">=", size, every(0x7C00)), every(_SPECIAL), every(0))
+    return builder.bitcast(builder.or_(whole, special), kind(_FLOAT))
 
 
 @intrinsic
@@ -21,17 +40,7 @@ def widened(typingctx: Any, number: Any) -> Any:
     """An fp32 number, or the fp16 number with these 16 bits as fp32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (given,) = args
-        if signature.args[0] == types.float32:
-            return given
-        if has_features("f16c"):
-            return builder.fpext(builder.bitcast(given, _HALF), _FLOAT)
-        wide = builder.zext(given, _I32)
-        sign, size = (builder.and_(wide, _I32(mask)) for mask in (0x8000, 0x7FFF))
-        moved = builder.fmul(builder.bitcast(builder.shl(size, _I32(13)), _FLOAT), _UP)
-        bits = builder.or_(builder.bitcast(moved, _I32), builder.shl(sign, _I32(16)))
-        special = builder.icmp_unsigned(">=", size, _I32(0x7C00))
-        return builder.bitcast(builder.or_(bits, builder.select(special, _SPECIAL, _I32(0))), _FLOAT)
+        return args[0] if signature.args[0] == types.float32 else widen(builder, args[0])
 
     return types.float32(number), generate
 
@@ -56,7 +65,7 @@ def narrowed(typingctx: Any, array: Any, number: Any) -> Any:
         small = builder.icmp_unsigned("<", size, _I32(113 << 23))
         near = builder.select(small, builder.sub(behind, _I32(126 << 23)), near)
         near = builder.select(builder.icmp_unsigned("<", near, _I32(0x7C00)), near, _I32(0x7C00))
-        near = builder.select(builder.icmp_unsigned(">", size, _SPECIAL), _I32(0x7E00), near)
+        near = builder.select(builder.icmp_unsigned(">", size, _I32(_SPECIAL)), _I32(0x7E00), near)
         sign = builder.and_(builder.lshr(bits, _I32(16)), _I32(0x8000))
         return builder.trunc(builder.or_(near, sign), _I16)
 

@@ -13,6 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dejavu_train.engine.cpu.half_numbers import widen
 from dejavu_train.engine.cpu.level_products import (
     LANES,
     NONE,
@@ -23,7 +24,7 @@ from dejavu_train.engine.cpu.level_products import (
     multiply_add,
     packed_codes,
 )
-from dejavu_train.engine.cpu.row_kernels import ROWS, Rows, fused, prefetch, splat, trailing_zeros, widen_halves
+from dejavu_train.engine.cpu.row_kernels import ROWS, Rows, fused, prefetch, splat, trailing_zeros
 from dejavu_train.engine.cpu_limits import BLOCK, CHUNK, HALF
 
 _FLOAT, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -42,8 +43,7 @@ class PackedRows:
 
     def scales(self, row: int, number: Any) -> Any:
         """Scales (8) fp32 of the block that begins at this group."""
-        bits = load_vector(self.builder, self._place(row, number), ir.VectorType(_I16, LANES))
-        return widen_halves(self.builder, bits, LANES)
+        return widen(self.builder, load_vector(self.builder, self._place(row, number), ir.VectorType(_I16, LANES)))
 
     def _place(self, row: int, number: Any) -> Any:
         at = self.builder.add(self.builder.mul(self.read.indices[row], self.n_groups), number)
@@ -53,11 +53,11 @@ class PackedRows:
         """A chunk of a row."""
         return load_vector(self.builder, self.read.place(row, column), _WORDS)
 
-    def of_half(self, held: Any, column: Any, half: int, lanes: int = LANES) -> Any:
-        """What a block of eight has of the group of half a chunk, in every lane."""
+    def of_half(self, held: Any, column: Any, half: int) -> Any:
+        """The number that a block of eight has for half a chunk, in every lane."""
         group = self.builder.lshr(self.builder.add(column, _I64(half * HALF)), self.shift)
         at = self.builder.and_(group, _I64(BLOCK - 1))
-        return splat(self.builder, self.builder.load(self.builder.gep(held, [_I64(0), at])), lanes)
+        return splat(self.builder, self.builder.load(self.builder.gep(held, [_I64(0), at])))
 
     def over_chunks(
         self, carried: list[Any], prepare: Callable[[Any], None], chunk: Callable[[Any, list[Any]], list[Any]]
@@ -160,7 +160,7 @@ def add_packed(rows: PackedRows, outs: list[Any], own: list[list[Any]]) -> None:
 
 @intrinsic
 def put_floats(typingctx: Any, out: Any, unit: Any) -> Any:
-    """What `add_packed` left in out (D,) as fp32 numbers: times ``unit``, in the order of columns, in its place."""
+    """Turn the sums that `add_packed` left in out (D,) into fp32 numbers in the order of columns, times ``unit``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])

@@ -16,12 +16,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dejavu_train.engine.cpu.half_numbers import widen
 from dejavu_train.engine.cpu.level_products import (
     LANES,
     NONE,
     add_products,
     codes_of,
-    has_features,
     levels_of,
     load_vector,
     loop,
@@ -74,7 +74,7 @@ class Rows:
         if self.kind == types.float32:
             return stored
         if self.kind == types.uint16:
-            return widen_halves(self.builder, stored, lanes)
+            return widen(self.builder, stored)
         if self.kind == types.uint32:  # bf16 is the upper half of fp32
             wide = ir.VectorType(_I32, lanes)
             raised = self.builder.shl(self.builder.zext(stored, wide), ir.Constant(wide, [16] * lanes))
@@ -110,17 +110,6 @@ def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
     """A vector of a number in every lane."""
     one = builder.insert_element(ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined), value, _I32(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
-
-
-def widen_halves(builder: Any, bits: Any, lanes: int) -> Any:
-    """The finite fp16 numbers with these 16 bits each as fp32."""
-    wide, floats = ir.VectorType(_I32, lanes), ir.VectorType(_FLOAT, lanes)
-    if has_features("f16c"):
-        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), floats)
-    every = builder.sext(bits, wide)  # the sign stays in front
-    sign, size = (builder.and_(every, ir.Constant(wide, [mask] * lanes)) for mask in (-(1 << 31), 0x7FFF))
-    shifted = builder.or_(sign, builder.shl(size, ir.Constant(wide, [13] * lanes)))
-    return builder.fmul(builder.bitcast(shifted, floats), ir.Constant(floats, [2.0**112] * lanes))
 
 
 def trailing_zeros(builder: Any, value: Any) -> Any:
