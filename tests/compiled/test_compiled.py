@@ -49,7 +49,7 @@ def test_launches_are_plain_before_compute_capability_9(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("capability", ["80", "86", "89"])
+@pytest.mark.parametrize("capability", ["80", "89"])  # 8.6 has the instructions of 8.0 and the shared memory of 8.9
 def test_every_kernel_compiles_for_ampere_and_ada(tmp_path, capability):
     """With the settings of other.json, and within the shared memory of these chips."""
     lines = compiled(tmp_path, "--widths", "2048", "--capability", capability)
