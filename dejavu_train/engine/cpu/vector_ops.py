@@ -138,7 +138,7 @@ def divide_by_unit(most, numbers, factors, start, stop):
         size = abs(factors[i]) * most[numbers[i]]
         largest = max(largest, size)
         total += size
-    unit, least = largest / np.float32(LEVELS), total * np.float32(8 / 2**30)
+    unit, least = largest / np.float32(LEVELS), total * np.float32(8 / 2**30)  # the largest code, half of int32
     if not least <= unit:
         unit = least
     if unit == np.float32(0):

@@ -352,7 +352,7 @@ class CpuWeights:
     def nbytes(self) -> int:
         """Bytes of all rows, scales included."""
         model = self.model
-        pairs = model.pairs.nbytes + model.pair_scales.nbytes if len(model.pairs) else 0
+        pairs = model.pairs.nbytes + model.pair_scales.nbytes + model.pair_most.nbytes if len(model.pairs) else 0
         scales = model.scales.nbytes + model.out_scale.nbytes if model.rows.dtype == np.int8 else 0
         return model.rows.nbytes + scales + pairs
 
