@@ -34,9 +34,8 @@ def one_kernel_sizes(
         kv_heads=dims.n_kv_heads, rms=dims.norm in (Norm.RMS_NORM, Norm.RMS_NORM_PLAIN),
         rotary=dims.positions is Positions.ROTARY, biases=dims.biases, gated=dims.gated,
         squared=dims.activation is Activation.RELU2, both=dims.activation is Activation.DRELU,
-        threshold=dims.threshold,
+        threshold=dims.threshold, partly=0 < len(facts) < dims.n_layers,
     )  # fmt: skip
-    mixed = 0 < len(facts) < dims.n_layers
     for why, refused in (
         ("none was asked for", options.one_kernel is False),
         ("it runs on one GPU", ranks > 1),
@@ -46,7 +45,7 @@ def one_kernel_sizes(
         ("its positions are learned or rotary", dims.positions is Positions.ALIBI),
         ("a guard measures layer by layer", options.guarded),
         ("it selects no heads", any(key[1] == Target.HEADS and each is not None for key, each in predictors.items())),
-        ("layers without predictors leave silent neurons out", mixed and not skips),
+        ("layers without predictors leave silent neurons out", sizes.partly and not skips),
         ("predictors have one rank, a threshold and int4", any(
             each.rank != sizes.rank or each.top_k is not None or each.format != "int4" for each in facts
         )),
@@ -56,7 +55,7 @@ def one_kernel_sizes(
         ("predictors of earlier sites run inline or on a stream", bool(facts) and options.look_ahead != "fused"),
         (sizes.refusal, bool(sizes.refusal)),
         ("it was not timed for such layers, and one_kernel=True asks for it",
-         options.one_kernel is None and (mixed or not sizes.of_opt)),
+         options.one_kernel is None and (sizes.partly or not sizes.of_opt)),
     ):  # fmt: skip
         if refused:
             return None, why

@@ -130,7 +130,7 @@ class DecoderLayers:
             zeros(sizes.kv_heads * sizes.exchange),
             zeros(RANKS[-1]),
         )
-        self.masks, self.sync = zeros(4 * PROGRAMS, torch.int32), zeros(SYNC, torch.int32)
+        self.masks, self.sync = zeros(4 * PROGRAMS), zeros(SYNC, torch.int32)
         self.launch = layers_launcher(sizes, device)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -166,8 +166,7 @@ def layers_launcher(sizes: StepSizes, device: torch.device) -> Launcher:
     """
     with torch.cuda.device(device):
         torch.cuda.mem_get_info(device)  # a thread that has not called CUDA yet has no context for the driver's calls
-        shared = sizes.page_bytes * sizes.pages + sizes.small_bytes
-        return Launcher.load(program_of(sizes), PROGRAMS, THREADS, shared)
+        return Launcher.load(program_of(sizes), PROGRAMS, THREADS, sizes.shared_bytes)
 
 
 def program_of(sizes: StepSizes) -> Program:
@@ -202,7 +201,10 @@ def check_layer(sizes: StepSizes, layer: StepLayer) -> None:
     require(cache.watermark is None, "all K/V are there")
     require((cache.turning is not None) == sizes.rotary, "q and k are turned, or not")
     predictor = layer.predictor
-    require(predictor is None or sizes.neurons is Neurons.SELECTED, "no predictor is asked")
+    if sizes.partly or sizes.neurons is not Neurons.SELECTED:
+        require(predictor is None or sizes.partly, "no predictor is asked")
+    else:
+        require(predictor is not None, "a layer without a predictor is not of such sizes")
     if predictor is not None:
         require(predictor.down.dtype == torch.uint8, "predictors are nibbles")
         check_matrix("down", predictor.down, predictor.down_scale, (sizes.rank, d), cache.k)

@@ -41,6 +41,22 @@ __device__ __forceinline__ void fetch(u32 to, const void* from, u32 n, u32 bar) 
       "l"(from), "r"(n), "r"(bar)
       : "memory");
 }
+// Copies of N bytes, 8 or 16, by each lane. `copies_arrive`: the barrier waits for those that this thread has begun.
+template <int N>
+__device__ __forceinline__ void copy(u32 to, const void* from) {
+  u64 once;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  if constexpr (N == 16)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(once) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "l"(once), "n"(N)
+                 : "memory");
+}
+__device__ __forceinline__ void copies_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+// Bulk copies come behind copies into the same place.
+__device__ __forceinline__ void bulk_behind_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A tagged word: a value and the number of its layer in one store. Who reads the tag has the value, without a fence.
 __device__ __forceinline__ void put_tagged(u64* p, u32 v, u32 tag) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"((u64)tag << 32 | v) : "memory");
@@ -69,6 +85,9 @@ __device__ __forceinline__ u32 get_acquired(const u32* p) {
 __device__ __forceinline__ void add_released(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+__device__ __forceinline__ void add(u32* p, u32 v) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 __device__ __forceinline__ u64 now() {
   u64 t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -92,6 +111,12 @@ __device__ __forceinline__ u32 load1(u32 a) {
 __device__ __forceinline__ float half_of(u32 bits) {
   float f;
   asm("{.reg .f16 h; .reg .b16 b; cvt.u16.u32 b, %1; mov.b16 h, b; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(bits));
+  return f;
+}
+// The larger magnitude. A NaN is larger than all, so that it makes a unit NaN and a sum of that leaves its range.
+__device__ __forceinline__ float larger(float a, float b) {
+  float f;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(f) : "f"(fabsf(a)), "f"(fabsf(b)));
   return f;
 }
 __device__ __forceinline__ u16 to_half(float f) {

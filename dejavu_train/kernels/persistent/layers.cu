@@ -3,12 +3,14 @@
 //
 // CTAS programs, one a multiprocessor, RANKS for a head of K and V. Those with the same of its SHARE heads of q are a
 // team. Of OPT four programs are the team of a head. A program owns a part of the rows of q, k and v, of its team's
-// positions and of the columns of their output projection, and D_FFN / CTAS neurons. Its producer warp streams weights
-// into a ring of pages in shared memory, in the order of their use and ahead of all barriers. Eight warps multiply them.
+// positions and of the columns of their output projection, and D_FFN / CTAS neurons. Of the neurons of its squad, which
+// are four programs, it owns a quarter of down's columns. One warp streams weights into a ring of pages in shared memory,
+// in the order of their use and ahead of all barriers, one what a list of neurons names into another. Eight multiply them.
 //
 //   half 1  x += delta, norm, q/k/v rows | all of a head exchange | turn, attention over a part of the positions
 //           | the team exchanges | columns of the output projection, added into delta | BARRIER of all programs
-//   half 2  x += delta, norm, up (and gate) rows of own neurons, down rows of the same, added into delta | BARRIER
+//   half 2  x += delta, norm, up (and gate) rows of own neurons | the squad exchanges | columns of down, added into delta
+//           | BARRIER
 //
 // Numbers: inputs of products are whole numbers of 16 bits by groups of 128, as two signed digits of 8 bits in two
 // columns of B. Codes are multiplied as they lie (u8 x s8, exact): the low nibbles of a word, and its high ones, sixteen
@@ -28,13 +30,15 @@ struct Consumer {
   const bool every;
   const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
   const int cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
-  const int team = rank / PARTNERS, partner = rank % PARTNERS;
+  const int team = rank / PARTNERS, partner = rank % PARTNERS, quarter = cta % SQUAD;
   const int row = (g >> 1) + 4 * (g & 1);  // of a tile, and the eighth behind it
   const bool holds = (g >> 1) < GROUPS;
   const int column = (WARPS * (g >> 1) + w) * 128 + 32 * t + 16 * (g & 1);  // this lane's 16 columns of x
-  u32 page_at, bar_at, phase = 0;
+  struct Cursor {
+    u32 page, bar, phase;
+  } ring, listed;  // the next page of each ring
   const u32 first_page, first_bar;
-  int turn, stage = 0;
+  int turn, stage = 0, lists = 0;
   u32 reached;
   float x[16];
   float per_unit = 1.f;     // units of delta in one
@@ -43,32 +47,35 @@ struct Consumer {
   float unit;               // of group t, as is its offset
   int offset;
 
-  __device__ Consumer(const Arguments& a, const Limit& limit, Shared& s, u8* ring, u32 launch, int last, bool every)
+  __device__ Consumer(const Arguments& a, const Limit& limit, Shared& s, u8* pages, u32 launch, int last, bool every)
       : a(a),
         limit(limit),
         s(s),
-        layers((const Layer*)(ring + PAGES * PAGE + SMALL)),
+        layers((const Layer*)(pages + ALL_PAGES * PAGE + SMALL)),
         launch(launch),
         last(last),
         every(every),
-        first_page(shared_at(ring)),
+        first_page(shared_at(pages)),
         first_bar(shared_at(s.full)) {
-    page_at = first_page;
-    bar_at = first_bar;
+    ring = {first_page, first_bar, 0};
+    listed = {first_page + PAGES * PAGE, first_bar + 8 * PAGES, 0};
     reached = launch * 2 * a.n_layers * (CTAS / COUNTERS);
     turn = (int)(launch * 2ull * a.n_layers % 3);
   }
-  // The next page, and what gives it back.
+  // The next page of a ring, and what gives it back.
+  template <bool LISTED = false>
   __device__ u32 page(u32& bar) {
-    limit.wait(bar_at, phase, PAGE_LATE);
-    const u32 found = page_at;
-    bar = bar_at + 128;  // `empty` lies behind `full`
-    bar_at += 8;
-    page_at += PAGE;
-    if (bar_at == first_bar + 8 * PAGES) {
-      bar_at = first_bar;
-      page_at = first_page;
-      phase ^= 1;
+    constexpr int FIRST = LISTED ? PAGES : 0, SLOTS = LISTED ? LIST_PAGES : PAGES;
+    Cursor& next = LISTED ? listed : ring;
+    limit.wait(next.bar, next.phase, PAGE_LATE);
+    const u32 found = next.page;
+    bar = next.bar + 128;  // `empty` lies behind `full`
+    next.bar += 8;
+    next.page += PAGE;
+    if (next.bar == first_bar + 8 * (FIRST + SLOTS)) {
+      next.bar -= 8 * SLOTS;
+      next.page -= PAGE * SLOTS;
+      next.phase ^= 1;
     }
     return found;
   }
@@ -80,17 +87,20 @@ struct Consumer {
   __device__ void send(int at, float v, int l) {
     put_tagged(a.heads + head * EXCHANGE + at, __float_as_uint(v), tag(l));
   }
-  // N words from `at` on, in pairs. Only those that are missing are asked for again.
+  // n words from `at` on, of N at most, in pairs. Only those that are missing are asked for again.
   template <int N>
-  __device__ void receive(int at, float* to, int l) {
+  __device__ void receive(int at, float* to, int l, int n = N) {
     constexpr int PAIRS = (N + 2 * THREADS - 1) / (2 * THREADS);  // of a thread
     const u32 want = tag(l);
     const u64* p = a.heads + head * EXCHANGE + at + 2 * tid;
     u64 v[PAIRS][2];
     bool ok;
-    const auto there = [&](int k) { return (u32)(v[k][0] >> 32) == want && (u32)(v[k][1] >> 32) == want; };
+    const auto there = [&](int k) {
+      const int i = 2 * (tid + k * THREADS);
+      return (i >= n || (u32)(v[k][0] >> 32) == want) && (i + 1 >= n || (u32)(v[k][1] >> 32) == want);
+    };
 #pragma unroll
-    for (int k = 0; k < PAIRS; ++k) v[k][0] = v[k][1] = (u64)(2 * (tid + k * THREADS) < N ? ~want : want) << 32;
+    for (int k = 0; k < PAIRS; ++k) v[k][0] = v[k][1] = (u64)~want << 32;
     int tries = 0;
     do {
       ok = true;
@@ -114,23 +124,22 @@ struct Consumer {
     if (!(fabsf(u) < LARGEST)) atomicCAS(limit.error, 0, RANGE);
     return __float2int_rn(u);
   }
-  __device__ void put_sum(int column, float v) { s.sums[column] = in_units(v); }
+  __device__ void put_sum(int column, float v) { s.sums[place(column)] = in_units(v); }  // of those that it adds
   __device__ float ask_bias(const u8* bias) const {
     return BIASES && tid < MINE ? half_at(bias, cta * MINE + tid) : 0.f;
   }
   __device__ void add_bias(float bias) {
-    if (BIASES && tid < MINE) atomicAdd(a.delta + turn * D + cta * MINE + tid, in_units(bias));
+    if (BIASES && tid < MINE) atomicAdd(a.delta + turn * D + place(cta * MINE + tid), in_units(bias));
   }
-  // This program's N sums from `first` on are added, and all programs' are there. The next norm's weights are on their
+  // This program's n sums from `first` on are added, and all programs' are there. The next norm's weights are on their
   // way meanwhile.
-  template <int N>
-  __device__ void barrier(int first) {
+  __device__ void barrier(int first, int n) {
     reached += CTAS / COUNTERS;
     if (tid == 0) *(volatile int*)&s.calm = 1;
     meet();
-    for (int i = tid; i < N; i += THREADS) {  // not all programs at the same words at once
-      const int at = first + (i + 32 * cta) % N;
-      atomicAdd(a.delta + turn * D + at, s.sums[at]);
+    for (int i = tid; i < n; i += THREADS) {  // not all programs at the same words at once
+      const int at = i + 32 * (cta / SQUAD) & n - 1;
+      atomicAdd(a.delta + turn * D + first + at, s.sums[at]);
     }
     meet();
     if (w == 0) {
@@ -162,24 +171,22 @@ struct Consumer {
       }
     } else {
       const float value = 1.f / per_unit;  // a power of two
-#pragma unroll
-      for (int i = 0; i < D / 1024; ++i) {  // read as it lies, then each lane its columns
-        const int at = 1024 * i + 4 * tid;
-        const uint4 d = get_words(a.delta + turn * D + at);
-        if ((max(max(abs((int)d.x), abs((int)d.y)), max(abs((int)d.z), abs((int)d.w)))) >> 30)
-          atomicCAS(limit.error, 0, RANGE);
-        *(uint4*)(s.sums + spread(at)) = d;
-      }
-      meet();
+      const u32* const from = (const u32*)a.delta + turn * D + place(column);
       if (holds) {
+        uint4 d[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[i] = get_words(from + 32 * i);
+        int most = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int4 d = *(const int4*)(s.sums + spread(column) + 4 * i);
-          x[4 * i] = fmaf(d.x, value, x[4 * i]);
-          x[4 * i + 1] = fmaf(d.y, value, x[4 * i + 1]);
-          x[4 * i + 2] = fmaf(d.z, value, x[4 * i + 2]);
-          x[4 * i + 3] = fmaf(d.w, value, x[4 * i + 3]);
+          const int v[4] = {(int)d[i].x, (int)d[i].y, (int)d[i].z, (int)d[i].w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            most = max(most, abs(v[e]));
+            x[4 * i + e] = fmaf(v[e], value, x[4 * i + e]);
+          }
         }
+        if (most >> 30) atomicCAS(limit.error, 0, RANGE);
       }
       turn = turn == 2 ? 0 : turn + 1;
     }
@@ -212,11 +219,12 @@ struct Consumer {
     }
     per_unit = UNITS / __uint_as_float(max(__float_as_uint(sqrtf(q / D)) & 0x7F800000u, 0x3E000000u));
     const float mean = RMS_NORM ? 0.f : u / D, rstd = rsqrtf(fmaxf(q / D - mean * mean, 0.f) + a.eps);
+    const float low = -mean * rstd;
     float scale[16], v[16];
     halves(gain, scale);
     halves(shift, v);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = fmaf((x[i] - mean) * rstd, scale[i], v[i]);
+    for (int i = 0; i < 16; ++i) v[i] = fmaf(fmaf(x[i], rstd, low), scale[i], v[i]);
     u32 own[8];
     const Quant z = digits<8>(v, own, lane);
     unit = __shfl_sync(~0u, z.unit, 8 * t);
@@ -232,9 +240,10 @@ struct Consumer {
     int low[2][4], high[2][4];
     float scale0, scale8;
   };
+  template <bool LISTED>
   __device__ void tile(Tile& c, int n) {  // n rows of it are there, more are garbage
     u32 bar, bar8 = 0;
-    const u32 p = page(bar), q = ROWS == 16 ? p + row_at(8) : n > 8 ? page(bar8) : p;
+    const u32 p = page<LISTED>(bar), q = ROWS == 16 ? p + row_at(8) : n > 8 ? page<LISTED>(bar8) : p;
 #pragma unroll
     for (int k = 0; k < 8; ++k) c.low[k >> 2][k & 3] = c.high[k >> 2][k & 3] = 0;
 #pragma unroll
@@ -269,11 +278,12 @@ struct Consumer {
                 q = (t0 ? v.y : v.x) + __shfl_xor_sync(~0u, t0 ? v.x : v.y, 1);
     s.products[i + (t >> 1)][w][row + 8 * t0] = (t1 ? q : p) + __shfl_xor_sync(~0u, t1 ? p : q, 2);
   }
+  template <bool LISTED>
   __device__ void rows(int n) {
     for (int i = 0; i < n; i += 32) {
       Tile c, d;
-      tile(c, n - i);
-      if (i + 16 < n) tile(d, n - i - 16);
+      tile<LISTED>(c, n - i);
+      if (i + 16 < n) tile<LISTED>(d, n - i - 16);
       else d = c;  // an odd last one's twin is never read
       finish(c, d, i / 16);
     }
@@ -286,10 +296,8 @@ struct Consumer {
     return v;
   }
 
-  __device__ void predict_first(int l, const Layer& layer) {  // FIRST_ROWS rows: hidden values of the predictor
+  __device__ void predict_first() {  // FIRST_ROWS rows: hidden values of the predictor, which `send_hidden` adds up
     int low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
-    const int mine = cta * FIRST_ROWS + tid;
-    const float scale = tid < FIRST_ROWS ? __ldg((const float*)layer.first_scales + mine) : 0.f;
     u32 bar;
     const u32 p = page(bar) + (FIRST_ROWS > 1 ? g & 1 : 0) * ROW;
 #pragma unroll
@@ -300,13 +308,13 @@ struct Consumer {
     done(bar);
     const float f = quad_sum((join(low[0], low[1], high[0], high[1]) - offset) * unit);
     if (t == 0 && g < FIRST_ROWS) s.products[8][w][g] = f;
-    meet();
-    if (tid < FIRST_ROWS) {
-      float v = 0;
-      for (int k = 0; k < WARPS; ++k) v += s.products[8][k][tid];
-      v *= scale;
-      put_tagged(a.hidden + mine, __float_as_uint(PREDICTOR_RELU && v <= 0 ? 0.f : v), tag(l));
-    }
+  }
+  __device__ void send_hidden(int l, const Layer& layer) {
+    const int i = tid - (THREADS - 32);  // by the last warp, since the first ones send q, k and v
+    if (i < 0 || i >= FIRST_ROWS) return;
+    const int mine = cta * FIRST_ROWS + i;
+    const float v = row_sum(8 * 16 + i) * __ldg((const float*)layer.first_scales + mine);
+    put_tagged(a.hidden + mine, __float_as_uint(PREDICTOR_RELU && v <= 0 ? 0.f : v), tag(l));
   }
   // OWN neurons: their mask. early: this thread's hidden value, if it was there before.
   __device__ void predict_second(int l, const Layer& layer, u64 early) {
@@ -366,8 +374,9 @@ struct Consumer {
     }
   }
 
-  // A team's heads over this program's share of the positions, and the new one in its first program's first warp.
-  __device__ void attend(int l) {
+  // A team's heads over this program's share of the positions, and the new one in the first warp of who has fewest.
+  // Returns the predictor's hidden value of this thread, if it has come meanwhile.
+  __device__ u64 attend(int l) {
     constexpr int E = HEAD_DIM / 8, PIECES = HEAD_DIM / 64;  // numbers of a lane, in pieces of 8
     const int where = lane >> 3, sub = lane & 7;
     float q[E], o[MIXED][E] = {}, m[MIXED], d[MIXED] = {};
@@ -379,7 +388,7 @@ struct Consumer {
     };
     for (float& most : m) most = -1e30f;
     if (MIXED == 1) ask(team, q);
-    const bool has_new = partner == 0 && w == 0;
+    const bool has_new = partner == (last + POSITIONS - 1) / POSITIONS % PARTNERS && w == 0;
     for (int c = partner;; c += PARTNERS) {
       const bool cached = c * POSITIONS < last;
       if (!cached && !has_new) break;
@@ -421,6 +430,7 @@ struct Consumer {
       }
       if (!cached) break;
     }
+    const u64 early = MODE == SELECT && tid < RANK ? get_word(a.hidden + tid) : 0;
     // Four positions of a warp become one, of which each lane keeps a quarter. Then warps, then the programs of a team.
 #pragma unroll
     for (int j = 0; j < MIXED; ++j) {
@@ -464,6 +474,7 @@ struct Consumer {
       send(PARTS_AT + team * TEAM_WORDS + part * HEAD_DIM + e, sum, l);
       if (e < 2) send(PARTS_AT + team * TEAM_WORDS + NORMS + 2 * part + e, e ? total : most, l);
     }
+    return early;
   }
 
   __device__ void project_out() {
@@ -473,7 +484,7 @@ struct Consumer {
     for (int j = 0; j < MIXED; ++j) project_head<TURNS>(j * PARTNERS, sum0, sum8);
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
-      const int to = partner * COLUMNS + (2 * i + (t >> 1)) * 256 + (2 * w + (t & 1)) * 16 + g;
+      const int to = (2 * i + (t >> 1)) * 256 + (2 * w + (t & 1)) * 16 + g;
       put_sum(to, sum0[i]);
       put_sum(to + 8, sum8[i]);
     }
@@ -541,103 +552,70 @@ struct Consumer {
     }
   }
 
-  // Rows of n neurons times s.kept. What is rounded is a neuron times a row's scale, in a unit of 128 columns, so that a
-  // large scale makes its own columns coarser alone. A block of columns is 128 of each warp, whose lanes g have two words of 8 each.
-  __device__ int row_of(int i) const { return 2 * t + (i & 1) + (ROWS == 16 ? 8 * (i >> 1 & 1) : 0); }  // in its page
-  __device__ void down(int n, const float* largest) {
+  // This program's columns of n neurons' rows, times s.kept. What is rounded is a neuron times a row's scale, in a unit
+  // of 128 columns, so that a large scale makes its own columns coarser alone. Lane (g, t) has WORDS words of 8 neurons.
+  // largest: of down's scales in these columns.
+  __device__ void down(int n, float largest) {
     float most = 0;
-    for (int k = lane; k < n; k += 32) most = larger(most, s.kept[k]);
+    for (int k = lane; k < n; k += 32) most = larger(most, s.kept[spread(k)]);
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) most = larger(most, __shfl_xor_sync(~0u, most, o));
-    if (lane < BLOCKS) {
-      const float unit2 = most * __ldg(largest + w * BLOCKS + lane) * (1.f / 32512.f);
-      s.units[0][w * BLOCKS + lane] = unit2;
-      s.units[1][w * BLOCKS + lane] = unit2 > 0 ? 1.f / unit2 : 0.f;
-    }
-    __syncwarp();
+    const float unit2 = most * largest * (1.f / 32512.f), inverse = unit2 > 0 ? 1.f / unit2 : 0.f;
     const bool odd = g & 1;
     const u32 select = odd ? 0x0040 : 0x0051, flip = odd ? 0x80808080u : 0;
-    int acc[BLOCKS][2][4] = {}, raised[BLOCKS][4] = {};
-    for (int k0 = 0; k0 < n; k0 += 32) {  // 32 neurons: register i has one of page i ROWS / 8
-      constexpr int MOST = 32 / ROWS;
-      u32 at[MOST], bar[MOST];
-      float h[8];
-      u32 scales[8][2];  // of a neuron, for this warp's groups
-#pragma unroll
-      for (int i = 0; i < MOST; ++i) {
-        at[i] = first_page;
-        bar[i] = 0;
-        if (k0 + i * ROWS < n) at[i] = page(bar[i]);
-      }
+    int acc[WORDS][4] = {}, raised[4] = {};
+    for (int k0 = 0; k0 < n; k0 += PIECES) {
+      u32 bar, word[8][WORDS], f[8];
+      const u32 p = page<true>(bar);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int k = k0 + 2 * t + (i & 1) + 8 * (i >> 1);
-        h[i] = k < n ? s.kept[k] : 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const u32 p = at[4 * i / ROWS] + SCALES_AT + row_of(i) * ROW_SCALES + w * 2 * BLOCKS;
-        if constexpr (BLOCKS == 4) {
-          const uint2 u = load2(p);
-          scales[i][0] = u.x;
-          scales[i][1] = u.y;
-        } else scales[i][0] = load1(p);
-      }
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-        u32 word[8][2], f[8];
-        const float inverse = s.units[1][w * BLOCKS + block];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float scale = half_of(scales[i][block >> 1] >> 16 * (block & 1) & 0xFFFF);
-          f[i] = __float_as_uint(fmaf((GATED ? h[i] != 0 : h[i] > 0) ? h[i] * scale : 0.f, inverse, MAGIC));
-          const uint2 u = load2(at[4 * i / ROWS] + neuron_at(row_of(i)) + (w * BLOCKS + block) * 64 + g * 8);
+        const int k = 2 * t + (i & 1) + 8 * (i >> 1);
+        const float h = k0 + k < n ? s.kept[spread(k0 + k)] : 0.f,
+                    scale = load_half(p + PIECE_SCALES_AT + k * PIECE_SCALES + w * CUT / 128 * 2);
+        f[i] = __float_as_uint(fmaf((GATED ? h != 0 : h > 0) ? h * scale : 0.f, inverse, MAGIC));
+        const u32 at = p + piece_at(k) + (w * CUT / 2 + g * 4 * WORDS);
+        if constexpr (WORDS == 2) {
+          const uint2 u = load2(at);
           word[i][0] = u.x;
           word[i][1] = u.y;
-        }
-        u32 digit[2];
-#pragma unroll
-        for (int k = 0; k < 2; ++k)
-          digit[k] = __byte_perm(__byte_perm(f[4 * k], f[4 * k + 1], select),
-                                 __byte_perm(f[4 * k + 2], f[4 * k + 3], select), 0x5410) ^
-                     flip;
-        mma(raised[block], 0x08080808, 0x08080808, 0x08080808, 0x08080808, digit[0], digit[1]);
-        constexpr u32 L = 0x0F0F0F0Fu, H = 0xF0F0F0F0u;
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          u32 c[2][4];  // 4 x 4 bytes turned: byte j of four neurons
-#pragma unroll
-          for (int q = 0; q < 2; ++q) {
-            const u32 a0 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x5140),
-                      a1 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x5140);
-            const u32 a2 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x7362),
-                      a3 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x7362);
-            c[q][0] = __byte_perm(a0, a1, 0x5410);
-            c[q][1] = __byte_perm(a0, a1, 0x7632);
-            c[q][2] = __byte_perm(a2, a3, 0x5410);
-            c[q][3] = __byte_perm(a2, a3, 0x7632);
-          }
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            mma(acc[block][k], c[0][j] & L, c[0][j] & H, c[1][j] & L, c[1][j] & H, (g >> 1) == j ? digit[0] : 0,
-                (g >> 1) == j ? digit[1] : 0);
-        }
+        } else word[i][0] = load1(at);
       }
+      done(bar);
+      u32 digit[2];
 #pragma unroll
-      for (int i = 0; i < MOST; ++i)
-        if (k0 + i * ROWS < n) done(bar[i]);
+      for (int k = 0; k < 2; ++k)
+        digit[k] = __byte_perm(__byte_perm(f[4 * k], f[4 * k + 1], select),
+                               __byte_perm(f[4 * k + 2], f[4 * k + 3], select), 0x5410) ^
+                   flip;
+      mma(raised, 0x08080808, 0x08080808, 0x08080808, 0x08080808, digit[0], digit[1]);
+      constexpr u32 L = 0x0F0F0F0Fu, H = 0xF0F0F0F0u;
+#pragma unroll
+      for (int k = 0; k < WORDS; ++k) {
+        u32 c[2][4];  // 4 x 4 bytes turned: byte j of four neurons
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+          const u32 a0 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x5140),
+                    a1 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x5140);
+          const u32 a2 = __byte_perm(word[4 * q][k], word[4 * q + 1][k], 0x7362),
+                    a3 = __byte_perm(word[4 * q + 2][k], word[4 * q + 3][k], 0x7362);
+          c[q][0] = __byte_perm(a0, a1, 0x5410);
+          c[q][1] = __byte_perm(a0, a1, 0x7632);
+          c[q][2] = __byte_perm(a2, a3, 0x5410);
+          c[q][3] = __byte_perm(a2, a3, 0x7632);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          mma(acc[k], c[0][j] & L, c[0][j] & H, c[1][j] & L, c[1][j] & H, (g >> 1) == j ? digit[0] : 0,
+              (g >> 1) == j ? digit[1] : 0);
+      }
     }
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {  // byte t of a word: columns 0, 4, 1, 5, and two on
-        const int* const sum = acc[block][k];
-        const int* const r = raised[block];
-        const float unit2 = s.units[0][w * BLOCKS + block];
-        const int to = (w * BLOCKS + block) * 128 + g * 16 + 8 * k + (t >> 1) + 4 * (t & 1);
-        put_sum(to, (((sum[0] - r[0]) << 8) + sum[1] - r[1]) * unit2);
-        put_sum(to + 2, ((((sum[2] >> 4) - r[2]) << 8) + (sum[3] >> 4) - r[3]) * unit2);
-      }
+    for (int k = 0; k < WORDS; ++k) {  // byte t of a word: columns 0, 4, 1, 5, and two on
+      const int* const sum = acc[k];
+      const int to = w * CUT + (g * WORDS + k) * 8 + (t >> 1) + 4 * (t & 1);
+      put_sum(to, (((sum[0] - raised[0]) << 8) + sum[1] - raised[1]) * unit2);
+      put_sum(to + 2, ((((sum[2] >> 4) - raised[2]) << 8) + (sum[3] >> 4) - raised[3]) * unit2);
+    }
   }
 
   __device__ void attention(int l, const Layer& layer) {
@@ -647,9 +625,9 @@ struct Consumer {
                 out_bias = ask_bias(layer.out_bias);
     const float2 turn =
         ROTARY && mine && which <= SHARE ? __ldg(a.turns + (last * HEAD_DIM + at) / 2) : make_float2(1.f, 0.f);
-    if (selects(layer)) predict_first(l, layer);
-    rows(QKV_ROWS);
-    const u64 early = selects(layer) && tid < RANK ? get_word(a.hidden + tid) : 0;
+    if (selects(layer)) predict_first();
+    rows<false>(QKV_ROWS);
+    if (selects(layer)) send_hidden(l, layer);
     float v = mine ? row_sum(tid) + bias : 0.f;
     if (ROTARY) {
       const float other = __shfl_xor_sync(~0u, v, 1);
@@ -662,9 +640,9 @@ struct Consumer {
       u8* const cache = which == SHARE ? layer.k : layer.v;
       if (which >= SHARE) ((u16*)cache)[((u64)head * a.capacity + last) * HEAD_DIM + at] = rounded;
     }
-    if (selects(layer)) predict_second(l, layer, early);
     receive<(SHARE + 2) * HEAD_DIM>(0, s.exchanged, l);
-    attend(l);
+    const u64 early = attend(l);
+    if (selects(layer)) predict_second(l, layer, early);  // while the others' parts come
     receive<TEAM_WORDS>(PARTS_AT + team * TEAM_WORDS, s.parts, l);
     project_out();
     add_bias(out_bias);
@@ -673,50 +651,81 @@ struct Consumer {
     const float kept = v <= THRESHOLD ? 0.f : v;  // keeps a NaN
     return SQUARED ? kept * kept : kept;
   }
+  // Those of n numbers in s.h that are not zero, into s.kept, with their neurons from `first` on. Returns how many.
+  __device__ int compact(int n, int first) {
+    const int i = 2 * tid;
+    const float v[2] = {i < n ? s.h[spread(i)] : 0.f, i + 1 < n ? s.h[spread(i + 1)] : 0.f};
+    const u32 m[2] = {__ballot_sync(~0u, v[0] != 0), __ballot_sync(~0u, v[1] != 0)}, before = (1u << lane) - 1;
+    if (lane == 0) s.counts[w] = __popc(m[0]) + __popc(m[1]);
+    meet();
+    int at = __popc(m[0] & before) + __popc(m[1] & before), all = 0;
+#pragma unroll
+    for (int k = 0; k < WARPS; ++k) {
+      at += k < w ? s.counts[k] : 0;
+      all += s.counts[k];
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (v[k] != 0) {
+        s.kept[spread(at)] = v[k];
+        s.ids[at++] = first + i + k;
+      }
+    if (tid == 0) s.n = all;
+    meet();
+    if (tid == 0) bar_arrive(shared_at(&s.live));
+    return all;
+  }
   __device__ void mlp(int l, const Layer& layer) {
-    const float down_bias = ask_bias(layer.down_bias);
-    int n = OWN;
+    const float down_bias = ask_bias(layer.down_bias),
+                largest = __ldg((const float*)layer.largest + (quarter * QUARTER + w * CUT) / 128);
+    const int words = HIDDEN_AT + (rank - quarter) * OWN;  // of the squad
+    int all = SQUAD_OWN, first = quarter * OWN, n = OWN;   // of its neurons, this program's
     if (selects(layer)) {
-      limit.wait(shared_at(&s.listed), l & 1, LIST);
-      n = s.n;
+      limit.wait(shared_at(&s.listed), lists++ & 1, LIST);
+      all = s.n;
+      first = part_of(all, quarter);
+      n = part_of(all, quarter + 1) - first;
     }
-    const float bias = tid < n ? half_at(layer.up_bias, selects(layer) ? s.ids[tid] : cta * OWN + tid) : 0.f;
-    rows(n);
-    if (tid < n) (skips(layer) ? s.h : s.kept)[tid] = activated(row_sum(tid) + bias);
-    meet();
-    if (skips(layer)) {
-      if (tid == 0) bar_arrive(shared_at(&s.live));
-      limit.wait(shared_at(&s.listed), l & 1, LIST);
-      n = s.n;
-    }
+    const float bias = tid < n ? half_at(layer.up_bias, selects(layer) ? s.ids[first + tid] : cta * OWN + tid) : 0.f;
+    if (selects(layer)) rows<true>(n);
+    else rows<false>(n);
+    float v = tid < n ? activated(row_sum(tid) + bias) : 0.f;
 #if GATED
-    float factor_bias = 0;
-    if (BIASES && tid < n) factor_bias = half_at(layer.factor_bias, MODE == READ_ALL ? cta * OWN + tid : s.ids[tid]);
-    rows(n);
-    if (tid < n) {
-      const float v = row_sum(tid) + factor_bias;
-      s.kept[tid] *= BOTH ? activated(v) : v;
-    }
-    meet();
+    int open = n;
+    if (skips(layer)) {
+      if (tid < n) s.h[spread(tid)] = v;
+      meet();
+      open = compact(n, cta * OWN);
+    } else meet();
+    const int id = tid >= open ? 0 : MODE == READ_ALL ? cta * OWN + tid : s.ids[(selects(layer) ? first : 0) + tid];
+    const float factor_bias = BIASES && tid < open ? half_at(layer.factor_bias, id) : 0.f;
+    rows<MODE != READ_ALL>(open);
+    const float product = tid < open ? row_sum(tid) + factor_bias : 0.f, factor = BOTH ? activated(product) : product;
+    if (skips(layer)) {
+      if (tid < open) s.h[spread(id - cta * OWN)] = s.kept[spread(tid)] * factor;
+      meet();
+      if (tid < n) v = s.h[spread(tid)];
+    } else v *= factor;
 #endif
-    down(n, (const float*)layer.largest);
+    if (tid < n) send(words + first + tid, v, l);
+    receive<SQUAD_OWN>(words, skips(layer) ? s.h : s.kept, l, all);
+    if (skips(layer)) all = compact(all, (cta - quarter) * OWN);
+    down(all, largest);
     add_bias(down_bias);
   }
   __device__ void run() {
     ask_norm(layers[0].gain1, layers[0].shift1);
     take(true);
-    for (int l = 0; l < a.n_layers; ++l) {
-      const Layer& layer = layers[l];
+#pragma unroll 1
+    for (int half = 0; half < 2 * a.n_layers; ++half) {  // one code for what both kinds of halves share
+      const int l = half >> 1;
+      const bool second = half & 1;
+      const Layer &layer = layers[l], &next = layers[min(l + 1, a.n_layers - 1)];
       norm();
-      attention(l, layer);
-      ask_norm(layer.gain2, layer.shift2);
-      barrier<COLUMNS>(partner * COLUMNS);
-      take(false);
-      norm();
-      mlp(l, layer);
-      const Layer& next = layers[min(l + 1, a.n_layers - 1)];
-      ask_norm(next.gain1, next.shift1);
-      barrier<D>(0);
+      if (second) mlp(l, layer);
+      else attention(l, layer);
+      ask_norm(second ? next.gain1 : layer.gain2, second ? next.shift1 : layer.shift2);
+      barrier(second ? quarter * QUARTER : partner * COLUMNS, second ? QUARTER : COLUMNS);
       take(false);
     }
     if (tid == 0) *(volatile int*)&s.calm = 0;
@@ -729,17 +738,17 @@ struct Consumer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     decoder_layers(const Layer* layers, const float* x, float* out, const int* position, const int* row_state,
-                   int* delta, u64* heads, u64* hidden, u32* masks, u32* sync, int n_layers, int capacity, float eps,
+                   int* delta, u64* heads, u64* hidden, u64* masks, u32* sync, int n_layers, int capacity, float eps,
                    const float2* turns) {
   const Arguments a = {layers, x,     out,  position, row_state, delta, heads,
                        hidden, masks, sync, n_layers, capacity,  eps,   turns};
   SHARED_MEMORY(ring);
-  Shared& s = *(Shared*)(ring + PAGES * PAGE);
-  Layer* const table = (Layer*)(ring + PAGES * PAGE + SMALL);
+  Shared& s = *(Shared*)(ring + ALL_PAGES * PAGE);
+  Layer* const table = (Layer*)(ring + ALL_PAGES * PAGE + SMALL);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < PAGES; ++i) {
+    for (int i = 0; i < ALL_PAGES; ++i) {
       bar_init(shared_at(&s.full[i]), 1);
       bar_init(shared_at(&s.empty[i]), WARPS);
     }
@@ -751,12 +760,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     s.begun = now();
     bars_ready();
   }
-  for (int i = threadIdx.x; i < a.n_layers * (int)(sizeof(Layer) / 8); i += THREADS + 32)
+  for (int i = threadIdx.x; i < a.n_layers * (int)(sizeof(Layer) / 8); i += THREADS + 64)
     ((u64*)table)[i] = __ldg((const u64*)a.layers + i);
   const u32 launch = *(volatile u32*)a.sync;  // what the launch before has left
   const int last = min(*a.position, a.capacity - 1);
   __syncthreads();
   const Limit limit = {s, a.sync + 32 * 4, s.begun};
-  if (threadIdx.x >= THREADS) Producer(a, limit, s, ring, launch, last).run();
+  if (threadIdx.x >= THREADS + 32) Lister(a, limit, s, ring, launch).run();
+  else if (threadIdx.x >= THREADS) Producer(a, limit, s, ring, launch, last).run();
   else Consumer(a, limit, s, ring, launch, last, *a.row_state == 2).run();
 }

@@ -18,11 +18,6 @@ struct Quant {
   int offset;
 };
 
-// The larger magnitude. A NaN is larger than all, so that it makes a unit NaN and a sum of that leaves its range.
-__device__ __forceinline__ float larger(float a, float b) {
-  return __uint_as_float(max(__float_as_uint(fabsf(a)), __float_as_uint(fabsf(b))));
-}
-
 // Digits of a group of 16 N numbers. Lane (g, t) brings 2 N neighbouring columns from 4 N t + 2 N (g & 1) on, and leaves
 // with the high (g even) or low digits that its columns of B want: register i, byte e = nibble i & 1 of byte e of word
 // i / 2 of the lane's words, in the order of formats.int4.

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROGRAMS, THREADS = 128, 288
+PROGRAMS, THREADS = 128, 320
 KV_HEADS = (8, 16, 32)  # of as many programs each
 GROUP = 128  # columns of a scale
 WIDTHS, HEAD_DIMS, RANKS = (2048, 4096), (64, 128), (128, 256)
 NEURONS = 128  # of a program, at most
-SMALL_BYTES, LAYER_BYTES, GATE_BYTES = 13440, 200, 24  # beside the pages: of a program, of a layer and of its gate
+SMALL_BYTES, LAYER_BYTES, GATE_BYTES = 5376, 200, 24  # beside the pages: of a program, of a layer and of its gate
 SHARED_BYTES = 232448  # of a multiprocessor that a program can have
 MOST_PAGES, LEAST_PAGES = 12, 6
 SYNC = 16 * 32  # words
@@ -27,11 +27,15 @@ class Neurons(IntEnum):
         return ("all neurons", "up, and down of the neurons that are not zero", "the selected neurons")[self]
 
 
+def _spread(words: int) -> int:
+    return (words + 32) * 9 // 8 + 4
+
+
 @dataclass(frozen=True)
 class StepSizes:
     """Sizes for which the kernel is compiled, and what its layers compute. Without more they are OPT's.
 
-    rank: of the MLPs' predictors, 0 = none. relu: within these.
+    rank: of the MLPs' predictors, 0 = none. relu: within these. partly: some layers have none.
     kv_heads: of K and V, 0 = heads. rms: norms are RMSNorm. rotary: q and k are turned.
     biases: linear maps have them. The first of an MLP always does.
     gated: act(gate) up instead of act(up). both: act(gate) act(up). act: a ReLU with this threshold, squared or not.
@@ -53,6 +57,7 @@ class StepSizes:
     squared: bool = False
     both: bool = False
     threshold: float = 0.0
+    partly: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -80,8 +85,9 @@ class StepSizes:
 
     @property
     def exchange(self) -> int:
-        """Words of a head of K and V: q's, k and v, then the teams' parts. Whole lines of 16."""
-        return -(-((self.share + 2) * self.head_dim + self.teams * self.team_words) // 16) * 16
+        """Words of a head of K and V: q's, k and v, the teams' parts, hidden values of neurons. Whole lines of 16."""
+        words = (self.share + 2) * self.head_dim + self.teams * self.team_words + self.d_ffn // self.kv_heads
+        return -(-words // 16) * 16
 
     @property
     def layer_bytes(self) -> int:
@@ -90,20 +96,31 @@ class StepSizes:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page: 16 KB of rows, their scales, and room between them."""
+        """Bytes of a page: 16 KB of rows, or quarters of 32 neurons, with their scales, and room between them."""
         rows = 16384 // (self.d // 2)
-        return 16384 + rows * (16 + self.d // 64)
+        return max(16384 + rows * (16 + self.d // 64), 32 * (self.d // 8 + 16 + self.d // 256))
+
+    @property
+    def list_pages(self) -> int:
+        """Pages of the ring of listed neurons."""
+        return 3 if self.neurons is Neurons.SELECTED else 2
 
     @property
     def pages(self) -> int:
-        """Pages of the ring that fit beside the table of layers."""
-        return min(MOST_PAGES, (SHARED_BYTES - self.small_bytes) // self.page_bytes)
+        """Pages of the other ring that fit beside these and the table of layers."""
+        return min(MOST_PAGES, (SHARED_BYTES - self.small_bytes) // self.page_bytes - self.list_pages)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of a program."""
+        return self.page_bytes * (self.pages + self.list_pages) + self.small_bytes
 
     @property
     def small_bytes(self) -> int:
-        """Bytes beside the pages: sums of every column, what programs tell each other, and the table of layers."""
-        words = self.d + self.share * self.head_dim + self.team_words
-        words += words // 8 + 8 * self.share // self.teams * self.head_dim  # gaps, and what warps tell each other
+        """Bytes beside the pages: sums of columns, what programs tell each other, and the table of layers."""
+        mixed, own = self.share // self.teams, self.d_ffn // PROGRAMS
+        words = max(9 * 128, 8 * mixed * self.head_dim, self.d // 4) + 16 * mixed
+        words += max(_spread((self.share + 2) * self.head_dim) + _spread(self.team_words), 2 * _spread(4 * own))
         return SMALL_BYTES + -(-4 * words // 128) * 128 + self.layer_bytes * self.layers
 
     @property
@@ -134,10 +151,10 @@ class StepSizes:
         EXCHANGE: words of a head, q/k/v and then attention's parts."""
         return {
             "D": self.d, "HEADS": self.heads, "KV_HEADS": self.kv_heads, "TEAMS": self.teams,
-            "HEAD_DIM": self.head_dim, "D_FFN": self.d_ffn, "PAGES": self.pages,
+            "HEAD_DIM": self.head_dim, "D_FFN": self.d_ffn, "PAGES": self.pages, "LIST_PAGES": self.list_pages,
             "PAGE": self.page_bytes, "SMALL": self.small_bytes - self.layer_bytes * self.layers,
             "EXCHANGE": self.exchange, "MODE": int(self.neurons), "RANK": self.rank, "PREDICTOR_RELU": int(self.relu),
             "RMS_NORM": int(self.rms), "ROTARY": int(self.rotary), "BIASES": int(self.biases),
-            "GATED": int(self.gated), "SQUARED": int(self.squared), "BOTH": int(self.both),
+            "PARTLY": int(self.partly), "GATED": int(self.gated), "SQUARED": int(self.squared), "BOTH": int(self.both),
             "THRESHOLD": f"{float(self.threshold)!r}f",
         }  # fmt: skip

@@ -67,6 +67,7 @@ struct Program {
   Meeting first, all;
 };
 struct Fiber {
+  int copying = 0;  // of its copies, those that have not landed
   Index thread;
   Program* program;
   Warp* warp;
@@ -76,9 +77,10 @@ struct Fiber {
   const u64* awaited = nullptr;  // who waits for a meeting is not asked before it was held
   u64 seen = 0;
 };
-struct Copy {
+struct Copy {  // of a fiber, or a bulk copy, which has none. Of no bytes: an arrival behind the fiber's copies
   u32 to, n, bar;
   const void* from;
+  Fiber* of;
 };
 struct Bar {  // an mbarrier's eight bytes
   u8 phase, count, pending, unused;
@@ -170,8 +172,20 @@ inline void fetch(u32 to, const void* from, u32 n, u32 bar) {
   if (n % 16 || (uintptr_t)from % 16) refuse("a bulk copy that is not aligned");
   own(to, 16), own(to + n - 16, 16), own(bar, 8);
   std::memset(arena + to, 0xFF, n);
-  if (lost--) copies.push_back({to, n, bar, from});
+  if (lost--) copies.push_back({to, n, bar, from, nullptr});
 }
+template <int N>
+inline void copy(u32 to, const void* from) {
+  if ((uintptr_t)from % N) refuse("a copy that is not aligned");
+  std::memset(own(to, N), 0xFF, N);
+  ++fiber->copying;
+  if (lost--) copies.push_back({to, N, 0, from, fiber});
+}
+inline void copies_arrive(u32 bar) {
+  ++bar_of(bar).pending;
+  copies.push_back({0, 0, bar, nullptr, fiber});
+}
+inline void bulk_behind_copies() {}
 inline void put_tagged(u64* p, u32 v, u32 tag) { *p = (u64)tag << 32 | v; }
 inline u64 get_word(const u64* p) {
   yield();
@@ -187,6 +201,7 @@ inline u32 get_acquired(const u32* p) {
   return *p;
 }
 inline void add_released(u32* p, u32 v) { *p += v, ++progress; }
+inline void add(u32* p, u32 v) { add_released(p, v); }
 inline u64 now() { return clock_ns; }
 inline uint4 load4(u32 a) { return *(uint4*)own(a, 16); }
 inline uint2 load2(u32 a) { return *(uint2*)own(a, 8); }
@@ -196,6 +211,7 @@ inline u16 to_half(float f) { return bits_of<u16>((_Float16)f); }
 inline float load_half(u32 a) { return half_of(*(u16*)own(a, 2)); }
 inline float half_at(const u8* p, int i) { return half_of(((const u16*)p)[i]); }
 
+inline float larger(float a, float b) { return std::isnan(a) || std::fabs(a) > std::fabs(b) ? std::fabs(a) : std::fabs(b); }
 inline float __uint_as_float(u32 v) { return bits_of<float>(v); }
 inline u32 __float_as_uint(float v) { return bits_of<u32>(v); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -27,8 +27,12 @@ class HostLauncher:
     """
 
     def __init__(self, sizes: StepSizes, device: torch.device) -> None:
-        self.shared = sizes.page_bytes * sizes.pages + sizes.small_bytes
-        self.library, self.seed, self.without = ctypes.CDLL(str(compiled(sizes))), 0, -1
+        self.shared, self.library, self.seed, self.without = (
+            sizes.shared_bytes,
+            ctypes.CDLL(str(compiled(sizes))),
+            0,
+            -1,
+        )
 
     def __call__(self, stream: int, arguments: Sequence[tuple[Any, Any]]) -> None:
         self.seed += 1

@@ -7,13 +7,18 @@ static u32 roll() {
 static void land() {
   size_t kept = 0;
   for (const Copy& copy : copies) {
-    if (roll() & 1) {
+    if (roll() & 1 || (!copy.n && copy.of->copying)) {
       copies[kept++] = copy;
       continue;
     }
     std::memcpy(arena + copy.to, copy.from, copy.n);
+    if (copy.of && copy.n) {
+      --copy.of->copying;
+      continue;
+    }
     Bar& bar = *(Bar*)(arena + copy.bar);
     bar.bytes -= copy.n;
+    bar.pending -= !copy.n;
     complete(bar);
   }
   copies.resize(kept);
@@ -91,7 +96,7 @@ static int run_all(int programs, u32 shared) {
 static Arguments given;
 // seed: of the order of copies and warps. without: the number of a copy that is lost, or -1.
 extern "C" int launch(int programs, u32 shared, u32 seed, int without, const Layer* layers, const float* x, float* out,
-                      const int* position, const int* row_state, int* delta, u64* heads, u64* hidden, u32* masks,
+                      const int* position, const int* row_state, int* delta, u64* heads, u64* hidden, u64* masks,
                       u32* sync, int n_layers, int capacity, float eps, const float2* turns) {
   given = {layers, x, out, position, row_state, delta, heads, hidden, masks, sync, n_layers, capacity, eps, turns};
   entry = [] {

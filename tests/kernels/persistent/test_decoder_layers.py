@@ -227,6 +227,7 @@ class TestFaults:
 def test_layers_without_a_predictor_leave_silent_neurons_out(device, without):
     sizes, layers, x, kernel = problem(device, 2048, 3, Neurons.SELECTED, 40)
     layers = [replace(each, predictor=None, threshold=None) if i in without else each for i, each in enumerate(layers)]
+    sizes = replace(sizes, partly=True)
     put_thresholds(sizes, layers, x, 40)
     kernel = DecoderLayers(sizes, layers, kernel.position, kernel.row_state)
     out, first = torch.zeros_like(x), torch.zeros_like(x)
