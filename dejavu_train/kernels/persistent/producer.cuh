@@ -23,7 +23,17 @@ struct Fetcher {
         launch(launch) {}
   __device__ u32 at() const { return pages + slot * PAGE; }
   __device__ u32 bar() const { return full + 8 * slot; }
-  __device__ void await_slot() const { limit.wait(empty + 8 * slot, phase ^ 1, SLOT); }
+  // Lane 0 waits for a slot, and expects bytes of bulk copies in it. False in a step that has failed: its pages may be
+  // on their way still, and nobody needs others.
+  __device__ bool open(u32 bytes) const {
+    bool alive = true;
+    if (lane == 0) {
+      limit.wait(empty + 8 * slot, phase ^ 1, SLOT);
+      alive = !*(volatile int*)&s.dead;
+      if (alive && bytes) bar_expect(bar(), bytes);
+    }
+    return __shfl_sync(~0u, (int)alive, 0);
+  }
   __device__ void next() {
     if (++slot == SLOTS) {
       slot = 0;
@@ -41,7 +51,7 @@ struct Producer : Fetcher<0, PAGES> {
       : Fetcher(a, limit, s, ring, launch), last(last) {}
   // A page is asked for when its slot is free and few are on their way: more than the latency needs only lengthens the
   // queue in which the barriers' flags and sums wait.
-  __device__ void claim(u32 bytes) {
+  __device__ bool claim(u32 bytes) {
     if (lane == 0) {
       while (flying >= (*(volatile int*)&s.calm ? CALM : FLYING)) {
         limit.wait(full + 8 * landed, landed_phase, PAGE_LATE);
@@ -52,19 +62,17 @@ struct Producer : Fetcher<0, PAGES> {
         --flying;
       }
       ++flying;
-      await_slot();
-      bar_expect(bar(), bytes);
     }
-    __syncwarp();
+    return open(bytes);
   }
   __device__ void whole(const u8* from, u32 bytes) {
-    claim(bytes);
+    if (!claim(bytes)) return;
     if (lane == 0) fetch(at(), from, bytes, bar());
     next();
   }
   // A page of n neighbouring rows from `row` on. Few large copies: each costs as much as a kilobyte.
   __device__ void rows(const u8* codes, const u8* scales, u64 row, int n = ROWS) {
-    claim(n * (ROW + ROW_SCALES));
+    if (!claim(n * (ROW + ROW_SCALES))) return;
     constexpr int TOGETHER = 4;  // in a copy
     const int first = lane * TOGETHER, m = OWN % ROWS ? min(TOGETHER, n - first) : TOGETHER;
     if (first < n) fetch(at() + row_at(first), codes + (row + first) * ROW, m * ROW, bar());
@@ -82,7 +90,7 @@ struct Producer : Fetcher<0, PAGES> {
     for (int c = partner; c * POSITIONS < last; c += PARTNERS) {
       const u32 bytes = min(POSITIONS, last - c * POSITIONS) * HEAD_DIM * 2;
       const u64 from = ((u64)head * a.capacity + c * POSITIONS) * HEAD_DIM * 2;
-      claim(2 * bytes);
+      if (!claim(2 * bytes)) return;
       if (lane == 0) {
         fetch(at(), layer.k + from, bytes, bar());
         fetch(at() + KV_BYTES, layer.v + from, bytes, bar());
@@ -93,7 +101,7 @@ struct Producer : Fetcher<0, PAGES> {
     for (int i = 0; i < MIXED * OUT_PAGES; ++i) {
       const int mixed = head * SHARE + team * MIXED + i / OUT_PAGES;
       const u64 row = (u64)mixed * D + partner * COLUMNS + i % OUT_PAGES * 256;
-      claim(OUT_BYTES + 512);
+      if (!claim(OUT_BYTES + 512)) return;
       if (lane == 0) {
         fetch(at(), layer.out + row * (HEAD_DIM / 2), OUT_BYTES, bar());
         fetch(at() + OUT_BYTES, layer.out_scales + row * 2, 512, bar());
@@ -124,12 +132,8 @@ struct Lister : Fetcher<PAGES, LIST_PAGES> {
   __device__ void rows(const u8* codes, const u8* scales, int first, int n) {
     for (int i = 0; i < n; i += ROWS) {
       const int m = min(ROWS, n - i);
-      if (lane == 0) {
-        await_slot();
-        bulk_behind_copies();  // of `pieces`
-        bar_expect(bar(), m * (ROW + ROW_SCALES));
-      }
-      __syncwarp();
+      if (!open(m * (ROW + ROW_SCALES))) return;
+      bulk_behind_copies();  // of `pieces`
       if (lane < m) {
         const u64 row = s.ids[first + i + lane];
         fetch(at() + row_at(lane), codes + row * ROW, ROW, bar());
@@ -145,8 +149,7 @@ struct Lister : Fetcher<PAGES, LIST_PAGES> {
     const u8* const from = codes + quarter * PIECE + lane % LANES * 16;
     for (int i = 0; i < n; i += PIECES) {
       const int m = min(PIECES, n - i);
-      if (lane == 0) await_slot();
-      __syncwarp();
+      if (!open(0)) return;
 #pragma unroll 8
       for (int r = lane / LANES; r < m; r += TOGETHER)
         copy<16>(at() + piece_at(r) + lane % LANES * 16, from + (u64)neuron(i + r) * ROW);

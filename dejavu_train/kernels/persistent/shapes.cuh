@@ -30,7 +30,8 @@ __host__ __device__ constexpr int piece_at(int r) { return r * PIECE + (r >> 1) 
 constexpr int FIRST_ROWS = (RANK + CTAS - 1) / CTAS, SECOND_BYTES = OWN * RANK / 2;
 constexpr int POSITIONS = 32, KV_BYTES = POSITIONS * HEAD_DIM * 2;  // of a page of K (or V)
 constexpr int ALL_PAGES = PAGES + LIST_PAGES;                       // of both rings
-constexpr int FLYING = D == 2048 ? 4 : 8, CALM = D == 2048 ? 3 : 2;  // pages on their way, and beside a barrier, by trial
+constexpr int MOST_FLYING = D == 2048 ? 4 : 8, CALM = D == 2048 ? 3 : 2;  // pages on their way, and beside a barrier
+constexpr int FLYING = MOST_FLYING < PAGES ? MOST_FLYING : PAGES;         // which are no more than there are
 constexpr int MINE = D / CTAS;                                      // columns of x that a program looks after
 constexpr int COUNTERS = 8;                                         // of the barrier, a line each
 constexpr int NORMS = MIXED * PARTNERS * HEAD_DIM;                  // of a team's words, behind its parts

@@ -103,7 +103,7 @@ class StepSizes:
     @property
     def list_pages(self) -> int:
         """Pages of the ring of listed neurons."""
-        return 3 if self.neurons is Neurons.SELECTED else 2
+        return {Neurons.ALL: 4, Neurons.LIVE: 2, Neurons.SELECTED: 3}[self.neurons]  # of ALL it has most bytes
 
     @property
     def pages(self) -> int:

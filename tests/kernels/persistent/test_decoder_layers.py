@@ -13,6 +13,7 @@ from layer_models import FORMS, put_thresholds, random_layers, sizes_of
 
 from dejavu_train.kernels.common.layer_norm import LayerNormWeights, layer_norm_reference
 from dejavu_train.kernels.persistent import decoder_layers
+from dejavu_train.kernels.persistent import sizes as persistent_sizes
 from dejavu_train.kernels.persistent.decoder_layers import (
     DecoderLayers,
     check_layer,
@@ -251,6 +252,13 @@ def test_a_copy_that_never_lands_ends_every_wait_and_is_forgotten(device, neuron
     kernel.reset()
     kernel(x, out)
     assert torch.equal(out, right) and not kernel.fault()
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_ring_of_few_pages_is_enough(device, monkeypatch):
+    monkeypatch.setattr(persistent_sizes, "MOST_PAGES", LEAST_PAGES)
+    assert sizes_of(4096, 1, Neurons.ALL).pages == LEAST_PAGES
+    equals_plain_torch(device, 4096, 1, Neurons.LIVE, 199)
 
 
 def test_a_large_scale_of_down_is_felt_in_its_columns_alone(device):
