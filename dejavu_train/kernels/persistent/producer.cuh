@@ -23,17 +23,9 @@ struct Fetcher {
         launch(launch) {}
   __device__ u32 at() const { return pages + slot * PAGE; }
   __device__ u32 bar() const { return full + 8 * slot; }
-  // Lane 0 waits for a slot, and expects bytes of bulk copies in it. False in a step that has failed: its pages may be
-  // on their way still, and nobody needs others.
-  __device__ bool open(u32 bytes) const {
-    bool alive = true;
-    if (lane == 0) {
-      limit.wait(empty + 8 * slot, phase ^ 1, SLOT);
-      alive = !*(volatile int*)&s.dead;
-      if (alive && bytes) bar_expect(bar(), bytes);
-    }
-    return __shfl_sync(~0u, (int)alive, 0);
-  }
+  __device__ void await_slot() const { limit.wait(empty + 8 * slot, phase ^ 1, SLOT); }
+  // Nobody needs pages of a step that has failed. Barriers of those that are on their way must not expect more.
+  __device__ bool dead() const { return *(volatile int*)&s.dead; }
   __device__ void next() {
     if (++slot == SLOTS) {
       slot = 0;
@@ -51,9 +43,10 @@ struct Producer : Fetcher<0, PAGES> {
       : Fetcher(a, limit, s, ring, launch), last(last) {}
   // A page is asked for when its slot is free and few are on their way: more than the latency needs only lengthens the
   // queue in which the barriers' flags and sums wait.
-  __device__ bool claim(u32 bytes) {
+  __device__ void claim(u32 bytes) {
     if (lane == 0) {
-      while (flying >= (*(volatile int*)&s.calm ? CALM : FLYING)) {
+      u64 state;  // calm, and dead: one read for both
+      while (flying >= ((u32)(state = *(volatile u64*)&s.calm) ? CALM : FLYING)) {
         limit.wait(full + 8 * landed, landed_phase, PAGE_LATE);
         if (++landed == PAGES) {
           landed = 0;
@@ -62,17 +55,19 @@ struct Producer : Fetcher<0, PAGES> {
         --flying;
       }
       ++flying;
+      await_slot();
+      if (!(state >> 32)) bar_expect(bar(), bytes);
     }
-    return open(bytes);
+    __syncwarp();
   }
   __device__ void whole(const u8* from, u32 bytes) {
-    if (!claim(bytes)) return;
+    claim(bytes);
     if (lane == 0) fetch(at(), from, bytes, bar());
     next();
   }
   // A page of n neighbouring rows from `row` on. Few large copies: each costs as much as a kilobyte.
   __device__ void rows(const u8* codes, const u8* scales, u64 row, int n = ROWS) {
-    if (!claim(n * (ROW + ROW_SCALES))) return;
+    claim(n * (ROW + ROW_SCALES));
     constexpr int TOGETHER = 4;  // in a copy
     const int first = lane * TOGETHER, m = OWN % ROWS ? min(TOGETHER, n - first) : TOGETHER;
     if (first < n) fetch(at() + row_at(first), codes + (row + first) * ROW, m * ROW, bar());
@@ -90,7 +85,7 @@ struct Producer : Fetcher<0, PAGES> {
     for (int c = partner; c * POSITIONS < last; c += PARTNERS) {
       const u32 bytes = min(POSITIONS, last - c * POSITIONS) * HEAD_DIM * 2;
       const u64 from = ((u64)head * a.capacity + c * POSITIONS) * HEAD_DIM * 2;
-      if (!claim(2 * bytes)) return;
+      claim(2 * bytes);
       if (lane == 0) {
         fetch(at(), layer.k + from, bytes, bar());
         fetch(at() + KV_BYTES, layer.v + from, bytes, bar());
@@ -101,7 +96,7 @@ struct Producer : Fetcher<0, PAGES> {
     for (int i = 0; i < MIXED * OUT_PAGES; ++i) {
       const int mixed = head * SHARE + team * MIXED + i / OUT_PAGES;
       const u64 row = (u64)mixed * D + partner * COLUMNS + i % OUT_PAGES * 256;
-      if (!claim(OUT_BYTES + 512)) return;
+      claim(OUT_BYTES + 512);
       if (lane == 0) {
         fetch(at(), layer.out + row * (HEAD_DIM / 2), OUT_BYTES, bar());
         fetch(at() + OUT_BYTES, layer.out_scales + row * 2, 512, bar());
@@ -110,7 +105,7 @@ struct Producer : Fetcher<0, PAGES> {
     }
   }
   __device__ void run() {
-    for (int l = 0; l < a.n_layers; ++l) {
+    for (int l = 0; l < a.n_layers && !dead(); ++l) {
       const Layer& layer = layers[l];
       attention(layer);
       if (!selects(layer)) own_rows(layer.up, layer.up_scales);
@@ -132,8 +127,14 @@ struct Lister : Fetcher<PAGES, LIST_PAGES> {
   __device__ void rows(const u8* codes, const u8* scales, int first, int n) {
     for (int i = 0; i < n; i += ROWS) {
       const int m = min(ROWS, n - i);
-      if (!open(m * (ROW + ROW_SCALES))) return;
-      bulk_behind_copies();  // of `pieces`
+      if (lane == 0) await_slot();
+      __syncwarp();
+      if (dead()) return;
+      if (lane == 0) {
+        bulk_behind_copies();  // of `pieces`
+        bar_expect(bar(), m * (ROW + ROW_SCALES));
+      }
+      __syncwarp();
       if (lane < m) {
         const u64 row = s.ids[first + i + lane];
         fetch(at() + row_at(lane), codes + row * ROW, ROW, bar());
@@ -149,7 +150,9 @@ struct Lister : Fetcher<PAGES, LIST_PAGES> {
     const u8* const from = codes + quarter * PIECE + lane % LANES * 16;
     for (int i = 0; i < n; i += PIECES) {
       const int m = min(PIECES, n - i);
-      if (!open(0)) return;
+      if (lane == 0) await_slot();
+      __syncwarp();
+      if (dead()) return;
 #pragma unroll 8
       for (int r = lane / LANES; r < m; r += TOGETHER)
         copy<16>(at() + piece_at(r) + lane % LANES * 16, from + (u64)neuron(i + r) * ROW);

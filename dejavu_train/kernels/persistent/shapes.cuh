@@ -116,7 +116,9 @@ struct __align__(128) Shared {
   __align__(16) u16 own_mask[WARPS];
   u64 full[16], empty[16], listed, masked, live;
   u64 begun;
-  int counts[WARPS], n, calm, dead;
+  int counts[WARPS], n;
+  __align__(8) int calm;  // read together with what follows
+  int dead;
 };
 
 static_assert(sizeof(Shared) <= SMALL, "Shared is larger than its place");

@@ -63,12 +63,6 @@ class StepSizes:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
 
     @property
-    def of_opt(self) -> bool:
-        """True where layers compute what OPT's do."""
-        more = self.rms or self.rotary or self.gated or self.squared or self.both
-        return self.biases and self.kv_heads == self.heads and not more
-
-    @property
     def share(self) -> int:
         """Heads that share K and V."""
         return self.heads // self.kv_heads

@@ -47,7 +47,7 @@ def test_the_compiler_needs_no_more_than_a_multiprocessor_has(d, form, neurons):
     sizes = sizes_of(d, 48, neurons, form=form)
     _, log = program_of(sizes).compiled(verbose=True)
     (used,) = [int(line.split("Used ")[1].split()[0]) for line in log.splitlines() if "Used " in line]
-    # Twelve warps a quarter's registers: nine are there, and a quarter of the multiprocessor has three of them.
+    # Twelve warps a quarter's registers: ten are there, and a quarter of the multiprocessor has three of them.
     assert used <= 168 and sizes.pages >= LEAST_PAGES
 
 
