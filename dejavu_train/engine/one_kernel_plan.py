@@ -54,8 +54,8 @@ def one_kernel_sizes(
         )),
         ("predictors of earlier sites run inline or on a stream", bool(facts) and options.look_ahead != "fused"),
         (sizes.refusal, bool(sizes.refusal)),
-        ("it was not timed for such layers, and one_kernel=True asks for it",
-         options.one_kernel is None and (sizes.partly or not sizes.of_opt)),
+        ("it was not timed where some layers have no predictor, and one_kernel=True asks for it",
+         options.one_kernel is None and sizes.partly),
     ):  # fmt: skip
         if refused:
             return None, why

@@ -43,7 +43,7 @@ class EngineOptions:
             not read. "read": they are. "auto": they are left out where that was measured to be no slower. The output is
             the same.
         one_kernel: run all layers of a step as one kernel, where there is one for this model and GPU. None = where it
-            was timed: for OPT, with predictors in all layers or in none. False = never.
+            was timed: with predictors in all layers or in none. False = never.
     Raises:
         UserError: a value that is not allowed.
     """
