@@ -127,7 +127,8 @@ ONE_KERNEL = Table(
     {"there": True, "p50_ms": bool},
     {"shapes": named, "chain": lambda row: CHAIN in row["options"],
      "neurons": lambda row: {"dense": "all", "exact": "not zero", "sparse": "10 % selected"}[row["engine"]],
-     "there": lambda row: CHAIN in row["options"] or IN_ONE in row["note"]},
+     "there": lambda row: (CHAIN in row["options"] or IN_ONE in row["note"])
+     and (row["prompt"] == "128" or row["model"] == "6.7b")},
     order=lambda name: (*by_size(name[0]), int(name[1]), ("all", "not zero", "10 % selected").index(name[2])),
     needs=("chain of kernels, ms", "one kernel, ms"),
 )  # fmt: skip
