@@ -367,9 +367,8 @@ ONE_KERNEL = [
 @pytest.mark.parametrize(("dims", "sizes"), ONE_KERNEL)
 def test_one_kernel_runs_all_layers_of_one_row(dims, sizes, given, options, neurons):
     predictors = None if given is None else facts(dims, **given)
-    made = plan(predictors, INT4_128, dims, one_kernel=True, **options)
+    made = plan(predictors, INT4_128, dims, **options)
     assert made.one_kernel == replace(sizes, neurons=neurons, rank=128 if given else 0)
-    assert (plan(predictors, INT4_128, dims, **options).one_kernel is None) == (dims is not OPT_1B)
     words = {Neurons.LIVE: "that are not zero", Neurons.ALL: "all neurons", Neurons.SELECTED: "the selected neurons"}
     assert "all layers in one kernel" in made.describe() and words[neurons] in made.describe()
 
