@@ -89,7 +89,7 @@ def test_every_cell_follows_from_the_rows(rows, name):
     """All measured fields are replaced. No cell that shows a number may keep it."""
     table = PIVOTS[name]
     before = cells(table.make(rows))
-    fields = {column.field for column in table.columns if column.form and column.heading != "seeds"}
+    fields = sorted({column.field for column in table.columns if column.form and column.heading != "seeds"})
     factors = random.Random(1)  # another for every value, or ratios of two rows would stay nearly the same
 
     def moved(table):
