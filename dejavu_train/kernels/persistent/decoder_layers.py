@@ -201,10 +201,8 @@ def check_layer(sizes: StepSizes, layer: StepLayer) -> None:
     require(cache.watermark is None, "all K/V are there")
     require((cache.turning is not None) == sizes.rotary, "q and k are turned, or not")
     predictor = layer.predictor
-    if sizes.partly or sizes.neurons is not Neurons.SELECTED:
-        require(predictor is None or sizes.partly, "no predictor is asked")
-    else:
-        require(predictor is not None, "a layer without a predictor is not of such sizes")
+    asked = sizes.neurons is Neurons.SELECTED
+    require(sizes.partly or asked == (predictor is not None), "predictors are in all layers, or in none")
     if predictor is not None:
         require(predictor.down.dtype == torch.uint8, "predictors are nibbles")
         check_matrix("down", predictor.down, predictor.down_scale, (sizes.rank, d), cache.k)

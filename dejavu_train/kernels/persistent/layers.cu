@@ -83,15 +83,14 @@ struct Consumer {
     __syncwarp();
     if (lane == 0) bar_arrive(bar);
   }
-  __device__ u32 tag(int l) const { return launch * a.n_layers + l + 1; }
   __device__ void send(int at, float v, int l) {
-    put_tagged(a.heads + head * EXCHANGE + at, __float_as_uint(v), tag(l));
+    put_tagged(a.heads + head * EXCHANGE + at, __float_as_uint(v), tag_of(a, launch, l));
   }
   // n words from `at` on, of N at most, in pairs. Only those that are missing are asked for again.
   template <int N>
   __device__ void receive(int at, float* to, int l, int n = N) {
     constexpr int PAIRS = (N + 2 * THREADS - 1) / (2 * THREADS);  // of a thread
-    const u32 want = tag(l);
+    const u32 want = tag_of(a, launch, l);
     const u64* p = a.heads + head * EXCHANGE + at + 2 * tid;
     u64 v[PAIRS][2];
     bool ok;
@@ -124,12 +123,12 @@ struct Consumer {
     if (!(fabsf(u) < LARGEST)) atomicCAS(limit.error, 0, RANGE);
     return __float2int_rn(u);
   }
-  __device__ void put_sum(int column, float v) { s.sums[place(column)] = in_units(v); }  // of those that it adds
+  __device__ void put_sum(int column, float v) { s.sums[column_at(column)] = in_units(v); }  // of those that it adds
   __device__ float ask_bias(const u8* bias) const {
     return BIASES && tid < MINE ? half_at(bias, cta * MINE + tid) : 0.f;
   }
   __device__ void add_bias(float bias) {
-    if (BIASES && tid < MINE) atomicAdd(a.delta + turn * D + place(cta * MINE + tid), in_units(bias));
+    if (BIASES && tid < MINE) atomicAdd(a.delta + turn * D + column_at(cta * MINE + tid), in_units(bias));
   }
   // This program's n sums from `first` on are added, and all programs' are there. The next norm's weights are on their
   // way meanwhile.
@@ -171,7 +170,7 @@ struct Consumer {
       }
     } else {
       const float value = 1.f / per_unit;  // a power of two
-      const u32* const from = (const u32*)a.delta + turn * D + place(column);
+      const u32* const from = (const u32*)a.delta + turn * D + column_at(column);
       if (holds) {
         uint4 d[4];
 #pragma unroll
@@ -314,7 +313,7 @@ struct Consumer {
     if (i < 0 || i >= FIRST_ROWS) return;
     const int mine = cta * FIRST_ROWS + i;
     const float v = row_sum(8 * 16 + i) * __ldg((const float*)layer.first_scales + mine);
-    put_tagged(a.hidden + mine, __float_as_uint(PREDICTOR_RELU && v <= 0 ? 0.f : v), tag(l));
+    put_tagged(a.hidden + mine, __float_as_uint(PREDICTOR_RELU && v <= 0 ? 0.f : v), tag_of(a, launch, l));
   }
   // OWN neurons: their mask. early: this thread's hidden value, if it was there before.
   __device__ void predict_second(int l, const Layer& layer, u64 early) {
@@ -332,7 +331,8 @@ struct Consumer {
     if (tid < RANK) {
       u64 v = early;
       int tries = 0;
-      while ((u32)(v >> 32) != tag(l) && !((++tries & 255) == 0 && limit.late(PREDICTOR))) v = get_word(a.hidden + tid);
+      while ((u32)(v >> 32) != tag_of(a, launch, l) && !((++tries & 255) == 0 && limit.late(PREDICTOR)))
+        v = get_word(a.hidden + tid);
       s.z[spread(tid)] = __uint_as_float((u32)v);
     }
     meet();

@@ -7,8 +7,7 @@ struct Fetcher {
   Shared& s;
   const Layer* const layers;
   const u32 pages, full, empty, launch;
-  const int lane = threadIdx.x & 31, cta = blockIdx.x, head = cta / RANKS, rank = cta % RANKS;
-  const int team = rank / PARTNERS, partner = rank % PARTNERS, quarter = cta % SQUAD;
+  const int lane = threadIdx.x & 31, cta = blockIdx.x;
   int slot = 0;
   u32 phase = 0;
 
@@ -35,10 +34,9 @@ struct Fetcher {
 };
 
 struct Producer : Fetcher<0, PAGES> {
-  const int last;
+  const int last, head = cta / RANKS, rank = cta % RANKS, team = rank / PARTNERS, partner = rank % PARTNERS;
   int landed = 0, flying = 0;
   u32 landed_phase = 0;
-
   __device__ Producer(const Arguments& a, const Limit& limit, Shared& s, u8* ring, u32 launch, int last)
       : Fetcher(a, limit, s, ring, launch), last(last) {}
   // A page is asked for when its slot is free and few are on their way: more than the latency needs only lengthens the
@@ -120,16 +118,19 @@ struct Producer : Fetcher<0, PAGES> {
 struct Lister : Fetcher<PAGES, LIST_PAGES> {
   u32 lists = 0;                     // of all launches before
   int chosen_layers = 0, lives = 0;  // of this one so far
+  const int quarter = cta % SQUAD;
   using Fetcher::Fetcher;
-  __device__ u32 tag(int l) const { return launch * a.n_layers + l + 1; }
-
+  // Waits for a slot. False in a step that has failed.
+  __device__ bool claim() const {
+    if (lane == 0) await_slot();
+    __syncwarp();
+    return !dead();
+  }
   // Pages of rows, of n neurons that the list names from `first` on.
   __device__ void rows(const u8* codes, const u8* scales, int first, int n) {
     for (int i = 0; i < n; i += ROWS) {
       const int m = min(ROWS, n - i);
-      if (lane == 0) await_slot();
-      __syncwarp();
-      if (dead()) return;
+      if (!claim()) return;
       if (lane == 0) {
         bulk_behind_copies();  // of `pieces`
         bar_expect(bar(), m * (ROW + ROW_SCALES));
@@ -150,9 +151,7 @@ struct Lister : Fetcher<PAGES, LIST_PAGES> {
     const u8* const from = codes + quarter * PIECE + lane % LANES * 16;
     for (int i = 0; i < n; i += PIECES) {
       const int m = min(PIECES, n - i);
-      if (lane == 0) await_slot();
-      __syncwarp();
-      if (dead()) return;
+      if (!claim()) return;
 #pragma unroll 8
       for (int r = lane / LANES; r < m; r += TOGETHER)
         copy<16>(at() + piece_at(r) + lane % LANES * 16, from + (u64)neuron(i + r) * ROW);
@@ -169,7 +168,7 @@ struct Lister : Fetcher<PAGES, LIST_PAGES> {
   __device__ void publish(int l) {
     if (lane == 0) limit.wait(shared_at(&s.masked), chosen_layers & 1, MASK);
     __syncwarp();
-    if (lane < 4) put_tagged(a.masks + 4 * cta + lane, ((const u32*)s.own_mask)[lane], tag(l));
+    if (lane < 4) put_tagged(a.masks + 4 * cta + lane, ((const u32*)s.own_mask)[lane], tag_of(a, launch, l));
     __syncwarp();
     if (lane == 0) add(a.sync + 32 * 3, 1);
   }
@@ -185,11 +184,11 @@ struct Lister : Fetcher<PAGES, LIST_PAGES> {
       const u64* const p = a.masks + 4 * (LANE * lane + k);
       u64 v[4];
       int tries = 0;
+      const auto there = [&](u64 word) { return (u32)(word >> 32) == tag_of(a, launch, l); };
       do {  // counted before they are seen, now and then
         get_words(p, v[0], v[1]);
         get_words(p + 2, v[2], v[3]);
-      } while (((u32)(v[0] >> 32) != tag(l) || (u32)(v[1] >> 32) != tag(l) || (u32)(v[2] >> 32) != tag(l) ||
-                (u32)(v[3] >> 32) != tag(l)) &&
+      } while (!(there(v[0]) && there(v[1]) && there(v[2]) && there(v[3])) &&
                !((++tries & 255) == 0 && limit.late(LIST)));
       before[k] = sum;
 #pragma unroll

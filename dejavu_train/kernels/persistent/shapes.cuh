@@ -86,10 +86,12 @@ struct Arguments {
   const float2* turns;  // (capacity, HEAD_DIM / 2): cosine and sine of neighbouring rows of q and k
 };
 
+// The number of layer l of a launch, which tagged words carry.
+__device__ __forceinline__ u32 tag_of(const Arguments& a, u32 launch, int l) { return launch * a.n_layers + l + 1; }
 // Where word i lies in an array of which lanes read 16 neighbours each, 32 apart: without bank conflicts.
 __host__ __device__ constexpr int spread(int i) { return i + i / 32 * 4; }
 // Where column c lies in delta: of 128, lanes read 16 neighbours each, of which four at once are whole lines.
-__host__ __device__ constexpr int place(int c) {
+__host__ __device__ constexpr int column_at(int c) {
   return (c & ~127) | (c & 3) | (c >> 5 & 3) << 2 | (c >> 4 & 1) << 4 | (c >> 2 & 3) << 5;
 }
 

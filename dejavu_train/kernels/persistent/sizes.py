@@ -28,6 +28,7 @@ class Neurons(IntEnum):
 
 
 def _spread(words: int) -> int:
+    """Words of an array and 32 more, with the gaps of `spread` in the source."""
     return (words + 32) * 9 // 8 + 4
 
 

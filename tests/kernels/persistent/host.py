@@ -27,12 +27,8 @@ class HostLauncher:
     """
 
     def __init__(self, sizes: StepSizes, device: torch.device) -> None:
-        self.shared, self.library, self.seed, self.without = (
-            sizes.shared_bytes,
-            ctypes.CDLL(str(compiled(sizes))),
-            0,
-            -1,
-        )
+        self.shared, self.library = sizes.shared_bytes, ctypes.CDLL(str(compiled(sizes)))
+        self.seed, self.without = 0, -1
 
     def __call__(self, stream: int, arguments: Sequence[tuple[Any, Any]]) -> None:
         self.seed += 1
